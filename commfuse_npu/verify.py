@@ -1,0 +1,386 @@
+"""Proves a set of plans, one per rank, or refutes it with a counter-example in words.
+
+What gloo executes without complaint may hang on HCCL (its transfers match by tag, in any order), so
+running a plan proves little about it.  This file checks the plan itself:
+
+1. *pairing*: each send has exactly one receive, on the same lane, and the other way round;
+2. *one global order*: both ends give a transfer the same step, and every rank posts its steps in
+   rising order;
+3. *data*: what is sent is there when it is sent; every block is delivered exactly once, every
+   partial sum is added exactly once;
+4. *work*: every piece is computed once, the own block first (gather) or last (scatter).
+
+**No deadlock.**  1 and 2 are enough, for rendezvous transfers on in-order lanes, any number of
+them: take the lowest step that is not finished.  Every rank posts in rising order and waits, before
+it posts, only for lower steps (a window's oldest transfer, a block to pass on, the creation of a
+communicator that all ranks reach in the same order), and these are finished; so both ends of all
+its transfers are posted, each at the head of its lane, because everything before it on that lane
+has a lower step.  So it finishes.  :func:`rendezvous` plays the same rules through, warm or cold,
+batched or one operation at a time, and finds the cycle when 2 does not hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+from commfuse_npu.plan import Piece, Plan, PlanError, Transfer
+
+__all__ = ["counter_examples", "rendezvous", "verify"]
+
+
+def verify(plans: Sequence[Plan]) -> None:
+    """Prove ``plans``, the plans of all ranks of one group, by rank.
+
+    Raises:
+        PlanError: they are refuted; the message holds the counter-examples.
+    """
+    found = counter_examples(plans)
+    if found:
+        raise PlanError("the plans do not hold:\n" + "\n".join(f"- {line}" for line in found))
+
+
+def counter_examples(plans: Sequence[Plan], limit: int = 8) -> list[str]:
+    """Why ``plans`` do not hold, in words; empty if they are proved.
+
+    Args:
+        plans: the plans of ranks 0..n-1, in this order.
+        limit: at most so many are returned.
+    """
+    found: list[str] = list(_set(plans))
+    if found:
+        return found[:limit]
+    ordered = True
+    for check in (_pairing, _order, _data, _work):
+        broken = list(check(plans))
+        found += broken
+        if check is _order and broken:
+            ordered = False
+    if not ordered or found:
+        for cold in (False, True):
+            hang = rendezvous([plans], cold=cold)
+            if hang:
+                found.insert(0, hang)
+                break
+    return found[:limit]
+
+
+def _set(plans: Sequence[Plan]) -> Iterator[str]:
+    if not plans:
+        yield "there are no plans; give one per rank"
+        return
+    first = plans[0]
+    if len(plans) != first.size:
+        yield f"{len(plans)} plans were given for a group of {first.size}"
+    for place, plan in enumerate(plans):
+        if plan.rank != place:
+            yield f"the plan in place {place} is that of rank {plan.rank}"
+        same = (plan.kind, plan.size, plan.schedule, plan.own)
+        if same != (first.kind, first.size, first.schedule, first.own):
+            yield (
+                f"rank {plan.rank} plans a {plan.kind} ({plan.schedule}, own block {plan.own}) in "
+                f"a group of {plan.size}, rank 0 a {first.kind} ({first.schedule}, own block "
+                f"{first.own}) in a group of {first.size}"
+            )
+
+
+def _pairing(plans: Sequence[Plan]) -> Iterator[str]:
+    sends: Counter[tuple[int, int, int, Piece]] = Counter()
+    receives: Counter[tuple[int, int, int, Piece]] = Counter()
+    for plan in plans:
+        for step in plan.steps:
+            for transfer, end, counted in (
+                (step.send, "source", sends),
+                (step.receive, "target", receives),
+            ):
+                if transfer is None:
+                    continue
+                other = transfer.target if end == "source" else transfer.source
+                if getattr(transfer, end) != plan.rank:
+                    yield f"rank {plan.rank} plans a transfer in which it has no part: {transfer}"
+                elif other == plan.rank:
+                    yield f"rank {plan.rank} transfers to itself: {transfer}"
+                elif not 0 <= other < plan.size:
+                    yield f"rank {plan.rank} transfers with rank {other} of {plan.size}: {transfer}"
+                elif not 0 <= transfer.lane < plan.lanes:
+                    yield f"lane {transfer.lane} is not one of {plan.lanes}: {transfer}"
+                counted[transfer.lane, transfer.source, transfer.target, transfer.piece] += 1
+    for (lane, source, target, piece), count in (sends - receives).items():
+        yield (
+            f"rank {source} sends {piece} to rank {target} on lane {lane}"
+            f"{_times(count)}, which rank {target} does not receive there"
+        )
+    for (lane, source, target, piece), count in (receives - sends).items():
+        yield (
+            f"rank {target} expects {piece} from rank {source} on lane {lane}"
+            f"{_times(count)}, which rank {source} does not send there"
+        )
+
+
+def _times(count: int) -> str:
+    return "" if count == 1 else f" {count} times more than is matched"
+
+
+def _order(plans: Sequence[Plan]) -> Iterator[str]:
+    place: dict[tuple[int, int, int, Piece], int] = {}
+    for plan in plans:
+        last = -1
+        for step in plan.steps:
+            if step.send is None and step.receive is None:
+                continue
+            for transfer in (step.send, step.receive):
+                if transfer is None:
+                    continue
+                if transfer.step <= last:
+                    yield (
+                        f"rank {plan.rank} posts {transfer} after its step {last}: "
+                        "there is no common order"
+                    )
+                key = (transfer.lane, transfer.source, transfer.target, transfer.piece)
+                if place.setdefault(key, transfer.step) != transfer.step:
+                    yield (
+                        f"the two ends of a transfer disagree on its step: {transfer}, "
+                        f"step {place[key]} on the other end"
+                    )
+            if step.send and step.receive and step.send.step != step.receive.step:
+                yield f"rank {plan.rank} posts {step.send} together with {step.receive}"
+            last = max(t.step for t in (step.send, step.receive) if t is not None)
+
+
+def _data(plans: Sequence[Plan]) -> Iterator[str]:
+    """Follow the data through the steps: who holds which contributions of which piece, when."""
+    first = plans[0]
+    reducing = first.kind == "reduce_scatter"
+    held: list[dict[Piece, Counter[int]]] = [defaultdict(Counter) for _ in plans]
+    for plan in plans:
+        if plan.own == "first":
+            for step in plan.steps:
+                if step.send and step.send.piece.source == plan.rank:
+                    held[plan.rank][step.send.piece] = Counter([plan.rank])
+    timeline = max((len(plan.steps) for plan in plans), default=0)
+    for index in range(timeline):
+        moved: list[tuple[Transfer, Counter[int]]] = []
+        for plan in plans:
+            if index >= len(plan.steps):
+                continue
+            step = plan.steps[index]
+            if step.send is not None:
+                content = held[plan.rank].get(step.send.piece)
+                if not content:
+                    yield f"rank {plan.rank} does not yet hold what it sends: {step.send}"
+                else:
+                    moved.append((step.send, Counter(content)))
+                    if reducing:
+                        held[plan.rank][step.send.piece].clear()
+        for transfer, content in moved:
+            held[transfer.target][transfer.piece] += content
+        for plan in plans:
+            if index < len(plan.steps) and plan.own == "last":
+                made = plan.steps[index].compute
+                if made is not None and made.chunk is not None:
+                    held[plan.rank][made] += Counter([plan.rank])
+    for plan in plans:
+        yield from _delivered(plan, held[plan.rank])
+
+
+def _delivered(plan: Plan, held: dict[Piece, Counter[int]]) -> Iterator[str]:
+    others = [rank for rank in range(plan.size) if rank != plan.rank]
+    needed: dict[Piece, Counter[int]] = {}
+    for chunk in range(plan.chunks):
+        if plan.kind == "gather":
+            needed |= {Piece(rank, None, chunk): Counter([rank]) for rank in others}
+        elif plan.kind == "all_to_all":
+            needed |= {Piece(rank, plan.rank, chunk): Counter([rank]) for rank in others}
+        elif others:
+            needed[Piece(None, plan.rank, chunk)] = Counter(others)
+    for piece, wanted in needed.items():
+        got = held.get(piece, Counter())
+        for rank in sorted((wanted - got).keys()):
+            yield f"rank {plan.rank} never gets the part of rank {rank} of {piece}"
+        for rank, extra in sorted((got - wanted).items()):
+            yield (
+                f"rank {plan.rank} gets the part of rank {rank} of {piece} "
+                f"{wanted[rank] + extra} times instead of {'once' if wanted[rank] else 'never'}"
+            )
+    if plan.kind == "reduce_scatter":
+        for piece, content in held.items():
+            if piece not in needed and any(content.values()):
+                yield f"{piece} stays with rank {plan.rank}, parts of {sorted(content.elements())}"
+
+
+def _work(plans: Sequence[Plan]) -> Iterator[str]:
+    for plan in plans:
+        computed = [(s.index, s.compute) for s in plan.steps if s.compute is not None]
+        counts = Counter(piece for _, piece in computed)
+        for piece, count in counts.items():
+            if count > 1:
+                yield f"rank {plan.rank} computes {piece} {count} times"
+        covered = Counter((plan.block(piece), piece.chunk) for piece in counts)
+        for block in range(plan.size):
+            chunks = [None] if block == plan.rank else range(plan.chunks)
+            for chunk in chunks:
+                if not covered[block, chunk]:
+                    part = "its own block" if chunk is None else f"block {block} chunk {chunk}"
+                    yield f"rank {plan.rank} never computes {part}"
+        if computed:
+            place = 0 if plan.own == "first" else -1
+            if plan.block(computed[place][1]) != plan.rank:
+                yield (
+                    f"rank {plan.rank} computes {computed[place][1]} {plan.own} instead of its own "
+                    "block: that transfer has nothing to hide behind"
+                )
+        if plan.own == "first":
+            arrived = {s.receive.piece: s.receive.step for s in plan.steps if s.receive}
+            for index, piece in computed:
+                if plan.block(piece) != plan.rank and arrived.get(piece, index) >= index:
+                    yield f"rank {plan.rank} computes {piece} in step {index}, before it arrives"
+
+
+class _Host:
+    """One rank as :func:`rendezvous` sees it: a program of posts, and queues on its lanes."""
+
+    def __init__(self, rank: int, programs: list[Plan], batched: bool) -> None:
+        self.rank = rank
+        self.queues: dict[int, deque[list[Transfer]]] = defaultdict(deque)
+        self.used: set[int] = set()
+        # (transfers posted at once, positions in `done` that have to be finished before)
+        self.program: deque[tuple[list[tuple[int, Transfer]], list[tuple[int, Transfer]]]] = deque()
+        self.done: set[tuple[int, Transfer]] = set()
+        self.origin: dict[int, int] = {}
+        for number, plan in enumerate(programs):
+            posts = [[t for t in (s.send, s.receive) if t is not None] for s in plan.steps]
+            posts = [post for post in posts if post]
+            brought: dict[Piece, Transfer] = {}
+            for place, post in enumerate(posts):
+                needs = []
+                if place >= plan.window:
+                    needs += [t for t in posts[place - plan.window] if t.target == rank]
+                for transfer in post:
+                    if transfer.source == rank and transfer.piece in brought and plan.forwards:
+                        needs.append(brought[transfer.piece])
+                for transfer in post:
+                    if transfer.target == rank:
+                        brought[transfer.piece] = transfer
+                groups = [post] if batched else [[t] for t in sorted(post, key=lambda t: t.source)]
+                for group in groups:
+                    self.program.append(
+                        ([(number, t) for t in group], [(number, t) for t in needs])
+                    )
+
+
+def rendezvous(
+    operations: Sequence[Sequence[Plan]], *, cold: bool = False, batched: bool = True
+) -> str | None:
+    """Play plans through with HCCL's rules; ``None`` if they finish, else who waits for whom.
+
+    The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one
+    stream; what is posted on it is carried out in order; a send and its receive take place when
+    both are at the head of their lanes; messages match by order, not by name; the operations of a batch
+    may take place in any order and the batch leaves the lane when all have.
+
+    Args:
+        operations: sets of plans that are posted one after the other on the same lanes, without
+            waiting in between (a re-gather and a reduce-scatter in a backward, say).
+        cold: the first use of a lane creates its communicator and holds the host until every rank
+            has come to it.
+        batched: post {send, receive} of a step as one batch; else as single operations, in the
+            order of their source ranks.
+    """
+    size = operations[0][0].size
+    hosts = [_Host(rank, [plans[rank] for plans in operations], batched) for rank in range(size)]
+    queues: dict[tuple[int, int], deque[list[tuple[int, Transfer]]]] = defaultdict(deque)
+    progress = True
+    while progress:
+        progress = False
+        for host in hosts:
+            while host.program:
+                post, needs = host.program[0]
+                if any(need not in host.done for need in needs):
+                    break
+                lane = post[0][1].lane
+                if cold and lane not in host.used:
+                    host.used.add(lane)
+                    progress = True
+                if cold and not all(lane in other.used for other in hosts):
+                    break
+                host.program.popleft()
+                queues[host.rank, lane].append(list(post))
+                progress = True
+        for (rank, lane), queue in queues.items():
+            while queue:
+                head = queue[0]
+                for item in list(head):
+                    number, transfer = item
+                    if transfer.source != rank:
+                        continue
+                    others = queues.get((transfer.target, lane))
+                    match = (
+                        next(
+                            (o for o in others[0] if o[1].target != rank and o[1].source == rank),
+                            None,
+                        )
+                        if others
+                        else None
+                    )
+                    if match is None:
+                        continue
+                    if (match[0], match[1].piece) != (number, transfer.piece):
+                        return (
+                            f"wrong data: rank {rank} sends {transfer}, and it lands where rank "
+                            f"{transfer.target} expects {match[1]}"
+                        )
+                    assert others is not None
+                    head.remove(item)
+                    others[0].remove(match)
+                    hosts[rank].done.add(item)
+                    hosts[transfer.target].done.add(match)
+                    progress = True
+                if head:
+                    break
+                queue.popleft()
+                progress = True
+    return _stuck(hosts, queues, cold)
+
+
+def _stuck(
+    hosts: list[_Host], queues: dict[tuple[int, int], deque[list[tuple[int, Transfer]]]], cold: bool
+) -> str | None:
+    """The chain of ranks that wait for each other, or ``None`` when all is done."""
+    waits: dict[int, tuple[int, str]] = {}
+    for (rank, lane), queue in sorted(queues.items()):
+        if queue and rank not in waits:
+            transfer = queue[0][0][1]
+            peer = transfer.target if transfer.source == rank else transfer.source
+            verb = "send" if transfer.source == rank else "receive"
+            waits[rank] = (peer, f"rank {rank} waits on lane {lane} to {verb} {transfer}")
+    for host in hosts:
+        if host.program and host.rank not in waits:
+            post, needs = host.program[0]
+            open_needs = [need for need in needs if need not in host.done]
+            if open_needs:
+                transfer = open_needs[0][1]
+                waits[host.rank] = (
+                    transfer.source,
+                    f"rank {host.rank} waits for {transfer} before it goes on",
+                )
+            else:
+                lane = post[0][1].lane
+                absent = next((h.rank for h in hosts if lane not in h.used), host.rank)
+                waits[host.rank] = (
+                    absent,
+                    f"rank {host.rank} waits for rank {absent} to create lane {lane}",
+                )
+    if not waits:
+        return None
+    rank = min(waits)
+    chain: list[int] = []
+    while rank in waits and rank not in chain:
+        chain.append(rank)
+        rank = waits[rank][0]
+    if rank in chain:
+        cycle = chain[chain.index(rank) :]
+        end = f"and so round to rank {rank}"
+    else:
+        cycle, end = chain, f"and rank {rank} has nothing more to do"
+    start = "cold" if cold else "warm"
+    return f"deadlock ({start}): " + "; ".join(waits[r][1] for r in cycle) + "; " + end
