@@ -1,0 +1,36 @@
+"""The plain collectives, under whichever name this torch has.
+
+torch 2.13 calls them ``all_gather_single`` and ``reduce_scatter_single`` and warns about the names
+that torch 2.7 (MindSpeed's) has.  They are the reference and the fallback of every fused op.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["all_gather_rows", "reduce_scatter_rows"]
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[s, ...]`` of every rank of the group, stacked in rank order to ``[n * s, ...]``."""
+    out = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
+    _all_gather(out, shard.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter_rows(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum of ``[n * s, ...]`` over the ranks of the group, of which each keeps its ``[s, ...]``.
+
+    On gloo rank r adds ``x[r-1], x[r-2], ..., x[r+1], x[r]`` and rounds at every addition.  gloo
+    cuts the tensor into segments of equal length, two per rank or more (of 1 MiB at most), each
+    with an order of its own; where a block is not a whole number of segments, the few elements in
+    between get the order of a neighbour.  Blocks with an even number of elements are whole up to
+    2 MiB (measured on CPU with 3 and 4 ranks).
+    """
+    out = full.new_empty((full.shape[0] // group.size(), *full.shape[1:]))
+    _reduce_scatter(out, full.contiguous(), group=group)
+    return out

@@ -1,0 +1,511 @@
+"""Carries plans out over ``torch.distributed``.  The only file that knows how HCCL and gloo differ.
+
+=====================  ==================================  =====================================
+                       HCCL                                gloo
+=====================  ==================================  =====================================
+a lane is              a communicator with a stream        a set of sockets
+order on a lane        kept by the stream                  kept by the host (see below)
+posted                 one batch {send, receive} per step  each receive as early as possible,
+                                                           each send when it is its lane's turn
+matched by             order                               tag
+``wait()`` holds       the stream                          the host
+=====================  ==================================  =====================================
+
+On HCCL unbatched transfers would open a communicator per pair of ranks, in the middle of a forward,
+and receives posted ahead of sends would hang; a batch per step does neither.  On gloo receives come
+first, because the notice that a receive is ready shares the socket with bulk data.  gloo has no
+streams, so the host keeps a lane in order: it posts a send when the one before it on the lane is
+done, or goes to the same rank, where the socket keeps the order.
+
+The rules, each enforced here: dedicated lane groups, made and warmed up together and never in a
+forward; one issuing thread; data checked before it is posted; each work waited for exactly once; no
+buffer let go before; a failure names rank, peer, operation and step, and breaks the transport for
+good, because the transfers that are left over can no longer be matched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.plan import Plan, Transfer
+
+__all__ = [
+    "BufferPool",
+    "Exchange",
+    "MismatchError",
+    "Transport",
+    "TransportError",
+]
+
+Check = Literal["first", "always"]
+
+
+class TransportError(RuntimeError):
+    """A transfer failed or timed out.  The transport cannot be used any more."""
+
+
+class MismatchError(TransportError):
+    """The ranks of a group called different operations, or with different shapes or options."""
+
+
+class BufferPool:
+    """Receive and send buffers that are used again.
+
+    Allocating tens of megabytes per operation costs page faults on CPU and fragments the caching
+    allocator on a device.  A buffer is lent to one operation and comes back when all its transfers
+    have been waited for; one that an error leaves in the air never comes back.
+
+    Args:
+        keep: how many idle buffers are kept; the ones not used for longest are freed.
+    """
+
+    def __init__(self, keep: int = 32) -> None:
+        self._keep = keep
+        self._idle: OrderedDict[int, torch.Tensor] = OrderedDict()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor with undefined contents."""
+        shape = tuple(shape)
+        for key, buffer in reversed(self._idle.items()):
+            if (tuple(buffer.shape), buffer.dtype, buffer.device) == (shape, dtype, device):
+                del self._idle[key]
+                return buffer
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers:
+            self._idle[id(buffer)] = buffer
+        while len(self._idle) > self._keep:
+            self._idle.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+
+class _Handle:
+    """A posted operation: waited for once, and its buffer held until then."""
+
+    __slots__ = ("_buffer", "_transport", "_what", "_works")
+
+    def __init__(
+        self, transport: Transport, works: Sequence[Any], buffer: object, what: object
+    ) -> None:
+        self._transport = transport
+        self._works: Sequence[Any] | None = works
+        self._buffer: object | None = buffer
+        self._what = what
+
+    def wait(self) -> None:
+        """Wait; a second call returns at once (on gloo a second wait on a work never returns)."""
+        if self._works is None:
+            return
+        works, self._works = self._works, None
+        start = time.perf_counter()
+        try:
+            for work in works:
+                if self._transport.batched:
+                    work.wait()
+                else:
+                    work.wait(self._transport.timeout)
+        except RuntimeError as error:
+            self._transport.fail(f"{self._what}: {error}", self._buffer)
+            raise self._transport.error() from error
+        finally:
+            self._transport.blocked_seconds += time.perf_counter() - start
+        self._buffer = None
+
+
+class Transport:
+    """Lanes over the ranks of one group.
+
+    Make it with :meth:`create`, which every process of the job calls together.
+
+    Attributes:
+        group: the plain group, for the collective form of an op; no transfer of a plan uses it.
+        rank, size: place in the group.
+        timeout: how long a wait may take on gloo before it becomes an error.
+        batched: post a batch per step (HCCL), or single operations (gloo).
+        device_type: where tensors have to be, ``cpu`` on gloo and ``npu`` on HCCL.
+        blocked_seconds: host time spent in waits since the start.  On HCCL a wait holds the
+            stream, not the host, so there this counts next to nothing; profile the device instead.
+        operations: how many plans were started.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lanes: Sequence[dist.ProcessGroup],
+        control: dist.ProcessGroup,
+        *,
+        timeout: timedelta,
+        batched: bool,
+        check: Check = "first",
+    ) -> None:
+        self.group = group
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self.rank = group.rank()
+        self.size = group.size()
+        self.timeout = timeout
+        self.batched = batched
+        self.check = check
+        self.buffers = BufferPool()
+        self.blocked_seconds = 0.0
+        self.operations = 0
+        self.device_type = "cpu" if dist.get_backend(lanes[0]) == "gloo" else "npu"
+        self._lanes = tuple(lanes)
+        self._control = control
+        self._agreed: set[Hashable] = set()
+        self._in_flight: set[Exchange] = set()
+        self._thread = threading.get_ident()
+        self._broken: str | None = None
+        self._left_over: list[object] = []
+
+    @classmethod
+    def create(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        lanes: int = 2,
+        timeout: timedelta = timedelta(minutes=5),
+        batched: bool | None = None,
+        check: Check = "first",
+        lane_options: Any = None,
+    ) -> Transport:
+        """Make the lanes of every group of the job, and warm them up.
+
+        A collective over **all** processes of the job, each with the group that it belongs to: new
+        groups have to be made by everybody, in the same order.  It belongs next to the set-up of
+        the other groups, never into a forward.
+
+        Args:
+            group: the group of this process, the whole job by default.
+            lanes: in-order channels to make; plans may use fewer.
+            timeout: for waits (gloo) and for the lanes' own set-up.
+            batched: how to post; by default as the group's backend needs it.  On HCCL it has to
+                be True; on gloo True is for tests of what HCCL will see.
+            check: compare operation, shapes, dtype and options of the ranks at the ``first`` use of
+                each combination, or ``always``.
+            lane_options: ``pg_options`` of the lane groups, HCCL's buffer size among them.
+
+        Raises:
+            ValueError: lanes is not a positive whole number.
+            MismatchError: the processes ask for different numbers of lanes.
+        """
+        if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+            raise ValueError(f"lanes is {lanes!r}; it must be a whole number from 1")
+        group = group if group is not None else dist.group.WORLD
+        if group is None:
+            raise RuntimeError(
+                "torch.distributed is not initialised; call init_process_group before "
+                "Transport.create"
+            )
+        backend = dist.get_backend(group)
+        if batched is None:
+            batched = backend != "gloo"
+        mine = (tuple(dist.get_process_group_ranks(group)), lanes)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        if len({count for _, count in everyone}) > 1:
+            counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
+            raise MismatchError(f"the processes ask for different numbers of lanes ({counts})")
+        made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+        for ranks in sorted({ranks for ranks, _ in everyone}):
+            channels = [
+                dist.new_group(
+                    list(ranks), timeout=timeout, backend=backend, pg_options=lane_options
+                )
+                for _ in range(lanes)
+            ]
+            control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+            made[ranks] = channels, control
+        channels, control = made[mine[0]]
+        transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
+        transport._warm_up()
+        return transport
+
+    @property
+    def lanes(self) -> int:
+        return len(self._lanes)
+
+    def _warm_up(self) -> None:
+        """Open every connection now: on HCCL the communicators, on gloo the sockets."""
+        for lane in self._lanes:
+            token = torch.ones(1, device=self.device_type)
+            dist.all_reduce(token, group=lane)
+            if int(token.item()) != self.size:
+                raise TransportError(
+                    f"warming up a lane gave {token.item()} instead of {self.size}: "
+                    "its ranks are not those of the group"
+                )
+
+    def start(
+        self,
+        plan: Plan,
+        name: str,
+        block: torch.Size | Sequence[int],
+        like: torch.Tensor,
+        options: Hashable = (),
+    ) -> Exchange:
+        """Begin to carry out ``plan``.
+
+        Args:
+            plan: this rank's plan; its size, rank and lanes must fit.
+            name: the operation, for errors and for the comparison of the ranks.
+            block: shape of one block of the plan, the same on every rank.
+            like: a tensor with the dtype and device of what is transferred.
+            options: whatever else the ranks have to agree on.
+
+        Raises:
+            ValueError: plan or tensor do not fit this transport.
+            MismatchError: another rank calls something else.
+            TransportError: an earlier failure broke the transport.
+        """
+        if self._broken is not None:
+            raise self.error()
+        if (plan.rank, plan.size) != (self.rank, self.size):
+            raise ValueError(
+                f"{name}: the plan is for rank {plan.rank} of {plan.size}, the transport is rank "
+                f"{self.rank} of {self.size}"
+            )
+        if plan.lanes > self.lanes:
+            raise ValueError(
+                f"{name}: the plan uses {plan.lanes} lanes, the transport has {self.lanes}; create "
+                f"it with lanes={plan.lanes} or plan with fewer"
+            )
+        if like.device.type != self.device_type:
+            raise ValueError(
+                f"{name}: the tensor is on {like.device}, this group transfers "
+                f"{self.device_type} tensors; move it there"
+            )
+        thread = threading.get_ident()
+        if self._in_flight and thread != self._thread:
+            raise TransportError(
+                f"{name}: called from a second thread while {next(iter(self._in_flight)).name} is "
+                "under way; one thread at a time may use a transport"
+            )
+        self._thread = thread
+        self.operations += 1
+        signature = (name, plan.kind, plan.own, plan.schedule, tuple(block), like.dtype, options)
+        self._agree(signature)
+        exchange = Exchange(self, plan, name, like, zlib.crc32(repr(signature).encode()))
+        self._in_flight.add(exchange)
+        return exchange
+
+    def _agree(self, signature: tuple[Any, ...]) -> None:
+        """Compare with the other ranks before anything is posted.
+
+        The ranks of a group run the same operations in the same order, so that all of them meet a
+        combination for the first time together.  One that does not is caught by the tags on gloo
+        (nothing matches, the wait times out) and by HCCL's own time limit.
+        """
+        if self.size == 1 or (self.check == "first" and signature in self._agreed):
+            return
+        everyone: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(everyone, signature, group=self._control)
+        except RuntimeError as error:
+            self.fail(f"comparing {signature[0]} with the other ranks: {error}")
+            raise self.error() from error
+        for rank, other in enumerate(everyone):
+            if other != signature:
+                names = ("operation", "kind", "own block", "schedule", "block", "dtype", "options")
+                differing = "; ".join(
+                    f"{what}: {mine} here, {theirs} there"
+                    for what, mine, theirs in zip(names, signature, other, strict=True)
+                    if mine != theirs
+                )
+                self.fail(
+                    f"rank {self.rank} and rank {rank} of the group do not call the same: "
+                    f"{differing}. Nothing was sent; call it alike on all ranks"
+                )
+                raise self.error(MismatchError)
+        self._agreed.add(signature)
+
+    def fail(self, why: str, *left_over: object) -> None:
+        """Break the transport: no later operation can be matched with the other ranks' any more."""
+        self._left_over += [*left_over, *self._in_flight]
+        self._in_flight.clear()
+        if self._broken is None:
+            self._broken = (
+                f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"
+            )
+
+    def error(self, kind: type[TransportError] = TransportError) -> TransportError:
+        return kind(f"{self._broken}. This transport is broken; restart from a checkpoint")
+
+    def finished(self, exchange: Exchange) -> None:
+        self._in_flight.discard(exchange)
+
+    # ------------------------------------------------------------------ posting
+
+    def post_batch(
+        self, send: Transfer, out: torch.Tensor, receive: Transfer, into: torch.Tensor
+    ) -> Sequence[Any]:
+        lane = self._lanes[send.lane]
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, out, self.ranks[send.target], lane),
+                dist.P2POp(dist.irecv, into, self.ranks[receive.source], lane),
+            ]
+        )
+
+    def post_send(self, transfer: Transfer, tensor: torch.Tensor, tag: int) -> Sequence[Any]:
+        lane = self._lanes[transfer.lane]
+        return [dist.isend(tensor, self.ranks[transfer.target], lane, tag)]
+
+    def post_receive(self, transfer: Transfer, buffer: torch.Tensor, tag: int) -> Sequence[Any]:
+        lane = self._lanes[transfer.lane]
+        return [dist.irecv(buffer, self.ranks[transfer.source], lane, tag)]
+
+
+class Exchange:
+    """One plan under way.  Positions count the plan's :attr:`~commfuse_npu.plan.Plan.transfers`.
+
+    The caller registers receives and sends in the order of the plan, each before it waits for it,
+    and calls :meth:`finish` at the end.  Buffers may be reused after their wait.
+    """
+
+    def __init__(
+        self, transport: Transport, plan: Plan, name: str, like: torch.Tensor, signature: int
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self._transport = transport
+        self._like = like.dtype, like.device
+        # Tags differ with what is sent and with how many operations came before: data for another
+        # shape, or left over from a failure, never meets a receive (a short one aborts on gloo).
+        self._tag = signature ^ (transport.operations * 0x9E3779B1)
+        self._steps = plan.transfers
+        self._receives: list[_Handle] = []
+        self._sends: dict[int, _Handle] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._queues: dict[int, deque[tuple[int, torch.Tensor]]] = {}
+        self._last_sent: dict[int, int] = {}
+        self._registered = 0
+
+    def _what(self, verb: str, transfer: Transfer, tensor: torch.Tensor) -> str:
+        peer = transfer.target if verb == "sending" else transfer.source
+        return (
+            f"{self.name}: {verb} {transfer.piece} ({tensor.numel()} x {tensor.dtype}), peer "
+            f"{peer}, step {transfer.step} of {len(self.plan.steps) - 1}, lane {transfer.lane}"
+        )
+
+    def _valid(self, verb: str, position: int, tensor: torch.Tensor) -> Transfer:
+        step = self._steps[position]
+        transfer = step.send if verb == "sending" else step.receive
+        assert transfer is not None
+        if (tensor.dtype, tensor.device) != self._like or not tensor.is_contiguous():
+            raise ValueError(
+                f"{self._what(verb, transfer, tensor)}: the tensor is {tensor.dtype} on "
+                f"{tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous; it has to "
+                f"be {self._like[0]} on {self._like[1]}, contiguous"
+            )
+        return transfer
+
+    def receive(self, position: int, buffer: torch.Tensor) -> None:
+        """Let the message of this position arrive in ``buffer``."""
+        transfer = self._valid("receiving", position, buffer)
+        if position != len(self._buffers):
+            raise ValueError(
+                f"{self.name}: receive {position} registered after {len(self._buffers) - 1}"
+            )
+        self._buffers.append(buffer)
+        if not self._transport.batched:
+            works = self._transport.post_receive(transfer, buffer, self._tag_of(position))
+            what = self._what("receiving", transfer, buffer)
+            self._receives.append(_Handle(self._transport, works, buffer, what))
+
+    def send(self, position: int, tensor: torch.Tensor) -> None:
+        """Send ``tensor``, which must not change before :meth:`wait_send`."""
+        transfer = self._valid("sending", position, tensor)
+        if position != self._registered or position >= len(self._buffers):
+            raise ValueError(
+                f"{self.name}: send {position} registered after {self._registered - 1} sends and "
+                f"{len(self._buffers)} receives; both go in order, the receive first"
+            )
+        self._registered += 1
+        if self._transport.batched:
+            receive = self._steps[position].receive
+            assert receive is not None
+            buffer = self._buffers[position]
+            works = self._transport.post_batch(transfer, tensor, receive, buffer)
+            what = (
+                f"{self._what('sending', transfer, tensor)} and "
+                f"{self._what('receiving', receive, buffer)}"
+            )
+            handle = _Handle(self._transport, works, (tensor, buffer), what)
+            self._sends[position] = handle
+            self._receives.append(handle)
+            return
+        self._queues.setdefault(transfer.lane, deque()).append((position, tensor))
+        self._post_ready(transfer.lane)
+
+    def _post_ready(self, lane: int) -> None:
+        """Post the sends whose turn it is: the lane is free, or busy with the same target."""
+        queue = self._queues.get(lane)
+        while queue:
+            position, tensor = queue[0]
+            transfer = self._steps[position].send
+            assert transfer is not None
+            last = self._last_sent.get(lane)
+            if last is not None and not self._is_sent(last):
+                before = self._steps[last].send
+                assert before is not None
+                if before.target != transfer.target:
+                    return
+            queue.popleft()
+            self._last_sent[lane] = position
+            works = self._transport.post_send(transfer, tensor, self._tag_of(position))
+            what = self._what("sending", transfer, tensor)
+            self._sends[position] = _Handle(self._transport, works, tensor, what)
+
+    def _is_sent(self, position: int) -> bool:
+        return self._sends[position]._works is None
+
+    def _tag_of(self, position: int) -> int:
+        return (self._tag + position) & 0x7FFFFFFF
+
+    @property
+    def sends_held_back(self) -> bool:
+        """Whether a send waits for its lane; only gloo's host-kept lanes hold back."""
+        return any(self._queues.values())
+
+    def wait_receive(self, position: int) -> None:
+        """Wait until the message of this position is in its buffer.
+
+        Lanes go on meanwhile: their sends up to this position are waited for first.
+        """
+        self._free_lanes(position)
+        self._receives[position].wait()
+
+    def wait_send(self, position: int) -> None:
+        """Wait until the buffer of this send may be used again."""
+        self._free_lanes(position)
+        self._sends[position].wait()
+
+    def _free_lanes(self, position: int) -> None:
+        """Free the lanes that hold sends back behind one that is not later than ``position``.
+
+        Waiting only for steps up to the one that is needed keeps the ranks out of a deadlock: the
+        lowest unfinished step never waits (see :mod:`commfuse_npu.verify`).
+        """
+        for lane, queue in self._queues.items():
+            while queue and self._last_sent[lane] <= position:
+                self._sends[self._last_sent[lane]].wait()
+                self._post_ready(lane)
+
+    def finish(self) -> None:
+        """Wait for everything that is still under way."""
+        for position in range(len(self._steps)):
+            self.wait_receive(position)
+            self.wait_send(position)
+        self._transport.finished(self)
