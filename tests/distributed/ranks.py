@@ -1,0 +1,133 @@
+"""Real gloo processes for tests: started once, used by many, replaced when a test breaks them.
+
+A test hands a top-level function ``fn(rank, *args)`` to :meth:`Ranks.run` and gets what each rank
+returned, or an :class:`Outcome` with its exception.  Every run has a time limit; ranks that exceed
+it are killed, and the test fails.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+_context = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank did: a value, or the exception that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        OMP_NUM_THREADS="1",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    while True:
+        message = pipe.recv()
+        if message is None:
+            break
+        function, args = message
+        try:
+            outcome = Outcome(value=function(rank, *args))
+        except BaseException as error:
+            outcome = Outcome(error=error, trace=traceback.format_exc())
+        try:
+            pipe.send(outcome)
+        except Exception as error:
+            # The value or the exception cannot be pickled: send its text.
+            text = f"{outcome.error or outcome.value!r}: {error}"
+            pipe.send(Outcome(error=RuntimeError(text), trace=outcome.trace))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """A group of worker processes, ranks 0..size-1."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        port = _free_port()
+        for rank in range(self.size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_work, args=(rank, self.size, port, theirs))
+            process.daemon = True
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60
+    ) -> list[Outcome]:
+        """Run ``function(rank, *args)`` on every rank and return what came of it."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        found = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(timeout):
+                    self.kill()
+                    pytest.fail(f"rank {rank} of {self.size} hangs in {function.__name__}{args}")
+                found.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                self.kill()
+                pytest.fail(f"rank {rank} of {self.size} died in {function.__name__}{args}")
+        if any(outcome.error is not None for outcome in found):
+            # Transfers may be left over; the next test gets new processes.
+            self.kill()
+        return found
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """As :meth:`outcomes`, but an exception on any rank fails the test."""
+        found = self.outcomes(function, *args, timeout=timeout)
+        failed = [
+            f"rank {rank} of {self.size}:\n{outcome.trace}"
+            for rank, outcome in enumerate(found)
+            if outcome.error is not None
+        ]
+        if failed:
+            pytest.fail("\n".join(failed))
+        return [outcome.value for outcome in found]
+
+    def kill(self) -> None:
+        """End these processes, and only these."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
