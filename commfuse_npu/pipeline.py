@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 from typing_extensions import Self
 
-from commfuse_npu.plan import Piece, Plan
+from commfuse_npu.plan import Piece, Plan, Step
 from commfuse_npu.transport import Transport
 
 __all__ = [
@@ -275,17 +275,18 @@ class _Inbound(_Running):
     """Whether every message has a place of its own, so that all receives can be posted at once."""
 
     def _open(self) -> None:
-        self._arrived: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self._consumed = 0
         self._post()
 
     def _post(self) -> None:
         transfers = self.plan.transfers
-        limit = self._steps if self._in_place else self._used + self.plan.window
+        limit = self._steps if self._in_place else self._consumed + self.plan.window
         while self._received < min(limit, self._steps):
             receive = transfers[self._received].receive
             assert receive is not None
             buffer = self._incoming(self._received, receive.piece)
-            self._arrived.append(buffer)
+            self._buffers.append(buffer)
             self._exchange.receive(self._received, buffer)
             self._received += 1
         while self._sent < self._received:
@@ -297,44 +298,37 @@ class _Inbound(_Running):
             self._exchange.send(self._sent, self._outgoing(send.piece))
             self._sent += 1
 
-    def _arrive(self) -> torch.Tensor:
-        """Wait for the next message; its buffer stays untouched until the next call."""
-        buffer = self._arrived[self._used]
+    def _arrive(self) -> None:
+        """Wait for the next message, and pass on what waited for it."""
         self._exchange.wait_receive(self._used)
         self._used += 1
-        return buffer
+        self._post()
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, slice]]:
         """``(piece, rows)`` in the order of the plan.  A piece is valid until the next one."""
         for step in self.plan.steps:
-            if step.compute is None:
-                if self._used < step.index:
-                    self._arrive()
-                    self._post()
-                continue
-            rows = self.plan.rows(step.compute, self._block[0])
             if step.index == 0:
-                yield self._own(), rows
+                yield self._own(), self.plan.rows(_computed(step), self._block[0])
                 continue
-            buffer = self._arrive()
-            if self._in_place:
-                # Pass on and ask for more before the piece is used, not after.
-                self._post()
-            yield buffer, rows
+            # Step k uses what the transfer k-1 brought.
+            while self._used < step.index:
+                self._arrive()
+            if step.compute is not None:
+                yield self._buffers[step.index - 1], self.plan.rows(step.compute, self._block[0])
+            self._consumed = step.index
             self._post()
 
     def advance(self) -> None:
         """Let lanes go on, if one holds a send back; for use between pieces of other work."""
-        if self._exchange.sends_held_back and self._used < self._steps:
+        if self._exchange.sends_held_back and self._used < self._received:
             self._arrive()
-            self._post()
 
     def finish(self) -> None:
-        """Wait for what has not arrived, and for the sends."""
+        """Wait for what has not arrived, and for the sends.  Pieces not taken are passed over."""
         while self._used < self._steps:
+            self._consumed = self._used
             self._post()
             self._arrive()
-        self._post()
         self._close()
 
 
@@ -626,6 +620,11 @@ class _ExchangeOut(_Outbound):
         self._drain()
         self._close()
         return self._out
+
+
+def _computed(step: Step) -> Piece:
+    assert step.compute is not None
+    return step.compute
 
 
 def _expect_kind(plan: Plan, kind: str, own: str, name: str) -> None:

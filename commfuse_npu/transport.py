@@ -269,8 +269,6 @@ class Transport:
             MismatchError: another rank calls something else.
             TransportError: an earlier failure broke the transport.
         """
-        if self._broken is not None:
-            raise self.error()
         if (plan.rank, plan.size) != (self.rank, self.size):
             raise ValueError(
                 f"{name}: the plan is for rank {plan.rank} of {plan.size}, the transport is rank "
@@ -294,34 +292,51 @@ class Transport:
             )
         self._thread = thread
         self.operations += 1
-        signature = (name, plan.kind, plan.own, plan.schedule, tuple(block), like.dtype, options)
-        self._agree(signature)
+        signature = self.agree(
+            name,
+            path=plan.kind,
+            own_block=plan.own,
+            schedule=plan.schedule,
+            block=tuple(block),
+            dtype=like.dtype,
+            options=options,
+        )
         exchange = Exchange(self, plan, name, like, zlib.crc32(repr(signature).encode()))
         self._in_flight.add(exchange)
         return exchange
 
-    def _agree(self, signature: tuple[Any, ...]) -> None:
-        """Compare with the other ranks before anything is posted.
+    def agree(self, name: str, **facts: Hashable) -> Hashable:
+        """Compare an operation with that of the other ranks, before anything is posted.
 
         The ranks of a group run the same operations in the same order, so that all of them meet a
         combination for the first time together.  One that does not is caught by the tags on gloo
         (nothing matches, the wait times out) and by HCCL's own time limit.
+
+        Returns:
+            what was agreed on, to tell operations apart.
+
+        Raises:
+            MismatchError: another rank calls something else.
+            TransportError: a rank did not answer in time, or the transport is broken.
         """
+        if self._broken is not None:
+            raise self.error()
+        signature = (("operation", name), *facts.items())
         if self.size == 1 or (self.check == "first" and signature in self._agreed):
-            return
+            return signature
         everyone: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(everyone, signature, group=self._control)
         except RuntimeError as error:
-            self.fail(f"comparing {signature[0]} with the other ranks: {error}")
+            self.fail(f"comparing {name} with the other ranks: {error}")
             raise self.error() from error
         for rank, other in enumerate(everyone):
             if other != signature:
-                names = ("operation", "kind", "own block", "schedule", "block", "dtype", "options")
+                mine, theirs = dict(signature), dict(other)
                 differing = "; ".join(
-                    f"{what}: {mine} here, {theirs} there"
-                    for what, mine, theirs in zip(names, signature, other, strict=True)
-                    if mine != theirs
+                    f"{what}: {mine.get(what)} here, {theirs.get(what)} there"
+                    for what in mine | theirs
+                    if mine.get(what) != theirs.get(what)
                 )
                 self.fail(
                     f"rank {self.rank} and rank {rank} of the group do not call the same: "
@@ -329,6 +344,7 @@ class Transport:
                 )
                 raise self.error(MismatchError)
         self._agreed.add(signature)
+        return signature
 
     def fail(self, why: str, *left_over: object) -> None:
         """Break the transport: no later operation can be matched with the other ranks' any more."""

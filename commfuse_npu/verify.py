@@ -275,8 +275,8 @@ def rendezvous(
 
     The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one
     stream; what is posted on it is carried out in order; a send and its receive take place when
-    both are at the head of their lanes; messages match by order, not by name; the operations of a batch
-    may take place in any order and the batch leaves the lane when all have.
+    both are at the head of their lanes; messages match by order, not by name; the operations of a
+    batch may take place in any order and the batch leaves the lane when all have.
 
     Args:
         operations: sets of plans that are posted one after the other on the same lanes, without
