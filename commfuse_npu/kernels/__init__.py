@@ -1,0 +1,1 @@
+"""The few device kernels behind the fused operators, plain torch in :mod:`.cpu`."""

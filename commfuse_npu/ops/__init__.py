@@ -1,0 +1,23 @@
+"""Differentiable operators built on the pipelines, each next to its plain (collective) form."""
+
+from __future__ import annotations
+
+from commfuse_npu.ops.linear import (
+    LinearOptions,
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    plain_all_gather_linear,
+    plain_linear_all_reduce,
+    plain_linear_reduce_scatter,
+)
+
+__all__ = [
+    "LinearOptions",
+    "all_gather_linear",
+    "linear_all_reduce",
+    "linear_reduce_scatter",
+    "plain_all_gather_linear",
+    "plain_linear_all_reduce",
+    "plain_linear_reduce_scatter",
+]

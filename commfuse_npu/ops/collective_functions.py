@@ -1,0 +1,91 @@
+"""The plain collectives of sequence parallelism as differentiable functions.
+
+Each is the adjoint of another: gather and reduce-scatter of each other, the all-reduce of a
+row-parallel layer of the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+
+def _reduce_scatter_in(
+    full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
+) -> torch.Tensor:
+    return reduce_scatter_rows(full.to(dtype or full.dtype), group).to(full.dtype)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.dtype = dtype
+        return all_gather_rows(shard, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _reduce_scatter_in(grad, ctx.group, ctx.dtype), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.group = group
+        return _reduce_scatter_in(full, group, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather_rows(grad, ctx.group), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        total = full.to(dtype or full.dtype, copy=True)
+        dist.all_reduce(total, group=group)
+        return total.to(full.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+def all_gather(
+    shard: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``[s, ...] -> [n * s, ...]``; backward is a reduce-scatter, in ``dtype`` if given."""
+    result: torch.Tensor = _AllGather.apply(shard, group, dtype)
+    return result
+
+
+def reduce_scatter(
+    full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``[n * s, ...] -> [s, ...]``, added in ``dtype`` if given; backward is an all-gather."""
+    result: torch.Tensor = _ReduceScatter.apply(full, group, dtype)
+    return result
+
+
+def all_reduce(
+    full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Sum over the group, added in ``dtype`` if given; backward passes the gradient through."""
+    result: torch.Tensor = _AllReduce.apply(full, group, dtype)
+    return result

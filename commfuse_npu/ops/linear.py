@@ -1,0 +1,705 @@
+"""Tensor-parallel linear layers whose collective is hidden behind their GEMMs.
+
+Legend: ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``I`` input and ``O`` output features of
+this rank's weight, ``N`` ranks, ``x_SBI`` a tensor of that shape.  Without a batch dimension
+everything holds for ``[S, I]``.  Weights are ``[O, I]``, as in ``torch.nn.Linear``.
+
+====================== ============================= ============================================
+op                     forward                       backward
+====================== ============================= ============================================
+all_gather_linear      x arrives -> GEMM             dgrad -> sum; x arrives again -> wgrad
+linear_reduce_scatter  GEMM -> sum                   gradient arrives -> dgrad, wgrad
+linear_all_reduce      GEMM -> sum -> sum arrives    no transfers
+====================== ============================= ============================================
+
+Each op stands next to its plain form, the same layer over the collectives of torch.distributed,
+which is its reference and its fallback: for a group of one, for an empty input.
+
+**Exactness.**  An op and its plain form run with ``same_gemms=True`` give the same bits, if rows
+are a multiple of 64 bytes long (MKL rounds small products differently when blocks begin elsewhere).
+Against the plain form as it is, results differ only where the GEMM library rounds a run of rows
+differently than all rows together.  Weight gradients are one GEMM over all rows unless
+``wgrad="blocks"``.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from commfuse_npu.kernels.cpu import gemm_into
+from commfuse_npu.ops.blocked_linear import blocked_linear
+from commfuse_npu.ops.collective_functions import all_gather, all_reduce, reduce_scatter
+from commfuse_npu.ops.weight_gradient import WeightGradient, Wgrad
+from commfuse_npu.pipeline import Gather, ReduceScatter
+from commfuse_npu.plan import Kind, Plan, Schedule, split
+from commfuse_npu.transport import Transport
+
+__all__ = [
+    "LinearOptions",
+    "all_gather_linear",
+    "linear_all_reduce",
+    "linear_reduce_scatter",
+    "plain_all_gather_linear",
+    "plain_linear_all_reduce",
+    "plain_linear_reduce_scatter",
+]
+
+_logger = logging.getLogger(__name__)
+_said: set[str] = set()
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """How a fused linear layer works.  The same on every rank of the group.
+
+    Args:
+        schedule: the plan's options.
+        keep_gathered: keep the gathered input of :func:`all_gather_linear` for the backward, N
+            times the memory of the shard, instead of gathering it again.
+        reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
+            the collective does.
+        wgrad: ``whole`` (the unfused layer's bits) or ``blocks`` (more overlap), see
+            :data:`~commfuse_npu.ops.weight_gradient.Wgrad`.
+        main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
+            ``gradient_accumulation_fusion``.
+    """
+
+    schedule: Schedule = Schedule()
+    keep_gathered: bool = False
+    reduce_dtype: torch.dtype | None = None
+    wgrad: Wgrad = "whole"
+    main_grad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.wgrad not in get_args(Wgrad):
+            raise ValueError(f"wgrad {self.wgrad!r} is unknown; choose whole or blocks")
+        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
+            raise ValueError(
+                f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
+            )
+
+
+# ------------------------------------------------------------------- all-gather
+
+
+def all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: Transport,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``linear(all_gather(x), weight, bias)``: the column-parallel layer.
+
+    Equals::
+
+        x_SBI = all_gather(x_sBI)
+        y_SBO = x_SBI @ weight^T + bias
+        # backward
+        dx_sBI = reduce_scatter(dy_SBO @ weight)
+        dweight = dy_SBO^T @ all_gather(x_sBI)
+
+    Timeline of the backward, rank r of 3::
+
+        compute  | dgrad r+1  | dgrad r+2      | dgrad own r          | wgrad    | sum
+        links    | x of r-1   | -> r+1, x of r-2 | -> r+2 ...         | ... last |
+
+    Args:
+        x: ``[s, B, I]`` or ``[s, I]``, the same shape on every rank.  Need not be contiguous.
+        weight: ``[O, I]``, this rank's rows of the whole weight, the dtype of ``x``.
+        bias: ``[O]``.
+        transport: lanes of the tensor-parallel group.
+
+    Returns:
+        ``[S, B, O]`` or ``[S, O]``.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other.
+        MismatchError: another rank calls another op, or with another shape.
+        TransportError: a transfer failed.
+    """
+    name = "all_gather_linear"
+    _check(name, x, weight, bias, options)
+    if _plain(name, x, transport):
+        return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
+    x, weight, bias = _autocast(x, weight, bias)
+    job = _Job(transport, _for_rows(options, _rows(x)), name)
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and _any_grad(x, weight, bias):
+        y = _AllGatherLinear.apply(flat, weight, bias, job)
+    else:
+        y, _ = _all_gather_gemm(flat.contiguous(), weight, bias, job, keep=False)
+    return y.view(-1, *x.shape[1:-1], weight.shape[0])
+
+
+def plain_all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    options: LinearOptions = LinearOptions(),
+    same_gemms: bool = False,
+) -> torch.Tensor:
+    """:func:`all_gather_linear` over the plain collectives.
+
+    Args:
+        same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
+    """
+    options = _for_rows(options, _rows(x))
+    runs: dict[str, Any] = {}
+    if same_gemms:
+        runs["rows"] = _computed_rows(options, "gather", group, _rows(x))
+        runs["dgrad_rows"] = _computed_rows(options, "reduce_scatter", group, _rows(x))
+        if options.wgrad == "blocks":
+            runs["wgrad_rows"] = runs["rows"]
+    whole = all_gather(x, group, options.reduce_dtype)
+    return blocked_linear(whole, weight, bias, main_grad=options.main_grad, **runs)
+
+
+def _all_gather_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    job: _Job,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows = x.shape[0] * job.transport.size
+    y = x.new_empty((rows, weight.shape[0]))
+    whole = x.new_empty((rows, x.shape[1])) if keep else None
+    transposed = weight.t()
+    with Gather(
+        x, transport=job.transport, plan=job.plan("gather"), gathered=whole, name=job.name
+    ) as gather:
+        for piece, run in gather.pieces():
+            gemm_into(y[run], piece, transposed)
+            if bias is not None:
+                y[run].add_(bias)
+        gather.finish()
+    return y, whole
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: _Job
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        keep = job.options.keep_gathered and ctx.needs_input_grad[1]
+        y, whole = _all_gather_gemm(x, weight, bias, job, keep=keep)
+        ctx.save_for_backward(None if keep or not ctx.needs_input_grad[1] else x, whole)
+        ctx.weight = weight  # not a saved tensor: hooks on those would lose main_grad
+        ctx.job = job
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: _Job = ctx.job
+        weight: torch.Tensor = ctx.weight
+        x, whole = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        rows = grad.shape[0] // job.transport.size
+        blocks = job.options.wgrad == "blocks"
+        wgrad = gather = scatter = grad_x = None
+        if needs_weight:
+            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+        with ExitStack() as stack:
+            # On gloo the receives of the sum have to be posted before the sends of the gather; on
+            # HCCL the gather's batches are first on the lanes, and dgrad hides them.
+            if needs_x:
+                grad_x = grad.new_empty((rows, weight.shape[1]))
+                scatter = stack.enter_context(
+                    ReduceScatter(
+                        grad_x,
+                        transport=job.transport,
+                        plan=job.plan("reduce_scatter"),
+                        reduce_dtype=job.options.reduce_dtype,
+                        name=f"{job.name} dgrad",
+                    )
+                )
+            if x is not None:
+                if not blocks:
+                    whole = x.new_empty((grad.shape[0], x.shape[1]))
+                gather = stack.enter_context(
+                    Gather(
+                        x,
+                        transport=job.transport,
+                        plan=job.plan("gather"),
+                        gathered=whole,
+                        name=f"{job.name} re-gather",
+                    )
+                )
+            if scatter is not None:
+
+                def produce(run: slice, out: torch.Tensor) -> None:
+                    gemm_into(out, grad[run], weight)
+                    if gather is not None:
+                        gather.advance()
+
+                scatter.produce(produce)
+            if gather is not None and blocks and wgrad is not None:
+                for piece, run in gather.pieces():
+                    wgrad.add(grad[run], piece)
+            if gather is not None:
+                gather.finish()
+            if wgrad is not None and whole is not None:
+                # The last dgrad blocks travel while this runs.
+                for run in _gathered_runs(job, rows) if blocks else [slice(None)]:
+                    wgrad.add(grad[run], whole[run])
+            if scatter is not None:
+                scatter.finish()
+        grad_weight = None if wgrad is None else wgrad.result()
+        grad_bias = grad.sum(dim=0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _gathered_runs(job: _Job, block_rows: int) -> list[slice]:
+    return job.plan("gather").computed_rows(block_rows)
+
+
+# --------------------------------------------------------------- reduce-scatter
+
+
+def linear_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: Transport,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``reduce_scatter(linear(x, weight)) + bias``: the row-parallel layer.
+
+    Equals::
+
+        y_sBO = reduce_scatter(x_SBI @ weight^T) + bias
+        # backward
+        dy_SBO = all_gather(dy_sBO)
+        dx_SBI = dy_SBO @ weight
+        dweight = dy_SBO^T @ x_SBI
+
+    Timeline of the backward, rank r of 3, with ``wgrad="blocks"``; else wgrad runs once, last::
+
+        compute  | dgrad, wgrad own r | dgrad, wgrad r-1 | dgrad, wgrad r-2 |
+        links    | dy of r-1          | dy of r-2        |                  |
+
+    Args:
+        x: ``[S, B, I]`` or ``[S, I]``; S a multiple of the group size.
+        weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
+        bias: ``[O]``, whole and the same on every rank; added after the sum.
+        transport: lanes of the tensor-parallel group.
+
+    Returns:
+        ``[s, B, O]`` or ``[s, O]``.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
+            multiple of the group size.
+        MismatchError, TransportError: see :func:`all_gather_linear`.
+    """
+    name = "linear_reduce_scatter"
+    _check(name, x, weight, bias, options)
+    _check_divisible(name, x, transport.size)
+    if _plain(name, x, transport):
+        return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
+    x, weight, bias = _autocast(x, weight, bias)
+    job = _Job(transport, _for_rows(options, _rows(x) // transport.size), name)
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and _any_grad(x, weight):
+        y = _LinearReduceScatter.apply(flat, weight, job)
+    else:
+        y = _gemm_reduce_scatter(flat.contiguous(), weight, job)
+    y = y.view(-1, *x.shape[1:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+def plain_linear_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    options: LinearOptions = LinearOptions(),
+    same_gemms: bool = False,
+) -> torch.Tensor:
+    """:func:`linear_reduce_scatter` over the plain collectives; see also its arguments.
+
+    Args:
+        same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
+    """
+    _check_divisible("plain_linear_reduce_scatter", x, group.size())
+    block_rows = _rows(x) // group.size()
+    options = _for_rows(options, block_rows)
+    runs: dict[str, Any] = {}
+    if same_gemms:
+        runs["rows"] = _computed_rows(options, "reduce_scatter", group, block_rows)
+        runs["dgrad_rows"] = _computed_rows(options, "gather", group, block_rows)
+        if options.wgrad == "blocks":
+            runs["wgrad_rows"] = runs["dgrad_rows"]
+    full = blocked_linear(x, weight, main_grad=options.main_grad, **runs)
+    y = reduce_scatter(full, group, options.reduce_dtype)
+    return y if bias is None else y + bias
+
+
+def _gemm_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+    y = x.new_empty((x.shape[0] // job.transport.size, weight.shape[0]))
+    transposed = weight.t()
+    with ReduceScatter(
+        y,
+        transport=job.transport,
+        plan=job.plan("reduce_scatter"),
+        reduce_dtype=job.options.reduce_dtype,
+        name=job.name,
+    ) as scatter:
+        scatter.produce(lambda run, out: gemm_into(out, x[run], transposed))
+        return scatter.finish()
+
+
+class _LinearReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.weight = weight  # not a saved tensor: hooks on those would lose main_grad
+        ctx.job = job
+        return _gemm_reduce_scatter(x, weight, job)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: _Job = ctx.job
+        weight: torch.Tensor = ctx.weight
+        (x,) = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        rows = grad.shape[0] * job.transport.size
+        blocks = job.options.wgrad == "blocks"
+        wgrad = grad_x = whole = None
+        if needs_weight:
+            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+            if not blocks:
+                whole = grad.new_empty((rows, grad.shape[1]))
+        if needs_x:
+            grad_x = grad.new_empty((rows, weight.shape[1]))
+        with Gather(
+            grad,
+            transport=job.transport,
+            plan=job.plan("gather"),
+            gathered=whole,
+            name=f"{job.name} backward",
+        ) as gather:
+            for piece, run in gather.pieces():
+                if grad_x is not None:
+                    gemm_into(grad_x[run], piece, weight)
+                if wgrad is not None and blocks:
+                    wgrad.add(piece, x[run])
+            gather.finish()
+        if wgrad is not None and whole is not None:
+            wgrad.add(whole, x)
+        return grad_x, None if wgrad is None else wgrad.result(), None
+
+
+# ------------------------------------------------------------------- all-reduce
+
+
+def linear_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: Transport,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``all_reduce(linear(x, weight)) + bias``: row-parallel without sequence parallelism.
+
+    Equals::
+
+        y_SBO = all_reduce(x_SBI @ weight^T) + bias
+        # backward, no transfers
+        dx_SBI = dy_SBO @ weight
+        dweight = dy_SBO^T @ x_SBI
+
+    The rows are cut into ``schedule.chunks`` parts.  A part is reduce-scattered as its blocks are
+    made, and its sums are gathered while the next part is made::
+
+        compute  | part 0: for r+1 | own r | part 1: for r+1 | own r |
+        links    |                 | -> r+1 | sums of part 0  | -> r+1 | sums of part 1
+
+    The sums of the last part come when there is nothing left to compute: an all-reduce has a tail,
+    1/chunks of its second half.  Rows beyond a multiple of the group size take the collective.
+
+    Args:
+        x: ``[S, B, I]`` or ``[S, I]``, any S.
+        weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
+        bias: ``[O]``, whole and the same on every rank; added after the sum.
+
+    Returns:
+        ``[S, B, O]`` or ``[S, O]``, the same on every rank.
+
+    Raises:
+        TypeError, ValueError, MismatchError, TransportError: see :func:`all_gather_linear`.
+    """
+    name = "linear_all_reduce"
+    _check(name, x, weight, bias, options)
+    if _plain(name, x, transport, at_least=transport.size):
+        return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
+    x, weight, bias = _autocast(x, weight, bias)
+    job = _Job(transport, _for_rows(options, _rows(x) // transport.size), name)
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and _any_grad(x, weight):
+        y = _LinearAllReduce.apply(flat, weight, job)
+    else:
+        y = _gemm_all_reduce(flat.contiguous(), weight, job)
+    y = y.view(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+def plain_linear_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    options: LinearOptions = LinearOptions(),
+    same_gemms: bool = False,
+) -> torch.Tensor:
+    """:func:`linear_all_reduce` over the plain collective.
+
+    With two ranks a sum has one order; with more, collectives order it as they like, so the bits
+    may differ from the fused op's, which are those of a reduce-scatter and an all-gather.
+
+    Args:
+        same_gemms: cut the GEMM into the runs of rows of the fused op's plan.
+    """
+    runs: dict[str, Any] = {}
+    if same_gemms and 1 < group.size() <= _rows(x):
+        runs["rows"] = _all_reduce_runs(options, group.rank(), group.size(), _rows(x))
+    full = blocked_linear(x, weight, main_grad=options.main_grad, **runs)
+    y = all_reduce(full, group, options.reduce_dtype)
+    return y if bias is None else y + bias
+
+
+def _parts(options: LinearOptions, size: int, rows: int) -> list[slice]:
+    """Runs of rows, multiples of the group size, that are all-reduced one after the other."""
+    blocks = rows // size
+    bounds = [size * bound for bound in split(blocks, min(options.schedule.chunks, blocks))]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _all_reduce_runs(options: LinearOptions, rank: int, size: int, rows: int) -> list[slice]:
+    plan = replace(options.schedule, chunks=1).plan("reduce_scatter", rank, size)
+    runs = [
+        slice(part.start + run.start, part.start + run.stop)
+        for part in _parts(options, size, rows)
+        for run in plan.computed_rows((part.stop - part.start) // size)
+    ]
+    return [*runs, slice(rows - rows % size, rows)] if rows % size else runs
+
+
+def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+    transport, rank, size = job.transport, job.transport.rank, job.transport.size
+    schedule = replace(job.options.schedule, chunks=1)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    transposed = weight.t()
+    rest = slice(x.shape[0] - x.shape[0] % size, x.shape[0])
+    with ExitStack() as stack:
+        gather: Gather | None = None
+        for part in _parts(job.options, size, x.shape[0]):
+            x_part, y_part = x[part], y[part]
+            block = y_part.shape[0] // size
+            scatter = stack.enter_context(
+                ReduceScatter(
+                    y_part[rank * block : (rank + 1) * block],
+                    transport=transport,
+                    plan=schedule.plan("reduce_scatter", rank, size),
+                    reduce_dtype=job.options.reduce_dtype,
+                    name=job.name,
+                )
+            )
+
+            def produce(
+                run: slice,
+                out: torch.Tensor,
+                x_part: torch.Tensor = x_part,
+                before: Gather | None = gather,
+            ) -> None:
+                gemm_into(out, x_part[run], transposed)
+                if before is not None:
+                    before.advance()
+
+            scatter.produce(produce)
+            if gather is not None:
+                gather.finish()
+            gather = stack.enter_context(
+                Gather(
+                    scatter.finish(),
+                    transport=transport,
+                    plan=schedule.plan("gather", rank, size),
+                    gathered=y_part,
+                    name=f"{job.name} sums",
+                )
+            )
+        if rest.start < rest.stop:
+            gemm_into(y[rest], x[rest], transposed)
+            total = y[rest].to(job.options.reduce_dtype or y.dtype)
+            dist.all_reduce(total, group=transport.group)
+            y[rest].copy_(total)
+        if gather is not None:
+            gather.finish()
+    return y
+
+
+class _LinearAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.weight = weight  # not a saved tensor: hooks on those would lose main_grad
+        ctx.main_grad = job.options.main_grad
+        return _gemm_all_reduce(x, weight, job)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            wgrad = WeightGradient(ctx.weight, main_grad=ctx.main_grad, blocks=False)
+            wgrad.add(grad, x)
+            grad_weight = wgrad.result()
+        return grad_x, grad_weight, None
+
+
+# ----------------------------------------------------------- what all three share
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Where and how one call runs; forward and backward have the same."""
+
+    transport: Transport
+    options: LinearOptions
+    name: str
+
+    def plan(self, kind: Kind) -> Plan:
+        return self.options.schedule.plan(kind, self.transport.rank, self.transport.size)
+
+
+def _rows(x: torch.Tensor) -> int:
+    """``s * B`` rows of GEMM in a tensor ``[s, B, I]``."""
+    rows = 1
+    for length in x.shape[:-1]:
+        rows *= length
+    return rows
+
+
+def _for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:
+    """No more chunks than a block has rows."""
+    chunks = min(options.schedule.chunks, max(1, block_rows))
+    if chunks == options.schedule.chunks:
+        return options
+    return replace(options, schedule=replace(options.schedule, chunks=chunks))
+
+
+def _computed_rows(
+    options: LinearOptions, kind: Kind, group: dist.ProcessGroup, block_rows: int
+) -> list[slice]:
+    return options.schedule.plan(kind, group.rank(), group.size()).computed_rows(block_rows)
+
+
+def _any_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _check(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: LinearOptions,
+) -> None:
+    """Refuse what cannot work before any rank waits for another."""
+    if weight.dim() != 2 or x.dim() < 2:
+        raise ValueError(
+            f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
+            "be [S, ..., I] and [O, I]"
+        )
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: x has {x.shape[-1]} features, the weight takes {weight.shape[1]}; its shape "
+            f"{tuple(weight.shape)} is [O, I]"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({weight.shape[0]},)"
+        )
+    if x.dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(f"{name}: x is {x.dtype}; choose one of {names}")
+    for other, what in ((weight, "weight"), (bias, "bias")):
+        if other is None:
+            continue
+        if other.device != x.device:
+            raise ValueError(
+                f"{name}: x is on {x.device}, the {what} on {other.device}; move one of them"
+            )
+        if other.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name}: x is {x.dtype}, the {what} {other.dtype}; cast one of them")
+    if options.main_grad and torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
+            "weights in the compute dtype, or turn one of the two off"
+        )
+
+
+def _check_divisible(name: str, x: torch.Tensor, size: int) -> None:
+    if x.shape[0] % size:
+        raise ValueError(
+            f"{name}: sequence length {x.shape[0]} is not divisible by the group size {size}; pad "
+            f"it to {-(-x.shape[0] // size) * size}, or use linear_all_reduce"
+        )
+
+
+def _autocast(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What autocast does for ``torch.nn.functional.linear``."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _plain(name: str, x: torch.Tensor, transport: Transport, at_least: int = 1) -> bool:
+    """Whether to take the plain path; the reason is logged once."""
+    reason = None
+    if transport.size == 1:
+        reason = "a group of one has nothing to transfer"
+    elif _rows(x) < at_least:
+        reason = f"{_rows(x)} rows cannot be split over {transport.size} ranks"
+    if reason is None:
+        return False
+    transport.agree(name, path="plain", shape=tuple(x.shape), dtype=x.dtype)
+    line = f"{name} takes the plain path: {reason}"
+    if line not in _said:
+        _said.add(line)
+        _logger.warning(line)
+    return True

@@ -1,0 +1,84 @@
+"""Where the gradient of a weight goes, and how blocks of it are summed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+
+__all__ = ["WeightGradient", "Wgrad"]
+
+Wgrad = Literal["whole", "blocks"]
+"""How a weight gradient is made from blocks of rows.
+
+``whole`` waits for all rows and runs one GEMM: the bits of the unfused layer.  ``blocks`` runs a
+GEMM per block as it arrives and sums in fp32: more work to hide transfers behind and no buffer for
+the whole tensor, but another order of additions.
+"""
+
+_MAIN_GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class WeightGradient:
+    """The gradient of one weight in one backward: ``sum of grad_output[b]^T @ input[b]``.
+
+    Args:
+        weight: ``[O, I]``.  With ``main_grad`` the attributes of Megatron's weights are honoured:
+            ``main_grad`` (fp32, fp16 or bf16) receives the sum; if ``grad_added_to_main_grad``
+            exists it is set and a tensor of the right shape is returned in place of the gradient,
+            zeros if ``zero_out_wgrad`` is set, else with undefined contents.
+        main_grad: accumulate into ``weight.main_grad`` (Megatron's gradient_accumulation_fusion).
+        blocks: whether :meth:`add` is called with blocks of rows instead of once with all.
+
+    Raises:
+        RuntimeError: ``main_grad`` is missing or has another dtype.
+    """
+
+    def __init__(self, weight: torch.Tensor, *, main_grad: bool, blocks: bool) -> None:
+        self._weight = weight
+        self._target: torch.Tensor | None = None
+        if main_grad:
+            target = getattr(weight, "main_grad", None)
+            if target is None:
+                raise RuntimeError(
+                    "gradient accumulation fusion needs weight.main_grad, which Megatron's "
+                    "DistributedDataParallel sets; wrap the model or turn the fusion off"
+                )
+            if target.dtype not in _MAIN_GRAD_DTYPES:
+                raise RuntimeError(
+                    f"weight.main_grad is {target.dtype}; gradient accumulation fusion needs "
+                    "float32, float16 or bfloat16, turn it off otherwise"
+                )
+            self._target = target
+        # Blocks are summed in fp32 and rounded once, wherever they go.
+        direct = self._target is not None and self._target.dtype == torch.float32
+        self._blocks: torch.Tensor | None = None
+        if blocks and not direct:
+            self._blocks = torch.zeros_like(weight, dtype=torch.float32)
+        self._grad: torch.Tensor | None = None
+
+    def add(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
+        """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
+        if self._blocks is not None:
+            accumulate_weight_gradient(self._blocks, grad_output, total_input)
+        elif self._target is not None:
+            accumulate_weight_gradient(self._target, grad_output, total_input)
+        else:
+            self._grad = grad_output.t().matmul(total_input)
+
+    def result(self) -> torch.Tensor | None:
+        """What the backward returns for the weight."""
+        weight = self._weight
+        if self._target is None:
+            return self._grad if self._blocks is None else self._blocks.to(weight.dtype)
+        if self._blocks is not None:
+            self._target.add_(self._blocks)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        # Megatron's hooks count on a gradient of this shape; its contents are used only if
+        # zero_out_wgrad asks for zeros.
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        return make(self._target.shape, dtype=weight.dtype, device=weight.device)
