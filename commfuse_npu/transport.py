@@ -247,6 +247,12 @@ class Transport:
                     "its ranks are not those of the group"
                 )
 
+    def close(self) -> None:
+        """Give the lanes up.  Every process of the group calls it, with nothing under way."""
+        for group in (*self._lanes, self._control):
+            dist.destroy_process_group(group)
+        self._broken = self._broken or f"rank {self.rank}: it was closed"
+
     def start(
         self,
         plan: Plan,

@@ -1,0 +1,255 @@
+"""Forward wrappers for Megatron's tensor-parallel linear layers.
+
+The layers keep their classes, their initialisation and their checkpoint code: only ``forward`` is
+wrapped, and where the fused form does not apply, the wrapper calls what it wraps.  (Replacing the
+classes fails: Megatron's ``__init__`` calls ``super(ColumnParallelLinear, self)`` through the name
+in its module.)
+
+===============================  ==================  ============================================
+layer                            sequence parallel   forward
+===============================  ==================  ============================================
+ColumnParallelLinear             yes                 ``all_gather_linear``
+RowParallelLinear                yes                 ``linear_reduce_scatter``
+RowParallelLinear                no                  ``linear_all_reduce``
+everything else                                      Megatron's own
+===============================  ==================  ============================================
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from commfuse_npu.ops.linear import (
+    LinearOptions,
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    plain_all_gather_linear,
+    plain_linear_all_reduce,
+    plain_linear_reduce_scatter,
+)
+from commfuse_npu.transport import Transport
+
+__all__ = ["LAYERS", "LinearWrappers"]
+
+LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
+"""The linear layers of a GPTModel, by the name that Megatron gives their communication buffer."""
+
+Form = Literal["fused", "plain"]
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+_logger = logging.getLogger(__name__)
+_MODULE = "megatron.core.tensor_parallel.layers"
+
+
+class _Manager(Protocol):
+    def register_patch(self, orig_func_name: str, new_func: Callable[..., Any]) -> None: ...
+
+
+class LinearWrappers:
+    """The wrappers, and what they share: a transport, options and the count of their calls.
+
+    Args:
+        options: of the fused layers; ``main_grad`` follows each layer's
+            ``gradient_accumulation_fusion``.
+        layers: which of :data:`LAYERS` to fuse.
+        form: ``fused``; or ``plain``, the plain collectives with the GEMMs of the fused form, the
+            reference that it equals bit for bit.
+
+    Attributes:
+        transport: lanes of the tensor-parallel group.  Set it when the groups exist and before the
+            first forward.
+        calls: how often each layer took which path, as ``(layer, path)``.
+
+    Raises:
+        ValueError: a layer is unknown.
+    """
+
+    def __init__(
+        self,
+        options: LinearOptions = LinearOptions(),
+        layers: Collection[str] = LAYERS,
+        form: Form = "fused",
+    ) -> None:
+        unknown = sorted(set(layers) - set(LAYERS))
+        if unknown:
+            raise ValueError(
+                f"unknown layers {', '.join(unknown)}; choose from {', '.join(LAYERS)}"
+            )
+        self.transport: Transport | None = None
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self._layers = frozenset(layers)
+        self._form = form
+        self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
+        self._said: set[str] = set()
+
+    def register(self, manager: _Manager) -> None:
+        """Register with MindSpeed's patch manager, or with our stand-in."""
+        for name, init, forward in (
+            ("ColumnParallelLinear", self.column_init_wrapper, self.column_forward_wrapper),
+            ("RowParallelLinear", self.row_init_wrapper, self.row_forward_wrapper),
+        ):
+            manager.register_patch(f"{_MODULE}.{name}.__init__", init)
+            manager.register_patch(f"{_MODULE}.{name}.forward", forward)
+
+    # Megatron does not keep the name of a layer's communication buffer.
+
+    def column_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Remember which layer this is."""
+
+        @functools.wraps(init)
+        def column_init(layer: Any, *args: Any, **kwargs: Any) -> None:
+            init(layer, *args, **kwargs)
+            # Only the output layer says whether its weight is shared with the embedding.
+            unnamed = "output" if "skip_weight_param_allocation" in kwargs else "unnamed"
+            layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or unnamed
+
+        return column_init
+
+    def row_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Remember which layer this is."""
+
+        @functools.wraps(init)
+        def row_init(layer: Any, *args: Any, **kwargs: Any) -> None:
+            init(layer, *args, **kwargs)
+            layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or "unnamed"
+
+        return row_init
+
+    def column_forward_wrapper(self, forward: Forward) -> Forward:
+        """``forward(input_, weight=None, runtime_gather_output=None) -> (output, bias)``."""
+
+        @functools.wraps(forward)
+        def column_forward(
+            layer: Any,
+            input_: torch.Tensor,
+            weight: torch.Tensor | None = None,
+            runtime_gather_output: bool | None = None,
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            used = layer.weight if weight is None else weight
+            reason = self._column_obstacle(layer, used, runtime_gather_output)
+            if reason is not None:
+                self._count(layer, reason)
+                return forward(layer, input_, weight, runtime_gather_output)
+            self._count(layer, self._form)
+            bias = None if layer.skip_bias_add else layer.bias
+            options = self._options[layer.gradient_accumulation_fusion]
+            if self._form == "fused":
+                output = all_gather_linear(
+                    input_, used, bias, transport=self._lanes(), options=options
+                )
+            else:
+                output = plain_all_gather_linear(
+                    input_, used, bias, group=self._lanes().group, options=options, same_gemms=True
+                )
+            return output, layer.bias if layer.skip_bias_add else None
+
+        return column_forward
+
+    def row_forward_wrapper(self, forward: Forward) -> Forward:
+        """``forward(input_) -> (output, bias)``."""
+
+        @functools.wraps(forward)
+        def row_forward(
+            layer: Any, input_: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            reason = self._row_obstacle(layer, input_)
+            if reason is not None:
+                self._count(layer, reason)
+                return forward(layer, input_)
+            self._count(layer, self._form)
+            bias = None if layer.skip_bias_add else layer.bias
+            options = self._options[layer.gradient_accumulation_fusion]
+            if self._form == "fused":
+                fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
+                output = fused(input_, layer.weight, bias, transport=self._lanes(), options=options)
+            else:
+                plain = (
+                    plain_linear_reduce_scatter
+                    if layer.sequence_parallel
+                    else plain_linear_all_reduce
+                )
+                output = plain(
+                    input_,
+                    layer.weight,
+                    bias,
+                    group=self._lanes().group,
+                    options=options,
+                    same_gemms=True,
+                )
+            return output, layer.bias if layer.skip_bias_add else None
+
+        return row_forward
+
+    def _lanes(self) -> Transport:
+        if self.transport is None:
+            raise RuntimeError(
+                "the lanes of the tensor-parallel group do not exist: set LinearWrappers.transport "
+                "= Transport.create(get_tensor_model_parallel_group()) on all ranks after "
+                "initialize_model_parallel and before the first forward"
+            )
+        return self.transport
+
+    def _obstacle(self, layer: Any) -> str | None:
+        """Why a layer of either kind keeps Megatron's forward, or ``None``."""
+        name = getattr(layer, "commfuse_layer", "unnamed")
+        if name not in self._layers:
+            return f"{name} is not in the list of layers to fuse"
+        if layer.is_expert or layer.explicit_expert_comm:
+            return "expert layers communicate by their own rules"
+        if self._lanes().size == 1:
+            return "a tensor-parallel group of one has nothing to transfer"
+        if getattr(layer.config, "cpu_offloading", False):
+            return "cpu_offloading needs Transformer Engine's layers"
+        return None
+
+    def _column_obstacle(
+        self, layer: Any, weight: torch.Tensor | None, runtime_gather_output: bool | None
+    ) -> str | None:
+        gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
+        if weight is None or tuple(weight.shape) != (
+            layer.output_size_per_partition,
+            layer.input_size,
+        ):
+            return "the weight is missing or has another shape"  # Megatron's error says it best
+        if not layer.sequence_parallel:
+            return "without sequence parallelism the forward has no transfer"
+        if gather:
+            return "gather_output needs the whole output"
+        if layer.disable_grad_reduce:
+            return "disable_grad_reduce leaves the reduction to others"
+        if layer.config.defer_embedding_wgrad_compute and layer.commfuse_layer == "output":
+            return "defer_embedding_wgrad_compute keeps the gradients for later"
+        return self._obstacle(layer)
+
+    def _row_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
+        if not layer.input_is_parallel:
+            return "the input has to be scattered first"
+        size = self._lanes().size
+        if layer.sequence_parallel and input_.shape[0] % size:
+            return f"sequence length {input_.shape[0]} is not divisible by {size}"
+        return self._obstacle(layer)
+
+    def _count(self, layer: Any, path: str) -> None:
+        name = getattr(layer, "commfuse_layer", "unnamed")
+        self.calls[name, path] += 1
+        line = f"CommFuse leaves {name} to Megatron: {path}"
+        if path not in ("fused", "plain") and line not in self._said:
+            self._said.add(line)
+            _logger.warning(line)
+
+    def describe(self) -> list[str]:
+        """A line per layer and path: how many calls took it."""
+        return [
+            f"{name}: {count} forward calls {path}"
+            if path in ("fused", "plain")
+            else f"{name}: {count} forward calls by Megatron, because {path}"
+            for (name, path), count in sorted(self.calls.items())
+        ]
