@@ -299,7 +299,7 @@ class _Hop(NamedTuple):
     lane: int
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def _build(schedule: Schedule, kind: Kind, rank: int, size: int, own: Own) -> Plan:
     hops = (
         _ring(schedule, kind, rank, size)

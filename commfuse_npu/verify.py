@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 
 from commfuse_npu.plan import Piece, Plan, PlanError, Transfer
 
-__all__ = ["counter_examples", "rendezvous", "verify"]
+__all__ = ["counter_examples", "lane_counter_examples", "rendezvous", "verify"]
 
 
 def verify(plans: Sequence[Plan]) -> None:
@@ -47,22 +47,44 @@ def counter_examples(plans: Sequence[Plan], limit: int = 8) -> list[str]:
         plans: the plans of ranks 0..n-1, in this order.
         limit: at most so many are returned.
     """
-    found: list[str] = list(_set(plans))
+    found = list(_set(plans)) or list(_ends(plans))
     if found:
         return found[:limit]
-    ordered = True
     for check in (_pairing, _order, _data, _work):
-        broken = list(check(plans))
-        found += broken
-        if check is _order and broken:
-            ordered = False
-    if not ordered or found:
+        found += check(plans)
+    if found:
         for cold in (False, True):
             hang = rendezvous([plans], cold=cold)
             if hang:
                 found.insert(0, hang)
                 break
     return found[:limit]
+
+
+def lane_counter_examples(plans: Sequence[Plan], proved: Sequence[Plan]) -> list[str]:
+    """Why ``plans`` do not hold, given that ``proved`` do and should differ in their lanes only.
+
+    Lanes enter the proof in one place: both ends of a transfer have to use the same one.  So plans
+    that were proved for one number of lanes are proved for another with a fraction of the work.
+    """
+    found: list[str] = []
+    lanes: dict[tuple[int, int], int] = {}
+    for plan, other in zip(plans, proved, strict=True):
+        if len(plan.steps) != len(other.steps):
+            found.append(f"rank {plan.rank} has {len(plan.steps)} steps, not {len(other.steps)}")
+        for step, same in zip(plan.steps, other.steps, strict=False):
+            changed = step.compute != same.compute
+            for transfer, before in ((step.send, same.send), (step.receive, same.receive)):
+                if transfer is None or before is None:
+                    changed |= transfer is not before
+                    continue
+                changed |= (transfer[0], *transfer[2:]) != (before[0], *before[2:])
+                lane = lanes.setdefault((transfer.step, transfer.source), transfer.lane)
+                if lane != transfer.lane or not 0 <= lane < plan.lanes:
+                    found.append(f"{transfer}: its other end uses lane {lane} of {plan.lanes}")
+            if changed:
+                found.append(f"rank {plan.rank} differs in more than lanes in step {step.index}")
+    return found
 
 
 def _set(plans: Sequence[Plan]) -> Iterator[str]:
@@ -84,15 +106,11 @@ def _set(plans: Sequence[Plan]) -> Iterator[str]:
             )
 
 
-def _pairing(plans: Sequence[Plan]) -> Iterator[str]:
-    sends: Counter[tuple[int, int, int, Piece]] = Counter()
-    receives: Counter[tuple[int, int, int, Piece]] = Counter()
+def _ends(plans: Sequence[Plan]) -> Iterator[str]:
+    """Every transfer names this rank and another one of the group, and a lane that exists."""
     for plan in plans:
         for step in plan.steps:
-            for transfer, end, counted in (
-                (step.send, "source", sends),
-                (step.receive, "target", receives),
-            ):
+            for transfer, end in ((step.send, "source"), (step.receive, "target")):
                 if transfer is None:
                     continue
                 other = transfer.target if end == "source" else transfer.source
@@ -104,7 +122,18 @@ def _pairing(plans: Sequence[Plan]) -> Iterator[str]:
                     yield f"rank {plan.rank} transfers with rank {other} of {plan.size}: {transfer}"
                 elif not 0 <= transfer.lane < plan.lanes:
                     yield f"lane {transfer.lane} is not one of {plan.lanes}: {transfer}"
-                counted[transfer.lane, transfer.source, transfer.target, transfer.piece] += 1
+
+
+_Key = tuple[int, int, int, Piece]
+
+
+def _key(transfer: Transfer) -> _Key:
+    return transfer.lane, transfer.source, transfer.target, transfer.piece
+
+
+def _pairing(plans: Sequence[Plan]) -> Iterator[str]:
+    sends = Counter(_key(s.send) for plan in plans for s in plan.steps if s.send)
+    receives = Counter(_key(s.receive) for plan in plans for s in plan.steps if s.receive)
     for (lane, source, target, piece), count in (sends - receives).items():
         yield (
             f"rank {source} sends {piece} to rank {target} on lane {lane}"
@@ -122,29 +151,31 @@ def _times(count: int) -> str:
 
 
 def _order(plans: Sequence[Plan]) -> Iterator[str]:
-    place: dict[tuple[int, int, int, Piece], int] = {}
+    sent: dict[_Key, list[int]] = defaultdict(list)
+    received: dict[_Key, list[int]] = defaultdict(list)
     for plan in plans:
         last = -1
         for step in plan.steps:
-            if step.send is None and step.receive is None:
-                continue
-            for transfer in (step.send, step.receive):
-                if transfer is None:
-                    continue
+            posted = [transfer for transfer in (step.send, step.receive) if transfer is not None]
+            for transfer, steps in ((step.send, sent), (step.receive, received)):
+                if transfer is not None:
+                    steps[_key(transfer)].append(transfer.step)
+            for transfer in posted:
                 if transfer.step <= last:
                     yield (
                         f"rank {plan.rank} posts {transfer} after its step {last}: "
                         "there is no common order"
                     )
-                key = (transfer.lane, transfer.source, transfer.target, transfer.piece)
-                if place.setdefault(key, transfer.step) != transfer.step:
-                    yield (
-                        f"the two ends of a transfer disagree on its step: {transfer}, "
-                        f"step {place[key]} on the other end"
-                    )
-            if step.send and step.receive and step.send.step != step.receive.step:
-                yield f"rank {plan.rank} posts {step.send} together with {step.receive}"
-            last = max(t.step for t in (step.send, step.receive) if t is not None)
+                if transfer.step != step.index:
+                    yield f"rank {plan.rank} posts {transfer} in its step {step.index}"
+            last = max([last, *(transfer.step for transfer in posted)])
+    for key in sent.keys() & received.keys():
+        if sorted(sent[key]) != sorted(received[key]):
+            _, source, target, piece = key
+            yield (
+                f"the two ends of a transfer disagree on its step: rank {source} sends {piece} in "
+                f"step {sent[key][0]}, rank {target} expects it in step {received[key][0]}"
+            )
 
 
 def _data(plans: Sequence[Plan]) -> Iterator[str]:

@@ -1,0 +1,114 @@
+"""``commfuse-npu``: what can be asked without writing code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from commfuse_npu.plan import Kind, Order, Own, Plan, PlanError, Schedule
+from commfuse_npu.verify import counter_examples, lane_counter_examples
+
+__all__ = ["main"]
+
+_KINDS: tuple[tuple[Kind, Own | None], ...] = (
+    ("gather", None),
+    ("reduce_scatter", None),
+    ("all_to_all", "first"),
+    ("all_to_all", "last"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return the exit code: 0 yes, 1 no, 2 a question that makes no sense."""
+    parser = argparse.ArgumentParser(prog="commfuse-npu", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    plan = commands.add_parser("plan", help="draw the plan of one rank")
+    plan.add_argument("kind", choices=[kind for kind, _ in _KINDS[:3]])
+    plan.add_argument("--ranks", type=int, default=4)
+    plan.add_argument("--rank", type=int, default=0)
+    plan.add_argument("--own", choices=("first", "last"), help="for all_to_all")
+    plan.add_argument("--shape", default="shifted")
+    plan.add_argument("--lanes", type=int, default=2)
+    plan.add_argument("--chunks", type=int, default=1)
+    plan.add_argument("--order", default="interleaved")
+    plan.add_argument("--node-size", type=int)
+
+    verify = commands.add_parser("verify", help="prove the plans of all groups up to a size")
+    verify.add_argument("--min-ranks", type=int, default=1)
+    verify.add_argument("--max-ranks", type=int, default=16)
+    verify.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4])
+    verify.add_argument(
+        "--ring-all-to-all-ranks",
+        type=int,
+        default=16,
+        help="its messages grow with the square of the ranks: prove it up to this size only",
+    )
+
+    given = parser.parse_args(arguments)
+    try:
+        return _plan(given) if given.command == "plan" else _verify(given)
+    except PlanError as error:
+        print(f"commfuse-npu {given.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(given: argparse.Namespace) -> int:
+    schedule = Schedule(given.shape, given.lanes, given.chunks, given.order, given.node_size)
+    print(schedule.plan(given.kind, given.rank, given.ranks, given.own).draw())
+    return 0
+
+
+def _schedules(size: int, chunks: int) -> Iterator[Schedule]:
+    """Every shape, order and node size, on one lane."""
+    # With one chunk there is only one order.
+    orders: tuple[Order, ...] = ("block", "interleaved") if chunks > 1 else ("block",)
+    for order in orders:
+        yield Schedule("shifted", 1, chunks, order)
+        yield Schedule("ring", 1, chunks, order)
+        for node in range(1, size + 1):
+            if size % node == 0:
+                yield Schedule("two_level", 1, chunks, order, node)
+
+
+def _more_lanes(schedule: Schedule, size: int) -> Iterator[Schedule]:
+    """The same with every number of lanes that makes a difference."""
+    # The lanes of a ring follow its chunks, those of the others the distance to the peer.
+    most = schedule.chunks if schedule.shape == "ring" else size - 1
+    for lanes in range(2, most + 1):
+        yield replace(schedule, lanes=lanes)
+
+
+def _plans(schedule: Schedule, kind: Kind, size: int, own: Own | None) -> list[Plan]:
+    return [schedule.plan(kind, rank, size, own) for rank in range(size)]
+
+
+def _verify(given: argparse.Namespace) -> int:
+    start, proved = time.perf_counter(), 0
+    for size in range(given.min_ranks, given.max_ranks + 1):
+        for chunks in given.chunks:
+            for schedule in _schedules(size, chunks):
+                for kind, own in _KINDS:
+                    quadratic = schedule.shape == "ring" and kind == "all_to_all"
+                    if quadratic and size > given.ring_all_to_all_ranks:
+                        continue
+                    plans = _plans(schedule, kind, size, own)
+                    found = counter_examples(plans)
+                    proved += 1
+                    for other in _more_lanes(schedule, size):
+                        if not found:
+                            found = lane_counter_examples(_plans(other, kind, size, own), plans)
+                            proved += 1
+                    if found:
+                        print(f"{kind}, {size} ranks, {schedule}:", *found, sep="\n- ")
+                        return 1
+        elapsed = time.perf_counter() - start
+        print(f"{size:>3} ranks: {proved} sets of plans in {elapsed:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
