@@ -129,7 +129,7 @@ def all_gather_linear(
         TransportError: a transfer failed.
     """
     name = "all_gather_linear"
-    _check(name, x, weight, bias, options)
+    _check(name, x, weight, bias, transport, options)
     if _plain(name, x, transport):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
     x, weight, bias = _autocast(x, weight, bias)
@@ -311,7 +311,7 @@ def linear_reduce_scatter(
         MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_reduce_scatter"
-    _check(name, x, weight, bias, options)
+    _check(name, x, weight, bias, transport, options)
     _check_divisible(name, x, transport.size)
     if _plain(name, x, transport):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
@@ -453,7 +453,7 @@ def linear_all_reduce(
         TypeError, ValueError, MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_all_reduce"
-    _check(name, x, weight, bias, options)
+    _check(name, x, weight, bias, transport, options)
     if _plain(name, x, transport, at_least=transport.size):
         return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
     x, weight, bias = _autocast(x, weight, bias)
@@ -631,6 +631,7 @@ def _check(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    transport: Transport,
     options: LinearOptions,
 ) -> None:
     """Refuse what cannot work before any rank waits for another."""
@@ -651,6 +652,11 @@ def _check(
     if x.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise TypeError(f"{name}: x is {x.dtype}; choose one of {names}")
+    if x.device.type != transport.device_type:
+        raise ValueError(
+            f"{name}: x is on {x.device}, the group transfers {transport.device_type} tensors; "
+            "move it there"
+        )
     for other, what in ((weight, "weight"), (bias, "bias")):
         if other is None:
             continue

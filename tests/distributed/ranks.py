@@ -10,16 +10,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
 
 _context = multiprocessing.get_context("spawn")
+_GRACE = 12.0
 
 
 @dataclass(frozen=True)
@@ -90,27 +92,49 @@ class Ranks:
             self._pipes.append(ours)
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        may_die: bool = False,
     ) -> list[Outcome]:
-        """Run ``function(rank, *args)`` on every rank and return what came of it."""
+        """Run ``function(rank, *args)`` on every rank and return what came of it.
+
+        A rank that dies fails the test, unless it ``may_die``: its outcome is then an EOFError.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        found = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(timeout):
+        outcomes: dict[int, Outcome] = {}
+        end = time.monotonic() + timeout
+        while len(outcomes) < self.size:
+            waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in outcomes}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    outcomes[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    if not may_die:
+                        self.kill()
+                        pytest.fail(f"rank {rank} of {self.size} died in {function.__name__}{args}")
+                    outcomes[rank] = Outcome(error=EOFError())
+                if outcomes[rank].error is not None:
+                    # The others may wait for it in a plain collective, whose limit is long.
+                    end = min(end, time.monotonic() + _GRACE)
+        for rank in range(self.size):
+            if rank not in outcomes:
+                if not any(outcome.error for outcome in outcomes.values()):
                     self.kill()
                     pytest.fail(f"rank {rank} of {self.size} hangs in {function.__name__}{args}")
-                found.append(pipe.recv())
-            except (EOFError, ConnectionResetError):
-                self.kill()
-                pytest.fail(f"rank {rank} of {self.size} died in {function.__name__}{args}")
-        if any(outcome.error is not None for outcome in found):
+                outcomes[rank] = Outcome(error=TimeoutError("ended: another rank failed before"))
+        if any(outcome.error is not None for outcome in outcomes.values()):
             # Transfers may be left over; the next test gets new processes.
             self.kill()
-        return found
+        return [outcomes[rank] for rank in range(self.size)]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """As :meth:`outcomes`, but an exception on any rank fails the test."""

@@ -50,6 +50,7 @@ def gather(rank: int, batched: bool, schedule: Schedule, dtype: torch.dtype, kee
     gather_and_consume(shard, consume, transport=link, plan=plan, gathered=gathered)
     assert torch.equal(got, whole)
     assert seen == plan.computed_rows(ROWS)
+    assert seen[0] == slice(rank * ROWS, (rank + 1) * ROWS), "own block not first"
     assert gathered is None or torch.equal(gathered, whole)
     assert not link._in_flight
 
@@ -60,13 +61,20 @@ def reduce(rank: int, batched: bool, schedule: Schedule, dtype: torch.dtype, fp3
     whole = data(rank, ROWS * link.size, dtype)
     everyone = all_gather_rows(whole, link.group).view(link.size, link.size, ROWS, COLUMNS)[:, rank]
     out = torch.full((ROWS, COLUMNS), float("nan"), dtype=dtype)
+    seen = []
+
+    def produce(rows: slice, to: torch.Tensor) -> None:
+        seen.append(rows)
+        to.copy_(whole[rows])
+
     produce_and_reduce(
-        lambda rows, to: to.copy_(whole[rows]),
+        produce,
         out,
         transport=link,
         plan=plan,
         reduce_dtype=torch.float32 if fp32 else None,
     )
+    assert seen[-1] == slice(rank * ROWS, (rank + 1) * ROWS), "own block not last"
     last = plan.transfers[-1].receive.piece if plan.transfers else None
     sources = [s.receive.source for s in plan.transfers if s.receive.piece == last]
     if schedule.shape == "ring":

@@ -1,0 +1,388 @@
+"""What goes wrong is said, in time: no hang, no abort of the process, no wrong number."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu import MismatchError, Schedule, Transport, TransportError
+from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu.ops.linear import linear_all_reduce
+from commfuse_npu.pipeline import gather_and_consume, produce_and_reduce
+
+SHORT = timedelta(seconds=3)
+
+
+def link(**options: Any) -> Transport:
+    return Transport.create(lanes=2, timeout=SHORT, **options)
+
+
+def layer(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, 4, dtype=dtype), torch.ones(3, 4, dtype=dtype)
+
+
+def other_rows(rank: int) -> None:
+    all_gather_linear(*layer(4 + rank), transport=link())
+
+
+def other_dtype(rank: int) -> None:
+    dtype = torch.bfloat16 if rank else torch.float32
+    all_gather_linear(*layer(4, dtype), transport=link())
+
+
+def other_op(rank: int) -> None:
+    op = all_gather_linear if rank else linear_reduce_scatter
+    op(*layer(4), transport=link())
+
+
+def other_schedule(rank: int) -> None:
+    options = LinearOptions(Schedule(chunks=1 + rank))
+    all_gather_linear(*layer(4), transport=link(), options=options)
+
+
+def nothing_on_one_rank(rank: int) -> None:
+    all_gather_linear(*layer(4 * rank), transport=link())
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (other_rows, r"block: \(., 4\) here, \(., 4\) there"),
+        (other_dtype, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        (other_op, "operation: .*linear.* here, .*linear.* there"),
+        (other_schedule, "schedule: .* chunks, .* here, .* chunks, .* there"),
+        (nothing_on_one_rank, "path: .* here, .* there"),
+    ],
+)
+def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) -> None:
+    for outcome in ranks(2).outcomes(function, timeout=20):
+        assert isinstance(outcome.error, MismatchError), outcome
+        with pytest.raises(MismatchError, match=words):
+            raise outcome.error
+        assert "Nothing was sent; call it alike on all ranks" in str(outcome.error)
+
+
+def shapes_known_to_both_but_mixed_up(rank: int) -> None:
+    transport = link()
+    for rows in (4, 8):
+        all_gather_linear(*layer(rows), transport=transport)
+    all_gather_linear(*layer(8 if rank else 4), transport=transport)
+
+
+def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
+    """A receive that is too short aborts the process on gloo; tags keep the two apart."""
+    for outcome in ranks(2).outcomes(shapes_known_to_both_but_mixed_up, timeout=30):
+        assert isinstance(outcome.error, TransportError)
+        assert "all_gather_linear: receiving block" in str(outcome.error)
+
+
+def mixed_up_and_always_checked(rank: int) -> None:
+    transport = link(check="always")
+    for rows in (4, 8):
+        all_gather_linear(*layer(rows), transport=transport)
+    all_gather_linear(*layer(8 if rank else 4), transport=transport)
+
+
+def test_checking_always_finds_mixed_up_shapes_before_anything_is_sent(ranks) -> None:
+    for outcome in ranks(2).outcomes(mixed_up_and_always_checked, timeout=20):
+        assert isinstance(outcome.error, MismatchError)
+
+
+def absent(rank: int) -> str:
+    transport = link()
+    all_gather_linear(*layer(4), transport=transport)
+    if rank == 1:
+        return "left"
+    all_gather_linear(*layer(4), transport=transport)
+    return "never"
+
+
+def test_a_rank_that_does_not_come_becomes_an_error_that_names_it(ranks) -> None:
+    waiting, left = ranks(2).outcomes(absent, timeout=20)
+    assert left.value == "left"
+    message = str(waiting.error)
+    assert isinstance(waiting.error, TransportError)
+    for part in ("rank 0 of 2", "all_gather_linear", "peer 1", "step 0 of 1", "lane 0"):
+        assert part in message
+
+
+def broken_stays_broken(rank: int) -> str:
+    transport = link()
+    if rank == 1:
+        return "left"
+    try:
+        all_gather_linear(*layer(4), transport=transport)
+    except TransportError:
+        # No second wait: the transport says at once that it is of no use any more.
+        all_gather_linear(*layer(4), transport=transport)
+    return "never"
+
+
+def test_a_broken_transport_refuses_further_work(ranks) -> None:
+    waiting, _ = ranks(2).outcomes(broken_stays_broken, timeout=20)
+    assert "This transport is broken; restart from a checkpoint" in str(waiting.error)
+
+
+def dies(rank: int) -> str:
+    transport = link()
+    all_gather_linear(*layer(4), transport=transport)
+    if rank == 1:
+        os._exit(7)
+    all_gather_linear(*layer(4), transport=transport)
+    return "never"
+
+
+def test_a_rank_that_dies_becomes_an_error(ranks) -> None:
+    group = ranks(2)
+    group.kill()
+    waiting, dead = group.outcomes(dies, timeout=30, may_die=True)
+    assert isinstance(waiting.error, TransportError), waiting
+    assert isinstance(dead.error, EOFError)
+
+
+def raises_between(rank: int) -> None:
+    transport = link()
+    plan = Schedule().plan("gather", rank, transport.size)
+
+    def consume(piece: torch.Tensor, rows: slice) -> None:
+        raise KeyError("in the callback")
+
+    try:
+        gather_and_consume(torch.ones(2, 2), consume, transport=transport, plan=plan)
+    except KeyError:
+        all_gather_linear(*layer(4), transport=transport)
+
+
+def test_an_exception_in_a_callback_breaks_the_transport(ranks) -> None:
+    for outcome in ranks(2).outcomes(raises_between, timeout=20):
+        assert "gather_and_consume was interrupted by KeyError('in the callback')" in str(
+            outcome.error
+        )
+
+
+def refused_inputs(rank: int) -> None:
+    """Refused on every rank before anything is posted: the transport goes on working."""
+    transport = link()
+    x, weight = layer(4)
+    plan = Schedule().plan("gather", rank, transport.size)
+    sink = lambda piece, rows: None  # noqa: E731
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (
+            TypeError,
+            "x is torch.int64; choose one of float32, bfloat16, float16, float64",
+            lambda: all_gather_linear(x.long(), weight.long(), transport=transport),
+        ),
+        (
+            TypeError,
+            "x is torch.float32, the weight torch.bfloat16; cast one of them",
+            lambda: all_gather_linear(x, weight.bfloat16(), transport=transport),
+        ),
+        (
+            ValueError,
+            "x has 4 features, the weight takes 5",
+            lambda: all_gather_linear(x, torch.ones(3, 5), transport=transport),
+        ),
+        (
+            ValueError,
+            r"the bias has shape \(4,\); it has to be \(3,\)",
+            lambda: all_gather_linear(x, weight, torch.ones(4), transport=transport),
+        ),
+        (
+            ValueError,
+            r"they have to be \[S, ..., I\] and \[O, I\]",
+            lambda: all_gather_linear(x[0], weight, transport=transport),
+        ),
+        (
+            ValueError,
+            "sequence length 5 is not divisible by the group size 2; pad it to 6, or use "
+            "linear_all_reduce",
+            lambda: linear_reduce_scatter(torch.ones(5, 4), weight, transport=transport),
+        ),
+        (
+            ValueError,
+            "x is on cpu, the weight on meta; move one of them",
+            lambda: all_gather_linear(x, weight.to("meta"), transport=transport),
+        ),
+        (
+            ValueError,
+            "x is on meta, the group transfers cpu tensors; move it there",
+            lambda: all_gather_linear(x.to("meta"), weight.to("meta"), transport=transport),
+        ),
+        (
+            ValueError,
+            "the plan uses 5 lanes, the transport has 2; create it with lanes=5",
+            lambda: all_gather_linear(
+                x, weight, transport=transport, options=LinearOptions(Schedule(lanes=5))
+            ),
+        ),
+        (
+            ValueError,
+            "a block of 2 rows cannot be cut into 3 chunks; plan with 2 at most",
+            lambda: gather_and_consume(
+                torch.ones(2, 2),
+                sink,
+                transport=transport,
+                plan=Schedule(chunks=3).plan("gather", rank, 2),
+            ),
+        ),
+        (
+            ValueError,
+            r"a tensor of shape \(3, 2\) is not contiguous",
+            lambda: gather_and_consume(torch.ones(2, 3).t(), sink, transport=transport, plan=plan),
+        ),
+        (
+            ValueError,
+            r"the result has shape \(3, 2\); it has to be \(4, 2\), contiguous",
+            lambda: gather_and_consume(
+                torch.ones(2, 2),
+                sink,
+                transport=transport,
+                plan=plan,
+                gathered=torch.ones(3, 2),
+            ),
+        ),
+        (
+            ValueError,
+            "needs a reduce_scatter plan with the own block last, not a gather plan",
+            lambda: produce_and_reduce(sink, torch.ones(2, 2), transport=transport, plan=plan),
+        ),
+        (
+            ValueError,
+            "the plan is for rank 0 of 3, the transport is rank . of 2",
+            lambda: gather_and_consume(
+                torch.ones(2, 2), sink, transport=transport, plan=Schedule().plan("gather", 0, 3)
+            ),
+        ),
+        (
+            ValueError,
+            "reduce_dtype torch.float32 with the ring schedule.*use shifted",
+            lambda: linear_reduce_scatter(
+                x.bfloat16(),
+                weight.bfloat16(),
+                transport=transport,
+                options=LinearOptions(Schedule("ring"), reduce_dtype=torch.float32),
+            ),
+        ),
+        (
+            ValueError,
+            "wgrad 'half' is unknown; choose whole or blocks",
+            lambda: LinearOptions(wgrad="half"),
+        ),
+        (
+            ValueError,
+            "reduce_dtype is torch.int32; partial sums need a floating-point dtype",
+            lambda: LinearOptions(reduce_dtype=torch.int32),
+        ),
+    ]
+    for kind, words, call in cases:
+        with pytest.raises(kind, match=words):
+            call()
+    y = all_gather_linear(x, weight, transport=transport)
+    assert torch.equal(y, torch.full((8, 3), 4.0))
+
+
+def test_inputs_that_cannot_work_are_refused(ranks) -> None:
+    ranks(2).run(refused_inputs, timeout=40)
+
+
+def main_grad_is_missing_or_odd(rank: int) -> None:
+    for dtype, words in ((None, "needs weight.main_grad"), (torch.int32, "main_grad is torch.int")):
+        transport = link()
+        x, weight = layer(4)
+        weight.requires_grad_()
+        if dtype is not None:
+            weight.main_grad = torch.zeros_like(weight, dtype=dtype)
+        options = LinearOptions(main_grad=True)
+        y = all_gather_linear(x, weight, transport=transport, options=options)
+        with pytest.raises(RuntimeError, match=words):
+            y.sum().backward()
+
+
+def test_main_grad_that_cannot_be_added_to_is_refused(ranks) -> None:
+    ranks(2).run(main_grad_is_missing_or_odd)
+
+
+def second_thread(rank: int) -> None:
+    transport = link()
+    plan = Schedule().plan("gather", rank, transport.size)
+    errors: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            all_gather_linear(*layer(4), transport=transport)
+        except TransportError as error:
+            errors.append(error)
+
+    def consume(piece: torch.Tensor, rows: slice) -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    gather_and_consume(torch.ones(2, 2), consume, transport=transport, plan=plan)
+    assert len(errors) == 2
+    assert "called from a second thread while gather_and_consume is under way" in str(errors[0])
+
+
+def test_a_second_thread_is_refused(ranks) -> None:
+    ranks(2).run(second_thread)
+
+
+def empty_input(rank: int) -> None:
+    transport = link()
+    weight = torch.ones(3, 4, requires_grad=True)
+    for op, rows in ((all_gather_linear, 0), (linear_reduce_scatter, 0), (linear_all_reduce, 0)):
+        x = torch.ones(rows, 2, 4, requires_grad=True)
+        y = op(x, weight, transport=transport)
+        assert y.shape == (0, 2, 3)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+        assert not weight.grad.any()
+    assert transport.operations == 0
+
+
+def test_zero_rows_take_the_plain_path(ranks) -> None:
+    ranks(2).run(empty_input)
+
+
+def lanes_have_to_be_a_number(rank: int) -> None:
+    for lanes in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="it must be a whole number from 1"):
+            Transport.create(lanes=lanes)
+    with pytest.raises(MismatchError, match=r"different numbers of lanes \(rank 0: 1, rank 1: 2\)"):
+        Transport.create(lanes=1 + rank)
+
+
+def test_lanes_are_checked(ranks) -> None:
+    ranks(2).run(lanes_have_to_be_a_number)
+
+
+def closed(rank: int) -> None:
+    transport = link()
+    transport.close()
+    with pytest.raises(TransportError, match="it was closed"):
+        all_gather_linear(*layer(4), transport=transport)
+
+
+def test_a_closed_transport_says_so(ranks) -> None:
+    ranks(2).run(closed)
+
+
+def groups_of_a_job(rank: int) -> None:
+    """Two groups of two ranks: every process makes the lanes of both, and uses its own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    transport = Transport.create(groups[rank // 2], lanes=2, timeout=SHORT)
+    assert transport.ranks == ((0, 1) if rank < 2 else (2, 3))
+    x = torch.full((2, 4), float(rank))
+    y = all_gather_linear(x, torch.eye(4), transport=transport)
+    first = float(rank // 2 * 2)
+    assert torch.equal(y[:, 0], torch.tensor([first, first, first + 1, first + 1]))
+
+
+def test_every_group_of_a_job_gets_lanes(ranks) -> None:
+    ranks(4).run(groups_of_a_job)

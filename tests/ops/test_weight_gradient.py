@@ -1,0 +1,65 @@
+"""Where a weight's gradient goes, and with how many roundings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+from commfuse_npu.ops.weight_gradient import WeightGradient
+
+
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_accumulates_without_rounding_whole_numbers(dtype, total) -> None:
+    inputs = torch.arange(12).reshape(4, 3).to(dtype)
+    outputs = torch.arange(8).reshape(4, 2).sub(3).to(dtype)
+    main_grad = torch.full((2, 3), 5.0, dtype=total)
+    accumulate_weight_gradient(main_grad, outputs, inputs)
+    assert torch.equal(main_grad.double(), 5.0 + outputs.double().t() @ inputs.double())
+
+
+def test_sixteen_bits_are_rounded_once() -> None:
+    # 256 + 1 is no bf16 number, 256 + 2 is: two products of 1 have to meet before rounding.
+    ones = torch.ones(2, 1, dtype=torch.bfloat16)
+    main_grad = torch.full((1, 1), 256.0, dtype=torch.bfloat16)
+    accumulate_weight_gradient(main_grad, ones, ones)
+    assert main_grad.item() == 258.0
+
+
+@pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16])
+def test_blocks_are_summed_in_fp32(main_grad) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+    if main_grad is not None:
+        weight.main_grad = torch.zeros(1, 1, dtype=main_grad)
+    gradient = WeightGradient(weight, main_grad=main_grad is not None, blocks=True)
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    gradient.add(256 * one, one)
+    gradient.add(one, one)
+    gradient.add(one, one)
+    result = gradient.result()
+    found = result if main_grad is None else weight.main_grad
+    assert found.item() == 258.0
+    assert (result is None) == (main_grad is not None)
+
+
+def test_flags_of_megatron_are_honoured() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(2, 3)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = True
+    gradient = WeightGradient(weight, main_grad=True, blocks=False)
+    gradient.add(torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16))
+    dummy = gradient.result()
+    assert weight.grad_added_to_main_grad is True
+    assert (dummy.shape, dummy.dtype, dummy.any().item()) == ((2, 3), torch.bfloat16, False)
+    assert torch.equal(weight.main_grad, torch.full((2, 3), 4.0))
+
+
+def test_odd_main_grads_are_refused() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match=r"needs weight.main_grad, which Megatron's"):
+        WeightGradient(weight, main_grad=True, blocks=False)
+    weight.main_grad = torch.zeros(2, 3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"main_grad is torch.float64; .* needs float32"):
+        WeightGradient(weight, main_grad=True, blocks=False)
