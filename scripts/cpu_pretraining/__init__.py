@@ -1,0 +1,1 @@
+"""Llama pretraining on CPU with the real Megatron-Core; see `python -m scripts.cpu_pretraining`."""

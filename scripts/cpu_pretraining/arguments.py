@@ -1,0 +1,319 @@
+"""The command line: Megatron's names where Megatron has one, defaults from a yaml file.
+
+A value comes from the flag, else from the yaml file (`--config`, default
+`configs/llama_tiny.yaml`), else it is an error: no default hides in the code. Everything that can
+be checked without a process group is checked here, so that a mistake costs a second and not a
+hanging collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped]
+
+from .usage_error import UsageError, is_first_process
+
+__all__ = ["COMMFUSE_LAYERS", "parse_arguments"]
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "llama_tiny.yaml"
+COMMFUSE_LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that leaves the printing and the exit code to one place and to one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see --help)")
+
+    def print_help(self, file: Any = None) -> None:
+        if is_first_process():
+            super().print_help(file)
+
+
+def _whole(minimum: int) -> Any:
+    def convert(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
+        return value
+
+    convert.__name__ = f"whole number >= {minimum}"
+    return convert
+
+
+def _number(minimum: float, maximum: float = float("inf")) -> Any:
+    def convert(text: str) -> float:
+        value = float(text)
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"{value} is not in [{minimum}, {maximum}]")
+        return value
+
+    convert.__name__ = f"number in [{minimum}, {maximum}]"
+    return convert
+
+
+def _layer_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in COMMFUSE_LAYERS:
+            raise argparse.ArgumentTypeError(
+                f"unknown layer {name!r}; choose from {','.join(COMMFUSE_LAYERS)}"
+            )
+    if not names:
+        raise argparse.ArgumentTypeError("no layer named; use --no-use-commfuse to fuse none")
+    return names
+
+
+def _run_name(text: str) -> str:
+    if text in ("", ".", "..") or "/" in text or os.sep in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder name; use letters, digits, _-.")
+    return text
+
+
+def _parser() -> _Parser:
+    """All options. None has a default here: `argparse.SUPPRESS` leaves what was not typed out."""
+    parser = _Parser(
+        prog="torchrun --nproc_per_node N -m scripts.cpu_pretraining",
+        description="Pretrain a Llama on CPU with Megatron-Core and tensor parallelism over gloo.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    flag = argparse.BooleanOptionalAction
+
+    group = parser.add_argument_group("parallel layout")
+    group.add_argument("--tensor-model-parallel-size", type=_whole(1), help="ranks per layer (TP)")
+    group.add_argument("--data-parallel-size", type=_whole(1), help="replicas (DP); N = TP * DP")
+    group.add_argument("--sequence-parallel", action=flag, help="off by itself when TP is 1")
+    group.add_argument("--distributed-timeout-minutes", type=_whole(1))
+
+    group = parser.add_argument_group("model")
+    group.add_argument("--num-layers", type=_whole(1))
+    group.add_argument("--hidden-size", type=_whole(1))
+    group.add_argument("--ffn-hidden-size", type=_whole(1), help="width of the SwiGLU layer")
+    group.add_argument("--num-attention-heads", type=_whole(1))
+    group.add_argument("--num-query-groups", type=_whole(1), help="key/value heads")
+    group.add_argument("--seq-length", type=_whole(2))
+    group.add_argument("--make-vocab-size-divisible-by", type=_whole(1), help="times TP")
+    group.add_argument("--bf16", dest="bf16", action="store_const", const=True)
+    group.add_argument("--fp32", dest="bf16", action="store_const", const=False)
+    group.add_argument("--recompute", action=flag, help="full recompute, uniform, one layer each")
+    group.add_argument("--gradient-accumulation-fusion", action=flag)
+
+    group = parser.add_argument_group("training")
+    group.add_argument("--micro-batch-size", type=_whole(1))
+    group.add_argument("--global-batch-size", type=_whole(1))
+    group.add_argument("--train-iters", type=_whole(1))
+    group.add_argument("--lr", type=_number(0.0))
+    group.add_argument("--min-lr", type=_number(0.0))
+    group.add_argument("--lr-warmup-iters", type=_whole(0), help="default: by the fraction")
+    group.add_argument("--lr-warmup-fraction", type=_number(0.0, 1.0), help="of --train-iters")
+    group.add_argument("--weight-decay", type=_number(0.0))
+    group.add_argument("--clip-grad", type=_number(0.0), help="0 turns clipping off")
+    group.add_argument("--use-distributed-optimizer", action=flag)
+    group.add_argument("--seed", type=_whole(0))
+
+    group = parser.add_argument_group("data")
+    group.add_argument("--data-path", help="file or folder; default: Python's standard library")
+    group.add_argument("--valid-fraction", type=_number(0.0, 0.5), help="held-out share")
+
+    group = parser.add_argument_group("output")
+    group.add_argument("--eval-interval", type=_whole(0), help="0 turns validation off")
+    group.add_argument("--eval-iters", type=_whole(1), help="global batches per validation")
+    group.add_argument("--log-interval", type=_whole(1))
+    group.add_argument("--save-interval", type=_whole(0), help="0 saves only when training ends")
+    group.add_argument("--name", type=_run_name, help="of the folder below --runs-dir")
+    group.add_argument("--runs-dir")
+    group.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="train with plain, fused and Megatron's layers; exit 1 unless plain equals fused",
+    )
+
+    group = parser.add_argument_group("CommFuse")
+    group.add_argument("--use-commfuse", action=flag, help="fuse the tensor-parallel linears")
+    group.add_argument(
+        "--commfuse-layers", type=_layer_names, help=f"from {','.join(COMMFUSE_LAYERS)}"
+    )
+    group.add_argument("--commfuse-schedule", choices=("auto", "shifted", "ring", "two_level"))
+    group.add_argument("--commfuse-lanes", type=_whole(1), help="transfers in flight")
+    group.add_argument("--commfuse-chunks", type=_whole(1), help="sub-blocks per block")
+    group.add_argument("--commfuse-order", choices=("block", "interleaved"))
+    group.add_argument("--commfuse-reduce-dtype", choices=("none", "float32"))
+    group.add_argument("--commfuse-wgrad", choices=("whole", "blocks"))
+    group.add_argument("--commfuse-keep-gathered", action=flag)
+
+    parser.add_argument("--config", type=Path, help=f"yaml, default configs/{DEFAULT_CONFIG.name}")
+    return parser
+
+
+# Requests for one run; a file that always resumes or always compares would surprise.
+_COMMAND_LINE_ONLY = {"resume": False, "compare": False}
+_MAY_BE_NULL = {"data_path", "lr_warmup_iters"}
+
+
+def _from_yaml(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The values of the yaml file, each converted and checked like the flag of the same name."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the configuration {path}: {error.strerror}; give a file with --config"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid yaml: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds {type(content).__name__}, not a mapping of option: value")
+
+    actions = {
+        action.dest: action
+        for action in parser._actions
+        if action.dest not in {"help", "config", *_COMMAND_LINE_ONLY}
+    }
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in actions:
+            near = difflib.get_close_matches(name, actions, n=1, cutoff=0.0)
+            raise UsageError(f"{path}: unknown option {key!r}; did you mean {near[0]!r}?")
+        values[name] = _checked(actions[name], value, f"{path}: {key}")
+    return values
+
+
+def _checked(action: argparse.Action, value: Any, where: str) -> Any:
+    if value is None:
+        if action.dest in _MAY_BE_NULL:
+            return None
+        raise UsageError(f"{where} has no value")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UsageError(f"{where}: {value!r} is not true or false")
+        return value
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    try:
+        converted = action.type(text) if callable(action.type) else text
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise UsageError(f"{where}: invalid value {value!r}: {error}") from error
+    if action.choices is not None and converted not in action.choices:
+        raise UsageError(f"{where}: {value!r} is not one of {', '.join(action.choices)}")
+    return converted
+
+
+def parse_arguments(
+    argv: Sequence[str] | None = None, *, world_size: int | None
+) -> argparse.Namespace:
+    """Options of this run, complete and consistent with `world_size` processes.
+
+    `None` stands for as many processes as the options ask for.
+
+    Besides the options the namespace holds `num_microbatches`, per data-parallel rank and
+    iteration.
+
+    Raises `UsageError` for anything unknown, missing, out of range or not divisible.
+    """
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    config = given.pop("config", DEFAULT_CONFIG)
+    values = {**_COMMAND_LINE_ONLY, **_from_yaml(config, parser), **given}
+    for action in parser._actions:
+        if action.dest not in values and action.dest not in {"help", "config"}:
+            raise UsageError(
+                f"{action.option_strings[0]} is neither given nor in {config}; "
+                f"add `{action.dest}: ...` to the file or give the flag"
+            )
+    args = argparse.Namespace(**values)
+    if args.tensor_model_parallel_size == 1:
+        # Nothing to split the sequence over; Megatron refuses the combination.
+        args.sequence_parallel = False
+    _check_layout(args, world_size)
+    _check_model(args)
+    _check_training(args)
+    args.num_microbatches = args.global_batch_size // (
+        args.micro_batch_size * args.data_parallel_size
+    )
+    return args
+
+
+def _check_layout(args: argparse.Namespace, world_size: int | None) -> None:
+    tp, dp = args.tensor_model_parallel_size, args.data_parallel_size
+    if world_size is not None and tp * dp != world_size:
+        ways = f"start {tp * dp} processes (torchrun --nproc_per_node {tp * dp})"
+        if world_size % tp == 0:
+            ways += f" or pass --data-parallel-size {world_size // tp}"
+        elif world_size % dp == 0:
+            ways += f" or pass --tensor-model-parallel-size {world_size // dp}"
+        raise UsageError(
+            f"{world_size} processes were started, but --tensor-model-parallel-size {tp} times "
+            f"--data-parallel-size {dp} is {tp * dp}; {ways}"
+        )
+
+
+def _divisible(value: int, divisor: int, what: str, by: str, option: str) -> None:
+    """Raise unless `divisor` divides `value`; the message names the nearest values that work."""
+    if value % divisor:
+        below = value // divisor * divisor
+        nearest = f"{below} or {below + divisor}" if below else str(divisor)
+        raise UsageError(
+            f"{what} {value} is not divisible by {by} {divisor}; choose {option} {nearest}"
+        )
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    tp = args.tensor_model_parallel_size
+    by_tp = "the tensor-parallel size"
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    _divisible(args.hidden_size, heads, "hidden size", "the number of heads", "--hidden-size")
+    if args.hidden_size // heads % 2:
+        raise UsageError(
+            f"the head dimension {args.hidden_size // heads} is odd, but rotary embeddings turn "
+            f"pairs; choose --hidden-size {2 * heads * max(1, args.hidden_size // heads // 2)}"
+        )
+    _divisible(heads, tp, "number of attention heads", by_tp, "--num-attention-heads")
+    _divisible(groups, tp, "number of query groups", by_tp, "--num-query-groups")
+    _divisible(
+        heads, groups, "number of attention heads", "the query groups", "--num-attention-heads"
+    )
+    _divisible(args.ffn_hidden_size, tp, "feed-forward width", by_tp, "--ffn-hidden-size")
+    if args.sequence_parallel:
+        _divisible(args.seq_length, tp, "sequence length", by_tp, "--seq-length")
+
+
+def _check_training(args: argparse.Namespace) -> None:
+    step = args.micro_batch_size * args.data_parallel_size
+    _divisible(
+        args.global_batch_size,
+        step,
+        "global batch size",
+        "micro-batch size times data-parallel size",
+        "--global-batch-size",
+    )
+    if args.lr_warmup_iters is None:
+        args.lr_warmup_iters = int(args.lr_warmup_fraction * (args.train_iters - 1))
+    if args.lr_warmup_iters >= args.train_iters:
+        raise UsageError(
+            f"{args.lr_warmup_iters} warm-up iterations leave nothing of {args.train_iters} "
+            f"training iterations; pass --lr-warmup-iters below {args.train_iters}"
+        )
+    if args.min_lr > args.lr:
+        raise UsageError(
+            f"--min-lr {args.min_lr} is above --lr {args.lr}; choose --min-lr of at most {args.lr}"
+        )
+    if args.eval_interval and args.valid_fraction == 0.0:
+        raise UsageError(
+            "validation needs held-out data, but --valid-fraction is 0; "
+            "pass --valid-fraction 0.05 or --eval-interval 0"
+        )
+    if args.compare and args.resume:
+        raise UsageError("--compare trains from the beginning; leave --resume out")
+    if args.compare and args.tensor_model_parallel_size == 1:
+        raise UsageError(
+            "--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
+            "transfers anything; choose 2 or more"
+        )

@@ -1,0 +1,266 @@
+"""Checkpoints that are either complete or not there.
+
+    checkpoints/
+      latest_checkpointed_iteration.txt      the number of the newest complete checkpoint
+      iter_0000100/
+        run.json                             model shape and layout, to refuse a mismatch early
+        mp_rank_00_000/model_optim.pt        state of tensor-parallel rank 0, data-parallel rank 0
+        mp_rank_01_000/model_optim.pt        ...
+      .iter_0000200.partial/                 being written, or left over by a kill
+
+Every rank writes and syncs its file into the partial folder; only when all ranks have said so does
+rank 0 rename the folder, and only then replace the number. A kill at any moment therefore leaves
+the previous checkpoint and its number as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .usage_error import UsageError
+
+__all__ = [
+    "CheckpointError",
+    "FoundCheckpoint",
+    "find_checkpoint",
+    "load_state",
+    "save_state",
+    "shape_of_run",
+]
+
+KEPT = 2
+TRACKER = "latest_checkpointed_iteration.txt"
+STATE_FILE = "model_optim.pt"
+FACTS_FILE = "run.json"
+# What the tensors in the files depend on. Everything else may change on resume.
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "make_vocab_size_divisible_by",
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "use_distributed_optimizer",
+    "bf16",
+)
+# What the losses depend on as well: a change is allowed but ends bit-for-bit continuation.
+_COURSE = (
+    "sequence_parallel",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "lr",
+    "min_lr",
+    "lr_warmup_iters",
+    "weight_decay",
+    "clip_grad",
+    "seed",
+)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the previous one is untouched."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A complete checkpoint: its folder, its iteration, and notes worth printing."""
+
+    folder: Path
+    iteration: int
+    notes: tuple[str, ...]
+
+
+def shape_of_run(args: argparse.Namespace, data_fingerprint: str) -> dict[str, Any]:
+    """The facts stored with a checkpoint."""
+    facts = {name: getattr(args, name) for name in (*_SHAPE, *_COURSE)}
+    facts["data"] = data_fingerprint
+    return facts
+
+
+def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> FoundCheckpoint:
+    """The latest complete checkpoint below `checkpoints`, checked against `facts` of this run.
+
+    Only reads the file system, so that it can run before process groups exist.
+
+    Raises `UsageError` if there is none or if its model shape or layout differs.
+    """
+    notes: list[str] = []
+    candidates = sorted(checkpoints.glob("iter_*"), reverse=True)
+    tracked = _tracked(checkpoints)
+    if tracked is not None:
+        # The number is replaced last: a newer folder was never announced, but it is complete too.
+        candidates.sort(key=lambda folder: folder.name != _folder_name(tracked))
+    for folder in candidates:
+        missing = _missing_file(folder)
+        if missing is None:
+            break
+        notes.append(f"{folder.name} is incomplete ({missing} is missing), looking further back")
+    else:
+        raise UsageError(
+            f"there is no complete checkpoint in {checkpoints}; leave --resume out to start anew, "
+            "or name the run with --name and --runs-dir"
+        )
+    saved = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+    for name in _SHAPE:
+        if saved[name] != facts[name]:
+            raise UsageError(
+                f"{folder} was written with {name} {saved[name]}, but this run has {facts[name]}; "
+                f"set {name} back to {saved[name]}, or start anew under another --name"
+            )
+    for name in (*_COURSE, "data"):
+        if saved[name] != facts[name]:
+            change = "" if name == "data" else f" ({saved[name]}, now {facts[name]})"
+            notes.append(f"{name} differs from the checkpoint's{change}: losses will differ too")
+    return FoundCheckpoint(folder, int(folder.name.removeprefix("iter_")), tuple(notes))
+
+
+def _tracked(checkpoints: Path) -> int | None:
+    try:
+        return int((checkpoints / TRACKER).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _missing_file(folder: Path) -> str | None:
+    facts_file = folder / FACTS_FILE
+    if not facts_file.is_file():
+        return FACTS_FILE
+    facts = json.loads(facts_file.read_text(encoding="utf-8"))
+    for tp in range(facts["tensor_model_parallel_size"]):
+        for dp in range(facts["data_parallel_size"]):
+            path = Path(_rank_folder(tp, dp), STATE_FILE)
+            if not (folder / path).is_file():
+                return str(path)
+    return None
+
+
+def _folder_name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def _rank_folder(tp_rank: int, dp_rank: int) -> str:
+    return f"mp_rank_{tp_rank:02d}_{dp_rank:03d}"
+
+
+def load_state(found: FoundCheckpoint, tp_rank: int, dp_rank: int) -> dict[str, Any]:
+    """What `save_state` wrote for this rank."""
+    path = found.folder / _rank_folder(tp_rank, dp_rank) / STATE_FILE
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def save_state(
+    checkpoints: Path,
+    iteration: int,
+    state: dict[str, Any],
+    facts: dict[str, Any],
+    tp_rank: int,
+    dp_rank: int,
+) -> Path:
+    """Write a checkpoint together with all other ranks (collective); returns its folder.
+
+    Raises `CheckpointError` on every rank if any rank could not write, e.g. on a full disk.
+    """
+    first = dist.get_rank() == 0
+    partial = checkpoints / f".{_folder_name(iteration)}.partial"
+    final = checkpoints / _folder_name(iteration)
+    with _Together("prepare", partial):
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    with _Together("write", partial):
+        folder = partial / _rank_folder(tp_rank, dp_rank)
+        folder.mkdir()
+        with (folder / STATE_FILE).open("wb") as file:
+            torch.save(state, file)
+            _sync(file.fileno())
+        _sync_folder(folder)
+        if first:
+            _write_synced(partial / FACTS_FILE, json.dumps(facts, indent=1))
+    with _Together("publish", final):
+        if first:
+            _publish(partial, final)
+            _write_synced(checkpoints / f".{TRACKER}.partial", f"{iteration}\n")
+            os.replace(checkpoints / f".{TRACKER}.partial", checkpoints / TRACKER)
+            _sync_folder(checkpoints)
+            _prune(checkpoints, iteration)
+    return final
+
+
+class _Together:
+    """A step of which all ranks learn whether every rank managed it; it ends like a barrier."""
+
+    def __init__(self, step: str, path: Path) -> None:
+        self._step = step
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, (OSError, RuntimeError)):
+            return
+        failures = torch.tensor([int(error is not None)])
+        dist.all_reduce(failures)
+        if failures.item():
+            reason = str(error) if error is not None else "another rank failed, see its message"
+            raise CheckpointError(
+                f"could not {self._step} {self._path}: {reason}; "
+                "the previous checkpoint is untouched"
+            ) from error
+
+
+def _publish(partial: Path, final: Path) -> None:
+    _sync_folder(partial)
+    if final.exists():
+        # A run that resumed from an older checkpoint gets here again. A folder cannot be replaced
+        # in one step; the older checkpoint it resumed from is still there in between.
+        replaced = final.with_name(f".{final.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    partial.rename(final)
+    _sync_folder(final.parent)
+
+
+def _prune(checkpoints: Path, iteration: int) -> None:
+    """Keep the newest `KEPT` checkpoints up to `iteration`, and nothing half-written."""
+    complete = sorted(checkpoints.glob("iter_*"))
+    # Beyond `iteration` there can only be folders of a course that was abandoned by resuming
+    # from an older checkpoint.
+    newer = [folder for folder in complete if folder.name > _folder_name(iteration)]
+    current = [folder for folder in complete if folder.name <= _folder_name(iteration)]
+    leftovers = [*checkpoints.glob(".iter_*.partial"), *checkpoints.glob(".iter_*.replaced")]
+    for folder in (*newer, *current[:-KEPT], *leftovers):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        _sync(file.fileno())
+
+
+def _sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)

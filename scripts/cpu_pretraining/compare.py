@@ -1,0 +1,78 @@
+"""`--compare`: the same training three times, and whether fusing changed a single bit.
+
+"plain" runs collectives and GEMMs one after the other, with the row blocks of the fused layers;
+"commfuse" runs the fused layers; "megatron" runs Megatron's own layers, whose GEMMs are not split.
+Plain and fused must agree in every loss and every weight. Megatron's are shown for information: a
+GEMM that is not split may round differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .data import Corpus
+from .interrupt import StopRequest, exit_code
+from .training import Outcome, train
+
+__all__ = ["COMPARED_MODES", "compare"]
+
+COMPARED_MODES = ("plain", "commfuse", "megatron")
+
+
+def compare(args: argparse.Namespace, corpus: Corpus, folder: Path, stop: StopRequest) -> int:
+    """Train once per mode from the same seed and report; collective. Returns the exit code.
+
+    0 if plain and fused are identical, 1 if not, 128 + signal if interrupted.
+    """
+    outcomes: dict[str, Outcome] = {}
+    first = dist.get_rank() == 0
+    for mode in COMPARED_MODES:
+        if first:
+            print(f"--- training with {mode} linear layers", flush=True)
+        outcome = train(
+            args, corpus, mode=mode, folder=folder / "compare" / mode, stop=stop, checkpoints=False
+        )
+        if outcome.stopped_by:
+            if first:
+                print("interrupted: a comparison cannot be resumed, start it again", flush=True)
+            return exit_code(outcome.stopped_by)
+        outcomes[mode] = outcome
+    identical = _same_bits(outcomes["plain"], outcomes["commfuse"])
+    if first:
+        print("\n".join(_report(outcomes)), flush=True)
+        print(f"identical: {identical}", flush=True)
+    return 0 if identical else 1
+
+
+def _same_bits(one: Outcome, other: Outcome) -> bool:
+    return one.weights_sha256 == other.weights_sha256 and _loss_bits(one) == _loss_bits(other)
+
+
+def _loss_bits(outcome: Outcome) -> list[bytes]:
+    return [struct.pack("<d", loss) for loss in outcome.losses.values()]
+
+
+def _report(outcomes: dict[str, Outcome]) -> list[str]:
+    """Loss columns (nine digits tell any two float32 apart), finals, hashes and differences."""
+    plain, fused, megatron = (outcomes[mode] for mode in COMPARED_MODES)
+    lines = ["", f"{'iteration':>9} " + " ".join(f"{mode:>15}" for mode in COMPARED_MODES)]
+    for iteration in plain.losses:
+        row = " ".join(f"{outcomes[mode].losses[iteration]:15.9g}" for mode in COMPARED_MODES)
+        lines.append(f"{iteration:9d} {row}")
+    for mode, outcome in outcomes.items():
+        final = outcome.losses[outcome.iteration]
+        lines.append(f"final lm loss, {mode}: {final:.9g}")
+    for mode, outcome in outcomes.items():
+        lines.append(f"sha256 of all weights, {mode}: {outcome.weights_sha256}")
+    lines += [f"commfuse: {line}" for line in fused.linears]
+    difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
+    same = fused.weights_sha256 == megatron.weights_sha256
+    lines.append(
+        f"commfuse against Megatron's unsplit GEMMs: largest loss difference {difference:.3g}, "
+        f"weights {'equal' if same else 'not equal'} bit for bit"
+    )
+    return lines

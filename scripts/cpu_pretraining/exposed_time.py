@@ -1,0 +1,113 @@
+"""Time a rank is blocked in tensor-parallel collectives, Megatron's own and those of plain layers.
+
+Counted, per rank, by a wall clock:
+- synchronous collectives on the tensor-parallel group, from call to return;
+- for asynchronous ones the call itself and `.wait()`, not what runs in between;
+- only calls made by code of `megatron.*` or `commfuse_npu.*` with exactly the tensor-parallel
+  group: the all-gathers and reduce-scatters of the linear layers and the embedding, the all-reduces
+  of the loss (and, without sequence parallelism, of the layers) and of the norm weights' gradients.
+
+Waiting for a slower rank is part of it: gloo blocks until the partner arrives.
+
+Not counted: the data-parallel reduction of gradients, the optimizer (its gradient norm included),
+logging and checkpoints, and the peer-to-peer transfers of fused layers, which report their own
+blocked time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+__all__ = ["ExposedTime", "measure_exposed_time"]
+
+# Several of these are bound at import, so each binding is wrapped where it is looked up. A name
+# that is gone is an AttributeError: better than a number that silently misses collectives.
+_BINDINGS = (
+    ("megatron.core.tensor_parallel.layers", "dist_all_gather_func"),
+    ("megatron.core.tensor_parallel.layers", "dist_reduce_scatter_func"),
+    ("megatron.core.tensor_parallel.mappings", "dist_all_gather_func"),
+    ("megatron.core.tensor_parallel.mappings", "dist_reduce_scatter_func"),
+    ("commfuse_npu.collectives", "_all_gather"),
+    ("commfuse_npu.collectives", "_reduce_scatter"),
+    ("torch.distributed", "all_reduce"),
+    ("torch.distributed", "all_gather_into_tensor"),
+)
+_CALLERS = ("megatron.", "commfuse_npu.")
+
+
+class ExposedTime:
+    """A counter of blocked seconds that only grows; take differences."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def blocked_seconds(self) -> float:
+        """Seconds this rank was blocked since the measurement started."""
+        return self._seconds
+
+    def add(self, seconds: float) -> None:
+        """Count `seconds` more."""
+        self._seconds += seconds
+
+
+class _TimedWork:
+    """A handle of an asynchronous collective whose waiting is counted."""
+
+    def __init__(self, work: Any, counter: ExposedTime) -> None:
+        self._work = work
+        self._counter = counter
+
+    def wait(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._work.wait(*args)
+        finally:
+            self._counter.add(time.perf_counter() - start)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _timed(collective: Callable[..., Any], counter: ExposedTime) -> Callable[..., Any]:
+    @wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        group = kwargs.get("group")
+        if not caller.startswith(_CALLERS) or group is not _tensor_parallel_group():
+            return collective(*args, **kwargs)
+        start = time.perf_counter()
+        try:
+            work = collective(*args, **kwargs)
+        finally:
+            counter.add(time.perf_counter() - start)
+        return _TimedWork(work, counter) if isinstance(work, dist.Work) else work
+
+    return call
+
+
+def _tensor_parallel_group() -> Any:
+    return parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+
+
+@contextmanager
+def measure_exposed_time() -> Iterator[ExposedTime]:
+    """Count inside the block; the wrapped functions are put back when it ends."""
+    counter = ExposedTime()
+    before = [(import_module(module), name) for module, name in _BINDINGS]
+    originals = [getattr(module, name) for module, name in before]
+    try:
+        for (module, name), original in zip(before, originals, strict=True):
+            setattr(module, name, _timed(original, counter))
+        yield counter
+    finally:
+        for (module, name), original in zip(before, originals, strict=True):
+            setattr(module, name, original)

@@ -1,0 +1,192 @@
+"""Megatron-Core without a GPU: the smallest set of stand-ins for what it hardwires to CUDA.
+
+Two mechanisms, both undone on exit:
+
+- `megatron_on_cpu()` replaces the functions listed in `REPLACEMENTS`, each with its reason.
+- `cuda_means_cpu()` reads the device "cuda" as "cpu" in the torch calls inside the block. It is
+  entered only around Megatron code that spells the device out (building the data-parallel wrapper
+  and the optimizer, the optimizer step), not around the whole run.
+
+Nothing else of Megatron is touched: its model, its parallel state, its schedule, its gradient
+buffers, its optimizers and its learning-rate schedule run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+
+__all__ = ["REPLACEMENTS", "Replacement", "cuda_means_cpu", "megatron_on_cpu"]
+
+CPU = torch.device("cpu")
+
+
+def _current_device() -> torch.device:
+    return CPU
+
+
+def _get_rng_state(
+    device: object = None, clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _wgrad_gemm_accum(
+    total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """The extension's order of arguments for our kernel; the fused layers accumulate with it."""
+    accumulate_weight_gradient(main_grad, grad_output, total_input)
+
+
+def _quantize_param_shard(model_params: Sequence[torch.Tensor], *_: Any, **__: Any) -> None:
+    if model_params:
+        raise NotImplementedError(
+            f"{len(model_params)} parameters are in fp8, which needs TransformerEngine and a GPU; "
+            "use bf16 or fp32"
+        )
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`module.attribute` becomes `stand_in` while `megatron_on_cpu()` is entered."""
+
+    module: str
+    attribute: str
+    stand_in: Any
+    reason: str
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement(
+        "torch.cuda",
+        "current_device",
+        _current_device,
+        "buffers of the linear layers, collectives and gradients are allocated on it",
+    ),
+    Replacement(
+        _RANDOM,
+        "_get_cuda_rng_state",
+        _get_rng_state,
+        "recomputation saves the device's generator; the CPU generator stands for it",
+    ),
+    Replacement(
+        _RANDOM,
+        "_set_cuda_rng_state",
+        _set_rng_state,
+        "recomputation restores the device's generator; the CPU generator stands for it",
+    ),
+    Replacement(
+        "torch.cuda",
+        "get_rng_state",
+        _get_rng_state,
+        "the tracker of model-parallel random states records the state it just seeded",
+    ),
+    Replacement(
+        "torch.cuda",
+        "manual_seed",
+        _manual_seed,
+        "model_parallel_cuda_manual_seed seeds the device's generator",
+    ),
+    Replacement(
+        _LAYERS,
+        "fused_weight_gradient_mlp_cuda",
+        SimpleNamespace(
+            wgrad_gemm_accum_fp32=_wgrad_gemm_accum,
+            wgrad_gemm_accum_fp16=_wgrad_gemm_accum,
+        ),
+        "the CUDA extension behind gradient_accumulation_fusion; the same sum in plain torch",
+    ),
+    Replacement(
+        _LAYERS,
+        "_grad_accum_fusion_available",
+        True,
+        "the constructor refuses gradient_accumulation_fusion without the extension above",
+    ),
+    Replacement(
+        "megatron.core.optimizer.distrib_optimizer",
+        "quantize_param_shard",
+        _quantize_param_shard,
+        "without TransformerEngine the distributed optimizer fails here, fp8 parameters or not",
+    ),
+)
+
+_ABSENT = object()
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Apply `REPLACEMENTS`; put back what was there before when the block ends."""
+    from importlib import import_module
+
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for replacement in REPLACEMENTS:
+            module = import_module(replacement.module)
+            name = replacement.attribute
+            before.append((module, name, getattr(module, name, _ABSENT)))
+            setattr(module, name, replacement.stand_in)
+        yield
+    finally:
+        for module, name, value in reversed(before):
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.partition(":")[0] == "cuda"
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Answers three questions the way a GPU would: where to allocate, `.cuda()` and `.type()`."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers compare this name with "torch.cuda.FloatTensor" and refuse others.
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def cuda_means_cpu() -> TorchFunctionMode:
+    """A context in which torch reads the device "cuda" as "cpu".
+
+    Inside, `torch.zeros(1, device="cuda")` allocates on the CPU, `tensor.cuda()` is the tensor
+    itself and `tensor.type()` answers as on a GPU ("torch.cuda.FloatTensor").
+    """
+    return _CudaMeansCpu()

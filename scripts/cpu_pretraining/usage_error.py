@@ -1,0 +1,33 @@
+"""Errors that the person who typed the command can fix, reported once and without a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import NoReturn
+
+__all__ = ["UsageError", "exit_with_usage_error", "is_first_process"]
+
+# Time the other processes leave to the first one. torchrun stops everybody as soon as one process
+# fails; if another rank were faster than rank 0, rank 0 would be stopped before it had printed.
+GRACE_SECONDS = 8.0
+USAGE_EXIT_CODE = 2
+
+
+class UsageError(ValueError):
+    """The request cannot be carried out; the message names the value, the limit and the way out."""
+
+
+def is_first_process() -> bool:
+    """Whether this process is rank 0, judged by the launcher's variable: before process groups."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_with_usage_error(error: UsageError) -> NoReturn:
+    """Print `error` on rank 0 and leave with exit code 2, on every rank, without a traceback."""
+    if is_first_process():
+        print(f"cpu_pretraining: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE_SECONDS)
+    sys.exit(USAGE_EXIT_CODE)

@@ -1,0 +1,62 @@
+"""The verdict of `--compare`: it must be able to say False."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from scripts.cpu_pretraining import compare as compare_module
+from scripts.cpu_pretraining.interrupt import StopRequest
+from scripts.cpu_pretraining.training import Outcome
+
+NEXT = math.nextafter(2.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("fused", "code"),
+    [
+        (Outcome({1: 2.5}, "same", ["  qkv: 8 forward calls fused"], iteration=1), 0),
+        (Outcome({1: NEXT}, "same", iteration=1), 1),
+        (Outcome({1: 2.5}, "other", iteration=1), 1),
+    ],
+    ids=["equal", "one bit of one loss", "weights"],
+)
+def test_one_differing_bit_is_reported(
+    fused: Outcome,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    reference = Outcome({1: 2.5}, "same", iteration=1)
+
+    def train(*_: Any, mode: str, **__: Any) -> Outcome:
+        return fused if mode == "commfuse" else reference
+
+    monkeypatch.setattr(compare_module, "train", train)
+    monkeypatch.setattr(compare_module.dist, "get_rank", lambda: 0)
+    corpus: Any = None
+    answer = compare_module.compare(argparse.Namespace(), corpus, tmp_path, StopRequest())
+    lines = capsys.readouterr().out.splitlines()
+    assert answer == code
+    assert lines[-1] == f"identical: {code == 0}"
+    assert all(f"commfuse: {line}" in lines for line in fused.linears)
+
+
+def test_interrupted_comparison_gives_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        compare_module, "train", lambda *_, **__: Outcome({1: 2.5}, stopped_by=2, iteration=1)
+    )
+    monkeypatch.setattr(compare_module.dist, "get_rank", lambda: 0)
+    corpus: Any = None
+    answer = compare_module.compare(argparse.Namespace(), corpus, tmp_path, StopRequest())
+    assert answer == 130
+    assert "identical" not in capsys.readouterr().out
