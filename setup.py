@@ -1,0 +1,36 @@
+"""Packaging.  What an Ascend user needs is torch and torch_npu, which their system provides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "commfuse_npu/__init__.py").read_text("utf-8"), re.M
+)
+assert VERSION is not None
+
+setup(
+    name="commfuse-npu",
+    version=VERSION[1],
+    description="Tensor-parallel collectives hidden behind the work they feed, for Ascend NPUs",
+    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["commfuse_npu*", "mindspeed_patches*"]),
+    package_data={"commfuse_npu": ["py.typed"], "mindspeed_patches": ["py.typed"]},
+    entry_points={"console_scripts": ["commfuse-npu=commfuse_npu.cli:main"]},
+    # torch is not required here: a bare requirement would replace the torch that torch_npu is
+    # built for, or bring in CUDA.  Take it from an extra or from the system.
+    install_requires=[],
+    extras_require={
+        "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "packaging", "pyyaml", "tqdm"],
+        "npu": ["torch==2.7.1", "torch-npu==2.7.1"],
+        "plot": ["matplotlib"],
+        "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
+    },
+)
