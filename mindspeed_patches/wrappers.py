@@ -140,6 +140,9 @@ class LinearWrappers:
                 return forward(layer, input_, weight, runtime_gather_output)
             self._count(layer, self._form)
             bias = None if layer.skip_bias_add else layer.bias
+            if bias is not None and not used.requires_grad:
+                # As in Megatron: beside a frozen weight the bias gets no gradient either.
+                bias = bias.detach()
             options = self._options[layer.gradient_accumulation_fusion]
             if self._form == "fused":
                 output = all_gather_linear(

@@ -6,6 +6,7 @@ row-parallel layer of the identity.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,16 +56,25 @@ class _ReduceScatter(torch.autograd.Function):
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
+        ctx: Any,
+        full: torch.Tensor,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype | None,
+        parts: Sequence[slice],
     ) -> torch.Tensor:
         total = full.to(dtype or full.dtype, copy=True)
-        dist.all_reduce(total, group=group)
+        for part in parts:
+            sums = reduce_scatter_rows(total[part], group)
+            total[part] = all_gather_rows(sums.to(full.dtype), group).to(total.dtype)
+        rest = total[max((part.stop for part in parts), default=0) :]
+        if len(rest):
+            dist.all_reduce(rest, group=group)
         return total.to(full.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return grad, None, None, None
 
 
 def all_gather(
@@ -84,8 +94,16 @@ def reduce_scatter(
 
 
 def all_reduce(
-    full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    full: torch.Tensor,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None = None,
+    parts: Sequence[slice] = (),
 ) -> torch.Tensor:
-    """Sum over the group, added in ``dtype`` if given; backward passes the gradient through."""
-    result: torch.Tensor = _AllReduce.apply(full, group, dtype)
+    """Sum over the group, added in ``dtype`` if given; backward passes the gradient through.
+
+    Args:
+        parts: leading runs of rows, one after the other, that are reduce-scattered and gathered
+            instead, which fixes the order of additions where an all-reduce has one of its own.
+    """
+    result: torch.Tensor = _AllReduce.apply(full, group, dtype, parts)
     return result

@@ -478,17 +478,20 @@ def plain_linear_all_reduce(
 ) -> torch.Tensor:
     """:func:`linear_all_reduce` over the plain collective.
 
-    With two ranks a sum has one order; with more, collectives order it as they like, so the bits
-    may differ from the fused op's, which are those of a reduce-scatter and an all-gather.
-
     Args:
-        same_gemms: cut the GEMM into the runs of rows of the fused op's plan.
+        same_gemms: cut the GEMM into the runs of rows of the fused op's plan, and sum by
+            reduce-scatter and all-gather: with more than two ranks an all-reduce has an order of
+            additions of its own.
     """
+    rows, size = _rows(x), group.size()
     runs: dict[str, Any] = {}
-    if same_gemms and 1 < group.size() <= _rows(x):
-        runs["rows"] = _all_reduce_runs(options, group.rank(), group.size(), _rows(x))
+    parts: list[slice] = []
+    if same_gemms and 1 < size <= rows:
+        runs["rows"] = _all_reduce_runs(options, group.rank(), size, rows)
+        parts = _parts(options, size, rows)
     full = blocked_linear(x, weight, main_grad=options.main_grad, **runs)
-    y = all_reduce(full, group, options.reduce_dtype)
+    flat = all_reduce(full.view(rows, weight.shape[0]), group, options.reduce_dtype, parts)
+    y = flat.view(full.shape)
     return y if bias is None else y + bias
 
 

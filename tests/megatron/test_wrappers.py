@@ -1,0 +1,376 @@
+"""Megatron's own linear layers, wrapped, against the same layers as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from commfuse_npu import Schedule, Transport
+from commfuse_npu.ops import LinearOptions
+from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
+
+SIZES = {"hidden": 64, "ffn": 128, "length": 32, "batch": 2}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """How a layer is made and called."""
+
+    kind: str = "column"
+    name: str | None = "fc1"
+    dtype: torch.dtype = torch.float32
+    bias: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+    init: dict[str, Any] = field(default_factory=dict)
+    call: dict[str, Any] = field(default_factory=dict)
+    external_weight: bool = False
+    frozen: bool = False
+    main_grad: torch.dtype | None = None
+    flags: tuple[str, ...] = ()
+    recompute: bool = False
+    length: int = SIZES["length"]
+    options: LinearOptions = LinearOptions(Schedule(chunks=2))
+    layers: tuple[str, ...] = LAYERS
+
+
+@contextmanager
+def megatron(size: int) -> Iterator[None]:
+    """Parallel state of the real Megatron with tensor parallelism over all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
+
+    warnings.simplefilter("ignore")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    try:
+        with megatron_on_cpu(), cuda_means_cpu():
+            model_parallel_cuda_manual_seed(1)
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def build(knobs: Knobs) -> torch.nn.Module:
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import TransformerConfig
+
+    settings = {
+        "num_layers": 1,
+        "hidden_size": SIZES["hidden"],
+        "num_attention_heads": 4,
+        "tensor_model_parallel_size": dist.get_world_size(),
+        "sequence_parallel": True,
+        "use_cpu_initialization": True,
+        "params_dtype": knobs.dtype,
+        "gradient_accumulation_fusion": knobs.main_grad is not None,
+    }
+    config = TransformerConfig(**(settings | knobs.config))
+    common = {
+        "config": config,
+        "init_method": torch.nn.init.normal_,
+        "bias": knobs.bias,
+        "skip_bias_add": False,
+    }
+    if knobs.name is not None:
+        common["tp_comm_buffer_name"] = knobs.name
+    torch.manual_seed(5)
+    if knobs.kind == "column":
+        common |= knobs.init
+        layer = layers.ColumnParallelLinear(SIZES["hidden"], SIZES["ffn"], **common)
+    else:
+        common |= {"input_is_parallel": True} | knobs.init
+        layer = layers.RowParallelLinear(SIZES["ffn"], SIZES["hidden"], **common)
+    with torch.no_grad():
+        if layer.bias is not None:
+            layer.bias.copy_(torch.randn_like(layer.bias))
+    if knobs.frozen:
+        layer.weight.requires_grad_(False)
+    return layer
+
+
+def run(knobs: Knobs) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
+    """A forward and a backward: everything that comes out, and the layer."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    layer = build(knobs)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sharded = layer.config.sequence_parallel and knobs.kind == "column"
+    length = knobs.length // size if sharded else knobs.length
+    features = SIZES["hidden"] if knobs.kind == "column" else SIZES["ffn"] // size
+    alike = knobs.kind == "column" and not sharded
+    generator = torch.Generator().manual_seed(7 if alike else 100 + rank)
+    x = torch.randn(length, SIZES["batch"], features, generator=generator).to(knobs.dtype)
+    x.requires_grad_()
+    call = dict(knobs.call)
+    weight = layer.weight
+    if knobs.external_weight:
+        weight = call["weight"] = torch.nn.Parameter(torch.randn_like(layer.weight))
+    if knobs.main_grad is not None:
+        weight.main_grad = torch.ones_like(weight, dtype=knobs.main_grad)
+        for flag in knobs.flags:
+            setattr(weight, flag, flag == "zero_out_wgrad")
+
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
+        output, bias = layer(tensor, **call)
+        assert bias is (layer.bias if layer.skip_bias_add else None)
+        return output
+
+    y = checkpoint(forward, False, x) if knobs.recompute else forward(x)
+    generator = torch.Generator().manual_seed(200 + (0 if y.shape[0] > length else rank))
+    y.backward(torch.randn(y.shape, generator=generator).to(knobs.dtype))
+    found = {"y": y.detach(), "x.grad": x.grad}
+    if weight.grad is not None and "grad_added_to_main_grad" not in knobs.flags:
+        found["weight.grad"] = weight.grad
+    if layer.bias is not None and layer.bias.grad is not None:
+        found["bias.grad"] = layer.bias.grad
+    if knobs.main_grad is not None:
+        found["main_grad"] = weight.main_grad
+        found["flag"] = torch.tensor(getattr(weight, "grad_added_to_main_grad", False))
+    return found, layer
+
+
+@lru_cache
+def lanes(group: dist.ProcessGroup) -> Transport:
+    return Transport.create(group, timeout=timedelta(seconds=20))
+
+
+@contextmanager
+def wrapped(knobs: Knobs, form: str) -> Iterator[LinearWrappers]:
+    from megatron.core import parallel_state
+
+    wrappers = LinearWrappers(knobs.options, knobs.layers, form)
+    wrappers.transport = lanes(parallel_state.get_tensor_model_parallel_group())
+    manager = PatchManager()
+    wrappers.register(manager)
+    manager.apply_patches()
+    try:
+        yield wrappers
+    finally:
+        manager.remove_patches()
+
+
+COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+               "reduce_scatter_single", "all_reduce")  # fmt: skip
+
+
+def compared(rank: int, cases: list[tuple[Knobs, str]], own_bits: bool) -> None:
+    """Each case takes the path that it should, and gives the bits of Megatron's own layer."""
+    with megatron(dist.get_world_size()):
+        for knobs, path in cases:
+            reference, _ = run(knobs)
+            with wrapped(knobs, "fused") as wrappers:
+                wrappers.transport.agree("before counting")
+                counted = {
+                    name: mock.patch.object(dist, name, side_effect=getattr(dist, name))
+                    for name in COLLECTIVES
+                    if hasattr(dist, name)
+                }
+                spies = {name: patch.start() for name, patch in counted.items()}
+                ours, _ = run(knobs)
+                for patch in counted.values():
+                    patch.stop()
+                calls = {name: spy.call_count for name, spy in spies.items() if spy.call_count}
+            name = knobs.name or ("output" if "skip_weight_param_allocation" in knobs.init else "")
+            expected = 2 if knobs.recompute else 1
+            assert wrappers.calls == {(name or "unnamed", path): expected}, wrappers.calls
+            if path == "fused":
+                assert not calls, f"collectives left in a fused layer: {calls}"
+                with wrapped(knobs, "plain"):
+                    plain, _ = run(knobs)
+                same(ours, plain, knobs)
+            if path != "fused" or own_bits:
+                same(ours, reference, knobs)
+            else:
+                assert ours.keys() == reference.keys()
+                for key, value in reference.items():
+                    torch.testing.assert_close(ours[key], value, rtol=2e-2, atol=2e-2)
+
+
+def same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], knobs: Knobs) -> None:
+    assert ours.keys() == reference.keys(), (ours.keys(), reference.keys(), knobs)
+    for key, value in reference.items():
+        assert torch.equal(ours[key], value), (knobs, key)
+
+
+COLUMN = Knobs()
+ROW = Knobs(kind="row", name="fc2")
+
+
+def fused_cases() -> list[tuple[Knobs, str]]:
+    cases = []
+    for base in (COLUMN, ROW):
+        for dtype in (torch.float32, torch.bfloat16):
+            knobs = replace(base, dtype=dtype)
+            cases += [
+                knobs,
+                replace(knobs, bias=False),
+                replace(knobs, init={"skip_bias_add": True}),
+                replace(knobs, frozen=True),
+                replace(knobs, recompute=True),
+            ]
+            for main_grad in (torch.float32, torch.bfloat16):
+                fusion = replace(knobs, main_grad=main_grad)
+                flag = ("grad_added_to_main_grad",)
+                cases += [
+                    fusion,
+                    replace(fusion, flags=flag),
+                    replace(fusion, flags=(*flag, "zero_out_wgrad")),
+                    replace(fusion, recompute=True),
+                ]
+    cases += [
+        replace(COLUMN, external_weight=True),
+        replace(
+            COLUMN,
+            name=None,
+            init={"skip_weight_param_allocation": False},
+            external_weight=True,
+        ),
+        replace(ROW, config={"sequence_parallel": False}),
+        replace(ROW, config={"sequence_parallel": False}, init={"skip_bias_add": True}),
+        replace(ROW, config={"sequence_parallel": False}, length=30),
+    ]
+    return [(knobs, "fused") for knobs in cases]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_fused_layers_equal_megatrons(ranks, size: int) -> None:
+    # Two ranks: also the bits of the unsplit GEMM and of gloo's all-reduce, at these shapes.
+    ranks(size).run(compared, fused_cases(), size == 2, timeout=150)
+
+
+def delegated_cases() -> list[tuple[Knobs, str]]:
+    return [
+        (
+            replace(COLUMN, config={"sequence_parallel": False}),
+            "without sequence parallelism the forward has no transfer",
+        ),
+        (
+            replace(COLUMN, init={"disable_grad_reduce": True}),
+            "disable_grad_reduce leaves the reduction to others",
+        ),
+        (
+            replace(COLUMN, layers=("qkv", "fc2")),
+            "fc1 is not in the list of layers to fuse",
+        ),
+        (replace(COLUMN, name=None), "unnamed is not in the list of layers to fuse"),
+        (
+            replace(
+                COLUMN,
+                config={"sequence_parallel": False},
+                call={"runtime_gather_output": True},
+            ),
+            "without sequence parallelism the forward has no transfer",
+        ),
+    ]
+
+
+def test_other_layers_are_left_to_megatron_with_the_reason(ranks) -> None:
+    ranks(2).run(compared, delegated_cases(), True, timeout=100)
+
+
+def tensor_parallel_of_one(rank: int) -> None:
+    alone = "a tensor-parallel group of one has nothing to transfer"
+    compared(rank, [(replace(ROW, config={"sequence_parallel": False}), alone)], True)
+
+
+def test_a_tensor_parallel_group_of_one(ranks) -> None:
+    ranks(1).run(tensor_parallel_of_one)
+
+
+def refused_like_megatron(rank: int) -> None:
+    with megatron(2):
+        for knobs, kind, words in (
+            (replace(COLUMN, call={"weight": torch.ones(3, 3)}), RuntimeError, "supplied weight"),
+            (
+                replace(COLUMN, init={"skip_weight_param_allocation": True}),
+                RuntimeError,
+                "weight was not supplied",
+            ),
+        ):
+            with wrapped(knobs, "fused"):
+                layer = build(knobs)
+                with pytest.raises(kind, match=words):
+                    layer(torch.ones(4, 2, SIZES["hidden"]), **knobs.call)
+
+
+def test_megatrons_own_errors_stay(ranks) -> None:
+    ranks(2).run(refused_like_megatron)
+
+
+def experts_and_deferred_wgrad(rank: int) -> None:
+    with megatron(2), wrapped(COLUMN, "fused") as wrappers:
+        layer = build(COLUMN)
+        layer.is_expert = True
+        assert "expert" in wrappers._column_obstacle(layer, layer.weight, None)
+        layer.is_expert = False
+        assert wrappers._column_obstacle(layer, layer.weight, None) is None
+        assert "gather_output" in wrappers._column_obstacle(layer, layer.weight, True)
+        layer.config.defer_embedding_wgrad_compute = True
+        layer.commfuse_layer = "output"
+        assert "defer_embedding" in wrappers._column_obstacle(layer, layer.weight, None)
+        row = build(ROW)
+        assert "not divisible by 2" in wrappers._row_obstacle(row, torch.ones(3, 2, 64))
+        row.input_is_parallel = False
+        assert "scattered" in wrappers._row_obstacle(row, torch.ones(4, 2, 64))
+
+
+def test_what_keeps_a_layer_from_being_fused(ranks) -> None:
+    ranks(2).run(experts_and_deferred_wgrad)
+
+
+def aliases_subclasses_and_checkpoints(rank: int) -> None:
+    from megatron.core import tensor_parallel
+
+    with megatron(2):
+        keys = build(COLUMN).sharded_state_dict().keys()
+        with wrapped(COLUMN, "fused") as wrappers:
+            alias = tensor_parallel.ColumnParallelLinear
+
+            class Subclass(alias):
+                pass
+
+            layer = build(COLUMN)
+            layer.__class__ = Subclass
+            layer(torch.ones(4, 2, SIZES["hidden"]))
+            assert wrappers.calls == {("fc1", "fused"): 1}
+            assert wrappers.describe() == ["fc1: 1 forward calls fused"]
+            assert layer.sharded_state_dict().keys() == keys
+        assert not hasattr(build(COLUMN), "commfuse_layer"), "patches were not removed"
+
+
+def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(ranks) -> None:
+    ranks(2).run(aliases_subclasses_and_checkpoints)
+
+
+def without_lanes(rank: int) -> None:
+    with megatron(2):
+        manager = PatchManager()
+        LinearWrappers().register(manager)
+        manager.apply_patches()
+        try:
+            with pytest.raises(RuntimeError, match="after initialize_model_parallel and before"):
+                build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
+        finally:
+            manager.remove_patches()
+
+
+def test_lanes_have_to_exist(ranks) -> None:
+    ranks(2).run(without_lanes)
+
+
+def test_unknown_layers_are_named() -> None:
+    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, proj, fc1, fc2"):
+        LinearWrappers(layers=("fc1", "fc3"))
