@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify.add_argument("--min-ranks", type=int, default=1)
     verify.add_argument("--max-ranks", type=int, default=16)
     verify.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4])
+    verify.add_argument("--lanes", type=int, nargs="+", help="besides 1; default: every number")
     verify.add_argument(
         "--ring-all-to-all-ranks",
         type=int,
@@ -74,12 +75,13 @@ def _schedules(size: int, chunks: int) -> Iterator[Schedule]:
                 yield Schedule("two_level", 1, chunks, order, node)
 
 
-def _more_lanes(schedule: Schedule, size: int) -> Iterator[Schedule]:
-    """The same with every number of lanes that makes a difference."""
+def _more_lanes(schedule: Schedule, size: int, wanted: Sequence[int] | None) -> Iterator[Schedule]:
+    """The same with every wanted number of lanes that makes a difference."""
     # The lanes of a ring follow its chunks, those of the others the distance to the peer.
     most = schedule.chunks if schedule.shape == "ring" else size - 1
     for lanes in range(2, most + 1):
-        yield replace(schedule, lanes=lanes)
+        if wanted is None or lanes in wanted:
+            yield replace(schedule, lanes=lanes)
 
 
 def _plans(schedule: Schedule, kind: Kind, size: int, own: Own | None) -> list[Plan]:
@@ -98,7 +100,7 @@ def _verify(given: argparse.Namespace) -> int:
                     plans = _plans(schedule, kind, size, own)
                     found = counter_examples(plans)
                     proved += 1
-                    for other in _more_lanes(schedule, size):
+                    for other in _more_lanes(schedule, size, given.lanes):
                         if not found:
                             found = lane_counter_examples(_plans(other, kind, size, own), plans)
                             proved += 1

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# `--compare` over every layout and option that decides which additions are made: TP 2 and 4, fp32
+# and bf16, with and without recomputation, gradient-accumulation fusion on and off. One line each;
+# fails unless all are identical. Further arguments go to every run. Takes about 20 minutes.
+set -u
+here="$(dirname "${BASH_SOURCE[0]}")"
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+failed=0
+for tp in 2 4; do
+    for dtype in --fp32 --bf16; do
+        for recompute in --no-recompute --recompute; do
+            for fusion in --gradient-accumulation-fusion --no-gradient-accumulation-fusion; do
+                options=(--tensor-model-parallel-size "$tp" "$dtype" "$recompute" "$fusion")
+                bash "$here/pretrain_llama_cpu.sh" --compare --train-iters 20 --eval-interval 0 \
+                    --name compare_all "${options[@]}" "$@" > "$log" 2>&1 || failed=1
+                verdict="$(grep '^identical:' "$log" || tail -n 3 "$log")"
+                unsplit="$(sed -n 's/^commfuse against //p' "$log")"
+                echo "${options[*]} | $verdict | $unsplit"
+            done
+        done
+    done
+done
+exit "$failed"
