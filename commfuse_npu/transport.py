@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 Check = Literal["first", "always"]
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 
 
 class TransportError(RuntimeError):
@@ -79,7 +80,9 @@ class BufferPool:
             if (tuple(buffer.shape), buffer.dtype, buffer.device) == (shape, dtype, device):
                 del self._idle[key]
                 return buffer
-        return torch.empty(shape, dtype=dtype, device=device)
+        # Never an inference tensor: it will be lent to operations outside inference mode too.
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=device)
 
     def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
         for buffer in buffers:
@@ -160,7 +163,7 @@ class Transport:
         self.buffers = BufferPool()
         self.blocked_seconds = 0.0
         self.operations = 0
-        self.device_type = "cpu" if dist.get_backend(lanes[0]) == "gloo" else "npu"
+        self.device_type = _DEVICES.get(dist.get_backend(lanes[0]), "npu")
         self._lanes = tuple(lanes)
         self._control = control
         self._agreed: set[Hashable] = set()

@@ -54,7 +54,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _said: set[str] = set()
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

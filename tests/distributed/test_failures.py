@@ -175,7 +175,7 @@ def refused_inputs(rank: int) -> None:
     cases: list[tuple[type[Exception], str, Any]] = [
         (
             TypeError,
-            "x is torch.int64; choose one of float32, bfloat16, float16, float64",
+            "x is torch.int64; choose one of float32, bfloat16, float16",
             lambda: all_gather_linear(x.long(), weight.long(), transport=transport),
         ),
         (

@@ -312,6 +312,8 @@ def without_gradients(rank: int) -> None:
             reference = plain(case, True)(given.x, given.weight, given.bias)
         assert not ours.requires_grad
         assert torch.equal(ours, reference)
+        # Buffers of an inference serve a training afterwards.
+        check_bits(rank, [case])
 
 
 def test_forward_only(ranks) -> None:
