@@ -312,12 +312,24 @@ def without_gradients(rank: int) -> None:
             reference = plain(case, True)(given.x, given.weight, given.bias)
         assert not ours.requires_grad
         assert torch.equal(ours, reference)
-        # Buffers of an inference serve a training afterwards.
-        check_bits(rank, [case])
 
 
 def test_forward_only(ranks) -> None:
     ranks(2).run(without_gradients)
+
+
+def inference_then_training(rank: int) -> None:
+    """Buffers that were allocated in inference mode serve a training afterwards."""
+    link = Transport.create(timeout=timedelta(seconds=20))
+    x, weight = torch.ones(4, 32), torch.ones(32, 32, requires_grad=True)
+    for _ in range(2):
+        with torch.inference_mode():
+            linear.linear_reduce_scatter(x, weight, transport=link)
+        linear.linear_reduce_scatter(x, weight, transport=link).sum().backward()
+
+
+def test_training_after_inference(ranks) -> None:
+    ranks(2).run(inference_then_training)
 
 
 def under_autocast(rank: int) -> None:
