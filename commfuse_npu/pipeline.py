@@ -70,7 +70,8 @@ def gather_and_consume(
         shard: ``[s, ...]``, contiguous, the same shape and dtype on every rank.
         consume: called once per piece, own block first.
         gathered: ``[n * s, ...]``, filled with the whole tensor if given.  Blocks then arrive in
-            place; without it they pass through at most two blocks of scratch memory.
+            place; without it they pass through scratch memory of two blocks, or of one piece more
+            than there are lanes (the ring needs all of it).
         name: the operation's name in errors.
 
     Raises:
@@ -191,7 +192,8 @@ class _Running:
     """What the four have in common: an exchange, its scratch buffers, and how far it is.
 
     ``_received`` counts the receives that were registered, ``_used`` those that were waited for;
-    they stay within a window of each other, so that the scratch memory is bounded.
+    without a place of their own for all, they stay within a window of each other, so that the
+    scratch memory is bounded.
     """
 
     def __init__(
@@ -219,6 +221,7 @@ class _Running:
         self._lent: list[torch.Tensor] = []
         self._slots: dict[tuple[str, int], torch.Tensor] = {}
         self._received = self._sent = self._used = 0
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -227,8 +230,23 @@ class _Running:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         if error is not None:
-            # The other ranks wait for transfers that will not come any more.
-            self._transport.fail(f"{self._exchange.name} was interrupted by {error!r}")
+            self._interrupted(error)
+        elif not self._closed:
+            left = RuntimeError(f"{self._exchange.name} was left before finish()")
+            self._interrupted(left)
+            raise left
+
+    def _interrupted(self, error: BaseException) -> None:
+        # The other ranks wait for transfers that will not come any more.
+        self._transport.fail(f"{self._exchange.name} was interrupted by {error!r}")
+
+    def _begin(self, post: Callable[[], None]) -> None:
+        """Post what can be; outside the `with` block yet, so that a failure is handled here."""
+        try:
+            post()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     @property
     def _steps(self) -> int:
@@ -254,6 +272,7 @@ class _Running:
 
     def _close(self) -> None:
         self._exchange.finish()
+        self._closed = True
         self._transport.buffers.give_back(self._lent)
         self._lent.clear()
         self._slots.clear()
@@ -273,6 +292,8 @@ class _Inbound(_Running):
 
     _in_place = False
     """Whether every message has a place of its own, so that all receives can be posted at once."""
+    _ahead: int | None = None
+    """How many transfers may be posted so far; ``None`` for all."""
 
     def _open(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -282,6 +303,8 @@ class _Inbound(_Running):
     def _post(self) -> None:
         transfers = self.plan.transfers
         limit = self._steps if self._in_place else self._consumed + self.plan.window
+        if self._ahead is not None:
+            limit = min(limit, self._ahead)
         while self._received < min(limit, self._steps):
             receive = transfers[self._received].receive
             assert receive is not None
@@ -312,6 +335,7 @@ class _Inbound(_Running):
                 continue
             # Step k uses what the transfer k-1 brought.
             while self._used < step.index:
+                self._release(step.index)
                 self._arrive()
             if step.compute is not None:
                 yield self._buffers[step.index - 1], self.plan.rows(step.compute, self._block[0])
@@ -319,24 +343,40 @@ class _Inbound(_Running):
             self._post()
 
     def advance(self) -> None:
-        """Let lanes go on, if one holds a send back; for use between pieces of other work."""
-        if self._exchange.sends_held_back and self._used < self._received:
+        """Go on by a transfer; for use between pieces of other work.
+
+        Waits for a message only if a send depends on it: one to be passed on, or one that a lane
+        holds back.
+        """
+        if self._ahead is not None:
+            self._ahead += 1
+            self._post()
+        held_back = self._sent < self._received or self._exchange.sends_held_back
+        if held_back and self._used < self._received:
             self._arrive()
 
     def finish(self) -> None:
         """Wait for what has not arrived, and for the sends.  Pieces not taken are passed over."""
+        self._release(self._steps)
         while self._used < self._steps:
             self._consumed = self._used
             self._post()
             self._arrive()
         self._close()
 
+    def _release(self, transfers: int) -> None:
+        """Allow so many transfers; they are waited for now."""
+        if self._ahead is not None and self._ahead < transfers:
+            self._ahead = transfers
+            self._post()
+
 
 class Gather(_Inbound):
     """An all-gather under way; see :func:`gather_and_consume`.
 
-    Made with everything posted that can be.  Iterate over :meth:`pieces`, or do other work (with
-    :meth:`advance` now and then) and call :meth:`finish`, after which ``gathered`` is whole.
+    Made with everything posted that can be, or with ``ahead`` transfers, to which each
+    :meth:`advance` adds one.  Iterate over :meth:`pieces`, or do other work with :meth:`advance`
+    now and then, and call :meth:`finish`, after which ``gathered`` is whole.
     """
 
     def __init__(
@@ -346,21 +386,29 @@ class Gather(_Inbound):
         transport: Transport,
         plan: Plan,
         gathered: torch.Tensor | None = None,
+        ahead: int | None = None,
         name: str = "gather",
         options: Hashable = (),
     ) -> None:
         _expect_kind(plan, "gather", "first", name)
         whole = (plan.size * shard.shape[0], *shard.shape[1:])
-        _expect_shape(gathered, whole, name)
+        _expect_like(gathered, whole, shard, name)
         super().__init__(
-            shard, tuple(shard.shape), transport=transport, plan=plan, name=name, options=options
+            shard,
+            tuple(shard.shape),
+            transport=transport,
+            plan=plan,
+            name=name,
+            # They decide when transfers are posted, and on HCCL messages match by order.
+            options=(gathered is not None, ahead, options),
         )
+        self._ahead = ahead
         if gathered is None and plan.forwards and plan.size > 1:
             gathered = self._take(whole[0])
         self._shard = shard
         self._gathered = gathered
         self._in_place = gathered is not None
-        self._open()
+        self._begin(self._open)
         if gathered is not None:
             own = slice(plan.rank * shard.shape[0], (plan.rank + 1) * shard.shape[0])
             gathered[own].copy_(shard)
@@ -394,7 +442,7 @@ class _ExchangeIn(_Inbound):
     ) -> None:
         _expect_kind(plan, "all_to_all", "first", name)
         block = _block_of(blocks, plan.size, name)
-        _expect_shape(received, tuple(blocks.shape), name)
+        _expect_like(received, blocks.shape, blocks, name)
         super().__init__(blocks, block, transport=transport, plan=plan, name=name)
         self._blocks = blocks
         if received is None and plan.forwards and plan.size > 1:
@@ -402,7 +450,7 @@ class _ExchangeIn(_Inbound):
         self._result = received
         self._in_place = received is not None
         self._transit: dict[Piece, torch.Tensor] = {}
-        self._open()
+        self._begin(self._open)
         if received is not None:
             own = slice(plan.rank * block[0], (plan.rank + 1) * block[0])
             received[own].copy_(blocks[own])
@@ -538,7 +586,7 @@ class ReduceScatter(_Outbound):
             if reduce_dtype is not None:
                 self._sum = self._take(out.shape[0], reduce_dtype)
         self._carried: dict[Piece, torch.Tensor] = {}
-        self._open()
+        self._begin(self._open)
 
     def _first(self, position: int, piece: Piece) -> bool:
         return self.plan.arrival[piece] == position
@@ -591,7 +639,7 @@ class _ExchangeOut(_Outbound):
         self._out = out
         self._in_place = True
         self._transit: dict[Piece, torch.Tensor] = {}
-        self._open()
+        self._begin(self._open)
 
     def _incoming(self, position: int, piece: Piece) -> torch.Tensor:
         if piece.target != self.plan.rank:
@@ -635,11 +683,20 @@ def _expect_kind(plan: Plan, kind: str, own: str, name: str) -> None:
         )
 
 
-def _expect_shape(tensor: torch.Tensor | None, shape: Sequence[int], name: str) -> None:
-    if tensor is not None and (tuple(tensor.shape) != tuple(shape) or not tensor.is_contiguous()):
+def _expect_like(
+    tensor: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, name: str
+) -> None:
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != tuple(shape) or not tensor.is_contiguous():
         raise ValueError(
             f"{name}: the result has shape {tuple(tensor.shape)}; it has to be {tuple(shape)}, "
             "contiguous"
+        )
+    if (tensor.dtype, tensor.device) != (like.dtype, like.device):
+        raise ValueError(
+            f"{name}: the result is {tensor.dtype} on {tensor.device}; it has to be {like.dtype} "
+            f"on {like.device}, like what is transferred"
         )
 
 

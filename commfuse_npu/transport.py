@@ -4,7 +4,7 @@
                        HCCL                                gloo
 =====================  ==================================  =====================================
 a lane is              a communicator with a stream        a set of sockets
-order on a lane        kept by the stream                  kept by the host (see below)
+order on a lane        kept by the stream                  kept by the host, per operation
 posted                 one batch {send, receive} per step  each receive as early as possible,
                                                            each send when it is its lane's turn
 matched by             order                               tag
@@ -29,7 +29,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -47,7 +47,14 @@ __all__ = [
 ]
 
 Check = Literal["first", "always"]
-_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+
+
+def _device_type(backend: str) -> str:
+    """Where the tensors of a backend are; of ``cpu:gloo,npu:hccl`` the device is meant."""
+    for name, device in (("hccl", "npu"), ("nccl", "cuda"), ("gloo", "cpu")):
+        if name in backend:
+            return device
+    raise ValueError(f"backend {backend!r} is unknown; make the group with hccl or gloo")
 
 
 class TransportError(RuntimeError):
@@ -65,12 +72,14 @@ class BufferPool:
     allocator on a device.  A buffer is lent to one operation and comes back when all its transfers
     have been waited for; one that an error leaves in the air never comes back.
 
+    On a device a buffer is reused in the order of the stream that used it; lend to one stream only.
+
     Args:
-        keep: how many idle buffers are kept; the ones not used for longest are freed.
+        keep_bytes: how much idle memory is kept; the buffers not used for longest are freed.
     """
 
-    def __init__(self, keep: int = 32) -> None:
-        self._keep = keep
+    def __init__(self, keep_bytes: int = 512 << 20) -> None:
+        self._keep_bytes = keep_bytes
         self._idle: OrderedDict[int, torch.Tensor] = OrderedDict()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -87,8 +96,14 @@ class BufferPool:
     def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
         for buffer in buffers:
             self._idle[id(buffer)] = buffer
-        while len(self._idle) > self._keep:
-            self._idle.popitem(last=False)
+        idle = sum(buffer.nbytes for buffer in self._idle.values())
+        while idle > self._keep_bytes:
+            _, buffer = self._idle.popitem(last=False)
+            idle -= buffer.nbytes
+
+    def clear(self) -> None:
+        """Free all idle buffers."""
+        self._idle.clear()
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -163,7 +178,7 @@ class Transport:
         self.buffers = BufferPool()
         self.blocked_seconds = 0.0
         self.operations = 0
-        self.device_type = _DEVICES.get(dist.get_backend(lanes[0]), "npu")
+        self.device_type = _device_type(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
         self._agreed: set[Hashable] = set()
@@ -213,7 +228,7 @@ class Transport:
             )
         backend = dist.get_backend(group)
         if batched is None:
-            batched = backend != "gloo"
+            batched = _device_type(backend) != "cpu"
         mine = (tuple(dist.get_process_group_ranks(group)), lanes)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -240,7 +255,7 @@ class Transport:
         return len(self._lanes)
 
     def _warm_up(self) -> None:
-        """Open every connection now: on HCCL the communicators, on gloo the sockets."""
+        """Create now what is created at first use: HCCL's communicators, gloo's connections."""
         for lane in self._lanes:
             token = torch.ones(1, device=self.device_type)
             dist.all_reduce(token, group=lane)
@@ -365,7 +380,7 @@ class Transport:
             )
 
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
-        return kind(f"{self._broken}. This transport is broken; restart from a checkpoint")
+        return kind(f"{self._broken}. This transport cannot be used any more")
 
     def finished(self, exchange: Exchange) -> None:
         self._in_flight.discard(exchange)
@@ -373,23 +388,34 @@ class Transport:
     # ------------------------------------------------------------------ posting
 
     def post_batch(
-        self, send: Transfer, out: torch.Tensor, receive: Transfer, into: torch.Tensor
+        self, send: Transfer, out: torch.Tensor, receive: Transfer, into: torch.Tensor, what: str
     ) -> Sequence[Any]:
         lane = self._lanes[send.lane]
-        return dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, out, self.ranks[send.target], lane),
-                dist.P2POp(dist.irecv, into, self.ranks[receive.source], lane),
-            ]
-        )
+        operations = [
+            dist.P2POp(dist.isend, out, self.ranks[send.target], lane),
+            dist.P2POp(dist.irecv, into, self.ranks[receive.source], lane),
+        ]
+        return self._posted(what, lambda: dist.batch_isend_irecv(operations))
 
-    def post_send(self, transfer: Transfer, tensor: torch.Tensor, tag: int) -> Sequence[Any]:
-        lane = self._lanes[transfer.lane]
-        return [dist.isend(tensor, self.ranks[transfer.target], lane, tag)]
+    def post_send(
+        self, transfer: Transfer, tensor: torch.Tensor, tag: int, what: str
+    ) -> Sequence[Any]:
+        lane, target = self._lanes[transfer.lane], self.ranks[transfer.target]
+        return self._posted(what, lambda: [dist.isend(tensor, target, lane, tag)])
 
-    def post_receive(self, transfer: Transfer, buffer: torch.Tensor, tag: int) -> Sequence[Any]:
-        lane = self._lanes[transfer.lane]
-        return [dist.irecv(buffer, self.ranks[transfer.source], lane, tag)]
+    def post_receive(
+        self, transfer: Transfer, buffer: torch.Tensor, tag: int, what: str
+    ) -> Sequence[Any]:
+        lane, source = self._lanes[transfer.lane], self.ranks[transfer.source]
+        return self._posted(what, lambda: [dist.irecv(buffer, source, lane, tag)])
+
+    def _posted(self, what: str, post: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Post; a connection that is known to be gone fails here already, not in the wait."""
+        try:
+            return post()
+        except RuntimeError as error:
+            self.fail(f"{what}: {error}")
+            raise self.error() from error
 
 
 class Exchange:
@@ -445,8 +471,8 @@ class Exchange:
             )
         self._buffers.append(buffer)
         if not self._transport.batched:
-            works = self._transport.post_receive(transfer, buffer, self._tag_of(position))
             what = self._what("receiving", transfer, buffer)
+            works = self._transport.post_receive(transfer, buffer, self._tag_of(position), what)
             self._receives.append(_Handle(self._transport, works, buffer, what))
 
     def send(self, position: int, tensor: torch.Tensor) -> None:
@@ -462,11 +488,11 @@ class Exchange:
             receive = self._steps[position].receive
             assert receive is not None
             buffer = self._buffers[position]
-            works = self._transport.post_batch(transfer, tensor, receive, buffer)
             what = (
                 f"{self._what('sending', transfer, tensor)} and "
                 f"{self._what('receiving', receive, buffer)}"
             )
+            works = self._transport.post_batch(transfer, tensor, receive, buffer, what)
             handle = _Handle(self._transport, works, (tensor, buffer), what)
             self._sends[position] = handle
             self._receives.append(handle)
@@ -489,8 +515,8 @@ class Exchange:
                     return
             queue.popleft()
             self._last_sent[lane] = position
-            works = self._transport.post_send(transfer, tensor, self._tag_of(position))
             what = self._what("sending", transfer, tensor)
+            works = self._transport.post_send(transfer, tensor, self._tag_of(position), what)
             self._sends[position] = _Handle(self._transport, works, tensor, what)
 
     def _is_sent(self, position: int) -> bool:

@@ -8,7 +8,11 @@ running a plan proves little about it.  This file checks the plan itself:
    rising order;
 3. *data*: what is sent is there when it is sent; every block is delivered exactly once, every
    partial sum is added exactly once;
-4. *work*: every piece is computed once, the own block first (gather) or last (scatter).
+4. *work*: every piece is computed once, the own block first (gather) or last (scatter); a step
+   uses what the step before brought, or makes what the next sends, which is what
+   :mod:`commfuse_npu.pipeline` takes for granted;
+5. *sums*: partials are added in the order ``r-1, ..., r+1`` (not for ``two_level``, whose order is
+   its own, and which is checked for nothing but being complete).
 
 **No deadlock.**  1 and 2 are enough, for rendezvous transfers on in-order lanes, any number of
 them: take the lowest step that is not finished.  Every rank posts in rising order and waits, before
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from commfuse_npu.plan import Piece, Plan, PlanError, Transfer
 
@@ -50,7 +55,7 @@ def counter_examples(plans: Sequence[Plan], limit: int = 8) -> list[str]:
     found = list(_set(plans)) or list(_ends(plans))
     if found:
         return found[:limit]
-    for check in (_pairing, _order, _data, _work):
+    for check in (_shape, _pairing, _order, _data, _work, _sums):
         found += check(plans)
     if found:
         for cold in (False, True):
@@ -122,6 +127,8 @@ def _ends(plans: Sequence[Plan]) -> Iterator[str]:
                     yield f"rank {plan.rank} transfers with rank {other} of {plan.size}: {transfer}"
                 elif not 0 <= transfer.lane < plan.lanes:
                     yield f"lane {transfer.lane} is not one of {plan.lanes}: {transfer}"
+                elif transfer.piece.chunk not in range(plan.chunks):
+                    yield f"a block has {plan.chunks} chunks only: {transfer}"
 
 
 _Key = tuple[int, int, int, Piece]
@@ -237,6 +244,76 @@ def _delivered(plan: Plan, held: dict[Piece, Counter[int]]) -> Iterator[str]:
         for piece, content in held.items():
             if piece not in needed and any(content.values()):
                 yield f"{piece} stays with rank {plan.rank}, parts of {sorted(content.elements())}"
+        return
+    passed_on = {step.send.piece for step in plan.steps if step.send}
+    for step in plan.steps:
+        if step.receive and step.receive.piece not in needed.keys() | passed_on:
+            yield f"rank {plan.rank} receives what it neither needs nor passes on: {step.receive}"
+
+
+def _shape(plans: Sequence[Plan]) -> Iterator[str]:
+    """The form that the pipelines execute."""
+    for plan in plans:
+        for place, step in enumerate(plan.steps):
+            where = f"rank {plan.rank}, step {place}"
+            if step.index != place:
+                yield f"{where} says that it is step {step.index}"
+            if (step.send is None) != (step.receive is None):
+                lone = "send" if step.receive is None else "receive"
+                yield f"{where} has a {lone} only; they are posted together"
+            if step.send and step.receive and step.send.lane != step.receive.lane:
+                yield (
+                    f"{where} sends on lane {step.send.lane} and receives on lane "
+                    f"{step.receive.lane}; they are posted as one batch"
+                )
+        yield from _arrivals_used(plan) if plan.own == "first" else _sends_made(plan)
+
+
+def _arrivals_used(plan: Plan) -> Iterator[str]:
+    before: Transfer | None = None
+    for step in plan.steps:
+        if step.index:
+            brought = before.piece if before is not None else None
+            needed = brought if brought and brought.target in (None, plan.rank) else None
+            if step.compute != needed:
+                yield (
+                    f"rank {plan.rank} computes {step.compute or 'nothing'} in step {step.index}, "
+                    f"but the step before brings {needed or 'nothing'} for it"
+                )
+        before = step.receive
+
+
+def _sends_made(plan: Plan) -> Iterator[str]:
+    made = [(s.index, s.compute) for s in plan.steps if s.compute and s.compute.chunk is not None]
+    sent = [
+        (s.index, s.send.piece)
+        for s in plan.steps
+        if s.send and s.send.piece.source in (None, plan.rank)
+    ]
+    for (made_in, piece), (sent_in, needed) in zip_longest(made, sent, fillvalue=(-1, None)):
+        if piece != needed:
+            yield (
+                f"rank {plan.rank} makes {piece or 'nothing'} where it has to send "
+                f"{needed or 'nothing'}"
+            )
+        elif made_in >= sent_in:
+            yield f"rank {plan.rank} sends {piece} in step {sent_in}, made in step {made_in}"
+
+
+def _sums(plans: Sequence[Plan]) -> Iterator[str]:
+    first = plans[0]
+    if first.kind != "reduce_scatter" or first.schedule.shape != "shifted":
+        return  # a ring sums on the way: its order is that of its neighbours
+    for plan in plans:
+        expected = [(plan.rank - k) % plan.size for k in range(1, plan.size)]
+        for chunk in range(plan.chunks):
+            receives = [s.receive for s in plan.steps if s.receive]
+            order = [r.source for r in receives if r.piece == Piece(None, plan.rank, chunk)]
+            if order != expected:
+                yield (
+                    f"rank {plan.rank} adds the partials of chunk {chunk} in the order {order}, "
+                    f"not {expected}: other bits than the collective"
+                )
 
 
 def _work(plans: Sequence[Plan]) -> Iterator[str]:
@@ -260,11 +337,6 @@ def _work(plans: Sequence[Plan]) -> Iterator[str]:
                     f"rank {plan.rank} computes {computed[place][1]} {plan.own} instead of its own "
                     "block: that transfer has nothing to hide behind"
                 )
-        if plan.own == "first":
-            arrived = {s.receive.piece: s.receive.step for s in plan.steps if s.receive}
-            for index, piece in computed:
-                if plan.block(piece) != plan.rank and arrived.get(piece, index) >= index:
-                    yield f"rank {plan.rank} computes {piece} in step {index}, before it arrives"
 
 
 class _Host:

@@ -9,8 +9,8 @@ Same calls, same semantics (``mindspeed/patch_utils.py``, read at its branch ``m
 - what other modules imported under the same name is rebound too, so a wrapper must call the
   function it was given and never import the original.
 
-Unlike MindSpeed's, a manager is an object of its own, and removing its patches puts back exactly
-what it changed.
+Unlike MindSpeed's, a manager is an object of its own, removing its patches puts back exactly what
+it changed, and a function that does not exist is an error unless ``create_dummy`` is given.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class _Patch:
         self.replacement: Function | None = None
         self.wrappers: list[Function] = []
         self.applied = False
-        self._original: Any = None
+        self._installed: Any = None
         self._changed: list[tuple[Any, str, Any]] = []
 
     def apply(self) -> None:
+        """Put the patch in force, in place of an earlier version of it."""
         if self.applied:
             return
         self.undo()
         owner, name = _find(self.path, self.create_dummy)
-        self._original = getattr(owner, name, None)
-        new = self.replacement or self._original
+        original = getattr(owner, name, None)
+        new = self.replacement or original
         for wrapper in self.wrappers:
             new = wrapper(new)
         self._set(owner, name, new)
-        for module in list(sys.modules.values()):
-            holds = getattr(module, "__dict__", {})
-            if self._original is not None and holds.get(name) is self._original:
-                self._set(module, name, new)
+        for module in _holders(name, original):
+            self._set(module, name, new)
+        self._installed = new
         self.applied = True
 
     def _set(self, owner: Any, name: str, new: Any) -> None:
@@ -57,13 +57,28 @@ class _Patch:
         setattr(owner, name, new)
 
     def undo(self) -> None:
+        """Put back what was there, also in modules that imported the patched function since."""
+        if not self._changed:
+            return
+        _, name, original = self._changed[0]
         while self._changed:
             owner, name, before = self._changed.pop()
             if before is _ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+        if original is not _ABSENT:
+            for module in _holders(name, self._installed):
+                setattr(module, name, original)
         self.applied = False
+
+
+def _holders(name: str, value: Any) -> list[Any]:
+    """Modules in which ``name`` is this very object."""
+    if value is None:
+        return []
+    modules = list(sys.modules.values())
+    return [module for module in modules if getattr(module, "__dict__", {}).get(name) is value]
 
 
 _ABSENT = object()
@@ -140,7 +155,7 @@ class PatchManager:
             )
         else:
             patch.replacement = new_func
-        patch.undo()
+        patch.applied = False
 
     def remove_wrappers(
         self,
@@ -162,7 +177,7 @@ class PatchManager:
         if remove_check and len(kept) == len(patch.wrappers):
             raise RuntimeError(f"{orig_func_name} has no wrapper called {wrappers_name}")
         patch.wrappers = kept
-        patch.undo()
+        patch.applied = False
 
     def apply_patches(self) -> None:
         """Put all patches in force that are not yet."""

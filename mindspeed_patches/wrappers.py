@@ -235,10 +235,10 @@ class LinearWrappers:
     def _row_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
         if not layer.input_is_parallel:
             return "the input has to be scattered first"
-        size = self._lanes().size
-        if layer.sequence_parallel and input_.shape[0] % size:
-            return f"sequence length {input_.shape[0]} is not divisible by {size}"
-        return self._obstacle(layer)
+        obstacle = self._obstacle(layer)
+        if obstacle is None and layer.sequence_parallel and input_.shape[0] % self._lanes().size:
+            return f"sequence length {input_.shape[0]} is not divisible by {self._lanes().size}"
+        return obstacle
 
     def _count(self, layer: Any, path: str) -> None:
         name = getattr(layer, "commfuse_layer", "unnamed")

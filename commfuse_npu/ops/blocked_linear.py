@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels.cpu import gemm_into
+from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
 
 __all__ = ["blocked_linear"]
@@ -69,7 +70,7 @@ class _BlockedLinear(torch.autograd.Function):
         main_grad: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.weight = weight  # not a saved tensor: hooks on those would lose main_grad
+        ctx.weight = SavedWeight(weight)
         ctx.settings = dgrad_rows, wgrad_rows, main_grad
         out = _by_rows(x, weight.t(), rows)
         return out if bias is None else out.add_(bias)
@@ -79,12 +80,13 @@ class _BlockedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dgrad_rows, wgrad_rows, main_grad = ctx.settings
         (x,) = ctx.saved_tensors
+        weight = ctx.weight.get("blocked_linear")
         grad = grad.contiguous()
-        grad_x = _by_rows(grad, ctx.weight, dgrad_rows) if ctx.needs_input_grad[0] else None
+        grad_x = _by_rows(grad, weight, dgrad_rows) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             blocks = wgrad_rows is not None
-            gradient = WeightGradient(ctx.weight, main_grad=main_grad, blocks=blocks)
+            gradient = WeightGradient(weight, main_grad=main_grad, blocks=blocks)
             for run in wgrad_rows or [slice(None)]:
                 gradient.add(grad[run], x[run])
             grad_weight = gradient.result()

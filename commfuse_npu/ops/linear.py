@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from commfuse_npu.kernels.cpu import gemm_into
 from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import all_gather, all_reduce, reduce_scatter
+from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient, Wgrad
 from commfuse_npu.pipeline import Gather, ReduceScatter
 from commfuse_npu.plan import Kind, Plan, Schedule, split
@@ -130,9 +131,9 @@ def all_gather_linear(
     """
     name = "all_gather_linear"
     _check(name, x, weight, bias, transport, options)
+    x, weight, bias = _autocast(x, weight, bias)
     if _plain(name, x, transport):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
-    x, weight, bias = _autocast(x, weight, bias)
     job = _Job(transport, _for_rows(options, _rows(x)), name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and _any_grad(x, weight, bias):
@@ -156,6 +157,7 @@ def plain_all_gather_linear(
     Args:
         same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
     """
+    x, weight, bias = _autocast(x, weight, bias)
     options = _for_rows(options, _rows(x))
     runs: dict[str, Any] = {}
     if same_gemms:
@@ -180,7 +182,12 @@ def _all_gather_gemm(
     whole = x.new_empty((rows, x.shape[1])) if keep else None
     transposed = weight.t()
     with Gather(
-        x, transport=job.transport, plan=job.plan("gather"), gathered=whole, name=job.name
+        x,
+        transport=job.transport,
+        plan=job.plan("gather"),
+        gathered=whole,
+        name=job.name,
+        options=job.options,
     ) as gather:
         for piece, run in gather.pieces():
             gemm_into(y[run], piece, transposed)
@@ -199,7 +206,7 @@ class _AllGatherLinear(torch.autograd.Function):
         keep = job.options.keep_gathered and ctx.needs_input_grad[1]
         y, whole = _all_gather_gemm(x, weight, bias, job, keep=keep)
         ctx.save_for_backward(None if keep or not ctx.needs_input_grad[1] else x, whole)
-        ctx.weight = weight  # not a saved tensor: hooks on those would lose main_grad
+        ctx.weight = SavedWeight(weight)
         ctx.job = job
         return y
 
@@ -207,7 +214,7 @@ class _AllGatherLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job: _Job = ctx.job
-        weight: torch.Tensor = ctx.weight
+        weight = ctx.weight.get(job.name)
         x, whole = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
@@ -218,7 +225,7 @@ class _AllGatherLinear(torch.autograd.Function):
             wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
         with ExitStack() as stack:
             # On gloo the receives of the sum have to be posted before the sends of the gather; on
-            # HCCL the gather's batches are first on the lanes, and dgrad hides them.
+            # HCCL nothing of the sum is posted yet, and the gather is first on the lanes.
             if needs_x:
                 grad_x = grad.new_empty((rows, weight.shape[1]))
                 scatter = stack.enter_context(
@@ -228,6 +235,7 @@ class _AllGatherLinear(torch.autograd.Function):
                         plan=job.plan("reduce_scatter"),
                         reduce_dtype=job.options.reduce_dtype,
                         name=f"{job.name} dgrad",
+                        options=(job.options, needs_x, needs_weight),
                     )
                 )
             if x is not None:
@@ -239,7 +247,11 @@ class _AllGatherLinear(torch.autograd.Function):
                         transport=job.transport,
                         plan=job.plan("gather"),
                         gathered=whole,
+                        # On HCCL the dgrad blocks would queue behind the whole gather: post a
+                        # step of it per block instead. On gloo the host keeps the lanes anyway.
+                        ahead=job.transport.lanes if job.transport.batched else None,
                         name=f"{job.name} re-gather",
+                        options=(job.options, needs_x, needs_weight),
                     )
                 )
             if scatter is not None:
@@ -313,9 +325,9 @@ def linear_reduce_scatter(
     name = "linear_reduce_scatter"
     _check(name, x, weight, bias, transport, options)
     _check_divisible(name, x, transport.size)
+    x, weight, bias = _autocast(x, weight, bias)
     if _plain(name, x, transport):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
-    x, weight, bias = _autocast(x, weight, bias)
     job = _Job(transport, _for_rows(options, _rows(x) // transport.size), name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and _any_grad(x, weight):
@@ -341,6 +353,7 @@ def plain_linear_reduce_scatter(
         same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
     """
     _check_divisible("plain_linear_reduce_scatter", x, group.size())
+    x, weight, bias = _autocast(x, weight, bias)
     block_rows = _rows(x) // group.size()
     options = _for_rows(options, block_rows)
     runs: dict[str, Any] = {}
@@ -363,6 +376,7 @@ def _gemm_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> to
         plan=job.plan("reduce_scatter"),
         reduce_dtype=job.options.reduce_dtype,
         name=job.name,
+        options=job.options,
     ) as scatter:
         scatter.produce(lambda run, out: gemm_into(out, x[run], transposed))
         return scatter.finish()
@@ -373,7 +387,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.weight = weight  # not a saved tensor: hooks on those would lose main_grad
+        ctx.weight = SavedWeight(weight)
         ctx.job = job
         return _gemm_reduce_scatter(x, weight, job)
 
@@ -381,7 +395,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job: _Job = ctx.job
-        weight: torch.Tensor = ctx.weight
+        weight = ctx.weight.get(job.name)
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad = grad.contiguous()
@@ -400,6 +414,7 @@ class _LinearReduceScatter(torch.autograd.Function):
             plan=job.plan("gather"),
             gathered=whole,
             name=f"{job.name} backward",
+            options=(job.options, needs_x, needs_weight),
         ) as gather:
             for piece, run in gather.pieces():
                 if grad_x is not None:
@@ -454,9 +469,9 @@ def linear_all_reduce(
     """
     name = "linear_all_reduce"
     _check(name, x, weight, bias, transport, options)
+    x, weight, bias = _autocast(x, weight, bias)
     if _plain(name, x, transport, at_least=transport.size):
         return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
-    x, weight, bias = _autocast(x, weight, bias)
     job = _Job(transport, _for_rows(options, _rows(x) // transport.size), name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and _any_grad(x, weight):
@@ -483,6 +498,7 @@ def plain_linear_all_reduce(
             reduce-scatter and all-gather: with more than two ranks an all-reduce has an order of
             additions of its own.
     """
+    x, weight, bias = _autocast(x, weight, bias)
     rows, size = _rows(x), group.size()
     runs: dict[str, Any] = {}
     parts: list[slice] = []
@@ -530,6 +546,7 @@ def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.
                     plan=schedule.plan("reduce_scatter", rank, size),
                     reduce_dtype=job.options.reduce_dtype,
                     name=job.name,
+                    options=job.options,
                 )
             )
 
@@ -553,6 +570,7 @@ def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.
                     plan=schedule.plan("gather", rank, size),
                     gathered=y_part,
                     name=f"{job.name} sums",
+                    options=job.options,
                 )
             )
         if rest.start < rest.stop:
@@ -570,7 +588,7 @@ class _LinearAllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.weight = weight  # not a saved tensor: hooks on those would lose main_grad
+        ctx.weight = SavedWeight(weight)
         ctx.main_grad = job.options.main_grad
         return _gemm_all_reduce(x, weight, job)
 
@@ -579,10 +597,11 @@ class _LinearAllReduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        weight = ctx.weight.get("linear_all_reduce")
+        grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            wgrad = WeightGradient(ctx.weight, main_grad=ctx.main_grad, blocks=False)
+            wgrad = WeightGradient(weight, main_grad=ctx.main_grad, blocks=False)
             wgrad.add(grad, x)
             grad_weight = wgrad.result()
         return grad_x, grad_weight, None
@@ -669,6 +688,12 @@ def _check(
             )
         if other.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{name}: x is {x.dtype}, the {what} {other.dtype}; cast one of them")
+    widened = options.reduce_dtype not in (None, x.dtype)
+    if widened and options.schedule.shape == "ring" and transport.size > 1:
+        raise ValueError(
+            f"{name}: reduce_dtype {options.reduce_dtype} with the ring schedule: partials would "
+            "be rounded at every hop all the same; use shifted"
+        )
     if options.main_grad and torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "

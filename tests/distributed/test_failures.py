@@ -14,7 +14,7 @@ import torch.distributed as dist
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops.linear import linear_all_reduce
-from commfuse_npu.pipeline import gather_and_consume, produce_and_reduce
+from commfuse_npu.pipeline import Gather, gather_and_consume, produce_and_reduce
 
 SHORT = timedelta(seconds=3)
 
@@ -46,6 +46,18 @@ def other_schedule(rank: int) -> None:
     all_gather_linear(*layer(4), transport=link(), options=options)
 
 
+def other_wgrad(rank: int) -> None:
+    """It changes when transfers are posted, and on HCCL messages match by order."""
+    options = LinearOptions(wgrad="blocks" if rank else "whole")
+    linear_reduce_scatter(*layer(4), transport=link(), options=options)
+
+
+def other_needs(rank: int) -> None:
+    x, weight = layer(4)
+    y = all_gather_linear(x.requires_grad_(), weight.requires_grad_(rank == 0), transport=link())
+    y.sum().backward()
+
+
 def nothing_on_one_rank(rank: int) -> None:
     all_gather_linear(*layer(4 * rank), transport=link())
 
@@ -57,6 +69,8 @@ def nothing_on_one_rank(rank: int) -> None:
         (other_dtype, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
         (other_op, "operation: .*linear.* here, .*linear.* there"),
         (other_schedule, "schedule: .* chunks, .* here, .* chunks, .* there"),
+        (other_wgrad, "options: .*(whole|blocks).* here, .*(whole|blocks).* there"),
+        (other_needs, "options: .* here, .* there"),
         (nothing_on_one_rank, "path: .* here, .* there"),
     ],
 )
@@ -126,7 +140,7 @@ def broken_stays_broken(rank: int) -> str:
 
 def test_a_broken_transport_refuses_further_work(ranks) -> None:
     waiting, _ = ranks(2).outcomes(broken_stays_broken, timeout=20)
-    assert "This transport is broken; restart from a checkpoint" in str(waiting.error)
+    assert "This transport cannot be used any more" in str(waiting.error)
 
 
 def dies(rank: int) -> str:
@@ -144,6 +158,63 @@ def test_a_rank_that_dies_becomes_an_error(ranks) -> None:
     waiting, dead = group.outcomes(dies, timeout=30, may_die=True)
     assert isinstance(waiting.error, TransportError), waiting
     assert isinstance(dead.error, EOFError)
+
+
+def dies_and_others_go_on(rank: int) -> list[str]:
+    transport = link()
+    all_gather_linear(*layer(4), transport=transport)
+    if rank == 1:
+        os._exit(7)
+    messages = []
+    for _ in range(3):
+        with pytest.raises(TransportError) as caught:
+            all_gather_linear(*layer(4), transport=transport)
+        messages.append(str(caught.value))
+    assert not transport._in_flight
+    return messages
+
+
+def test_every_later_call_says_why_the_transport_is_broken(ranks) -> None:
+    group = ranks(2)
+    group.kill()
+    waiting, _ = group.outcomes(dies_and_others_go_on, timeout=30, may_die=True)
+    assert waiting.error is None, waiting.trace
+    assert len(set(waiting.value)) == 1
+    assert "rank 0 of 2" in waiting.value[0]
+
+
+def left_early(rank: int) -> None:
+    transport = link()
+    plan = Schedule(chunks=2).plan("gather", rank, transport.size)
+
+    def first_piece_only() -> None:
+        with Gather(torch.ones(2, 2), transport=transport, plan=plan) as gather:
+            next(gather.pieces())
+
+    with pytest.raises(RuntimeError, match=r"was left before finish\(\)"):
+        first_piece_only()
+    with pytest.raises(TransportError, match=r"was left before finish\(\)"):
+        all_gather_linear(*layer(4), transport=transport)
+
+
+def test_leaving_a_pipeline_before_its_end_is_an_error(ranks) -> None:
+    ranks(2).run(left_early)
+
+
+def weight_changed(rank: int) -> None:
+    transport = link()
+    for op in (all_gather_linear, linear_reduce_scatter, linear_all_reduce):
+        x, weight = layer(4)
+        weight.requires_grad_()
+        y = op(x, weight, transport=transport)
+        with torch.no_grad():
+            weight.mul_(2)
+        with pytest.raises(RuntimeError, match="the weight was modified in place between"):
+            y.sum().backward()
+
+
+def test_a_weight_that_changes_before_the_backward_is_noticed(ranks) -> None:
+    ranks(2).run(weight_changed)
 
 
 def raises_between(rank: int) -> None:
@@ -245,6 +316,27 @@ def refused_inputs(rank: int) -> None:
                 transport=transport,
                 plan=plan,
                 gathered=torch.ones(3, 2),
+            ),
+        ),
+        (
+            ValueError,
+            "the result is torch.bfloat16 on cpu; it has to be torch.float32 on cpu",
+            lambda: gather_and_consume(
+                torch.ones(2, 2),
+                sink,
+                transport=transport,
+                plan=plan,
+                gathered=torch.ones(4, 2, dtype=torch.bfloat16),
+            ),
+        ),
+        (
+            ValueError,
+            "reduce_dtype torch.float32 with the ring schedule.*use shifted",
+            lambda: all_gather_linear(
+                x.bfloat16(),
+                weight.bfloat16(),
+                transport=transport,
+                options=LinearOptions(Schedule("ring"), reduce_dtype=torch.float32),
             ),
         ),
         (

@@ -349,8 +349,9 @@ def replace_grad(given: Inputs) -> Inputs:
     return replace(given, grad=given.grad.bfloat16())
 
 
-def test_autocast_casts_as_for_torch_linear(ranks) -> None:
-    ranks(2).run(under_autocast)
+@pytest.mark.parametrize("size", [1, 2])
+def test_autocast_casts_as_for_torch_linear(ranks, size: int) -> None:
+    ranks(size).run(under_autocast)
 
 
 def fp32_sum_is_more_accurate(rank: int) -> Any:

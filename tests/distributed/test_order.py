@@ -18,9 +18,12 @@ from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.transport import Exchange
 
 
-def recorded(rank: int, op: str, options: LinearOptions) -> tuple[list[str], list[str]]:
+def recorded(
+    rank: int, op: str, options: LinearOptions, batched: bool = False
+) -> tuple[list[str], list[str]]:
     """Events of the forward and of the backward of one layer."""
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    lanes = options.schedule.lanes
+    link = Transport.create(lanes=lanes, timeout=timedelta(seconds=20), batched=batched)
     column = op == "all_gather_linear"
     x = torch.ones(4 if column else 4 * link.size, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)
@@ -68,6 +71,28 @@ def test_column(ranks, size: int) -> None:
         assert "wait dgrad" not in backward[:wgrad]
         assert "wait dgrad" in backward[wgrad:]
         assert "wait re-gather" in backward[:wgrad]
+
+
+def test_column_in_batches(ranks) -> None:
+    """On an in-order lane the re-gather and the dgrad blocks take turns: none holds the other."""
+    options = LinearOptions(Schedule(lanes=1))
+    for _, backward in ranks(4).run(recorded, "all_gather_linear", options, True):
+        sends = [event for event in backward if event.startswith("send")]
+        gather, dgrad = "send re-gather", "send dgrad"
+        assert sends == [gather, gather, dgrad, gather, dgrad, dgrad]
+        assert backward.index("wgrad") > max(
+            i for i, event in enumerate(backward) if event == "wait re-gather"
+        )
+
+
+def test_column_on_a_ring(ranks) -> None:
+    """What has to be passed on is passed on between dgrad blocks, not after them."""
+    options = LinearOptions(Schedule("ring", lanes=1))
+    for _, backward in ranks(4).run(recorded, "all_gather_linear", options):
+        last_dgrad = max(i for i, event in enumerate(backward) if event == "gemm")
+        passed_on = [i for i, event in enumerate(backward) if event == "send re-gather"]
+        assert len(passed_on) == 3
+        assert max(passed_on) < last_dgrad
 
 
 @pytest.mark.parametrize("wgrad", ["whole", "blocks"])

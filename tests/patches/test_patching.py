@@ -119,6 +119,34 @@ def test_removing_puts_everything_back(module) -> None:
     sys.modules.pop("patched_module.missing", None)
 
 
+def test_a_patch_stays_in_force_until_the_next_apply(module) -> None:
+    manager = PatchManager()
+    manager.register_patch("patched_module.add", plus_one_wrapper)
+    manager.apply_patches()
+    manager.register_patch("patched_module.add", times_ten_wrapper)
+    assert module.add(1, 2) == 4
+    manager.apply_patches()
+    assert module.add(1, 2) == 40
+
+
+def test_modules_that_import_a_patched_function_later_follow_too(module) -> None:
+    before = module.add
+    manager = PatchManager()
+    manager.register_patch("patched_module.add", plus_one_wrapper)
+    manager.apply_patches()
+    later = types.ModuleType("later_module")
+    later.add = module.add
+    sys.modules["later_module"] = later
+    try:
+        manager.register_patch("patched_module.add", times_ten_wrapper)
+        manager.apply_patches()
+        assert later.add(1, 2) == 40
+        manager.remove_patches()
+        assert later.add is before
+    finally:
+        sys.modules.pop("later_module")
+
+
 def test_wrappers_are_removed_by_name(module) -> None:
     manager = PatchManager()
     manager.register_patch("patched_module.add", plus_one_wrapper)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.plan import Plan, PlanError, Schedule, Step
+from commfuse_npu.plan import Piece, Plan, PlanError, Schedule, Step
 from commfuse_npu.verify import counter_examples, rendezvous, verify
 
 KINDS = (
@@ -149,7 +149,10 @@ FAULTS = [
     (send_a_block_twice, "gets the part of rank . of block . chunk 0 2 times instead of once"),
     (own_block_in_the_wrong_place, "instead of its own block: that transfer has nothing to hide"),
     (another_lane_at_one_end, "on lane 1, which rank 1 does not receive there"),
-    (two_computed_pieces_swapped, "rank 0 computes block 2 chunk 0 in step 1, before it arrives"),
+    (
+        two_computed_pieces_swapped,
+        "rank 0 computes block 2 chunk 0 in step 1, but the step before brings block 3 chunk 0",
+    ),
     (send_to_oneself, "rank 0 transfers to itself"),
 ]
 
@@ -172,6 +175,85 @@ def test_a_partial_that_is_added_twice_is_found() -> None:
     group[1] = mutated(group[1], (2, {"receive": receive._replace(step=2)}))
     with pytest.raises(PlanError, match=r"rank 1 gets the part of rank 0 of .* 2 times"):
         verify(group)
+
+
+def sends_and_receives_on_two_lanes(group: list[Plan]) -> list[Plan]:
+    """Both ends agree, but a rank's batch would have to be on two lanes at once."""
+    changed = []
+    for plan in group:
+        send = plan.steps[0].send._replace(lane=plan.rank % 2)
+        receive = plan.steps[0].receive._replace(lane=(plan.rank - 1) % 4 % 2)
+        changed.append(mutated(plan, (0, {"send": send, "receive": receive})))
+    return changed
+
+
+def computed_a_step_late(group: list[Plan]) -> list[Plan]:
+    late = []
+    for plan in group:
+        one, two = plan.steps[1].compute, plan.steps[2].compute
+        late.append(mutated(plan, (1, {"compute": two}), (2, {"compute": one})))
+    return late
+
+
+def made_in_another_order(group: list[Plan]) -> list[Plan]:
+    made = []
+    for plan in group:
+        one, two = plan.steps[0].compute, plan.steps[1].compute
+        made.append(mutated(plan, (0, {"compute": two}), (1, {"compute": one})))
+    return made
+
+
+def receive_only(group: list[Plan]) -> list[Plan]:
+    return [mutated(group[0], (1, {"send": None})), *group[1:]]
+
+
+def a_chunk_that_does_not_exist(group: list[Plan]) -> list[Plan]:
+    changed = []
+    for plan in group:
+        send, receive = plan.steps[0].send, plan.steps[0].receive
+        extra = {
+            "send": send._replace(piece=send.piece._replace(chunk=9)),
+            "receive": receive._replace(piece=receive.piece._replace(chunk=9)),
+        }
+        changed.append(mutated(plan, (0, extra)))
+    return changed
+
+
+def added_in_another_order(group: list[Plan]) -> list[Plan]:
+    """Every rank starts with the distance 3: complete and in one order, but other bits."""
+    size = len(group)
+    changed = []
+    for plan in group:
+        steps = list(plan.steps)
+        for place, distance in enumerate((3, 1, 2)):
+            piece = Piece(None, (plan.rank + distance) % size, 0)
+            steps[place] = replace(steps[place], compute=piece)
+            after = steps[place + 1]
+            steps[place + 1] = replace(
+                after,
+                send=after.send._replace(target=piece.target, piece=piece),
+                receive=after.receive._replace(source=(plan.rank - distance) % size),
+            )
+        changed.append(replace(plan, steps=tuple(steps)))
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "shape", "fault", "words"),
+    [
+        ("gather", None, "shifted", sends_and_receives_on_two_lanes, "posted as one batch"),
+        ("all_to_all", "first", "ring", computed_a_step_late, "but the step before brings"),
+        ("reduce_scatter", None, "shifted", made_in_another_order, "where it has to send"),
+        ("reduce_scatter", None, "shifted", receive_only, "has a receive only"),
+        ("gather", None, "shifted", a_chunk_that_does_not_exist, "a block has 1 chunks only"),
+        ("reduce_scatter", None, "shifted", added_in_another_order, "other bits than the coll"),
+    ],
+)
+def test_plans_that_the_pipelines_would_miscarry_are_found(kind, own, shape, fault, words) -> None:
+    """In these, data and order are right, but the transport or a pipeline assumes more."""
+    group = plans(Schedule(shape, lanes=2), kind, 4, own)
+    assert counter_examples(group) == []
+    assert any(words in line for line in counter_examples(fault(group), limit=99))
 
 
 def test_a_ring_with_everyone_sending_first_is_a_deadlock() -> None:
