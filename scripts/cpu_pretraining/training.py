@@ -355,7 +355,7 @@ def _progress_bar(total: int, done: int, first: bool) -> Any:
     if not first or not sys.stderr.isatty():
         return None
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         return None
     return tqdm(total=total, initial=done, unit="it", dynamic_ncols=True)
