@@ -10,7 +10,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${COMMFUSE_VENV:-$ROOT/.venv}"
 
 prepare_environment() {
-    local set file stamp changed=() python="${PYTHON:-python3}"
+    local set file changed=() python="${PYTHON:-python3}"
     if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
         echo "The pinned packages are for Python 3.11; $python is" \
             "$("$python" --version 2>&1). Set PYTHON to a python3.11." >&2
@@ -19,7 +19,7 @@ prepare_environment() {
     # torch first: with it in place nothing can bring in another one.
     for set in torch "$@"; do
         file="$ROOT/scripts/requirements/$set.txt"
-        cmp --silent "$file" "$VENV/.installed-$set" || changed+=("$set")
+        cmp -s "$file" "$VENV/.installed-$set" || changed+=("$set")
     done
     if [ "${#changed[@]}" -gt 0 ]; then
         echo "Installing ${changed[*]} into $VENV (once)" >&2
