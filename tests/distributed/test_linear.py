@@ -243,6 +243,9 @@ def variants(op: str) -> list[Case]:
                 flags=("grad_added_to_main_grad", "zero_out_wgrad"),
             )
         )
+    for shape, wgrad, lanes in product(("shifted", "ring"), ("whole", "blocks"), (1, 2)):
+        options = LinearOptions(Schedule(shape, lanes, 3), wgrad=wgrad)
+        cases.append(replace(base, options=options, batched=True))
     for dtype in (torch.bfloat16, torch.float16):
         options = LinearOptions(Schedule(lanes=3), reduce_dtype=torch.float32)
         cases.append(replace(base, dtype=dtype, options=options))
