@@ -16,7 +16,8 @@ for tp in 2 4; do
                     --name compare_all "${options[@]}" "$@" > "$log" 2>&1 || failed=1
                 verdict="$(grep '^identical:' "$log" || tail -n 3 "$log")"
                 unsplit="$(sed -n 's/^commfuse against //p' "$log")"
-                echo "${options[*]} | $verdict | $unsplit"
+                fused="$(grep -c 'forward calls fused' "$log")"
+                echo "${options[*]} | $fused layers fused | $verdict | $unsplit"
             done
         done
     done
