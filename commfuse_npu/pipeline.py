@@ -266,6 +266,15 @@ class _Running:
             self._slots[key] = self._take(-(-self._block[0] // self.plan.chunks))
         return self._slots[key]
 
+    def _part(
+        self, whole: torch.Tensor, block: int | None, piece: Piece | None = None
+    ) -> torch.Tensor:
+        """The rows of ``piece`` in a block of a tensor of all blocks; the whole block for none."""
+        assert block is not None
+        rows = self._block[0]
+        inside = slice(0, rows) if piece is None else self.plan.inside(piece, rows)
+        return whole[block * rows + inside.start : block * rows + inside.stop]
+
     def _rows(self, piece: Piece) -> int:
         inside = self.plan.inside(piece, self._block[0])
         return int(inside.stop - inside.start)
@@ -410,8 +419,7 @@ class Gather(_Inbound):
         self._in_place = gathered is not None
         self._begin(self._open)
         if gathered is not None:
-            own = slice(plan.rank * shard.shape[0], (plan.rank + 1) * shard.shape[0])
-            gathered[own].copy_(shard)
+            self._part(gathered, plan.rank).copy_(shard)
 
     def _own(self) -> torch.Tensor:
         return self._shard
@@ -443,7 +451,14 @@ class _ExchangeIn(_Inbound):
         _expect_kind(plan, "all_to_all", "first", name)
         block = _block_of(blocks, plan.size, name)
         _expect_like(received, blocks.shape, blocks, name)
-        super().__init__(blocks, block, transport=transport, plan=plan, name=name)
+        super().__init__(
+            blocks,
+            block,
+            transport=transport,
+            plan=plan,
+            name=name,
+            options=received is not None,  # it decides when transfers are posted, as in Gather
+        )
         self._blocks = blocks
         if received is None and plan.forwards and plan.size > 1:
             received = self._take(blocks.shape[0])
@@ -452,20 +467,15 @@ class _ExchangeIn(_Inbound):
         self._transit: dict[Piece, torch.Tensor] = {}
         self._begin(self._open)
         if received is not None:
-            own = slice(plan.rank * block[0], (plan.rank + 1) * block[0])
-            received[own].copy_(blocks[own])
+            self._part(received, plan.rank).copy_(self._own())
 
     def _own(self) -> torch.Tensor:
-        rows = self._block[0]
-        return self._blocks[self.plan.rank * rows : (self.plan.rank + 1) * rows]
+        return self._part(self._blocks, self.plan.rank)
 
     def _outgoing(self, piece: Piece) -> torch.Tensor:
         if piece.source != self.plan.rank:
             return self._transit.pop(piece)
-        assert piece.target is not None
-        inside = self.plan.inside(piece, self._block[0])
-        start = piece.target * self._block[0]
-        return self._blocks[start + inside.start : start + inside.stop]
+        return self._part(self._blocks, piece.target, piece)
 
     def _incoming(self, position: int, piece: Piece) -> torch.Tensor:
         if piece.target != self.plan.rank:
@@ -644,18 +654,14 @@ class _ExchangeOut(_Outbound):
     def _incoming(self, position: int, piece: Piece) -> torch.Tensor:
         if piece.target != self.plan.rank:
             return self._take(self._rows(piece))
-        assert piece.source is not None
-        inside = self.plan.inside(piece, self._block[0])
-        start = piece.source * self._block[0]
-        return self._out[start + inside.start : start + inside.stop]
+        return self._part(self._out, piece.source, piece)
 
     def _fold(self, position: int, piece: Piece, buffer: torch.Tensor) -> None:
         if piece.target != self.plan.rank:
             self._transit[piece] = buffer
 
     def _own(self) -> torch.Tensor:
-        rows = self._block[0]
-        return self._out[self.plan.rank * rows : (self.plan.rank + 1) * rows]
+        return self._part(self._out, self.plan.rank)
 
     def finish(self) -> torch.Tensor:
         """Pass on what is for other ranks and wait for the rest."""

@@ -181,7 +181,7 @@ class Transport:
         self.device_type = _device_type(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
-        self._agreed: set[Hashable] = set()
+        self._agreed: dict[Hashable, int] = {}
         self._in_flight: set[Exchange] = set()
         self._thread = threading.get_ident()
         self._broken: str | None = None
@@ -316,7 +316,7 @@ class Transport:
             )
         self._thread = thread
         self.operations += 1
-        signature = self.agree(
+        identity = self.agree(
             name,
             path=plan.kind,
             own_block=plan.own,
@@ -325,11 +325,11 @@ class Transport:
             dtype=like.dtype,
             options=options,
         )
-        exchange = Exchange(self, plan, name, like, zlib.crc32(repr(signature).encode()))
+        exchange = Exchange(self, plan, name, like, identity)
         self._in_flight.add(exchange)
         return exchange
 
-    def agree(self, name: str, **facts: Hashable) -> Hashable:
+    def agree(self, name: str, **facts: Hashable) -> int:
         """Compare an operation with that of the other ranks, before anything is posted.
 
         The ranks of a group run the same operations in the same order, so that all of them meet a
@@ -337,7 +337,7 @@ class Transport:
         (nothing matches, the wait times out) and by HCCL's own time limit.
 
         Returns:
-            what was agreed on, to tell operations apart.
+            a number for what was agreed on, to tell operations apart; the same on every rank.
 
         Raises:
             MismatchError: another rank calls something else.
@@ -346,8 +346,16 @@ class Transport:
         if self._broken is not None:
             raise self.error()
         signature = (("operation", name), *facts.items())
-        if self.size == 1 or (self.check == "first" and signature in self._agreed):
-            return signature
+        identity = self._agreed.get(signature)
+        if identity is not None and (self.size == 1 or self.check == "first"):
+            return identity
+        if self.size > 1:
+            self._compare(name, signature)
+        if identity is None:
+            identity = self._agreed[signature] = zlib.crc32(repr(signature).encode())
+        return identity
+
+    def _compare(self, name: str, signature: tuple[tuple[str, Hashable], ...]) -> None:
         everyone: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(everyone, signature, group=self._control)
@@ -367,8 +375,6 @@ class Transport:
                     f"{differing}. Nothing was sent; call it alike on all ranks"
                 )
                 raise self.error(MismatchError)
-        self._agreed.add(signature)
-        return signature
 
     def fail(self, why: str, *left_over: object) -> None:
         """Break the transport: no later operation can be matched with the other ranks' any more."""
@@ -426,7 +432,7 @@ class Exchange:
     """
 
     def __init__(
-        self, transport: Transport, plan: Plan, name: str, like: torch.Tensor, signature: int
+        self, transport: Transport, plan: Plan, name: str, like: torch.Tensor, identity: int
     ) -> None:
         self.name = name
         self.plan = plan
@@ -434,7 +440,7 @@ class Exchange:
         self._like = like.dtype, like.device
         # Tags differ with what is sent and with how many operations came before: data for another
         # shape, or left over from a failure, never meets a receive (a short one aborts on gloo).
-        self._tag = signature ^ (transport.operations * 0x9E3779B1)
+        self._tag = identity ^ (transport.operations * 0x9E3779B1)
         self._steps = plan.transfers
         self._receives: list[_Handle] = []
         self._sends: dict[int, _Handle] = {}

@@ -25,6 +25,7 @@ differently than all rows together.  Weight gradients are one GEMM over all rows
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -269,17 +270,14 @@ class _AllGatherLinear(torch.autograd.Function):
                 gather.finish()
             if wgrad is not None and whole is not None:
                 # The last dgrad blocks travel while this runs.
-                for run in _gathered_runs(job, rows) if blocks else [slice(None)]:
+                runs = job.plan("gather").computed_rows(rows) if blocks else [slice(None)]
+                for run in runs:
                     wgrad.add(grad[run], whole[run])
             if scatter is not None:
                 scatter.finish()
         grad_weight = None if wgrad is None else wgrad.result()
         grad_bias = grad.sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None
-
-
-def _gathered_runs(job: _Job, block_rows: int) -> list[slice]:
-    return job.plan("gather").computed_rows(block_rows)
 
 
 # --------------------------------------------------------------- reduce-scatter
@@ -624,10 +622,7 @@ class _Job:
 
 def _rows(x: torch.Tensor) -> int:
     """``s * B`` rows of GEMM in a tensor ``[s, B, I]``."""
-    rows = 1
-    for length in x.shape[:-1]:
-        rows *= length
-    return rows
+    return math.prod(x.shape[:-1])
 
 
 def _for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:
