@@ -9,6 +9,7 @@ in its module.)
 layer                            sequence parallel   forward
 ===============================  ==================  ============================================
 ColumnParallelLinear             yes                 ``all_gather_linear``
+MindSpeed's column with norm     yes                 ``all_gather_linear`` after the norm
 RowParallelLinear                yes                 ``linear_reduce_scatter``
 RowParallelLinear                no                  ``linear_all_reduce``
 everything else                                      Megatron's own
@@ -47,6 +48,7 @@ Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.tensor_parallel.layers"
+_TRANSFORMER_ENGINE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 
 
 class _Manager(Protocol):
@@ -62,6 +64,7 @@ class LinearWrappers:
         layers: which of :data:`LAYERS` to fuse.
         form: ``fused``; or ``plain``, the plain collectives with the GEMMs of the fused form, the
             reference that it equals bit for bit.
+        min_bytes: layers of which a rank's block is smaller keep Megatron's forward.
 
     Attributes:
         transport: lanes of the tensor-parallel group.  Set it when the groups exist and before the
@@ -77,6 +80,7 @@ class LinearWrappers:
         options: LinearOptions = LinearOptions(),
         layers: Collection[str] = LAYERS,
         form: Form = "fused",
+        min_bytes: int = 0,
     ) -> None:
         unknown = sorted(set(layers) - set(LAYERS))
         if unknown:
@@ -87,6 +91,7 @@ class LinearWrappers:
         self.calls: Counter[tuple[str, str]] = Counter()
         self._layers = frozenset(layers)
         self._form = form
+        self._min_bytes = min_bytes
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
         self._said: set[str] = set()
 
@@ -98,6 +103,17 @@ class LinearWrappers:
         ):
             manager.register_patch(f"{_MODULE}.{name}.__init__", init)
             manager.register_patch(f"{_MODULE}.{name}.forward", forward)
+
+    def register_transformer_engine(self, manager: _Manager) -> None:
+        """Register for the layer that ``--transformer-impl transformer_engine`` uses, too.
+
+        MindSpeed's ``MindSpeedTELayerNormColumnParallelLinear`` takes the place of qkv and fc1
+        together with the norms before them.  Its row-parallel layer is Megatron's own.
+        """
+        manager.register_patch(
+            f"{_TRANSFORMER_ENGINE}.MindSpeedTELayerNormColumnParallelLinear.__init__",
+            self.norm_column_init_wrapper,
+        )
 
     # Megatron does not keep the name of a layer's communication buffer.
 
@@ -112,6 +128,32 @@ class LinearWrappers:
             layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or unnamed
 
         return column_init
+
+    def norm_column_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Remember which layer this is, and take over its linear part; its norm stays."""
+
+        @functools.wraps(init)
+        def norm_column_init(layer: Any, *args: Any, **kwargs: Any) -> None:
+            init(layer, *args, **kwargs)
+            layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or "unnamed"
+            linear = layer._linear_forward_impl
+
+            def linear_forward(
+                *,
+                input: torch.Tensor,
+                weight: torch.Tensor,
+                bias: torch.Tensor | None,
+                **keywords: Any,
+            ) -> torch.Tensor:
+                reason = self._column_obstacle(layer, input, weight, None)
+                if reason is None:
+                    return self._column_linear(layer, input, weight, bias)
+                self._count(layer, reason)
+                return linear(input=input, weight=weight, bias=bias, **keywords)
+
+            layer._linear_forward_impl = linear_forward
+
+        return norm_column_init
 
     def row_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
         """Remember which layer this is."""
@@ -134,27 +176,29 @@ class LinearWrappers:
             runtime_gather_output: bool | None = None,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             used = layer.weight if weight is None else weight
-            reason = self._column_obstacle(layer, used, runtime_gather_output)
+            reason = self._column_obstacle(layer, input_, used, runtime_gather_output)
             if reason is not None:
                 self._count(layer, reason)
                 return forward(layer, input_, weight, runtime_gather_output)
-            self._count(layer, self._form)
             bias = None if layer.skip_bias_add else layer.bias
-            if bias is not None and not used.requires_grad:
-                # As in Megatron: beside a frozen weight the bias gets no gradient either.
-                bias = bias.detach()
-            options = self._options[layer.gradient_accumulation_fusion]
-            if self._form == "fused":
-                output = all_gather_linear(
-                    input_, used, bias, transport=self._lanes(), options=options
-                )
-            else:
-                output = plain_all_gather_linear(
-                    input_, used, bias, group=self._lanes().group, options=options, same_gemms=True
-                )
+            output = self._column_linear(layer, input_, used, bias)
             return output, layer.bias if layer.skip_bias_add else None
 
         return column_forward
+
+    def _column_linear(
+        self, layer: Any, input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        self._count(layer, self._form)
+        if bias is not None and not weight.requires_grad:
+            # As in Megatron: beside a frozen weight the bias gets no gradient either.
+            bias = bias.detach()
+        options = self._options[layer.gradient_accumulation_fusion]
+        if self._form == "fused":
+            return all_gather_linear(input_, weight, bias, transport=self._lanes(), options=options)
+        return plain_all_gather_linear(
+            input_, weight, bias, group=self._lanes().group, options=options, same_gemms=True
+        )
 
     def row_forward_wrapper(self, forward: Forward) -> Forward:
         """``forward(input_) -> (output, bias)``."""
@@ -200,21 +244,27 @@ class LinearWrappers:
             )
         return self.transport
 
-    def _obstacle(self, layer: Any) -> str | None:
+    def _obstacle(self, layer: Any, block_bytes: int) -> str | None:
         """Why a layer of either kind keeps Megatron's forward, or ``None``."""
         name = getattr(layer, "commfuse_layer", "unnamed")
         if name not in self._layers:
             return f"{name} is not in the list of layers to fuse"
-        if layer.is_expert or layer.explicit_expert_comm:
+        if layer.is_expert or getattr(layer, "explicit_expert_comm", False):
             return "expert layers communicate by their own rules"
         if self._lanes().size == 1:
             return "a tensor-parallel group of one has nothing to transfer"
         if getattr(layer.config, "cpu_offloading", False):
             return "cpu_offloading needs Transformer Engine's layers"
+        if block_bytes < self._min_bytes:
+            return f"a block of {block_bytes} bytes is smaller than the limit of {self._min_bytes}"
         return None
 
     def _column_obstacle(
-        self, layer: Any, weight: torch.Tensor | None, runtime_gather_output: bool | None
+        self,
+        layer: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None,
+        runtime_gather_output: bool | None,
     ) -> str | None:
         gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
         if weight is None or tuple(weight.shape) != (
@@ -226,18 +276,21 @@ class LinearWrappers:
             return "without sequence parallelism the forward has no transfer"
         if gather:
             return "gather_output needs the whole output"
-        if layer.disable_grad_reduce:
+        if getattr(layer, "disable_grad_reduce", False):
             return "disable_grad_reduce leaves the reduction to others"
         if layer.config.defer_embedding_wgrad_compute and layer.commfuse_layer == "output":
             return "defer_embedding_wgrad_compute keeps the gradients for later"
-        return self._obstacle(layer)
+        return self._obstacle(layer, input_.nbytes)
 
     def _row_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
         if not layer.input_is_parallel:
             return "the input has to be scattered first"
-        obstacle = self._obstacle(layer)
-        if obstacle is None and layer.sequence_parallel and input_.shape[0] % self._lanes().size:
-            return f"sequence length {input_.shape[0]} is not divisible by {self._lanes().size}"
+        ranks = self._lanes().size
+        features = layer.weight.shape[0]
+        block = input_.numel() // input_.shape[-1] // ranks * features * input_.element_size()
+        obstacle = self._obstacle(layer, block)
+        if obstacle is None and layer.sequence_parallel and input_.shape[0] % ranks:
+            return f"sequence length {input_.shape[0]} is not divisible by {ranks}"
         return obstacle
 
     def _count(self, layer: Any, path: str) -> None:

@@ -17,13 +17,14 @@ from typing import Any, NoReturn
 
 import yaml
 
+from mindspeed_patches.arguments import add_arguments, whole
+
 from .usage_error import UsageError, is_first_process
 
-__all__ = ["COMMFUSE_LAYERS", "parse_arguments"]
+__all__ = ["parse_arguments"]
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "llama_tiny.yaml"
-COMMFUSE_LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,17 +38,6 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def _whole(minimum: int) -> Any:
-    def convert(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
-        return value
-
-    convert.__name__ = f"whole number >= {minimum}"
-    return convert
-
-
 def _number(minimum: float, maximum: float = float("inf")) -> Any:
     def convert(text: str) -> float:
         value = float(text)
@@ -57,18 +47,6 @@ def _number(minimum: float, maximum: float = float("inf")) -> Any:
 
     convert.__name__ = f"number in [{minimum}, {maximum}]"
     return convert
-
-
-def _layer_names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in COMMFUSE_LAYERS:
-            raise argparse.ArgumentTypeError(
-                f"unknown layer {name!r}; choose from {','.join(COMMFUSE_LAYERS)}"
-            )
-    if not names:
-        raise argparse.ArgumentTypeError("no layer named; use --no-use-commfuse to fuse none")
-    return names
 
 
 def _run_name(text: str) -> str:
@@ -88,46 +66,46 @@ def _parser() -> _Parser:
     flag = argparse.BooleanOptionalAction
 
     group = parser.add_argument_group("parallel layout")
-    group.add_argument("--tensor-model-parallel-size", type=_whole(1), help="ranks per layer (TP)")
-    group.add_argument("--data-parallel-size", type=_whole(1), help="replicas (DP); N = TP * DP")
+    group.add_argument("--tensor-model-parallel-size", type=whole(1), help="ranks per layer (TP)")
+    group.add_argument("--data-parallel-size", type=whole(1), help="replicas (DP); N = TP * DP")
     group.add_argument("--sequence-parallel", action=flag, help="off by itself when TP is 1")
-    group.add_argument("--distributed-timeout-minutes", type=_whole(1))
+    group.add_argument("--distributed-timeout-minutes", type=whole(1))
 
     group = parser.add_argument_group("model")
-    group.add_argument("--num-layers", type=_whole(1))
-    group.add_argument("--hidden-size", type=_whole(1))
-    group.add_argument("--ffn-hidden-size", type=_whole(1), help="width of the SwiGLU layer")
-    group.add_argument("--num-attention-heads", type=_whole(1))
-    group.add_argument("--num-query-groups", type=_whole(1), help="key/value heads")
-    group.add_argument("--seq-length", type=_whole(2))
-    group.add_argument("--make-vocab-size-divisible-by", type=_whole(1), help="times TP")
+    group.add_argument("--num-layers", type=whole(1))
+    group.add_argument("--hidden-size", type=whole(1))
+    group.add_argument("--ffn-hidden-size", type=whole(1), help="width of the SwiGLU layer")
+    group.add_argument("--num-attention-heads", type=whole(1))
+    group.add_argument("--num-query-groups", type=whole(1), help="key/value heads")
+    group.add_argument("--seq-length", type=whole(2))
+    group.add_argument("--make-vocab-size-divisible-by", type=whole(1), help="times TP")
     group.add_argument("--bf16", dest="bf16", action="store_const", const=True)
     group.add_argument("--fp32", dest="bf16", action="store_const", const=False)
     group.add_argument("--recompute", action=flag, help="full recompute, uniform, one layer each")
     group.add_argument("--gradient-accumulation-fusion", action=flag)
 
     group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=_whole(1))
-    group.add_argument("--global-batch-size", type=_whole(1))
-    group.add_argument("--train-iters", type=_whole(1))
+    group.add_argument("--micro-batch-size", type=whole(1))
+    group.add_argument("--global-batch-size", type=whole(1))
+    group.add_argument("--train-iters", type=whole(1))
     group.add_argument("--lr", type=_number(0.0))
     group.add_argument("--min-lr", type=_number(0.0))
-    group.add_argument("--lr-warmup-iters", type=_whole(0), help="default: by the fraction")
+    group.add_argument("--lr-warmup-iters", type=whole(0), help="default: by the fraction")
     group.add_argument("--lr-warmup-fraction", type=_number(0.0, 1.0), help="of --train-iters")
     group.add_argument("--weight-decay", type=_number(0.0))
     group.add_argument("--clip-grad", type=_number(0.0), help="0 turns clipping off")
     group.add_argument("--use-distributed-optimizer", action=flag)
-    group.add_argument("--seed", type=_whole(0))
+    group.add_argument("--seed", type=whole(0))
 
     group = parser.add_argument_group("data")
     group.add_argument("--data-path", help="file or folder; default: Python's standard library")
     group.add_argument("--valid-fraction", type=_number(0.0, 0.5), help="held-out share")
 
     group = parser.add_argument_group("output")
-    group.add_argument("--eval-interval", type=_whole(0), help="0 turns validation off")
-    group.add_argument("--eval-iters", type=_whole(1), help="global batches per validation")
-    group.add_argument("--log-interval", type=_whole(1))
-    group.add_argument("--save-interval", type=_whole(0), help="0 saves only when training ends")
+    group.add_argument("--eval-interval", type=whole(0), help="0 turns validation off")
+    group.add_argument("--eval-iters", type=whole(1), help="global batches per validation")
+    group.add_argument("--log-interval", type=whole(1))
+    group.add_argument("--save-interval", type=whole(0), help="0 saves only when training ends")
     group.add_argument("--name", type=_run_name, help="of the folder below --runs-dir")
     group.add_argument("--runs-dir")
     group.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
@@ -137,18 +115,7 @@ def _parser() -> _Parser:
         help="train with plain, fused and Megatron's layers; exit 1 unless plain equals fused",
     )
 
-    group = parser.add_argument_group("CommFuse")
-    group.add_argument("--use-commfuse", action=flag, help="fuse the tensor-parallel linears")
-    group.add_argument(
-        "--commfuse-layers", type=_layer_names, help=f"from {','.join(COMMFUSE_LAYERS)}"
-    )
-    group.add_argument("--commfuse-schedule", choices=("auto", "shifted", "ring", "two_level"))
-    group.add_argument("--commfuse-lanes", type=_whole(1), help="transfers in flight")
-    group.add_argument("--commfuse-chunks", type=_whole(1), help="sub-blocks per block")
-    group.add_argument("--commfuse-order", choices=("block", "interleaved"))
-    group.add_argument("--commfuse-reduce-dtype", choices=("none", "float32"))
-    group.add_argument("--commfuse-wgrad", choices=("whole", "blocks"))
-    group.add_argument("--commfuse-keep-gathered", action=flag)
+    add_arguments(parser.add_argument_group("CommFuse"))
 
     parser.add_argument("--config", type=Path, help=f"yaml, default configs/{DEFAULT_CONFIG.name}")
     return parser

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 from megatron.core import parallel_state
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers, PatchManager
+from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.wrappers import Form
 
 __all__ = ["MODES", "LinearsInUse", "tensor_parallel_linears"]
@@ -57,18 +55,13 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
-    schedule = _schedule(args)
+    options = commfuse_options(args)
+    schedule = options.linear.schedule
     if mode == "megatron":
         yield LinearsInUse(mode, None, schedule)
         return
-    options = LinearOptions(
-        schedule=schedule,
-        keep_gathered=args.commfuse_keep_gathered,
-        reduce_dtype=torch.float32 if args.commfuse_reduce_dtype == "float32" else None,
-        wgrad=args.commfuse_wgrad,
-    )
     form: Form = "fused" if mode == "commfuse" else "plain"
-    wrappers = LinearWrappers(options, args.commfuse_layers, form)
+    wrappers = LinearWrappers(options.linear, options.layers, form, options.min_bytes)
     manager = PatchManager()
     wrappers.register(manager)
     wrappers.transport = Transport.create(
@@ -82,20 +75,3 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
     finally:
         manager.remove_patches()
         wrappers.transport.close()
-
-
-def _schedule(args: argparse.Namespace) -> Schedule:
-    """``auto``: two_level if a tensor-parallel group spans nodes, else shifted."""
-    size = args.tensor_model_parallel_size
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    spans_nodes = local < size and size % local == 0
-    shape = args.commfuse_schedule
-    if shape == "auto":
-        shape = "two_level" if spans_nodes else "shifted"
-    return Schedule(
-        shape=shape,
-        lanes=args.commfuse_lanes,
-        chunks=args.commfuse_chunks,
-        order=args.commfuse_order,
-        node_size=min(local, size) if shape == "two_level" else None,
-    )

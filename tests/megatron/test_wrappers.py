@@ -148,10 +148,10 @@ def lanes(group: dist.ProcessGroup) -> Transport:
 
 
 @contextmanager
-def wrapped(knobs: Knobs, form: str) -> Iterator[LinearWrappers]:
+def wrapped(knobs: Knobs, form: str, min_bytes: int = 0) -> Iterator[LinearWrappers]:
     from megatron.core import parallel_state
 
-    wrappers = LinearWrappers(knobs.options, knobs.layers, form)
+    wrappers = LinearWrappers(knobs.options, knobs.layers, form, min_bytes)
     wrappers.transport = lanes(parallel_state.get_tensor_model_parallel_group())
     manager = PatchManager()
     wrappers.register(manager)
@@ -313,14 +313,19 @@ def test_megatrons_own_errors_stay(ranks) -> None:
 def experts_and_deferred_wgrad(rank: int) -> None:
     with megatron(2), wrapped(COLUMN, "fused") as wrappers:
         layer = build(COLUMN)
+
+        def obstacle(gather: bool | None = None) -> str | None:
+            x = torch.ones(4, 2, SIZES["hidden"])
+            return wrappers._column_obstacle(layer, x, layer.weight, gather)
+
         layer.is_expert = True
-        assert "expert" in wrappers._column_obstacle(layer, layer.weight, None)
+        assert "expert" in obstacle()
         layer.is_expert = False
-        assert wrappers._column_obstacle(layer, layer.weight, None) is None
-        assert "gather_output" in wrappers._column_obstacle(layer, layer.weight, True)
+        assert obstacle() is None
+        assert "gather_output" in obstacle(True)
         layer.config.defer_embedding_wgrad_compute = True
         layer.commfuse_layer = "output"
-        assert "defer_embedding" in wrappers._column_obstacle(layer, layer.weight, None)
+        assert "defer_embedding" in obstacle()
         row = build(ROW)
         assert "not divisible by 2" in wrappers._row_obstacle(row, torch.ones(3, 2, 64))
         row.input_is_parallel = False
@@ -329,6 +334,88 @@ def experts_and_deferred_wgrad(rank: int) -> None:
 
 def test_what_keeps_a_layer_from_being_fused(ranks) -> None:
     ranks(2).run(experts_and_deferred_wgrad)
+
+
+def small_blocks(rank: int) -> None:
+    """Both layers' blocks: 16 rows of 2 x 64 fp32 numbers."""
+    block = 16 * 2 * SIZES["hidden"] * 4
+    with megatron(2):
+        for knobs in (COLUMN, ROW):
+            for limit, path in (
+                (block, "fused"),
+                (block + 1, f"a block of {block} bytes is smaller than the limit of {block + 1}"),
+            ):
+                with wrapped(knobs, "fused", limit) as wrappers:
+                    run(knobs)
+                assert wrappers.calls == {(knobs.name, path): 1}
+
+
+def test_blocks_below_a_limit_are_left_to_megatron(ranks) -> None:
+    ranks(2).run(small_blocks)
+
+
+class NormColumn(torch.nn.Module):
+    """What MindSpeed's column-parallel layer with norm does, as far as its linear part goes."""
+
+    def __init__(self, column: torch.nn.Module, *, tp_comm_buffer_name: str | None = None) -> None:
+        from megatron.core.tensor_parallel import layers
+
+        super().__init__()
+        for name in ("config", "input_size", "output_size_per_partition", "gather_output",
+                     "skip_bias_add", "is_expert", "sequence_parallel",
+                     "gradient_accumulation_fusion", "allreduce_dgrad"):  # fmt: skip
+            setattr(self, name, getattr(column, name))
+        self.weight, self.bias = column.weight, column.bias
+        self.norm_weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, column.input_size))
+        self._linear_forward_impl = layers.linear_with_grad_accumulation_and_async_allreduce
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        normed = torch.nn.functional.rms_norm(x, (self.input_size,), self.norm_weight)
+        y = self._linear_forward_impl(
+            input=normed,
+            weight=self.weight,
+            bias=None if self.skip_bias_add else self.bias,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            allreduce_dgrad=self.allreduce_dgrad,
+            sequence_parallel=self.sequence_parallel,
+            grad_output_buffer=None,
+            wgrad_deferral_limit=None,
+        )
+        return y, self.bias if self.skip_bias_add else None
+
+
+def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any:
+    with megatron(2):
+        config = {"sequence_parallel": sequence_parallel}
+        results, calls = [], None
+        for fused in (False, True):
+            wrappers = LinearWrappers()
+            wrappers.transport = lanes(dist.group.WORLD)
+            init = NormColumn.__init__
+            wrapper = wrappers.norm_column_init_wrapper
+            with mock.patch.object(NormColumn, "__init__", wrapper(init) if fused else init):
+                layer = NormColumn(build(replace(COLUMN, config=config)), tp_comm_buffer_name=name)
+            x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(rank))
+            x.requires_grad_()
+            y, _ = layer(x)
+            y.square().sum().backward()
+            results.append([y, x.grad, *(p.grad for p in layer.parameters())])
+            calls = dict(wrappers.calls)
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "path"),
+    [
+        ("fc1", True, "fused"),
+        ("fc1", False, "without sequence parallelism the forward has no transfer"),
+        (None, True, "unnamed is not in the list of layers to fuse"),
+    ],
+)
+def test_the_layer_with_norm(ranks, name: str | None, sequence_parallel: bool, path: str) -> None:
+    found = ranks(2).run(norm_and_column, name, sequence_parallel)
+    assert found == [{(name or "unnamed", path): 1}] * 2
 
 
 def aliases_subclasses_and_checkpoints(rank: int) -> None:

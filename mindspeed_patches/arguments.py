@@ -1,0 +1,174 @@
+"""The options of CommFuse, for every parser that takes them, and what they mean.
+
+The same options serve MindSpeed's parser and the CPU pretraining.  MindSpeed parses twice: once
+early, when options that it does not know yet arrive as plain strings, and once for real.
+:func:`commfuse_options` reads either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from commfuse_npu import Schedule
+from commfuse_npu.ops import LinearOptions
+from mindspeed_patches.wrappers import LAYERS
+
+__all__ = ["DEFAULTS", "CommFuseOptions", "add_arguments", "commfuse_options", "schedule_for"]
+
+DEFAULTS: dict[str, Any] = {
+    "use_commfuse": False,
+    "commfuse_layers": LAYERS,
+    "commfuse_schedule": "auto",
+    "commfuse_lanes": 2,
+    "commfuse_chunks": 1,
+    "commfuse_order": "interleaved",
+    "commfuse_reduce_dtype": "none",
+    "commfuse_wgrad": "whole",
+    "commfuse_keep_gathered": False,
+    "commfuse_min_kib": 0,
+}
+"""What an option is when it is not given."""
+
+
+def whole(minimum: int) -> Callable[[str], int]:
+    """A converter for argparse: a whole number of at least ``minimum``."""
+
+    def convert(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
+        return value
+
+    convert.__name__ = f"whole number >= {minimum}"
+    return convert
+
+
+def _layer_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in LAYERS:
+            raise argparse.ArgumentTypeError(
+                f"unknown layer {name!r}; choose from {','.join(LAYERS)}"
+            )
+    if not names:
+        raise argparse.ArgumentTypeError("no layer named; leave --use-commfuse out to fuse none")
+    return names
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Declare the options, without defaults: set :data:`DEFAULTS` where they are wanted."""
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--use-commfuse", action=flag, help="fuse the tensor-parallel linears")
+    parser.add_argument(
+        "--commfuse-layers", type=_layer_names, help=f"which, from {','.join(LAYERS)}"
+    )
+    parser.add_argument(
+        "--commfuse-schedule",
+        choices=("auto", "shifted", "ring", "two_level"),
+        help="auto: two_level if a tensor-parallel group spans nodes, else shifted",
+    )
+    parser.add_argument("--commfuse-lanes", type=whole(1), help="transfers in flight")
+    parser.add_argument("--commfuse-chunks", type=whole(1), help="sub-blocks per block")
+    parser.add_argument("--commfuse-order", choices=("block", "interleaved"))
+    parser.add_argument(
+        "--commfuse-reduce-dtype",
+        choices=("none", "float32"),
+        help="float32: add partial sums in fp32 and round once",
+    )
+    parser.add_argument(
+        "--commfuse-wgrad",
+        choices=("whole", "blocks"),
+        help="blocks: a weight-gradient GEMM per arriving block, other rounding",
+    )
+    parser.add_argument("--commfuse-keep-gathered", action=flag, help="more memory, no re-gather")
+    parser.add_argument(
+        "--commfuse-min-kib",
+        type=whole(0),
+        help="layers whose block per rank is smaller keep Megatron's collective",
+    )
+
+
+@dataclass(frozen=True)
+class CommFuseOptions:
+    """What the options ask for.
+
+    Attributes:
+        linear: of the fused layers.
+        layers: names of the layers to fuse.
+        min_bytes: smaller blocks keep Megatron's collective.
+    """
+
+    linear: LinearOptions
+    layers: tuple[str, ...]
+    min_bytes: int
+
+
+def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
+    """Read the options from a namespace, early (strings) or real.
+
+    Raises:
+        ValueError: a value does not fit; the message names the option.
+    """
+    given = _typed(args)
+    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
+    return CommFuseOptions(
+        linear=LinearOptions(
+            schedule=schedule_for(given, tensor_parallel),
+            keep_gathered=given.commfuse_keep_gathered,
+            reduce_dtype=torch.float32 if given.commfuse_reduce_dtype == "float32" else None,
+            wgrad=given.commfuse_wgrad,
+        ),
+        layers=given.commfuse_layers,
+        min_bytes=1024 * given.commfuse_min_kib,
+    )
+
+
+def _typed(args: argparse.Namespace) -> argparse.Namespace:
+    """The CommFuse options of a namespace, converted from strings where need be."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add_arguments(parser)
+    values = dict(DEFAULTS)
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if value is None or action.dest not in DEFAULTS:
+            continue
+        option = action.option_strings[0]
+        if isinstance(value, str):
+            try:
+                value = action.type(value) if callable(action.type) else value
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise ValueError(f"{option}: {error}") from error
+        if action.choices is not None and value not in action.choices:
+            choices = ", ".join(map(str, action.choices))
+            raise ValueError(f"{option}: {value!r} is not one of {choices}")
+        values[action.dest] = value
+    return argparse.Namespace(**values)
+
+
+def schedule_for(given: argparse.Namespace, size: int) -> Schedule:
+    """The schedule that the options ask for, for a tensor-parallel group of ``size`` ranks.
+
+    ``auto`` is two_level if the group spans nodes, else shifted.  There are at most ``size - 1``
+    transfers to have in flight, and each lane costs buffers on every rank: superfluous lanes are
+    not made.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    spans_nodes = local < size and size % local == 0
+    shape = given.commfuse_schedule
+    if shape == "auto":
+        shape = "two_level" if spans_nodes else "shifted"
+    schedule = Schedule(
+        shape=shape,
+        lanes=given.commfuse_lanes,
+        chunks=given.commfuse_chunks,
+        order=given.commfuse_order,
+        node_size=min(local, size) if shape == "two_level" else None,
+    )
+    most = schedule.chunks if shape == "ring" else max(1, size - 1)
+    return replace(schedule, lanes=min(schedule.lanes, most))
