@@ -244,6 +244,9 @@ class Transport:
                 for _ in range(lanes)
             ]
             control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+            if control is None:
+                # MindSpeed's --disable-gloo-group makes none; the device's backend serves as well.
+                control = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             made[ranks] = channels, control
         channels, control = made[mine[0]]
         transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)

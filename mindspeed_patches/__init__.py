@@ -6,6 +6,7 @@ Imports point down: this package knows Megatron and MindSpeed, ``commfuse_npu`` 
 from __future__ import annotations
 
 from mindspeed_patches.patching import PatchManager
+from mindspeed_patches.registration import install
 from mindspeed_patches.wrappers import LAYERS, LinearWrappers
 
-__all__ = ["LAYERS", "LinearWrappers", "PatchManager"]
+__all__ = ["LAYERS", "LinearWrappers", "PatchManager", "install"]

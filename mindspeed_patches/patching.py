@@ -1,6 +1,7 @@
-"""A small stand-in for MindSpeed's patch manager, for machines without MindSpeed.
+"""Small stand-ins for MindSpeed's patch manager and features, for machines without MindSpeed.
 
-Same calls, same semantics (``mindspeed/patch_utils.py``, read at its branch ``master``):
+Same calls, same semantics (``mindspeed/patch_utils.py`` and ``mindspeed/features_manager``, read at
+the branch ``master``).  Of the patch manager:
 
 - nothing changes before :meth:`PatchManager.apply_patches`;
 - a function whose name ends in ``wrapper`` or ``decorator`` is called with the original and its
@@ -15,13 +16,14 @@ it changed, and a function that does not exist is an error unless ``create_dummy
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-__all__ = ["PatchManager"]
+__all__ = ["Feature", "FeaturesManager", "PatchManager"]
 
 Function = Callable[..., Any]
 
@@ -189,3 +191,82 @@ class PatchManager:
         for patch in reversed(self._patches.values()):
             patch.undo()
         self._patches.clear()
+
+
+class Feature:
+    """A feature: options, and patches that are in force if its own option is set.
+
+    Args:
+        feature_name: of the option, ``use-commfuse`` or ``use_commfuse``.
+        optimization_level: the smallest ``--optimization-level`` that includes the feature; a
+            feature of level 0 always applies.
+    """
+
+    def __init__(self, feature_name: str, optimization_level: int = 2) -> None:
+        self.feature_name = feature_name.lower().strip().replace("-", "_")
+        self.optimization_level = optimization_level
+
+    def is_need_apply(self, args: argparse.Namespace) -> bool:
+        """Whether the hooks that register patches are called."""
+        if self.optimization_level == 0:
+            return True
+        included = self.optimization_level <= args.optimization_level
+        return bool(included and getattr(args, self.feature_name, None))
+
+    def register_args(self, parser: argparse.ArgumentParser) -> None:
+        """Declare options; called on the early parser and on Megatron's."""
+
+    def pre_register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
+        """Register patches that have to be in force before Megatron is imported."""
+
+    def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
+        """Register patches."""
+
+    def pre_validate_args(self, args: argparse.Namespace) -> None:
+        """Before Megatron's own checks."""
+
+    def post_validate_args(self, args: argparse.Namespace) -> None:
+        """After Megatron's own checks."""
+
+    def validate_args(self, args: argparse.Namespace) -> None:
+        """After Megatron's own checks, too."""
+
+
+class FeaturesManager:
+    """The list of features, and what calls their hooks.
+
+    MindSpeed's is one class with one list.  Here each subclass has its own: give it
+    ``FEATURES_LIST`` and ``patches``.
+    """
+
+    FEATURES_LIST: ClassVar[list[Feature]]
+    patches: ClassVar[PatchManager]
+
+    @classmethod
+    def set_features_list(cls, features_list: Sequence[Feature]) -> None:
+        """Replace the contents of the list, in place."""
+        cls.FEATURES_LIST[:] = features_list
+
+    @classmethod
+    def register_features_args(cls, parser: argparse.ArgumentParser) -> None:
+        for feature in cls.FEATURES_LIST:
+            feature.register_args(parser)
+
+    @classmethod
+    def apply_features_pre_patches(cls, args: argparse.Namespace) -> None:
+        for feature in cls.FEATURES_LIST:
+            if feature.is_need_apply(args):
+                feature.pre_register_patches(cls.patches, args)
+        cls.patches.apply_patches()
+
+    @classmethod
+    def apply_features_patches(cls, args: argparse.Namespace) -> None:
+        for feature in cls.FEATURES_LIST:
+            if feature.is_need_apply(args):
+                feature.register_patches(cls.patches, args)
+        cls.patches.apply_patches()
+
+    @classmethod
+    def validate_features_args(cls, args: argparse.Namespace) -> None:
+        for feature in cls.FEATURES_LIST:
+            feature.validate_args(args)

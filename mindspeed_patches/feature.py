@@ -1,0 +1,102 @@
+"""``--use-commfuse`` as a feature of MindSpeed.
+
+MindSpeed calls a feature's hooks in this order (read in its sources and run on CPU):
+``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if the flag
+is set; ``register_args`` again on Megatron's parser; then, flag or not, ``pre_validate_args``,
+Megatron's own checks, ``post_validate_args`` and ``validate_args``.
+
+Importing this module imports MindSpeed where it is installed: :func:`mindspeed_patches.install`
+does so when it is called, not before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_patches.arguments import DEFAULTS, add_arguments, commfuse_options
+from mindspeed_patches.hccl_buffer import take_lane_megabytes
+from mindspeed_patches.lanes import TensorParallelLanes
+from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
+from mindspeed_patches.wrappers import LinearWrappers
+
+if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
+    from mindspeed_patches.patching import Feature as MindSpeedFeature
+else:
+    from mindspeed.features_manager.feature import MindSpeedFeature
+
+__all__ = ["CommFuseFeature"]
+
+
+class CommFuseFeature(MindSpeedFeature):
+    """Fused tensor-parallel linear layers.
+
+    Attributes:
+        wrappers: the wrapped layers and the count of their calls, once patches are registered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("use-commfuse", optimization_level=2)
+        self.wrappers: LinearWrappers | None = None
+        self._lanes: TensorParallelLanes | None = None
+
+    def register_args(self, parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group(title="commfuse")
+        add_arguments(group)
+        group.set_defaults(**DEFAULTS)
+
+    def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
+        """Wrap the linear layers and the set-up of groups.
+
+        Raises:
+            IncompatibleOptionsError: an option excludes CommFuse.
+            ValueError: an option has no sense.
+        """
+        check_compatible(args)
+        options = commfuse_options(args)
+        self.wrappers = LinearWrappers(options.linear, options.layers, min_bytes=options.min_bytes)
+        self.wrappers.register(patch_manager)
+        if _uses_transformer_engine(args):
+            self.wrappers.register_transformer_engine(patch_manager)
+        self._lanes = TensorParallelLanes(self.wrappers, options.linear.schedule.lanes)
+        self._lanes.register(patch_manager)
+
+    def validate_args(self, args: argparse.Namespace) -> None:
+        """Check the real arguments; MindSpeed calls this on every feature, also without its flag.
+
+        Raises:
+            IncompatibleOptionsError: an option excludes CommFuse, or one that it needs is missing.
+            ValueError: an option has no sense.
+        """
+        if not getattr(args, self.feature_name, None):
+            return
+        level = getattr(args, "optimization_level", self.optimization_level)
+        if level < self.optimization_level:
+            raise IncompatibleOptionsError(
+                f"--use-commfuse and --optimization-level {level} exclude each other: level "
+                f"{level} leaves features of level {self.optimization_level} out; leave one of the "
+                "two out"
+            )
+        check_compatible(args)
+        if getattr(args, "tensor_model_parallel_size", None) in (None, 1):
+            raise IncompatibleOptionsError(
+                "--use-commfuse needs --tensor-model-parallel-size of at least 2: a "
+                "tensor-parallel group of one transfers nothing; leave one of the two out"
+            )
+        commfuse_options(args)
+        if self._lanes is not None:
+            self._lanes.buffer_megabytes = take_lane_megabytes(args)
+
+
+_TRANSFORMER_ENGINE_LAYERS = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
+
+
+def _uses_transformer_engine(args: argparse.Namespace) -> bool:
+    """Whether MindSpeed's own column-parallel layer with norm may take the place of Megatron's."""
+    if getattr(args, "transformer_impl", "transformer_engine") != "transformer_engine":
+        return False
+    try:
+        return importlib.util.find_spec(_TRANSFORMER_ENGINE_LAYERS) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False

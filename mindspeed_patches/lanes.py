@@ -1,0 +1,90 @@
+"""Makes the lanes of the tensor-parallel groups, at the moment when the groups exist.
+
+New process groups have to be made by all processes in the same order, and HCCL connects them at
+their first use.  Both belong next to Megatron's own set-up of groups and never into a forward: so
+the lanes come right after ``initialize_model_parallel``, and go before ``destroy_model_parallel``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from commfuse_npu.transport import Transport
+from mindspeed_patches.hccl_buffer import lane_options
+from mindspeed_patches.wrappers import LinearWrappers
+
+__all__ = ["TensorParallelLanes"]
+
+_logger = logging.getLogger(__name__)
+_MODULE = "megatron.core.parallel_state"
+
+
+class TensorParallelLanes:
+    """Wrappers of Megatron's set-up and end of process groups.
+
+    Args:
+        wrappers: the linear layers that get the transport.
+        lanes: how many to make per tensor-parallel group.
+
+    Attributes:
+        buffer_megabytes: HCCL's buffer per lane, as large as the tensor-parallel group's if None.
+    """
+
+    def __init__(self, wrappers: LinearWrappers, lanes: int) -> None:
+        self.buffer_megabytes: int | None = None
+        self._wrappers = wrappers
+        self._lanes = lanes
+
+    def register(self, manager: Any) -> None:
+        """Register with MindSpeed's patch manager, or with our stand-in."""
+        manager.register_patch(
+            f"{_MODULE}.initialize_model_parallel", self.initialize_model_parallel_wrapper
+        )
+        manager.register_patch(
+            f"{_MODULE}.destroy_model_parallel", self.destroy_model_parallel_wrapper
+        )
+
+    def initialize_model_parallel_wrapper(
+        self, initialize: Callable[..., None]
+    ) -> Callable[..., None]:
+        """Make the lanes when all of Megatron's groups are made."""
+
+        @functools.wraps(initialize)
+        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+            from megatron.core import parallel_state
+
+            initialize(*args, **kwargs)
+            self._close()
+            group = parallel_state.get_tensor_model_parallel_group()
+            self._wrappers.transport = Transport.create(
+                group,
+                lanes=self._lanes,
+                timeout=timedelta(minutes=kwargs.get("distributed_timeout_minutes", 30)),
+                lane_options=lane_options(group, self.buffer_megabytes),
+            )
+            _logger.info(
+                "CommFuse made %d lanes per tensor-parallel group of %d",
+                self._lanes,
+                group.size(),
+            )
+
+        return initialize_model_parallel
+
+    def destroy_model_parallel_wrapper(self, destroy: Callable[..., None]) -> Callable[..., None]:
+        """Give the lanes up with the groups that they belong to."""
+
+        @functools.wraps(destroy)
+        def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
+            self._close()
+            destroy(*args, **kwargs)
+
+        return destroy_model_parallel
+
+    def _close(self) -> None:
+        transport, self._wrappers.transport = self._wrappers.transport, None
+        if transport is not None:
+            transport.close()

@@ -1,0 +1,48 @@
+"""Run a pretraining script with CommFuse registered, without an edit of its source.
+
+::
+
+    torchrun ... -m mindspeed_patches.launch pretrain_gpt.py ... --use-commfuse
+
+is ``torchrun ... pretrain_gpt.py ...`` with :func:`mindspeed_patches.install` called first.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from mindspeed_patches.registration import install
+
+__all__ = ["main"]
+
+
+def main(command: Sequence[str] | None = None) -> None:
+    """Run ``command``, a script and its arguments, by default those of this process."""
+    command = list(sys.argv[1:] if command is None else command)
+    if not command or command[0].startswith("-"):
+        raise SystemExit(
+            "usage: torchrun [options] -m mindspeed_patches.launch SCRIPT [its arguments]; the "
+            "script, as pretrain_gpt.py, comes first"
+        )
+    script = command[0]
+    if not os.path.isfile(script):
+        raise SystemExit(
+            f"mindspeed_patches.launch: there is no script {script} in {os.getcwd()}; run it from "
+            "MindSpeed-LLM's folder or give the script's path"
+        )
+    # As if the script had been started itself.
+    sys.argv = command
+    folder = os.path.dirname(os.path.abspath(script))
+    if sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    else:
+        sys.path[0] = folder
+    install()
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

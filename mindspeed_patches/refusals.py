@@ -1,0 +1,137 @@
+"""With what CommFuse cannot be combined, why, and what to do instead.
+
+Asked twice: at patch time, because features that replace Megatron's linear classes do so before
+any argument is checked, and again with the real arguments.  At patch time options that nobody typed
+are absent and values are strings.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["REFUSALS", "IncompatibleOptionsError", "Refusal", "check_compatible"]
+
+
+class IncompatibleOptionsError(AssertionError):
+    """Options that exclude each other; an AssertionError as in MindSpeed's own checks."""
+
+
+def _set(value: Any) -> bool:
+    """Given and not switched off; an option that takes a list may be an empty one."""
+    return bool(value) and value not in ("False", "false", "0")
+
+
+def _more_than_one(value: Any) -> bool:
+    return int(value or 1) > 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An option that excludes ``--use-commfuse``.
+
+    Attributes:
+        option: how a user writes it.
+        names: its attributes in a namespace.
+        why: what it does that does not go together.
+        instead: the way out.
+        applies: whether a value of it is one that is meant.
+    """
+
+    option: str
+    names: tuple[str, ...]
+    why: str
+    instead: str
+    applies: Callable[[Any], bool] = _set
+
+    def given(self, args: argparse.Namespace) -> bool:
+        return any(self.applies(getattr(args, name, None)) for name in self.names)
+
+    def __str__(self) -> str:
+        return f"--use-commfuse and {self.option} exclude each other: {self.why}; {self.instead}"
+
+
+_CHOOSE = "leave one of the two out"
+_REPLACES = "it replaces Megatron's column- and row-parallel linear layers by its own"
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("--use-ascend-mc2", ("use_ascend_mc2",), _REPLACES, _CHOOSE),
+    Refusal("--use-ascend-coc", ("use_ascend_coc",), _REPLACES, _CHOOSE),
+    Refusal("--unaligned-linear", ("unaligned_linear",), _REPLACES, _CHOOSE),
+    Refusal(
+        "--tp-2d",
+        ("tp_2d",),
+        "it splits each linear layer over two dimensions with collectives of its own",
+        _CHOOSE,
+    ),
+    Refusal(
+        "--moe-fb-overlap",
+        ("moe_fb_overlap",),
+        "it takes the backward of the linear layers apart to overlap it with expert transfers",
+        _CHOOSE,
+    ),
+    Refusal(
+        "--use-nanopipe",
+        ("use_nanopipe",),
+        "it takes the weight gradients out of the backward of the linear layers",
+        _CHOOSE,
+    ),
+    Refusal(
+        "--schedules-method dualpipev",
+        ("schedules_method",),
+        "it takes the weight gradients out of the backward of the linear layers",
+        "leave --use-commfuse out or choose another pipeline schedule",
+        lambda value: value == "dualpipev",
+    ),
+    Refusal(
+        "--qat-scheme",
+        ("qat_scheme",),
+        "quantization-aware training quantizes inside the linear layers",
+        _CHOOSE,
+    ),
+    Refusal(
+        "--fp8-format",
+        ("fp8_format", "fp8"),
+        "the fused layers compute in fp32, bf16 and fp16 only",
+        "leave one of the two out and train in --bf16",
+    ),
+    Refusal(
+        "--lora-target-modules",
+        ("lora_target_modules",),
+        "LoRA wraps the linear layers and trains adapters beside them",
+        _CHOOSE,
+    ),
+    Refusal(
+        "--tp-comm-overlap",
+        ("tp_comm_overlap",),
+        "it is Transformer Engine's own overlap of the same transfers",
+        _CHOOSE,
+    ),
+    Refusal(
+        "--output-layer-slice-num",
+        ("output_layer_slice_num",),
+        "it runs the output layer slice by slice with collectives of its own",
+        "leave one of the two out",
+        _more_than_one,
+    ),
+    Refusal(
+        "--use-legacy-models",
+        ("use_legacy_models",),
+        "legacy models do not use Megatron core's linear layers",
+        "leave one of the two out; --use-mcore-models has the layers that are fused",
+    ),
+)
+"""Every option that excludes CommFuse (MindSpeed's and MindSpeed-LLM's feature sources, read)."""
+
+
+def check_compatible(args: argparse.Namespace) -> None:
+    """Refuse what is already known to exclude CommFuse.
+
+    Raises:
+        IncompatibleOptionsError: names all such options, the reasons and the way out.
+    """
+    found = [str(refusal) for refusal in REFUSALS if refusal.given(args)]
+    if found:
+        raise IncompatibleOptionsError("\n".join(found))

@@ -1,0 +1,120 @@
+"""Adds the feature to MindSpeed's list, without an edit of anybody's source.
+
+MindSpeed-LLM replaces the contents of the list while it is imported, so that what was appended
+before is lost, and what is appended after comes too late for the patches.  Wrapping the call that
+replaces the contents works in either case (run on CPU with MindSpeed-LLM 2.2.0 to master).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindspeed_patches.feature import CommFuseFeature
+
+__all__ = ["install"]
+
+_SUPPORTED = (
+    "MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master with the MindSpeed branch of the same "
+    "name (<version>_core_r0.12.1, or master) and Megatron-LM core_v0.12.1"
+)
+_LLM_ADAPTOR = "mindspeed_llm.tasks.megatron_adaptor_v2"
+_CORE_ADAPTOR = "mindspeed.megatron_adaptor"
+
+
+def install() -> CommFuseFeature:
+    """Make ``--use-commfuse`` known to MindSpeed, and in force if it is on the command line.
+
+    Call it after ``import torch``, best before ``import mindspeed_llm`` (or
+    ``mindspeed.megatron_adaptor`` without MindSpeed-LLM); later it patches what those have left.
+    A second call changes nothing.
+
+    Returns:
+        the feature, the same at every call.
+
+    Raises:
+        RuntimeError: MindSpeed is missing, or it or MindSpeed-LLM is too old.
+        IncompatibleOptionsError: called late, with options that exclude CommFuse.
+    """
+    _check_llm()
+    manager = _features_manager()
+    feature = _the_feature()
+    if getattr(manager.set_features_list, "keeps", None) is feature:
+        return feature
+    _keep(feature, manager)
+    late = _early_arguments_of_a_finished_import()
+    if late is not None:
+        _apply(feature, late())
+    return feature
+
+
+@functools.cache
+def _the_feature() -> CommFuseFeature:
+    from mindspeed_patches.feature import CommFuseFeature
+
+    return CommFuseFeature()
+
+
+def _features_manager() -> Any:
+    try:
+        module = importlib.import_module("mindspeed.features_manager.features_manager")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("mindspeed"):
+            raise
+        raise RuntimeError(
+            f"{error}: the feature needs MindSpeed on the Python path, {_SUPPORTED}. Without "
+            "MindSpeed use mindspeed_patches.LinearWrappers on Megatron's layers"
+        ) from error
+    return module.MindSpeedFeaturesManager
+
+
+def _check_llm() -> None:
+    """Refuse a MindSpeed-LLM without features, found without importing it."""
+    found = importlib.util.find_spec("mindspeed_llm")
+    folders = found.submodule_search_locations if found is not None else None
+    if folders and not any(
+        (Path(p) / "tasks" / "megatron_adaptor_v2.py").exists() for p in folders
+    ):
+        raise RuntimeError(
+            f"the MindSpeed-LLM in {next(iter(folders))} is 2.1.0 or older: it has no feature "
+            f"manager, so that features cannot be added to it; use {_SUPPORTED}"
+        )
+
+
+def _keep(feature: CommFuseFeature, manager: Any) -> None:
+    """Put the feature at the end of the list, now and whenever the list is replaced."""
+    replace_list = manager.set_features_list
+
+    @functools.wraps(replace_list)
+    def set_features_list(features_list: Sequence[Any]) -> None:
+        others = [other for other in features_list if other is not feature]
+        replace_list([*others, feature])
+
+    set_features_list.keeps = feature  # type: ignore[attr-defined]
+    manager.set_features_list = staticmethod(set_features_list)
+    set_features_list(list(manager.FEATURES_LIST))
+
+
+def _early_arguments_of_a_finished_import() -> Callable[[], Any] | None:
+    """What gives the early arguments, if MindSpeed has applied its patches already."""
+    llm = sys.modules.get(_LLM_ADAPTOR)
+    if llm is not None:
+        return llm.FeatureAdaptor.get_mindspeed_llm_args
+    if _CORE_ADAPTOR in sys.modules:
+        return importlib.import_module("mindspeed.args_utils").get_mindspeed_args
+    return None
+
+
+def _apply(feature: CommFuseFeature, args: Any) -> None:
+    if not feature.is_need_apply(args):
+        return
+    manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
+    feature.pre_register_patches(manager, args)
+    feature.register_patches(manager, args)
+    manager.apply_patches()

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from mindspeed_patches.patching import PatchManager
+
+MindSpeedPatchesManager = PatchManager()

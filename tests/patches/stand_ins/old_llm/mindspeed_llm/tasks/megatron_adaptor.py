@@ -1,0 +1,1 @@
+"""What 2.1.0 has in place of features."""

@@ -1,0 +1,223 @@
+"""The feature's options, what it refuses, and its hooks against the stand-in managers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from commfuse_npu import Schedule
+from mindspeed_patches.arguments import DEFAULTS, commfuse_options
+from mindspeed_patches.feature import CommFuseFeature
+from mindspeed_patches.patching import Feature, FeaturesManager, PatchManager
+from mindspeed_patches.refusals import REFUSALS, IncompatibleOptionsError, check_compatible
+from mindspeed_patches.wrappers import LAYERS
+
+REFUSED = {
+    "use_ascend_mc2": True,
+    "use_ascend_coc": True,
+    "unaligned_linear": True,
+    "tp_2d": True,
+    "moe_fb_overlap": True,
+    "use_nanopipe": True,
+    "schedules_method": "dualpipev",
+    "qat_scheme": "w4a16-mxfp4",
+    "fp8": "hybrid",
+    "fp8_format": "e4m3",
+    "lora_target_modules": ["linear_qkv"],
+    "tp_comm_overlap": True,
+    "output_layer_slice_num": 2,
+    "use_legacy_models": True,
+}
+"""Each attribute that is refused, with a value that a user would give."""
+
+HARMLESS = {
+    "schedules_method": "1f1b",
+    "lora_target_modules": [],
+    "output_layer_slice_num": 1,
+    "fp8_format": None,
+    "tp_2d": False,
+}
+
+
+def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
+    """What the real parser gives: the feature's options, and whatever else is in ``others``."""
+    parser = argparse.ArgumentParser()
+    CommFuseFeature().register_args(parser)
+    args = parser.parse_args(["--use-commfuse", *options])
+    values = {"tensor_model_parallel_size": 2, "optimization_level": 2} | others
+    vars(args).update(values)
+    return args
+
+
+class TestRefusals:
+    def test_every_refusal_is_tested(self) -> None:
+        names = {name for refusal in REFUSALS for name in refusal.names}
+        assert names == set(REFUSED)
+
+    @pytest.mark.parametrize("name", sorted(REFUSED))
+    def test_refused_with_both_flags_and_a_way_out(self, name: str) -> None:
+        option = next(r.option for r in REFUSALS if name in r.names)
+        expected = f"--use-commfuse and {option} exclude each other: .+; .+"
+        value = REFUSED[name]
+        # The real arguments, and the early ones, where a value is a string.
+        early = value if isinstance(value, bool | list) else str(value)
+        args = real_arguments(**{name: value})
+        with pytest.raises(IncompatibleOptionsError, match=expected):
+            CommFuseFeature().validate_args(args)
+        with pytest.raises(IncompatibleOptionsError, match=expected):
+            CommFuseFeature().register_patches(
+                PatchManager(), argparse.Namespace(use_commfuse=True, **{name: early})
+            )
+
+    def test_all_at_once(self) -> None:
+        with pytest.raises(IncompatibleOptionsError) as caught:
+            check_compatible(argparse.Namespace(tp_2d=True, use_nanopipe=True))
+        assert "--tp-2d" in str(caught.value)
+        assert "--use-nanopipe" in str(caught.value)
+
+    def test_the_same_options_switched_off_are_not_refused(self) -> None:
+        check_compatible(argparse.Namespace(**HARMLESS))
+        check_compatible(argparse.Namespace(**dict.fromkeys(REFUSED, None)))
+        check_compatible(argparse.Namespace(output_layer_slice_num="1", schedules_method="1f1b"))
+
+    def test_nothing_is_checked_without_the_flag(self) -> None:
+        args = real_arguments(**REFUSED)
+        args.use_commfuse = False
+        CommFuseFeature().validate_args(args)
+        # MindSpeed core validates a TransformerConfig as well, which has none of the options.
+        CommFuseFeature().validate_args(argparse.Namespace())
+
+    @pytest.mark.parametrize("size", [1, None])
+    def test_tensor_parallelism_is_needed(self, size: int | None) -> None:
+        args = real_arguments(tensor_model_parallel_size=size)
+        with pytest.raises(
+            IncompatibleOptionsError,
+            match="--use-commfuse needs --tensor-model-parallel-size of at least 2",
+        ):
+            CommFuseFeature().validate_args(args)
+
+    def test_a_level_that_leaves_the_feature_out(self) -> None:
+        args = real_arguments(optimization_level=1)
+        assert not CommFuseFeature().is_need_apply(args)
+        with pytest.raises(
+            IncompatibleOptionsError, match="--use-commfuse and --optimization-level 1 exclude"
+        ):
+            CommFuseFeature().validate_args(args)
+
+
+class TestOptions:
+    def test_defaults(self) -> None:
+        args = real_arguments()
+        assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS | {"use_commfuse": True}
+        options = commfuse_options(args)
+        assert options.layers == LAYERS
+        assert options.min_bytes == 0
+        assert options.linear.reduce_dtype is None
+        assert options.linear.schedule == Schedule("shifted", lanes=1)
+
+    @pytest.mark.parametrize("early", [False, True])
+    def test_typed_or_as_strings(self, early: bool) -> None:
+        given = {
+            "commfuse_layers": "qkv,fc1",
+            "commfuse_schedule": "ring",
+            "commfuse_lanes": "3",
+            "commfuse_chunks": "4",
+            "commfuse_order": "block",
+            "commfuse_reduce_dtype": "float32",
+            "commfuse_wgrad": "blocks",
+            "commfuse_min_kib": "16",
+        }
+        if early:
+            args = argparse.Namespace(tensor_model_parallel_size="4", **given)
+            args.commfuse_keep_gathered = True
+        else:
+            words = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", v)]
+            words.append("--commfuse-keep-gathered")
+            args = real_arguments(*words, tensor_model_parallel_size=4)
+        options = commfuse_options(args)
+        assert options.layers == ("qkv", "fc1")
+        assert options.min_bytes == 16 * 1024
+        linear = options.linear
+        assert linear.schedule == Schedule("ring", lanes=3, chunks=4, order="block")
+        assert (linear.reduce_dtype, linear.wgrad) == (torch.float32, "blocks")
+        assert linear.keep_gathered
+
+    def test_lanes_that_nothing_would_use_are_not_made(self) -> None:
+        args = real_arguments("--commfuse-lanes", "7", tensor_model_parallel_size=4)
+        assert commfuse_options(args).linear.schedule.lanes == 3
+
+    @pytest.mark.parametrize(
+        ("local", "shape"), [("8", "shifted"), ("4", "two_level"), ("3", "shifted")]
+    )
+    def test_auto_is_two_level_where_a_group_spans_nodes(
+        self, monkeypatch: pytest.MonkeyPatch, local: str, shape: str
+    ) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        args = real_arguments(tensor_model_parallel_size=8)
+        schedule = commfuse_options(args).linear.schedule
+        assert schedule.shape == shape
+        assert schedule.node_size == (4 if shape == "two_level" else None)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("commfuse_lanes", "0", "--commfuse-lanes: 0 is less than 1"),
+            ("commfuse_lanes", "two", "--commfuse-lanes: .*two"),
+            ("commfuse_layers", "qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
+            ("commfuse_schedule", "star", "--commfuse-schedule: 'star' is not one of auto"),
+        ],
+    )
+    def test_a_senseless_value_names_its_option(self, name: str, value: str, message: str) -> None:
+        args = argparse.Namespace(use_commfuse=True, **{name: value})
+        with pytest.raises(ValueError, match=message):
+            CommFuseFeature().register_patches(PatchManager(), args)
+
+    def test_the_parser_refuses_it_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            real_arguments("--commfuse-chunks", "0")
+        assert "--commfuse-chunks: 0 is less than 1" in capsys.readouterr().err
+
+    def test_registering_twice_is_stateless(self) -> None:
+        feature = CommFuseFeature()
+        for _ in range(2):
+            feature.register_args(argparse.ArgumentParser())
+
+
+class TestHooks:
+    def test_patches_only_with_the_flag(self) -> None:
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+        class Manager(FeaturesManager):
+            FEATURES_LIST: ClassVar[list[Feature]] = [CommFuseFeature()]
+            patches = PatchManager()
+
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+        def owners() -> list[Any]:
+            return [
+                ColumnParallelLinear.forward,
+                RowParallelLinear.forward,
+                parallel_state.initialize_model_parallel,
+            ]
+
+        before = owners()
+        off = argparse.Namespace(optimization_level=2, use_commfuse=False)
+        Manager.apply_features_pre_patches(off)
+        Manager.apply_features_patches(off)
+        assert owners() == before
+        on = real_arguments(transformer_impl="local")
+        Manager.apply_features_pre_patches(on)
+        assert owners() == before
+        Manager.apply_features_patches(on)
+        try:
+            assert all(new.__wrapped__ is old for new, old in zip(owners(), before, strict=True))
+        finally:
+            Manager.patches.remove_patches()
+        assert owners() == before
+
+    def test_the_flag_is_the_name_of_the_feature(self) -> None:
+        assert CommFuseFeature().feature_name == "use_commfuse"

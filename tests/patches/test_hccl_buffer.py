@@ -1,0 +1,38 @@
+"""The lanes' part of ``--hccl-group-buffer``."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mindspeed_patches.hccl_buffer import take_lane_megabytes
+
+
+@pytest.mark.parametrize(
+    ("given", "megabytes", "left"),
+    [
+        ("commfuse:64", 64, None),
+        ("tp:400;commfuse: 64;dp:100", 64, "tp:400;dp:100"),
+        ("tp:400,commfuse:32", 32, "tp:400"),
+        ("tp:400;dp:100", None, "tp:400;dp:100"),
+        (None, None, None),
+    ],
+)
+def test_the_lanes_part_is_taken_out(
+    given: str | None, megabytes: int | None, left: str | None
+) -> None:
+    args = argparse.Namespace(hccl_group_buffer=given)
+    assert take_lane_megabytes(args) == megabytes
+    assert args.hccl_group_buffer == left
+
+
+def test_a_mindspeed_without_the_option() -> None:
+    assert take_lane_megabytes(argparse.Namespace()) is None
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "much", "", "1.5"])
+def test_a_senseless_size(size: str) -> None:
+    args = argparse.Namespace(hccl_group_buffer=f"tp:1;commfuse:{size}")
+    with pytest.raises(ValueError, match=r"--hccl-group-buffer commfuse:.*whole number from 1"):
+        take_lane_megabytes(args)

@@ -1,0 +1,195 @@
+"""``install()`` against the life cycle of MindSpeed and MindSpeed-LLM, played by stand-ins."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+layers = pytest.importorskip(
+    "megatron.core.tensor_parallel.layers", reason="megatron-core is not installed"
+)
+
+from mindspeed_patches import launch, registration
+from mindspeed_patches.refusals import IncompatibleOptionsError
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+MEGATRON_FORWARD = layers.ColumnParallelLinear.forward
+COMMAND = ["pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+
+
+def forget() -> None:
+    """Leave no trace of the stand-ins, nor of the feature that was built on them."""
+    patches = sys.modules.get("mindspeed.patch_utils")
+    if patches is not None:
+        patches.MindSpeedPatchesManager.remove_patches()
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("mindspeed", "mindspeed_llm"):
+            del sys.modules[name]
+    sys.modules.pop("mindspeed_patches.feature", None)
+    registration._the_feature.cache_clear()
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """``command(*options)`` is what the user typed; the stand-ins are on the path."""
+    forget()
+    monkeypatch.syspath_prepend(STAND_INS)
+
+    def typed(*options: str) -> None:
+        monkeypatch.setattr(sys, "argv", [*COMMAND, *options])
+
+    typed("--use-commfuse")
+    yield typed
+    forget()
+
+
+def features() -> list[str]:
+    manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
+    return [feature.feature_name for feature in manager.FEATURES_LIST]
+
+
+def wrapped() -> int:
+    """How many times Megatron's column-parallel forward is wrapped."""
+    count, function = 0, layers.ColumnParallelLinear.forward
+    while function is not MEGATRON_FORWARD:
+        count, function = count + 1, function.__wrapped__
+    return count
+
+
+@pytest.mark.parametrize("when", ["before", "after", "before and after", "twice after"])
+def test_installed_before_or_after_mindspeed_llm(command, when: str) -> None:
+    if "before" in when:
+        first = registration.install()
+    importlib.import_module("mindspeed_llm")
+    assert wrapped() == ("before" in when)
+    for _ in range(when.count("after") + when.count("twice")):
+        first = registration.install()
+    assert wrapped() == 1
+    assert features() == ["own_of_llm", "use_commfuse"]
+    assert registration.install() is first
+
+
+def test_mindspeed_llm_wipes_what_was_appended_before(command) -> None:
+    """Why the call that replaces the list is wrapped."""
+    manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
+    from mindspeed_patches.feature import CommFuseFeature
+
+    manager.FEATURES_LIST.append(CommFuseFeature())
+    assert features() == ["own_of_mindspeed", "use_commfuse"]
+    importlib.import_module("mindspeed_llm")
+    assert features() == ["own_of_llm"]
+    assert wrapped() == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_mindspeed_alone(command, late: bool) -> None:
+    """Without MindSpeed-LLM; late, the options were parsed before anybody declared them."""
+    command("--use-commfuse", "--commfuse-lanes", "3", "--commfuse-layers", "qkv,fc1")
+    if late:
+        importlib.import_module("mindspeed.megatron_adaptor")
+    feature = registration.install()
+    importlib.import_module("mindspeed.megatron_adaptor")
+    assert wrapped() == 1
+    assert features() == ["own_of_mindspeed", "use_commfuse"]
+    assert feature.wrappers is not None
+    assert feature.wrappers._layers == {"qkv", "fc1"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_patched_without_the_flag(command, late: bool) -> None:
+    command()
+    if late:
+        importlib.import_module("mindspeed_llm")
+    feature = registration.install()
+    importlib.import_module("mindspeed_llm")
+    assert wrapped() == 0
+    assert feature.wrappers is None
+    assert features() == ["own_of_llm", "use_commfuse"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_features_that_replace_the_layers_are_refused_at_patch_time(command, late: bool) -> None:
+    command("--use-commfuse", "--use-ascend-coc")
+    refusal = pytest.raises(
+        IncompatibleOptionsError, match="--use-commfuse and --use-ascend-coc exclude each other"
+    )
+    if late:
+        importlib.import_module("mindspeed_llm")
+        with refusal:
+            registration.install()
+    else:
+        registration.install()
+        with refusal:
+            importlib.import_module("mindspeed_llm")
+    assert wrapped() == 0
+
+
+def test_mindspeed_llm_2_1_0_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(STAND_INS / "old_llm")
+    with pytest.raises(RuntimeError, match=r"is 2\.1\.0 or older: it has no feature manager.*use "):
+        registration.install()
+
+
+def test_without_mindspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget()
+    if importlib.util.find_spec("mindspeed") is not None:
+        pytest.skip("MindSpeed is installed here")
+    with pytest.raises(RuntimeError, match="the feature needs MindSpeed on the Python path, .*2.2"):
+        registration.install()
+
+
+def test_a_module_that_mindspeed_itself_misses_is_reported_as_it_is(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "mindspeed" / "features_manager"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
+        registration.install()
+
+
+class TestLaunch:
+    """``-m mindspeed_patches.launch script``."""
+
+    SCRIPT = """
+import sys
+import helper_beside_the_script
+import mindspeed_llm
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+found = [__name__, sys.argv, hasattr(ColumnParallelLinear.forward, "__wrapped__")]
+"""
+
+    def run(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
+        script = folder / "pretrain.py"
+        script.write_text(self.SCRIPT + "helper_beside_the_script.found.append(found)\n")
+        (folder / "helper_beside_the_script.py").write_text("found = []\n")
+        monkeypatch.delitem(sys.modules, "helper_beside_the_script", raising=False)
+        monkeypatch.setattr(sys, "path", ["replaced by the script's folder", *sys.path])
+        launch.main([str(script), *options])
+        return sys.modules["helper_beside_the_script"].found[0]
+
+    @pytest.mark.parametrize("options", [("--use-commfuse",), ()])
+    def test_runs_the_script_as_if_it_were_started(
+        self, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+    ) -> None:
+        name, argv, fused = self.run(tmp_path, monkeypatch, "--seq-length", "64", *options)
+        assert name == "__main__"
+        assert argv == [str(tmp_path / "pretrain.py"), "--seq-length", "64", *options]
+        assert fused == bool(options)
+
+    @pytest.mark.parametrize("arguments", [[], ["--use-commfuse", "pretrain_gpt.py"]])
+    def test_the_script_comes_first(self, arguments: list[str]) -> None:
+        with pytest.raises(SystemExit, match="usage: torchrun .* SCRIPT"):
+            launch.main(arguments)
+
+    def test_a_missing_script(self) -> None:
+        with pytest.raises(SystemExit, match="there is no script absent.py in .*give the script's"):
+            launch.main(["absent.py"])
