@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 from typing_extensions import Self
 
+from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import Piece, Plan, Step
 from commfuse_npu.transport import Transport
 
@@ -589,6 +590,7 @@ class ReduceScatter(_Outbound):
             options=(reduce_dtype, options),
         )
         self._out = out
+        self._kernels = kernels_for(out.device)
         self._sum = out
         self._own_partial = out
         if plan.size > 1:
@@ -613,7 +615,7 @@ class ReduceScatter(_Outbound):
             return
         total = self._sum[self.plan.inside(piece, self._block[0])]
         if not self._first(position, piece):
-            total.add_(buffer)
+            self._kernels.add_partials(total, (buffer,))
         elif self._sum is not self._out:
             total.copy_(buffer)
 
@@ -621,7 +623,7 @@ class ReduceScatter(_Outbound):
         if piece in self.plan.arrival:
             while piece not in self._carried:
                 self._use()
-            made.add_(self._carried.pop(piece))
+            self._kernels.add_partials(made, (self._carried.pop(piece),))
             self._post_receives()
 
     def _own(self) -> torch.Tensor:
@@ -631,9 +633,7 @@ class ReduceScatter(_Outbound):
         """Wait for what has not arrived, add it and the own partial, and return the sum."""
         self._drain()
         if self._own_partial is not self._out:
-            self._sum.add_(self._own_partial)
-        if self._sum is not self._out:
-            self._out.copy_(self._sum)
+            self._kernels.add_partials(self._sum, (self._own_partial,), out=self._out)
         self._close()
         return self._out
 

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["accumulate_weight_gradient", "gemm_into"]
+from commfuse_npu.kernels.attention_arguments import check_attention, check_sums
+
+__all__ = [
+    "accumulate_weight_gradient",
+    "add_partials",
+    "attention_backward",
+    "attention_forward",
+    "gemm_into",
+]
 
 
 def gemm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """``out = a @ b`` without a temporary: ``[m, k] @ [k, n] -> [m, n]``."""
     torch.mm(a, b, out=out)
+
+
+def add_partials(
+    total: torch.Tensor, partials: Sequence[torch.Tensor], *, out: torch.Tensor | None = None
+) -> None:
+    """Add ``partials`` to ``total`` one after the other, then copy the sum into ``out``."""
+    for partial in partials:
+        total.add_(partial)
+    if out is not None and out is not total:
+        out.copy_(total)
 
 
 def accumulate_weight_gradient(
@@ -27,3 +47,83 @@ def accumulate_weight_gradient(
         total.addmm_(transposed, total_input.float())
     else:
         total.copy_(torch.addmm(total.float(), transposed, total_input.float()))
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """See :meth:`Kernels.attention_forward`.  Computed in fp32 (fp64 stays), rounded once.
+
+    The statistics are the logarithm of each row's sum of exponentials, ``[B, G, A/G * Sq, 1]``.
+    """
+    check_attention(q, k, v, causal=causal)
+    groups = k.shape[2]
+    scores = _scores(q, k, causal, scale)
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    out = scores.sub_(log_sum).exp_() @ _fold(v, groups)
+    return _unfold(out, q), (log_sum,)
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    statistics: Sequence[torch.Tensor],
+    *,
+    causal: bool,
+    scale: float | None = None,
+    grad_k: torch.Tensor | None = None,
+    grad_v: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :meth:`Kernels.attention_backward`.
+
+    ``grad_k`` and ``grad_v`` are added to without rounding to the dtype of ``k`` before.
+    """
+    check_attention(q, k, v, causal=causal)
+    check_sums(k, grad_k, grad_v)
+    groups = k.shape[2]
+    (log_sum,) = statistics
+    weights = _scores(q, k, causal, scale).sub_(log_sum).exp_()
+    grad_out = _fold(grad, groups)
+    # What a row of weights loses because they always sum to one.
+    common = (grad_out * _fold(out, groups)).sum(-1, keepdim=True)
+    change = (grad_out @ _fold(v, groups).mT).sub_(common).mul_(weights).mul_(_scale(q, scale))
+    grad_q = _unfold(change @ _fold(k, groups), q)
+    new_k = (change.mT @ _fold(q, groups)).permute(2, 0, 1, 3)
+    new_v = (weights.mT @ grad_out).permute(2, 0, 1, 3)
+    if grad_k is None or grad_v is None:
+        return grad_q, new_k.to(k.dtype).contiguous(), new_v.to(v.dtype).contiguous()
+    return grad_q, grad_k.add_(new_k), grad_v.add_(new_v)
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _fold(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """``[S, B, A, D]`` to ``[B, G, A/G * S, D]``: one GEMM per key head, without repeating it."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.unflatten(2, (groups, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
+
+
+def _unfold(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`_fold`, in the dtype of ``like``."""
+    spread = x.unflatten(2, (-1, like.shape[0])).permute(3, 0, 1, 2, 4)
+    return spread.flatten(2, 3).to(like.dtype).contiguous()
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
+    """``[B, G, A/G * Sq, Sk]``, ``-inf`` where a query may not look."""
+    groups, queries, keys = k.shape[2], q.shape[0], k.shape[0]
+    scores = (_fold(q, groups) @ _fold(k, groups).mT).mul_(_scale(q, scale))
+    if causal:
+        later = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        scores.unflatten(2, (-1, queries)).masked_fill_(later.triu_(keys - queries + 1), -torch.inf)
+    return scores

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+from commfuse_npu.kernels import kernels_for
 
 __all__ = ["WeightGradient", "Wgrad"]
 
@@ -38,6 +38,7 @@ class WeightGradient:
 
     def __init__(self, weight: torch.Tensor, *, main_grad: bool, blocks: bool) -> None:
         self._weight = weight
+        self._kernels = kernels_for(weight.device)
         self._target: torch.Tensor | None = None
         if main_grad:
             target = getattr(weight, "main_grad", None)
@@ -62,9 +63,9 @@ class WeightGradient:
     def add(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
         """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
         if self._blocks is not None:
-            accumulate_weight_gradient(self._blocks, grad_output, total_input)
+            self._kernels.accumulate_weight_gradient(self._blocks, grad_output, total_input)
         elif self._target is not None:
-            accumulate_weight_gradient(self._target, grad_output, total_input)
+            self._kernels.accumulate_weight_gradient(self._target, grad_output, total_input)
         else:
             self._grad = grad_output.t().matmul(total_input)
 

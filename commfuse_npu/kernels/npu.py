@@ -1,0 +1,154 @@
+"""Kernels for Ascend NPUs: torch_npu's operators where they do better than plain torch.
+
+Nothing here has run on an NPU.  Names, types and result shapes of the operators were checked
+against torch_npu 2.13.0's own schemas and meta kernels, the numbers against an emulation of the
+operators on the CPU (``mindspeed_patches.rehearsal.npu_ops``); what the operators do on a device
+was only read in their documentation and in MindSpeed.
+
+torch_npu is not imported: it defined the operators before anyone could have a tensor of an NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from commfuse_npu.kernels import cpu
+from commfuse_npu.kernels.attention_arguments import check_attention, check_sums
+
+# The same on every device: torch.mm writes into its result, additions are one kernel each.
+from commfuse_npu.kernels.cpu import add_partials, gemm_into
+
+if TYPE_CHECKING:
+    from commfuse_npu.kernels import MatmulAdd
+
+__all__ = [
+    "accumulate_weight_gradient",
+    "add_partials",
+    "attention_backward",
+    "attention_forward",
+    "gemm_into",
+    "set_matmul_add",
+]
+
+_LAYOUT = "SBH"
+_NO_MASK, _BOTTOM_RIGHT = 0, 3
+"""Values of ``sparse_mode``: the mask as given, none here; causal, the last query at the last key.
+
+Mode 2 is causal too, but from the first query and key on: wrong for every chunk but the first.
+"""
+_ALL_BEFORE = 2**31 - 1
+
+_matmul_add: dict[str, MatmulAdd | None] = {"fp32": None, "sixteen_bits": None}
+
+
+def set_matmul_add(fp32: MatmulAdd | None, sixteen_bits: MatmulAdd | None) -> None:
+    """See :func:`commfuse_npu.kernels.use_matmul_add`."""
+    _matmul_add.update(fp32=fp32, sixteen_bits=sixteen_bits)
+
+
+def accumulate_weight_gradient(
+    total: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor
+) -> None:
+    """``total += grad_output^T @ total_input``, by what :func:`set_matmul_add` got if it can.
+
+    An fp32 sum by MindSpeed's function is for bf16 factors only: the ATB operation underneath takes
+    no fp32 ones, and does not transpose fp16 ones [read in ATB's documentation, CANN 8.3].  Others
+    take plain torch, which casts them to fp32 first: right, but slower than a 16-bit GEMM.
+    """
+    given = None
+    if total.dtype != torch.float32:
+        given = _matmul_add["sixteen_bits"]
+    elif grad_output.dtype == torch.bfloat16:
+        given = _matmul_add["fp32"]
+    if given is None:
+        cpu.accumulate_weight_gradient(total, grad_output, total_input)
+    else:
+        given(total_input, grad_output, total)
+
+
+@cache
+def _causal_mask(device: torch.device) -> torch.Tensor:
+    """The triangle that the compressed sparse modes take for every length, True where hidden.
+
+    Without it the operator computes full attention, and says nothing.
+    """
+    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """See :meth:`Kernels.attention_forward`; ``npu_fusion_attention``.
+
+    The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]``, and what
+    the operator reserves.
+    """
+    check_attention(q, k, v, causal=causal)
+    out, maximum, total, reserved, *_ = torch.ops.npu.npu_fusion_attention(
+        q.flatten(2),
+        k.flatten(2),
+        v.flatten(2),
+        q.shape[2],
+        _LAYOUT,
+        atten_mask=_causal_mask(q.device) if causal else None,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        keep_prob=1.0,
+        pre_tockens=_ALL_BEFORE,
+        next_tockens=0 if causal else _ALL_BEFORE,
+        sparse_mode=_BOTTOM_RIGHT if causal else _NO_MASK,
+    )
+    return out.view(q.shape), (maximum, total, reserved)
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    statistics: Sequence[torch.Tensor],
+    *,
+    causal: bool,
+    scale: float | None = None,
+    grad_k: torch.Tensor | None = None,
+    grad_v: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :meth:`Kernels.attention_backward`; ``npu_fusion_attention_grad``.
+
+    The operator returns its gradients in the dtype of ``q``, so that each chunk's part of
+    ``grad_k`` and ``grad_v`` is rounded to it before it is added.
+    """
+    check_attention(q, k, v, causal=causal)
+    check_sums(k, grad_k, grad_v)
+    maximum, total, reserved = statistics
+    grad_q, new_k, new_v, *_ = torch.ops.npu.npu_fusion_attention_grad(
+        q.flatten(2),
+        k.flatten(2),
+        v.flatten(2),
+        grad.flatten(2),
+        q.shape[2],
+        _LAYOUT,
+        atten_mask=_causal_mask(q.device) if causal else None,
+        softmax_max=maximum,
+        softmax_sum=total,
+        softmax_in=reserved,
+        attention_in=out.flatten(2),
+        scale_value=q.shape[-1] ** -0.5 if scale is None else scale,
+        keep_prob=1.0,
+        pre_tockens=_ALL_BEFORE,
+        next_tockens=0 if causal else _ALL_BEFORE,
+        sparse_mode=_BOTTOM_RIGHT if causal else _NO_MASK,
+    )
+    grad_q, new_k, new_v = grad_q.view(q.shape), new_k.view(k.shape), new_v.view(v.shape)
+    if grad_k is None or grad_v is None:
+        return grad_q, new_k, new_v
+    return grad_q, grad_k.add_(new_k), grad_v.add_(new_v)

@@ -1,0 +1,132 @@
+"""The kernels in plain torch against the unfused lines they equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from commfuse_npu.kernels import cpu, gemm_into, kernels_for
+from tests.kernels.attention_lines import CASES, Case, assert_close, by_chunks, unfused
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def test_every_device_but_the_npu_takes_plain_torch() -> None:
+    assert kernels_for(torch.device("cpu")) is cpu
+    assert kernels_for(torch.device("cuda", 1)) is cpu
+    assert kernels_for(torch.device("meta")) is cpu
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_gemm_writes_into_a_run_of_rows_and_nowhere_else(dtype: torch.dtype) -> None:
+    # Whole numbers: nothing is rounded, whichever kernel the library takes.
+    a, b = (torch.arange(n * m).remainder(7).reshape(n, m).to(dtype) for n, m in ((3, 8), (8, 5)))
+    whole = torch.full((7, 5), 9.0, dtype=dtype)
+    gemm_into(whole[2:5], a, b)
+    assert torch.equal(whole[2:5], a @ b)
+    assert torch.equal(whole[[0, 1, 5, 6]], torch.full((4, 5), 9.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_partials_are_added_in_order_each_sum_rounded(dtype: torch.dtype) -> None:
+    partials = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = partials[0].clone()
+    for partial in partials[1:]:
+        expected = expected + partial
+    total = partials[0].clone()
+    cpu.add_partials(total, list(partials[1:]))
+    assert torch.equal(total, expected)
+    backwards = partials[4].clone()
+    cpu.add_partials(backwards, list(partials[:4].flip(0)))
+    assert not torch.equal(backwards, expected), "these numbers do not tell the order"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_partials_added_in_fp32_are_rounded_once(dtype: torch.dtype) -> None:
+    partials = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = partials[0].float()
+    for partial in partials[1:]:
+        expected = expected + partial.float()
+    total, out = partials[0].float(), torch.empty(64, dtype=dtype)
+    cpu.add_partials(total, list(partials[1:-1]))
+    cpu.add_partials(total, [partials[-1]], out=out)
+    assert torch.equal(total, expected)
+    assert torch.equal(out, expected.to(dtype))
+    each = partials[0].clone()
+    cpu.add_partials(each, list(partials[1:]))
+    assert not torch.equal(each, out), "these numbers do not tell how often was rounded"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_by_chunks_is_attention_over_the_whole_sequence(case: Case) -> None:
+    assert_close(by_chunks(cpu, case), unfused(case), case.dtype)
+
+
+def test_without_sums_the_gradients_are_new_ones_in_the_dtype_of_the_inputs() -> None:
+    case = Case((4, 2), (6,), dtype=torch.bfloat16)
+    q, k, v, grad = case.inputs()
+    out, statistics = cpu.attention_forward(q, k, v, causal=True)
+    grads = cpu.attention_backward(grad, q, k, v, out, statistics, causal=True)
+    assert [x.dtype for x in (out, *grads)] == [torch.bfloat16] * 4
+    assert all(x.is_contiguous() for x in (out, *grads))
+    assert_close((out, *grads), unfused(case), case.dtype)
+
+
+def test_gradients_are_added_to_what_is_there() -> None:
+    q, k, v, grad = Case((4, 2), (6,)).inputs()
+    out, statistics = cpu.attention_forward(q, k, v, causal=True)
+    _, new_k, new_v = cpu.attention_backward(grad, q, k, v, out, statistics, causal=True)
+    sums = torch.ones(k.shape), torch.ones(k.shape)
+    cpu.attention_backward(
+        grad, q, k, v, out, statistics, causal=True, grad_k=sums[0], grad_v=sums[1]
+    )
+    torch.testing.assert_close(sums, (1 + new_k, 1 + new_v))
+
+
+def test_small_gradients_of_many_chunks_are_not_lost() -> None:
+    """256 + 1 is no bf16 number: sums over chunks in bf16 would stop growing."""
+    one = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
+    out, statistics = cpu.attention_forward(one, one, one, causal=False)
+    grad_k, grad_v = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), 256.0)
+    for _ in range(3):
+        cpu.attention_backward(
+            one, one, one, one, out, statistics, causal=False, grad_k=grad_k, grad_v=grad_v
+        )
+    assert grad_v.item() == 259.0
+
+
+def test_inputs_are_left_as_they_are() -> None:
+    inputs = Case((4, 2), (6,)).inputs()
+    before = [x.clone() for x in inputs]
+    q, k, v, grad = inputs
+    out, statistics = cpu.attention_forward(q, k, v, causal=True)
+    cpu.attention_backward(grad, q, k, v, out, statistics, causal=True)
+    assert all(torch.equal(one, other) for one, other in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "message"),
+    [
+        ((4, 2, 4, 8), (3, 2, 4, 8), r"4 causal queries end with .* of 3 keys, so the first 1 see"),
+        ((4, 2, 3, 8), (4, 2, 2, 8), r"3 query heads are not a multiple of 2 key heads; repeat"),
+        ((4, 2, 4, 8), (4, 1, 4, 8), r"q \(4, 2, 4, 8\), k \(4, 1, 4, 8\).* do not fit; they have"),
+        ((4, 2, 32), (4, 2, 32), r"have to be \[Sq, B, A, D\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(q, k, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        cpu.attention_forward(torch.ones(q), torch.ones(k), torch.ones(k), causal=True)
+
+
+def test_dtypes_and_sums_that_do_not_fit_are_refused() -> None:
+    x = torch.ones(2, 1, 1, 4)
+    with pytest.raises(ValueError, match=r"q is torch.float32, k torch.bfloat16, .* one dtype"):
+        cpu.attention_forward(x, x.bfloat16(), x, causal=True)
+    out, statistics = cpu.attention_forward(x, x, x, causal=True)
+    with pytest.raises(ValueError, match="go together; pass both or none"):
+        cpu.attention_backward(x, x, x, x, out, statistics, causal=True, grad_k=x)
+    longer = torch.zeros(3, 1, 1, 4)
+    with pytest.raises(ValueError, match=r"grad_k \(3, 1, 1, 4\) .* have to be \(2, 1, 1, 4\)"):
+        cpu.attention_backward(
+            x, x, x, x, out, statistics, causal=True, grad_k=longer, grad_v=longer
+        )
