@@ -12,9 +12,12 @@ does so when it is called, not before.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any
 
+from commfuse_npu.kernels import use_matmul_add
 from mindspeed_patches.arguments import DEFAULTS, add_arguments, commfuse_options
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
 from mindspeed_patches.lanes import TensorParallelLanes
@@ -27,6 +30,8 @@ else:
     from mindspeed.features_manager.feature import MindSpeedFeature
 
 __all__ = ["CommFuseFeature"]
+
+_logger = logging.getLogger(__name__)
 
 
 class CommFuseFeature(MindSpeedFeature):
@@ -61,6 +66,7 @@ class CommFuseFeature(MindSpeedFeature):
             self.wrappers.register_transformer_engine(patch_manager)
         self._lanes = TensorParallelLanes(self.wrappers, options.linear.schedule.lanes)
         self._lanes.register(patch_manager)
+        _use_mindspeeds_matmul_add()
 
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the real arguments; MindSpeed calls this on every feature, also without its flag.
@@ -87,6 +93,19 @@ class CommFuseFeature(MindSpeedFeature):
         commfuse_options(args)
         if self._lanes is not None:
             self._lanes.buffer_megabytes = take_lane_megabytes(args)
+
+
+def _use_mindspeeds_matmul_add() -> None:
+    """Accumulate weight gradients on NPUs as MindSpeed does for the layers that are not fused."""
+    try:
+        ops = importlib.import_module("mindspeed.ops.npu_matmul_add")
+    except ModuleNotFoundError as error:
+        _logger.info("CommFuse accumulates weight gradients in plain torch: %s", error)
+        return
+    use_matmul_add(
+        fp32=getattr(ops, "npu_matmul_add_fp32", None),
+        sixteen_bits=getattr(ops, "npu_matmul_add_fp16", None),
+    )
 
 
 _TRANSFORMER_ENGINE_LAYERS = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import types
 from typing import Any, ClassVar
 
 import pytest
@@ -218,6 +220,28 @@ class TestHooks:
         finally:
             Manager.patches.remove_patches()
         assert owners() == before
+
+    def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from commfuse_npu.kernels import npu, use_matmul_add
+
+        calls = []
+        ops = types.ModuleType("mindspeed.ops.npu_matmul_add")
+        ops.npu_matmul_add_fp32 = lambda *tensors: calls.append(tensors)
+        monkeypatch.setitem(sys.modules, "mindspeed.ops.npu_matmul_add", ops)
+        args = real_arguments(transformer_impl="local")
+        x, grad = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(4, 2, dtype=torch.bfloat16)
+        total = torch.zeros(2, 3)
+        try:
+            CommFuseFeature().register_patches(PatchManager(), args)
+            npu.accumulate_weight_gradient(total, grad, x)
+            # Input first, as in Megatron's extension; this MindSpeed has nothing for 16 bits.
+            assert [list(map(id, tensors)) for tensors in calls] == [[id(x), id(grad), id(total)]]
+            npu.accumulate_weight_gradient(total.bfloat16(), grad, x)
+            assert len(calls) == 1
+        finally:
+            use_matmul_add()
 
     def test_the_flag_is_the_name_of_the_feature(self) -> None:
         assert CommFuseFeature().feature_name == "use_commfuse"
