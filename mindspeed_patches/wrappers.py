@@ -27,8 +27,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from commfuse_npu.ops.linear import (
-    LinearOptions,
+from commfuse_npu.ops import (
     all_gather_linear,
     linear_all_reduce,
     linear_reduce_scatter,
@@ -36,6 +35,7 @@ from commfuse_npu.ops.linear import (
     plain_linear_all_reduce,
     plain_linear_reduce_scatter,
 )
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.transport import Transport
 
 __all__ = ["LAYERS", "LinearWrappers"]

@@ -24,28 +24,29 @@ differently than all rows together.  Weight gradients are one GEMM over all rows
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.kernels.cpu import gemm_into
+from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import all_gather, all_reduce, reduce_scatter
+from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.linear_arguments import autocast, check_divisible, check_linear
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.ops.weight_gradient import WeightGradient, Wgrad
+from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.pipeline import Gather, ReduceScatter
-from commfuse_npu.plan import Kind, Plan, Schedule, split
+from commfuse_npu.plan import Kind, split
 from commfuse_npu.transport import Transport
 
 __all__ = [
-    "LinearOptions",
     "all_gather_linear",
     "linear_all_reduce",
     "linear_reduce_scatter",
@@ -53,41 +54,6 @@ __all__ = [
     "plain_linear_all_reduce",
     "plain_linear_reduce_scatter",
 ]
-
-_logger = logging.getLogger(__name__)
-_said: set[str] = set()
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class LinearOptions:
-    """How a fused linear layer works.  The same on every rank of the group.
-
-    Args:
-        schedule: the plan's options.
-        keep_gathered: keep the gathered input of :func:`all_gather_linear` for the backward, N
-            times the memory of the shard, instead of gathering it again.
-        reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
-            the collective does.
-        wgrad: ``whole`` (the unfused layer's bits) or ``blocks`` (more overlap), see
-            :data:`~commfuse_npu.ops.weight_gradient.Wgrad`.
-        main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
-            ``gradient_accumulation_fusion``.
-    """
-
-    schedule: Schedule = Schedule()
-    keep_gathered: bool = False
-    reduce_dtype: torch.dtype | None = None
-    wgrad: Wgrad = "whole"
-    main_grad: bool = False
-
-    def __post_init__(self) -> None:
-        if self.wgrad not in get_args(Wgrad):
-            raise ValueError(f"wgrad {self.wgrad!r} is unknown; choose whole or blocks")
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
-            )
 
 
 # ------------------------------------------------------------------- all-gather
@@ -131,13 +97,13 @@ def all_gather_linear(
         TransportError: a transfer failed.
     """
     name = "all_gather_linear"
-    _check(name, x, weight, bias, transport, options)
-    x, weight, bias = _autocast(x, weight, bias)
-    if _plain(name, x, transport):
+    check_linear(name, x, weight, bias, transport, options)
+    x, weight, bias = autocast(x, weight, bias)
+    if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
-    job = _Job(transport, _for_rows(options, _rows(x)), name)
+    job = Job(transport, options_for_rows(options, _rows(x)), name)
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and _any_grad(x, weight, bias):
+    if torch.is_grad_enabled() and any_grad(x, weight, bias):
         y = _AllGatherLinear.apply(flat, weight, bias, job)
     else:
         y, _ = _all_gather_gemm(flat.contiguous(), weight, bias, job, keep=False)
@@ -158,8 +124,8 @@ def plain_all_gather_linear(
     Args:
         same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
     """
-    x, weight, bias = _autocast(x, weight, bias)
-    options = _for_rows(options, _rows(x))
+    x, weight, bias = autocast(x, weight, bias)
+    options = options_for_rows(options, _rows(x))
     runs: dict[str, Any] = {}
     if same_gemms:
         runs["rows"] = _computed_rows(options, "gather", group, _rows(x))
@@ -174,7 +140,7 @@ def _all_gather_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    job: _Job,
+    job: Job,
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -201,7 +167,7 @@ def _all_gather_gemm(
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: _Job
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: Job
     ) -> torch.Tensor:
         x = x.contiguous()
         keep = job.options.keep_gathered and ctx.needs_input_grad[1]
@@ -214,7 +180,7 @@ class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: _Job = ctx.job
+        job: Job = ctx.job
         weight = ctx.weight.get(job.name)
         x, whole = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -321,14 +287,14 @@ def linear_reduce_scatter(
         MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_reduce_scatter"
-    _check(name, x, weight, bias, transport, options)
-    _check_divisible(name, x, transport.size)
-    x, weight, bias = _autocast(x, weight, bias)
-    if _plain(name, x, transport):
+    check_linear(name, x, weight, bias, transport, options)
+    check_divisible(name, x, transport.size)
+    x, weight, bias = autocast(x, weight, bias)
+    if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
-    job = _Job(transport, _for_rows(options, _rows(x) // transport.size), name)
+    job = Job(transport, options_for_rows(options, _rows(x) // transport.size), name)
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and _any_grad(x, weight):
+    if torch.is_grad_enabled() and any_grad(x, weight):
         y = _LinearReduceScatter.apply(flat, weight, job)
     else:
         y = _gemm_reduce_scatter(flat.contiguous(), weight, job)
@@ -350,10 +316,10 @@ def plain_linear_reduce_scatter(
     Args:
         same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
     """
-    _check_divisible("plain_linear_reduce_scatter", x, group.size())
-    x, weight, bias = _autocast(x, weight, bias)
+    check_divisible("plain_linear_reduce_scatter", x, group.size())
+    x, weight, bias = autocast(x, weight, bias)
     block_rows = _rows(x) // group.size()
-    options = _for_rows(options, block_rows)
+    options = options_for_rows(options, block_rows)
     runs: dict[str, Any] = {}
     if same_gemms:
         runs["rows"] = _computed_rows(options, "reduce_scatter", group, block_rows)
@@ -365,7 +331,7 @@ def plain_linear_reduce_scatter(
     return y if bias is None else y + bias
 
 
-def _gemm_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+def _gemm_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
     y = x.new_empty((x.shape[0] // job.transport.size, weight.shape[0]))
     transposed = weight.t()
     with ReduceScatter(
@@ -382,7 +348,7 @@ def _gemm_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> to
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
@@ -392,7 +358,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: _Job = ctx.job
+        job: Job = ctx.job
         weight = ctx.weight.get(job.name)
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
@@ -466,13 +432,13 @@ def linear_all_reduce(
         TypeError, ValueError, MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_all_reduce"
-    _check(name, x, weight, bias, transport, options)
-    x, weight, bias = _autocast(x, weight, bias)
-    if _plain(name, x, transport, at_least=transport.size):
+    check_linear(name, x, weight, bias, transport, options)
+    x, weight, bias = autocast(x, weight, bias)
+    if takes_plain_path(name, x, transport, rows=_rows(x), at_least=transport.size):
         return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
-    job = _Job(transport, _for_rows(options, _rows(x) // transport.size), name)
+    job = Job(transport, options_for_rows(options, _rows(x) // transport.size), name)
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and _any_grad(x, weight):
+    if torch.is_grad_enabled() and any_grad(x, weight):
         y = _LinearAllReduce.apply(flat, weight, job)
     else:
         y = _gemm_all_reduce(flat.contiguous(), weight, job)
@@ -496,7 +462,7 @@ def plain_linear_all_reduce(
             reduce-scatter and all-gather: with more than two ranks an all-reduce has an order of
             additions of its own.
     """
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = autocast(x, weight, bias)
     rows, size = _rows(x), group.size()
     runs: dict[str, Any] = {}
     parts: list[slice] = []
@@ -526,7 +492,7 @@ def _all_reduce_runs(options: LinearOptions, rank: int, size: int, rows: int) ->
     return [*runs, slice(rows - rows % size, rows)] if rows % size else runs
 
 
-def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
     transport, rank, size = job.transport, job.transport.rank, job.transport.size
     schedule = replace(job.options.schedule, chunks=1)
     y = x.new_empty((x.shape[0], weight.shape[0]))
@@ -583,7 +549,7 @@ def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.
 
 class _LinearAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
@@ -608,127 +574,12 @@ class _LinearAllReduce(torch.autograd.Function):
 # ----------------------------------------------------------- what all three share
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Where and how one call runs; forward and backward have the same."""
-
-    transport: Transport
-    options: LinearOptions
-    name: str
-
-    def plan(self, kind: Kind) -> Plan:
-        return self.options.schedule.plan(kind, self.transport.rank, self.transport.size)
-
-
 def _rows(x: torch.Tensor) -> int:
     """``s * B`` rows of GEMM in a tensor ``[s, B, I]``."""
     return math.prod(x.shape[:-1])
-
-
-def _for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:
-    """No more chunks than a block has rows."""
-    chunks = min(options.schedule.chunks, max(1, block_rows))
-    if chunks == options.schedule.chunks:
-        return options
-    return replace(options, schedule=replace(options.schedule, chunks=chunks))
 
 
 def _computed_rows(
     options: LinearOptions, kind: Kind, group: dist.ProcessGroup, block_rows: int
 ) -> list[slice]:
     return options.schedule.plan(kind, group.rank(), group.size()).computed_rows(block_rows)
-
-
-def _any_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _check(
-    name: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transport: Transport,
-    options: LinearOptions,
-) -> None:
-    """Refuse what cannot work before any rank waits for another."""
-    if weight.dim() != 2 or x.dim() < 2:
-        raise ValueError(
-            f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
-            "be [S, ..., I] and [O, I]"
-        )
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{name}: x has {x.shape[-1]} features, the weight takes {weight.shape[1]}; its shape "
-            f"{tuple(weight.shape)} is [O, I]"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({weight.shape[0]},)"
-        )
-    if x.dtype not in _DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise TypeError(f"{name}: x is {x.dtype}; choose one of {names}")
-    if x.device.type != transport.device_type:
-        raise ValueError(
-            f"{name}: x is on {x.device}, the group transfers {transport.device_type} tensors; "
-            "move it there"
-        )
-    for other, what in ((weight, "weight"), (bias, "bias")):
-        if other is None:
-            continue
-        if other.device != x.device:
-            raise ValueError(
-                f"{name}: x is on {x.device}, the {what} on {other.device}; move one of them"
-            )
-        if other.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"{name}: x is {x.dtype}, the {what} {other.dtype}; cast one of them")
-    widened = options.reduce_dtype not in (None, x.dtype)
-    if widened and options.schedule.shape == "ring" and transport.size > 1:
-        raise ValueError(
-            f"{name}: reduce_dtype {options.reduce_dtype} with the ring schedule: partials would "
-            "be rounded at every hop all the same; use shifted"
-        )
-    if options.main_grad and torch.is_autocast_enabled(x.device.type):
-        raise ValueError(
-            f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
-            "weights in the compute dtype, or turn one of the two off"
-        )
-
-
-def _check_divisible(name: str, x: torch.Tensor, size: int) -> None:
-    if x.shape[0] % size:
-        raise ValueError(
-            f"{name}: sequence length {x.shape[0]} is not divisible by the group size {size}; pad "
-            f"it to {-(-x.shape[0] // size) * size}, or use linear_all_reduce"
-        )
-
-
-def _autocast(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What autocast does for ``torch.nn.functional.linear``."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _plain(name: str, x: torch.Tensor, transport: Transport, at_least: int = 1) -> bool:
-    """Whether to take the plain path; the reason is logged once."""
-    reason = None
-    if transport.size == 1:
-        reason = "a group of one has nothing to transfer"
-    elif _rows(x) < at_least:
-        reason = f"{_rows(x)} rows cannot be split over {transport.size} ranks"
-    if reason is None:
-        return False
-    transport.agree(name, path="plain", shape=tuple(x.shape), dtype=x.dtype)
-    line = f"{name} takes the plain path: {reason}"
-    if line not in _said:
-        _said.add(line)
-        _logger.warning(line)
-    return True

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.collectives import all_gather_rows
 from commfuse_npu.ops import linear
-from commfuse_npu.ops.linear import LinearOptions
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.transport import Transport
 

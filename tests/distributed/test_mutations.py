@@ -14,7 +14,7 @@ import torch
 
 from commfuse_npu import pipeline, transport
 from commfuse_npu.ops import linear, weight_gradient
-from commfuse_npu.ops.linear import LinearOptions
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Plan, Schedule
 from tests.distributed import test_linear, test_pipeline
 

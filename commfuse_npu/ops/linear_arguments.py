@@ -1,0 +1,86 @@
+"""What the operators with a linear layer ask of their arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.transport import Transport
+
+__all__ = ["autocast", "check_divisible", "check_linear"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_linear(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transport: Transport,
+    options: LinearOptions,
+) -> None:
+    """Refuse what cannot work before any rank waits for another."""
+    if weight.dim() != 2 or x.dim() < 2:
+        raise ValueError(
+            f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
+            "be [S, ..., I] and [O, I]"
+        )
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: x has {x.shape[-1]} features, the weight takes {weight.shape[1]}; its shape "
+            f"{tuple(weight.shape)} is [O, I]"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({weight.shape[0]},)"
+        )
+    if x.dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(f"{name}: x is {x.dtype}; choose one of {names}")
+    if x.device.type != transport.device_type:
+        raise ValueError(
+            f"{name}: x is on {x.device}, the group transfers {transport.device_type} tensors; "
+            "move it there"
+        )
+    for other, what in ((weight, "weight"), (bias, "bias")):
+        if other is None:
+            continue
+        if other.device != x.device:
+            raise ValueError(
+                f"{name}: x is on {x.device}, the {what} on {other.device}; move one of them"
+            )
+        if other.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name}: x is {x.dtype}, the {what} {other.dtype}; cast one of them")
+    widened = options.reduce_dtype not in (None, x.dtype)
+    if widened and options.schedule.shape == "ring" and transport.size > 1:
+        raise ValueError(
+            f"{name}: reduce_dtype {options.reduce_dtype} with the ring schedule: partials would "
+            "be rounded at every hop all the same; use shifted"
+        )
+    if options.main_grad and torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
+            "weights in the compute dtype, or turn one of the two off"
+        )
+
+
+def check_divisible(name: str, x: torch.Tensor, size: int) -> None:
+    if x.shape[0] % size:
+        raise ValueError(
+            f"{name}: sequence length {x.shape[0]} is not divisible by the group size {size}; pad "
+            f"it to {-(-x.shape[0] // size) * size}, or use linear_all_reduce"
+        )
+
+
+def autocast(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What autocast does for ``torch.nn.functional.linear``."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

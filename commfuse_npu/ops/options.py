@@ -1,0 +1,44 @@
+"""How the fused operators work: the options that they have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from commfuse_npu.ops.weight_gradient import Wgrad
+from commfuse_npu.plan import Schedule
+
+__all__ = ["LinearOptions"]
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """How a fused linear layer works.  The same on every rank of the group.
+
+    Args:
+        schedule: the plan's options.
+        keep_gathered: keep the gathered input of :func:`all_gather_linear` for the backward, N
+            times the memory of the shard, instead of gathering it again.
+        reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
+            the collective does.
+        wgrad: ``whole`` (the unfused layer's bits) or ``blocks`` (more overlap), see
+            :data:`~commfuse_npu.ops.weight_gradient.Wgrad`.
+        main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
+            ``gradient_accumulation_fusion``.
+    """
+
+    schedule: Schedule = Schedule()
+    keep_gathered: bool = False
+    reduce_dtype: torch.dtype | None = None
+    wgrad: Wgrad = "whole"
+    main_grad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.wgrad not in get_args(Wgrad):
+            raise ValueError(f"wgrad {self.wgrad!r} is unknown; choose whole or blocks")
+        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
+            raise ValueError(
+                f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
+            )
