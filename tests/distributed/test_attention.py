@@ -1,0 +1,288 @@
+"""Query-split attention against its plain form and against one process, on gloo processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import lru_cache
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from commfuse_npu.ops import blocked_attention
+from commfuse_npu.ops.attention import (
+    attention_linear_reduce_scatter,
+    plain_attention_linear_reduce_scatter,
+)
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.plan import Schedule
+from commfuse_npu.transport import Transport
+
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+"""Query and key heads of a rank."""
+
+Result = dict[str, torch.Tensor]
+
+
+@lru_cache
+def transport(batched: bool = False) -> Transport:
+    return Transport.create(lanes=3, timeout=timedelta(seconds=20), batched=batched)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, and everything about its inputs."""
+
+    heads: str = "GQA"
+    causal: bool = True
+    length: int = 24
+    batch: int = 2
+    features: int = 16
+    hidden: int = 32
+    dtype: torch.dtype = torch.float32
+    scale: float | None = None
+    bias: bool = False
+    options: LinearOptions = LinearOptions(Schedule(lanes=2, chunks=2))
+    attention_grad: bool = True
+    weight_grad: bool = True
+    main_grad: torch.dtype | None = None
+    recompute: bool = False
+    batched: bool = False
+
+
+def draw(seed: int, case: Case, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(case.dtype)
+
+
+def inputs(rank: int, size: int, case: Case) -> dict[str, torch.Tensor]:
+    """The tensors of one rank: its heads, its columns of the weight, its rows of the gradient."""
+    queries, keys = HEADS[case.heads]
+    tensors = {
+        "q": draw(10 + rank, case, case.length, case.batch, queries, case.features),
+        "k": draw(20 + rank, case, case.length, case.batch, keys, case.features),
+        "v": draw(30 + rank, case, case.length, case.batch, keys, case.features),
+        "weight": draw(40 + rank, case, case.hidden, queries * case.features) / 8,
+    }
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(case.weight_grad if name == "weight" else case.attention_grad)
+    if case.main_grad is not None:
+        start = draw(50 + rank, case, *tensors["weight"].shape)
+        tensors["weight"].main_grad = start.to(case.main_grad)
+    if case.bias:
+        tensors["bias"] = draw(60, case, case.hidden).requires_grad_()
+    block = case.length // size
+    grad = draw(70, case, case.length, case.batch, case.hidden)
+    return tensors | {"grad": grad[rank * block : (rank + 1) * block].contiguous()}
+
+
+def run(case: Case, given: dict[str, torch.Tensor], call: Callable[..., torch.Tensor]) -> Result:
+    """Forward and backward: everything that comes out."""
+    tensors = {name: given[name] for name in ("q", "k", "v", "weight", "bias") if name in given}
+
+    def forward(q: torch.Tensor) -> torch.Tensor:
+        others = {name: tensor for name, tensor in tensors.items() if name != "q"}
+        return call(q * 1, **others, causal=case.causal, scale=case.scale, options=case.options)
+
+    if case.recompute:
+        y = checkpoint(forward, tensors["q"], use_reentrant=False)
+    else:
+        y = forward(tensors["q"])
+    found = {"y": y.detach()}
+    if y.requires_grad:
+        y.backward(given["grad"])
+    for name, tensor in tensors.items():
+        if tensor.grad is not None:
+            found[f"{name}.grad"] = tensor.grad
+    if case.main_grad is not None:
+        found["main_grad"] = tensors["weight"].main_grad
+    return found
+
+
+def fused(case: Case) -> Callable[..., torch.Tensor]:
+    link = transport(case.batched)
+    return lambda *args, **kw: attention_linear_reduce_scatter(*args, **kw, transport=link)
+
+
+def plain(case: Case, same_blocks: bool) -> Callable[..., torch.Tensor]:
+    group = transport(case.batched).group
+    return lambda *args, **kw: plain_attention_linear_reduce_scatter(
+        *args, **kw, group=group, same_blocks=same_blocks
+    )
+
+
+def single(rank: int, size: int, case: Case) -> Result:
+    """What one process computes in fp64 with torch's own attention from the tensors of all."""
+    every = [inputs(r, size, replace(case, main_grad=None)) for r in range(size)]
+    wide = [{n: t.detach().double().requires_grad_() for n, t in of.items()} for of in every]
+    parts = []
+    for of in wide:
+        q, k, v = (of[name].permute(1, 2, 0, 3) for name in ("q", "k", "v"))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=case.causal, scale=case.scale, enable_gqa=True
+        )
+        parts.append(out.permute(2, 0, 1, 3).flatten(2) @ of["weight"].t())
+    y = sum(parts)
+    grad = torch.cat([of["grad"] for of in wide]).detach()
+    y.backward(grad)
+    block = slice(rank * case.length // size, (rank + 1) * case.length // size)
+    found = {"y": y.detach()[block]}
+    for name in ("q", "k", "v", "weight"):
+        found[f"{name}.grad"] = wide[rank][name].grad
+    if case.bias:
+        found["y"] = found["y"] + wide[0]["bias"].detach()
+        found["bias.grad"] = grad[block].sum((0, 1))
+    return found
+
+
+def error(ours: Result, exact: Result, name: str) -> float:
+    """Largest difference, relative to the largest value."""
+    value = exact[name]
+    return float((ours[name].double() - value).abs().max() / value.abs().max())
+
+
+def compared(rank: int, cases: list[Case]) -> None:
+    size = dist.get_world_size()
+    for case in cases:
+        ours = run(case, inputs(rank, size, case), fused(case))
+        plainly = run(case, inputs(rank, size, case), plain(case, same_blocks=True))
+        assert ours.keys() == plainly.keys(), case
+        for name, value in plainly.items():
+            assert torch.equal(ours[name], value), (case, name)
+        unsplit = run(case, inputs(rank, size, case), plain(case, same_blocks=False))
+        exact = single(rank, size, case)
+        for name in ours:
+            if name == "main_grad":
+                continue
+            found = error(ours, exact, name)
+            if case.dtype == torch.float32:
+                assert found < 1e-5, (case, name, found)
+            else:
+                limit = 1.25 * error(unsplit, exact, name) + torch.finfo(case.dtype).eps / 4
+                assert found < limit, (case, name, found, limit)
+
+
+KINDS = [Case(heads, causal) for heads, causal in product(HEADS, (True, False))]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equals_one_process_and_the_plain_form(ranks, size: int, dtype: torch.dtype) -> None:
+    cases = [replace(case, dtype=dtype) for case in KINDS]
+    ranks(size).run(compared, cases, timeout=100)
+
+
+SCHEDULES = (
+    Schedule("shifted", lanes=1),
+    Schedule("shifted", lanes=3, chunks=4, order="block"),
+    Schedule("ring", lanes=2, chunks=2),
+    Schedule("shifted", lanes=2, chunks=50),
+)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_options(ranks, size: int) -> None:
+    base = Case()
+    cases = [replace(base, options=replace(base.options, schedule=s)) for s in SCHEDULES]
+    cases += [
+        replace(base, options=replace(base.options, reduce_dtype=torch.float32)),
+        replace(base, options=replace(base.options, wgrad="blocks")),
+        replace(base, bias=True, scale=0.3),
+        replace(base, recompute=True),
+        replace(base, attention_grad=False),
+        replace(base, weight_grad=False),
+        replace(base, batched=True),
+        replace(base, dtype=torch.bfloat16, options=replace(base.options, wgrad="blocks")),
+    ]
+    for main_grad in (torch.float32, torch.bfloat16):
+        options = replace(base.options, main_grad=True)
+        cases.append(replace(base, dtype=torch.bfloat16, main_grad=main_grad, options=options))
+    ranks(size).run(compared, cases, timeout=100)
+
+
+def without_gradients(rank: int) -> None:
+    case = Case()
+    given = inputs(rank, 2, case)
+    with torch.no_grad():
+        ours = run(case, given, fused(case))
+        plainly = run(case, given, plain(case, same_blocks=True))
+    assert ours.keys() == {"y"}
+    assert torch.equal(ours["y"], plainly["y"])
+
+
+def test_without_gradients(ranks) -> None:
+    ranks(2).run(without_gradients)
+
+
+def strided(rank: int) -> None:
+    """q, k and v as they come out of a fused projection: parts of one tensor."""
+    case = Case("MHA")
+    mixed = draw(rank, case, 24, 2, 4, 48).requires_grad_()
+    given = inputs(rank, 2, case)
+    results = []
+    for op in (fused(case), plain(case, same_blocks=True)):
+        mixed.grad = None
+        q, k, v = mixed.split(16, -1)
+        y = op(q, k, v, given["weight"], causal=True, options=case.options)
+        y.backward(given["grad"])
+        results.append((y.detach(), mixed.grad))
+    for ours, plainly in zip(*results, strict=True):
+        assert torch.equal(ours, plainly)
+
+
+def test_parts_of_one_tensor(ranks) -> None:
+    ranks(2).run(strided)
+
+
+def refused(rank: int) -> None:
+    case = Case()
+    given = inputs(rank, 2, case)
+    q, k, v, weight = (given[name] for name in ("q", "k", "v", "weight"))
+    for args, keywords, words in (
+        ((q, k, v, weight), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
+        ((q[:23], k[:23], v[:23], weight), {}, "sequence length 23 is not divisible by the group"),
+        ((q, k[:12], v[:12], weight), {}, "24 queries and 12 keys; self-attention has as many"),
+        ((q[:, :, :3], k, v, weight), {}, "3 query heads are not a multiple of 2 key heads"),
+        ((q, k, v, weight[:, :32]), {}, "x has 64 features, the weight takes 32"),
+    ):
+        for op, where in (
+            (attention_linear_reduce_scatter, {"transport": transport()}),
+            (plain_attention_linear_reduce_scatter, {"group": transport().group}),
+        ):
+            if op is plain_attention_linear_reduce_scatter and "features" in words:
+                continue  # torch's own error
+            with pytest.raises(ValueError, match=words):
+                op(*args, causal=True, **where, **keywords)
+    compared(rank, [case])
+
+
+def test_bad_input_is_refused_before_anything_is_sent(ranks) -> None:
+    ranks(2).run(refused)
+
+
+FAULTS = {
+    "a key too few": lambda self, run: slice(0, run.stop - 1 if run.start else run.stop),
+    "all keys": lambda self, run: slice(None),
+    "keys from the first query on": lambda self, run: slice(run.start, run.stop),
+}
+
+
+def noticed(rank: int, fault: str) -> bool:
+    """With a fault in the fused form only, is it told from the plain form?"""
+    case = Case(length=12)
+    size = dist.get_world_size()
+    expected = run(case, inputs(rank, size, case), plain(case, same_blocks=True))
+    with mock.patch.object(blocked_attention.AttentionRuns, "_keys", FAULTS[fault]):
+        found = run(case, inputs(rank, size, case), fused(case))
+    return any(not torch.allclose(found[n], expected[n], atol=1e-3) for n in expected)
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_planted_faults_are_noticed(ranks, fault: str) -> None:
+    assert any(ranks(2).run(noticed, fault))
