@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
 
+from commfuse_npu.block_order import Own, least_waiting
+
 __all__ = [
     "Kind",
     "Order",
@@ -42,7 +44,6 @@ __all__ = [
 Kind = Literal["gather", "reduce_scatter", "all_to_all"]
 Shape = Literal["shifted", "ring", "two_level"]
 Order = Literal["block", "interleaved"]
-Own = Literal["first", "last"]
 
 
 class PlanError(ValueError):
@@ -221,6 +222,9 @@ class Schedule:
             chunk j of every peer before chunk j+1 of any, so that with several lanes the first
             pieces arrive early instead of all blocks together, late.
         node_size: ranks per node for ``two_level``; the group must be whole nodes.
+        costs: for ``shifted``, what computing the block of each rank takes, in times that a
+            transfer of a block takes.  Blocks that cost differently (causal attention) are then
+            taken in the order of distances that leaves the least waiting, see :meth:`distances`.
 
     Raises:
         PlanError: for a value outside its range.
@@ -231,6 +235,7 @@ class Schedule:
     chunks: int = 1
     order: Order = "interleaved"
     node_size: int | None = None
+    costs: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -253,10 +258,37 @@ class Schedule:
                 f"node_size {self.node_size} has no meaning for the shape {self.shape!r}; "
                 "leave it out or choose two_level"
             )
+        if self.costs is not None:
+            if self.shape != "shifted":
+                raise PlanError(
+                    f"costs have no meaning for the shape {self.shape!r}; leave them out or choose "
+                    "shifted"
+                )
+            if not all(cost >= 0 for cost in self.costs):
+                raise PlanError(f"costs are {self.costs}; none of them can be negative")
 
     def __str__(self) -> str:
         node = f", {self.node_size} ranks per node" if self.node_size else ""
-        return f"{self.shape}, {self.lanes} lanes, {self.chunks} chunks, {self.order} order{node}"
+        costs = ", blocks that cost differently" if self.costs else ""
+        return (
+            f"{self.shape}, {self.lanes} lanes, {self.chunks} chunks, {self.order} order"
+            f"{node}{costs}"
+        )
+
+    def distances(self, size: int, own: Own) -> tuple[int, ...]:
+        """In which order a ``shifted`` plan takes the peers, by their distance: ``1, ..., n-1``.
+
+        With ``costs`` it is the order in which the rank that waits longest waits least, then all
+        ranks together.
+
+        Raises:
+            PlanError: there are not as many costs as ranks.
+        """
+        if self.costs is None:
+            return tuple(range(1, size))
+        if len(self.costs) != size:
+            raise PlanError(f"{len(self.costs)} costs for a group of {size}; give one per rank")
+        return least_waiting(self.costs, own)
 
     def plan(self, kind: Kind, rank: int, size: int, own: Own | None = None) -> Plan:
         """The plan of ``rank`` in a group of ``size``.
@@ -378,7 +410,7 @@ def _distances(schedule: Schedule, size: int, own: Own) -> list[tuple[int, int, 
     its chunks arrive in order at full rate instead of side by side at half the rate.
     """
     if schedule.shape == "shifted":
-        return [(0, k, (k - 1) % schedule.lanes) for k in range(1, size)]
+        return [(0, k, (k - 1) % schedule.lanes) for k in schedule.distances(size, own)]
     node_size = schedule.node_size or size
     near = [(0, k, 0) for k in range(1, min(node_size, size))]
     # With two lanes or more the slow links between nodes have lanes of their own.

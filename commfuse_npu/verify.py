@@ -305,7 +305,8 @@ def _sums(plans: Sequence[Plan]) -> Iterator[str]:
     if first.kind != "reduce_scatter" or first.schedule.shape != "shifted":
         return  # a ring sums on the way: its order is that of its neighbours
     for plan in plans:
-        expected = [(plan.rank - k) % plan.size for k in range(1, plan.size)]
+        distances = plan.schedule.distances(plan.size, plan.own)
+        expected = [(plan.rank - k) % plan.size for k in distances]
         for chunk in range(plan.chunks):
             receives = [s.receive for s in plan.steps if s.receive]
             order = [r.source for r in receives if r.piece == Piece(None, plan.rank, chunk)]

@@ -1,0 +1,90 @@
+"""Blocks that cost differently: the order of distances, and that every order is a valid plan."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+from unittest import mock
+
+import pytest
+
+from commfuse_npu import plan as plan_module
+from commfuse_npu.block_order import least_waiting, waiting
+from commfuse_npu.plan import PlanError, Schedule
+from commfuse_npu.verify import rendezvous, verify
+
+KINDS = (
+    ("gather", None),
+    ("reduce_scatter", None),
+    ("all_to_all", "first"),
+    ("all_to_all", "last"),
+)
+
+
+def causal(size: int, mean: float = 1.0) -> tuple[float, ...]:
+    """Blocks under a causal mask, on average as dear as ``mean`` transfers."""
+    return tuple((block + 0.5) * mean * 2 / size for block in range(size))
+
+
+def test_waiting_by_hand() -> None:
+    # Rank 0 of 2 makes the dear block, sends it while it makes its own cheap one, and is done at 4;
+    # rank 1 makes the cheap one, sends it by 2, and has rank 0's at 3 + 1 = 4, with its own made.
+    assert waiting((1.0, 3.0), (1,), "last") == (0.0, 0.0)
+    # Twice as dear links: rank 0 is through at 2, but rank 1 has its partial at 1.5 + 1 only.
+    assert waiting((0.5, 1.5), (1,), "last") == (0.5, 0.5)
+    # Rank 0's own block is through before rank 1's has arrived; the other way round it is not.
+    assert waiting((0.5, 1.5), (1,), "first") == (0.5, 0.0)
+
+
+def test_equal_blocks_keep_the_order_of_distance() -> None:
+    for size, cost, own in product(range(1, 9), (0.0, 0.5, 3.0), ("first", "last")):
+        assert least_waiting((cost,) * size, own) == tuple(range(1, size))
+
+
+@pytest.mark.parametrize("own", ["first", "last"])
+@pytest.mark.parametrize(
+    ("size", "in_order", "best"),
+    [(4, 1.0, 0.75), (6, 1.5, 5 / 6), (8, 2.0, 1.0), (16, 4.0, 1.5)],
+)
+def test_causal_blocks_wait_less(own: str, size: int, in_order: float, best: float) -> None:
+    costs = causal(size)
+    order = least_waiting(costs, own)
+    assert sorted(order) == list(range(1, size))
+    assert max(waiting(costs, range(1, size), own)) == pytest.approx(in_order)
+    assert max(waiting(costs, order, own)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_order_of_distances_holds(size: int) -> None:
+    schedule = Schedule(lanes=2, chunks=2, costs=causal(size))
+    for order in permutations(range(1, size)):
+        plan_module._build.cache_clear()
+        with mock.patch.object(plan_module, "least_waiting", lambda costs, own, o=order: o):
+            for kind, own in KINDS:
+                plans = [schedule.plan(kind, rank, size, own) for rank in range(size)]
+                verify(plans)
+                for cold, batched in product((False, True), repeat=2):
+                    assert rendezvous([plans], cold=cold, batched=batched) is None
+    plan_module._build.cache_clear()
+
+
+@pytest.mark.parametrize("size", [1, 6, 8, 9, 16, 24])
+def test_the_orders_that_are_chosen_hold(size: int) -> None:
+    for lanes, chunks in product((1, 2, 7), (1, 2)):
+        schedule = Schedule(lanes=lanes, chunks=chunks, costs=causal(size))
+        for kind, own in KINDS:
+            verify([schedule.plan(kind, rank, size, own) for rank in range(size)])
+
+
+def test_the_first_block_of_a_plan_is_the_first_of_the_order() -> None:
+    schedule = Schedule(lanes=1, costs=causal(8))
+    steps = schedule.plan("reduce_scatter", 0, 8).steps
+    assert [step.compute.target for step in steps] == [3, 6, 1, 4, 7, 2, 5, 0]
+
+
+def test_bad_costs_are_named() -> None:
+    with pytest.raises(PlanError, match="3 costs for a group of 4; give one per rank"):
+        Schedule(costs=(1.0, 2.0, 3.0)).plan("gather", 0, 4)
+    with pytest.raises(PlanError, match="costs have no meaning for the shape 'ring'"):
+        Schedule("ring", costs=(1.0, 2.0))
+    with pytest.raises(PlanError, match=r"costs are \(1.0, -1.0\); none of them can be negative"):
+        Schedule(costs=(1.0, -1.0))
