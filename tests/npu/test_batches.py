@@ -1,0 +1,98 @@
+"""What torch_npu makes of batch_isend_irecv: one handle for all transfers, where gloo has one each.
+
+The transport waits for every handle it gets and never picks one by its position.  Here torch_npu's
+own function runs with recorders in place of the device and of HCCL; what HCCL does with a batch is
+not shown.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+class _Group(dist.ProcessGroup):
+    """Records what is asked of HCCL."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 4)
+        self.events: list[Any] = []
+
+    def _get_backend(self, device: torch.device) -> _Group:
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.events.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> str:
+        self.events.append("end")
+        return "the handle"
+
+    def batch_isend_irecv(self, kinds: list[str], tensors: list[Any], peers: list[int]) -> str:
+        self.events.append((kinds, len(tensors), peers))
+        return "the handle"
+
+
+def _batch(group: _Group | None, device: str) -> list[dist.P2POp]:
+    """Two sends and two receives; the tensors are named, not allocated."""
+    batch = []
+    for index, kind in enumerate((dist.isend, dist.irecv, dist.isend, dist.irecv)):
+        # Its constructor would ask for a process group.
+        operation: Any = object.__new__(dist.P2POp)
+
+        def issue(*args: Any, index: int = index, **kwargs: Any) -> str:
+            if group is not None:
+                group.events.append(index)
+            return f"handle {index}"
+
+        issue.__name__ = kind.__name__
+        operation.op, operation.group, operation.tag = issue, group, 0
+        operation.peer = operation.group_peer = index % 4
+        operation.tensor = SimpleNamespace(device=torch.device(device))
+        batch.append(operation)
+    return batch
+
+
+def handles(device: str, soc: str, grouped: bool) -> tuple[list[Any], list[Any]]:
+    """In the worker: what the function returns and asks, on a device and version of CANN."""
+    from torch_npu.distributed import distributed_c10d
+
+    group = _Group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d.npu, "get_device_name", lambda: soc)
+        patch.setattr(distributed_c10d, "_CANN_VERSION", grouped)
+        patch.setattr(distributed_c10d, "_get_default_group", lambda: group)
+        named = grouped and device == "npu"
+        batch = _batch(group if named else None, device)
+        return dist.batch_isend_irecv(batch), group.events
+
+
+def test_torch_npu_replaces_the_function(npu) -> None:
+    assert npu.run(whose_function) == ["torch_npu.distributed.distributed_c10d"] * 2
+
+
+def whose_function() -> list[str]:
+    c10d = dist.distributed_c10d
+    return [dist.batch_isend_irecv.__module__, c10d.batch_isend_irecv.__module__]
+
+
+def test_one_operation_of_hccl_has_one_handle(npu) -> None:
+    returned, events = npu.run(handles, "npu", "Ascend910B1", False)
+    assert returned == ["the handle"]
+    assert events == [(["isend", "irecv", "isend", "irecv"], 4, [0, 1, 2, 3])]
+
+
+def test_a_grouped_call_of_newer_versions_has_one_handle(npu) -> None:
+    returned, events = npu.run(handles, "npu", "Ascend910B1", True)
+    assert returned == ["the handle"]
+    assert events == ["start", 0, 1, 2, 3, "end"]
+
+
+def test_on_the_cpu_every_transfer_has_its_own(npu) -> None:
+    returned, events = npu.run(handles, "cpu", "none", False)
+    assert returned == [f"handle {index}" for index in range(4)]
+    assert events == []

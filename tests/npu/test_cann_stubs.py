@@ -1,0 +1,159 @@
+"""The generator of stand-ins for CANN, on a small library that misses another."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_patches.rehearsal import cann_stubs
+from mindspeed_patches.rehearsal.cann_stubs import (
+    CannStubsError,
+    load_cann_stubs,
+    main,
+    write_cann_stubs,
+)
+
+TOOLS = ("gcc", "nm", "readelf")
+
+needs_tools = pytest.mark.skipif(
+    not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}: install gcc and binutils"
+)
+
+
+def compiled(source: str, library: Path, *options: str) -> Path:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    code = library.with_suffix(".c")
+    code.write_text(source)
+    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", str(library)]
+    subprocess.run([*command, str(code), *options], check=True, timeout=60)
+    return library
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A torch, and a torch_npu whose library needs libfake_cann.so, which is gone."""
+    vendor = compiled("long vendor(void) { return 7; }", tmp_path / "gone" / "libfake_cann.so")
+    site = tmp_path / "site"
+    torch = compiled("long of_torch(void) { return 3; }", site / "torch/lib/libfake_torch.so")
+    compiled(
+        """
+        #include <math.h>
+        long vendor(void);
+        long of_torch(void);
+        long call(void) { return 10 * vendor() + of_torch() + (long)fabs(-1.0); }
+        """,
+        site / "torch_npu/lib/libfake_npu.so",
+        str(vendor),
+        str(torch),
+        f"-Wl,-rpath,{torch.parent}",
+        "-lm",
+    )
+    shutil.rmtree(vendor.parent)
+    return site
+
+
+@needs_tools
+def test_what_is_missing_is_found_and_replaced(site: Path, tmp_path: Path) -> None:
+    library = site / "torch_npu/lib/libfake_npu.so"
+    with pytest.raises(OSError, match="libfake_cann"):
+        ctypes.CDLL(str(library))
+    out = tmp_path / "stubs"
+    assert write_cann_stubs(out, site) == [out / "libfake_cann.so"]
+    source = (out / "stubs.c").read_text()
+    assert '"vendor"' in source
+    assert '"of_torch"' not in source, "what torch defines is not replaced"
+    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).call())"
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "LD_LIBRARY_PATH": str(out)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert told.stdout.strip() == "4", "10 * 0 + 3 of torch + 1 of libm"
+    load_cann_stubs(out)
+    assert ctypes.CDLL(str(library)).call() == 4
+
+
+@needs_tools
+def test_nothing_is_done_twice_unless_something_changed(site: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stubs"
+    (library,) = write_cann_stubs(out, site)
+    library.write_text("as it was")
+    write_cann_stubs(out, site)
+    assert library.read_text() == "as it was"
+    os.utime(site / "torch_npu/lib/libfake_npu.so", (1, 1))
+    write_cann_stubs(out, site)
+    assert library.read_bytes().startswith(b"\x7fELF")
+    library.unlink()
+    write_cann_stubs(out, site)
+    assert library.is_file()
+
+
+@needs_tools
+def test_a_compiler_that_fails_is_told(site: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cann_stubs, "_source", lambda symbols: "this is no C")
+    with pytest.raises(CannStubsError, match=r"gcc|cc.*failed with 1.*error"):
+        write_cann_stubs(tmp_path / "stubs", site)
+    monkeypatch.undo()
+    # What failed is not taken for done.
+    assert write_cann_stubs(tmp_path / "stubs", site)
+
+
+@pytest.mark.parametrize(
+    ("present", "message"),
+    [
+        (("nm", "readelf"), "cc or gcc or clang is not on the PATH.*apt-get install gcc"),
+        (("gcc", "readelf"), "nm is not on the PATH.*apt-get install binutils"),
+    ],
+)
+def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch, capsys, present, message) -> None:
+    tools, site = tmp_path / "bin", tmp_path / "site"
+    tools.mkdir()
+    for name in present:
+        (tools / name).write_text("#!/bin/sh\n")
+        (tools / name).chmod(0o755)
+    for package in ("torch", "torch_npu"):
+        (site / package).mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(tools))
+    with pytest.raises(CannStubsError, match=message):
+        write_cann_stubs(tmp_path / "stubs", site)
+    assert main([str(tmp_path / "stubs"), "--site-packages", str(site)]) == 2
+    assert capsys.readouterr().err.startswith("cann_stubs: ")
+
+
+def test_a_missing_torch_npu_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CannStubsError, match=r"torch_npu is not installed in .*--site-packages"):
+        write_cann_stubs(tmp_path / "stubs", tmp_path)
+    with pytest.raises(CannStubsError, match=r"no stand-ins for CANN in .*; write them with"):
+        load_cann_stubs(tmp_path)
+
+
+def test_stand_ins_are_needed_and_enough(npu) -> None:
+    """The real torch_npu: without them it does not import, with them it has (see the fixture)."""
+    from tests.npu.worker import ENVIRONMENT
+
+    refused = subprocess.run(
+        [ENVIRONMENT / "bin/python", "-c", "import torch_npu"],
+        env={**os.environ, "LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert refused.returncode != 0
+    assert ".so: cannot open shared object file" in refused.stderr
+    assert npu.run(version) == "2.13.0"
+
+
+def version() -> str:
+    """In the worker."""
+    import torch_npu
+
+    return torch_npu.__version__
