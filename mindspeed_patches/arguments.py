@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "commfuse_wgrad": "whole",
     "commfuse_keep_gathered": False,
     "commfuse_min_kib": 0,
+    "commfuse_attention": False,
 }
 """What an option is when it is not given."""
 
@@ -88,6 +89,11 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument("--commfuse-keep-gathered", action=flag, help="more memory, no re-gather")
     parser.add_argument(
+        "--commfuse-attention",
+        action=flag,
+        help="fuse attention with the projection of its output (needs proj among the layers)",
+    )
+    parser.add_argument(
         "--commfuse-min-kib",
         type=whole(0),
         help="layers whose block per rank is smaller keep Megatron's collective",
@@ -102,11 +108,13 @@ class CommFuseOptions:
         linear: of the fused layers.
         layers: names of the layers to fuse.
         min_bytes: smaller blocks keep Megatron's collective.
+        attention: fuse attention with the projection of its output.
     """
 
     linear: LinearOptions
     layers: tuple[str, ...]
     min_bytes: int
+    attention: bool
 
 
 def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
@@ -116,6 +124,11 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         ValueError: a value does not fit; the message names the option.
     """
     given = _typed(args)
+    if given.commfuse_attention and "proj" not in given.commfuse_layers:
+        raise ValueError(
+            f"--commfuse-attention needs proj among --commfuse-layers "
+            f"{','.join(given.commfuse_layers)}: it is fused with the output projection; add it"
+        )
     tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
     return CommFuseOptions(
         linear=LinearOptions(
@@ -126,6 +139,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         ),
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
+        attention=given.commfuse_attention,
     )
 
 

@@ -18,10 +18,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from commfuse_npu.kernels import use_matmul_add
-from mindspeed_patches.arguments import DEFAULTS, add_arguments, commfuse_options
+from mindspeed_patches.arguments import DEFAULTS, CommFuseOptions, add_arguments, commfuse_options
+from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
 from mindspeed_patches.lanes import TensorParallelLanes
-from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
+from mindspeed_patches.refusals import (
+    ATTENTION_REFUSALS,
+    IncompatibleOptionsError,
+    check_compatible,
+)
 from mindspeed_patches.wrappers import LinearWrappers
 
 if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
@@ -58,12 +63,13 @@ class CommFuseFeature(MindSpeedFeature):
             IncompatibleOptionsError: an option excludes CommFuse.
             ValueError: an option has no sense.
         """
-        check_compatible(args)
-        options = commfuse_options(args)
+        options = _checked(args)
         self.wrappers = LinearWrappers(options.linear, options.layers, min_bytes=options.min_bytes)
         self.wrappers.register(patch_manager)
         if _uses_transformer_engine(args):
             self.wrappers.register_transformer_engine(patch_manager)
+        if options.attention:
+            AttentionWrappers(self.wrappers).register(patch_manager)
         self._lanes = TensorParallelLanes(self.wrappers, options.linear.schedule.lanes)
         self._lanes.register(patch_manager)
         _use_mindspeeds_matmul_add()
@@ -84,15 +90,23 @@ class CommFuseFeature(MindSpeedFeature):
                 f"{level} leaves features of level {self.optimization_level} out; leave one of the "
                 "two out"
             )
-        check_compatible(args)
+        _checked(args)
         if getattr(args, "tensor_model_parallel_size", None) in (None, 1):
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a "
                 "tensor-parallel group of one transfers nothing; leave one of the two out"
             )
-        commfuse_options(args)
         if self._lanes is not None:
             self._lanes.buffer_megabytes = take_lane_megabytes(args)
+
+
+def _checked(args: argparse.Namespace) -> CommFuseOptions:
+    """The options, if nothing that is known so far excludes them."""
+    check_compatible(args)
+    options = commfuse_options(args)
+    if options.attention:
+        check_compatible(args, ATTENTION_REFUSALS)
+    return options
 
 
 def _use_mindspeeds_matmul_add() -> None:

@@ -8,11 +8,17 @@ are absent and values are strings.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["REFUSALS", "IncompatibleOptionsError", "Refusal", "check_compatible"]
+__all__ = [
+    "ATTENTION_REFUSALS",
+    "REFUSALS",
+    "IncompatibleOptionsError",
+    "Refusal",
+    "check_compatible",
+]
 
 
 class IncompatibleOptionsError(AssertionError):
@@ -30,7 +36,7 @@ def _more_than_one(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An option that excludes ``--use-commfuse``.
+    """An option that excludes ``--use-commfuse``, or another option of CommFuse.
 
     Attributes:
         option: how a user writes it.
@@ -38,6 +44,7 @@ class Refusal:
         why: what it does that does not go together.
         instead: the way out.
         applies: whether a value of it is one that is meant.
+        ours: the option of CommFuse.
     """
 
     option: str
@@ -45,12 +52,13 @@ class Refusal:
     why: str
     instead: str
     applies: Callable[[Any], bool] = _set
+    ours: str = "--use-commfuse"
 
     def given(self, args: argparse.Namespace) -> bool:
         return any(self.applies(getattr(args, name, None)) for name in self.names)
 
     def __str__(self) -> str:
-        return f"--use-commfuse and {self.option} exclude each other: {self.why}; {self.instead}"
+        return f"{self.ours} and {self.option} exclude each other: {self.why}; {self.instead}"
 
 
 _CHOOSE = "leave one of the two out"
@@ -126,12 +134,53 @@ REFUSALS: tuple[Refusal, ...] = (
 """Every option that excludes CommFuse (MindSpeed's and MindSpeed-LLM's feature sources, read)."""
 
 
-def check_compatible(args: argparse.Namespace) -> None:
+ATTENTION_REFUSALS: tuple[Refusal, ...] = tuple(
+    replace(refusal, ours="--commfuse-attention")
+    for refusal in (
+        Refusal(
+            "--reset-attention-mask",
+            ("reset_attention_mask",),
+            "attention stops at the ends of documents, which a split of the queries ignores",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--attention-dropout",
+            ("attention_dropout",),
+            "the fused attention has no dropout",
+            "pass --attention-dropout 0.0 or leave --commfuse-attention out",
+            lambda value: float(value or 0) > 0,
+        ),
+        Refusal(
+            "--multi-latent-attention",
+            ("multi_latent_attention",),
+            "its queries and keys are not those of Megatron's SelfAttention",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--context-parallel-size",
+            ("context_parallel_size",),
+            "a rank has a part of the sequence only",
+            _CHOOSE,
+            _more_than_one,
+        ),
+        Refusal(
+            "--position-embedding-type alibi",
+            ("position_embedding_type",),
+            "alibi adds a bias to the scores",
+            _CHOOSE,
+            lambda value: value == "alibi",
+        ),
+    )
+)
+"""Every option that excludes ``--commfuse-attention``."""
+
+
+def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
     """Refuse what is already known to exclude CommFuse.
 
     Raises:
         IncompatibleOptionsError: names all such options, the reasons and the way out.
     """
-    found = [str(refusal) for refusal in REFUSALS if refusal.given(args)]
+    found = [str(refusal) for refusal in refusals if refusal.given(args)]
     if found:
         raise IncompatibleOptionsError("\n".join(found))

@@ -29,14 +29,17 @@ import torch
 
 from commfuse_npu.ops import (
     all_gather_linear,
+    attention_linear_reduce_scatter,
     linear_all_reduce,
     linear_reduce_scatter,
     plain_all_gather_linear,
+    plain_attention_linear_reduce_scatter,
     plain_linear_all_reduce,
     plain_linear_reduce_scatter,
 )
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.transport import Transport
+from mindspeed_patches.deferred_attention import DeferredAttention
 
 __all__ = ["LAYERS", "LinearWrappers"]
 
@@ -208,6 +211,11 @@ class LinearWrappers:
             layer: Any, input_: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             reason = self._row_obstacle(layer, input_)
+            if isinstance(input_, DeferredAttention):
+                if reason is None and layer.sequence_parallel:
+                    return self._attention_and_row(layer, input_)
+                self.leave("attention", reason or "without sequence parallelism nothing is split")
+                input_ = input_.value()
             if reason is not None:
                 self._count(layer, reason)
                 return forward(layer, input_)
@@ -234,6 +242,27 @@ class LinearWrappers:
             return output, layer.bias if layer.skip_bias_add else None
 
         return row_forward
+
+    def _attention_and_row(
+        self, layer: Any, attention: DeferredAttention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention that waited, and the projection of its output."""
+        self._count(layer, self._form)
+        self.calls["attention", self._form] += 1
+        arguments: dict[str, Any] = {
+            "bias": None if layer.skip_bias_add else layer.bias,
+            "causal": attention.causal,
+            "scale": attention.scale,
+            "options": self._options[layer.gradient_accumulation_fusion],
+        }
+        tensors = attention.q, attention.k, attention.v, layer.weight
+        if self._form == "fused":
+            output = attention_linear_reduce_scatter(*tensors, **arguments, transport=self._lanes())
+        else:
+            output = plain_attention_linear_reduce_scatter(
+                *tensors, **arguments, group=self._lanes().group, same_blocks=True
+            )
+        return output, layer.bias if layer.skip_bias_add else None
 
     def _lanes(self) -> Transport:
         if self.transport is None:
@@ -295,9 +324,16 @@ class LinearWrappers:
 
     def _count(self, layer: Any, path: str) -> None:
         name = getattr(layer, "commfuse_layer", "unnamed")
-        self.calls[name, path] += 1
-        line = f"CommFuse leaves {name} to Megatron: {path}"
-        if path not in ("fused", "plain") and line not in self._said:
+        if path in ("fused", "plain"):
+            self.calls[name, path] += 1
+        else:
+            self.leave(name, path)
+
+    def leave(self, name: str, reason: str) -> None:
+        """Count a call that Megatron does itself; the reason is logged once."""
+        self.calls[name, reason] += 1
+        line = f"CommFuse leaves {name} to Megatron: {reason}"
+        if line not in self._said:
             self._said.add(line)
             _logger.warning(line)
 

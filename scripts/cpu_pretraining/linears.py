@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from commfuse_npu import Schedule, Transport
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.arguments import commfuse_options
+from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.wrappers import Form
 
 __all__ = ["MODES", "LinearsInUse", "tensor_parallel_linears"]
@@ -64,6 +65,8 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
     wrappers = LinearWrappers(options.linear, options.layers, form, options.min_bytes)
     manager = PatchManager()
     wrappers.register(manager)
+    if options.attention:
+        AttentionWrappers(wrappers).register(manager)
     wrappers.transport = Transport.create(
         parallel_state.get_tensor_model_parallel_group(),
         lanes=schedule.lanes,

@@ -14,7 +14,12 @@ from commfuse_npu import Schedule
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import Feature, FeaturesManager, PatchManager
-from mindspeed_patches.refusals import REFUSALS, IncompatibleOptionsError, check_compatible
+from mindspeed_patches.refusals import (
+    ATTENTION_REFUSALS,
+    REFUSALS,
+    IncompatibleOptionsError,
+    check_compatible,
+)
 from mindspeed_patches.wrappers import LAYERS
 
 REFUSED = {
@@ -34,6 +39,14 @@ REFUSED = {
     "use_legacy_models": True,
 }
 """Each attribute that is refused, with a value that a user would give."""
+
+REFUSED_FOR_ATTENTION = {
+    "reset_attention_mask": True,
+    "attention_dropout": 0.1,
+    "multi_latent_attention": True,
+    "context_parallel_size": 2,
+    "position_embedding_type": "alibi",
+}
 
 HARMLESS = {
     "schedules_method": "1f1b",
@@ -73,6 +86,31 @@ class TestRefusals:
             CommFuseFeature().register_patches(
                 PatchManager(), argparse.Namespace(use_commfuse=True, **{name: early})
             )
+
+    @pytest.mark.parametrize("name", sorted(REFUSED_FOR_ATTENTION))
+    def test_refused_for_attention(self, name: str) -> None:
+        refusal = next(r for r in ATTENTION_REFUSALS if name in r.names)
+        value = REFUSED_FOR_ATTENTION[name]
+        expected = f"--commfuse-attention and {refusal.option} exclude each other: .+; .+"
+        harmless = {"attention_dropout": 0.0}
+        args = real_arguments("--commfuse-attention", **(harmless | {name: value}))
+        with pytest.raises(IncompatibleOptionsError, match=expected):
+            CommFuseFeature().validate_args(args)
+        early = {name: value if isinstance(value, bool) else str(value)}
+        given = argparse.Namespace(use_commfuse=True, commfuse_attention=True, **early)
+        with pytest.raises(IncompatibleOptionsError, match=expected):
+            CommFuseFeature().register_patches(PatchManager(), given)
+        # Without attention they are nobody's concern.
+        CommFuseFeature().validate_args(real_arguments(**{name: value}))
+
+    def test_every_refusal_for_attention_is_tested(self) -> None:
+        names = {name for refusal in ATTENTION_REFUSALS for name in refusal.names}
+        assert names == set(REFUSED_FOR_ATTENTION)
+
+    def test_attention_needs_the_projection(self) -> None:
+        args = real_arguments("--commfuse-attention", "--commfuse-layers", "qkv,fc1")
+        with pytest.raises(ValueError, match="--commfuse-attention needs proj among --commfuse-l"):
+            CommFuseFeature().validate_args(args)
 
     def test_all_at_once(self) -> None:
         with pytest.raises(IncompatibleOptionsError) as caught:

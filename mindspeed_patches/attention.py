@@ -1,0 +1,115 @@
+"""Self-attention fused with the projection of its output, in Megatron's ``SelfAttention``.
+
+The core attention of each layer is asked to wait (:mod:`.deferred_attention`), and the
+row-parallel projection after it, whose ``forward`` :class:`LinearWrappers` wraps, runs both in one
+pipeline.  Which class the core attention has does not matter, as long as what it computes is
+``softmax(q k^T) v``, causal or full; whatever is more than that keeps its own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed_patches.deferred_attention import DeferredAttention
+from mindspeed_patches.wrappers import LinearWrappers
+
+__all__ = ["AttentionWrappers"]
+
+CoreAttention = Callable[..., torch.Tensor]
+
+
+class AttentionWrappers:
+    """The wrapper of self-attention layers.
+
+    Args:
+        linears: the wrapped linear layers, ``proj`` among them.
+    """
+
+    def __init__(self, linears: LinearWrappers) -> None:
+        self._linears = linears
+
+    def register(self, manager: Any) -> None:
+        """Register with MindSpeed's patch manager, or with our stand-in."""
+        manager.register_patch(
+            "megatron.core.transformer.attention.SelfAttention.__init__",
+            self.self_attention_init_wrapper,
+        )
+
+    def self_attention_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Let the core attention of the new layer wait for the projection."""
+
+        @functools.wraps(init)
+        def self_attention_init(layer: Any, *args: Any, **kwargs: Any) -> None:
+            init(layer, *args, **kwargs)
+            core = layer.core_attention
+            core.forward = self._waiting(layer, core.forward)
+
+        return self_attention_init
+
+    def _waiting(self, layer: Any, attend: CoreAttention) -> CoreAttention:
+        @functools.wraps(attend)
+        def forward(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            def attention() -> torch.Tensor:
+                return attend(query, key, value, attention_mask, *args, **kwargs)
+
+            mask = _mask_type(layer, args, kwargs)
+            reason = _obstacle(layer, query, key, value, mask, kwargs)
+            if reason is not None:
+                self._linears.leave("attention", reason)
+                return attention()
+            return DeferredAttention.of(
+                query,
+                key,
+                value,
+                causal=mask == "causal",
+                scale=getattr(layer.config, "softmax_scale", None),
+                attend=attention,
+            )
+
+        return forward
+
+
+def _mask_type(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The name of Megatron's ``AttnMaskType``: of this call, or else of the layer."""
+    given = kwargs.get("attn_mask_type") or (args[0] if args else None) or layer.attn_mask_type
+    return str(getattr(given, "name", given))
+
+
+def _obstacle(
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: str,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why attention cannot wait for the projection, or ``None``."""
+    config = layer.config
+    if mask not in ("causal", "no_mask"):
+        return f"its mask is {mask}; only causal and no_mask can be split by queries"
+    if kwargs.get("packed_seq_params") is not None:
+        return "packed sequences have boundaries that a split of the queries does not respect"
+    if kwargs.get("attention_bias") is not None:
+        return "an attention bias is added to the scores"
+    if config.attention_dropout and layer.training:
+        return f"attention dropout is {config.attention_dropout}"
+    if getattr(config, "window_size", None) is not None:
+        return "a sliding window limits the keys"
+    if getattr(config, "context_parallel_size", 1) > 1:
+        return "context parallelism splits the sequence in its own way"
+    if layer.checkpoint_core_attention and layer.training:
+        return "selective recomputation runs the core attention by itself"
+    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
+        return f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are not of one sequence"
+    return None
