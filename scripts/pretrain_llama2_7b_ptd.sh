@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Pretrain Llama 2 7B, TP 8 on one node of 8 NPUs, with MindSpeed-LLM and CommFuse.
+#
+#   cd MindSpeed-LLM
+#   DATA_PATH=... TOKENIZER_MODEL=... bash <commfuse-npu>/scripts/pretrain_llama2_7b_ptd.sh
+#
+# configs/llama2_7b.yaml has shape and layout, launch_pretraining.sh says what else can be set.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/launch_pretraining.sh"
+launch_pretraining llama2_7b "$@"

@@ -1,0 +1,35 @@
+"""Run by test_mindspeed_parser: parse and validate a command line as MindSpeed-LLM does at a start.
+
+Prints the values as JSON on the last line.  The stand-ins are those of the rehearsal: importing
+MindSpeed-LLM asks for CANN's Python modules and for a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import torch
+import torch_npu
+
+from mindspeed_patches.rehearsal import devices, mindspeed_ops, npu_runtime
+
+devices.install()
+npu_runtime.install()
+import torch_npu.contrib.transfer_to_npu  # noqa: E402, F401
+
+mindspeed_ops.install()
+if "--use-commfuse" in sys.argv:
+    from mindspeed_patches import install
+
+    install()
+# MindSpeed-LLM first, as in pretrain_gpt.py: it patches Megatron before the rest is imported.
+importlib.import_module("mindspeed_llm")
+arguments = importlib.import_module("megatron.training.arguments")
+
+args = arguments.parse_args()
+arguments.validate_args(args)
+plain = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str, type(None)))}
+print()
+print(json.dumps({**plain, "params_dtype": str(args.params_dtype), "torch": torch.__version__}))

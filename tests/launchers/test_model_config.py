@@ -1,0 +1,320 @@
+"""The configurations against what was published, and what a layout has to satisfy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commfuse_npu.model_config import ConfigError, ModelConfig, given_options
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+PARAMETERS = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+}
+
+
+def load(name: str, options: str = "") -> ModelConfig:
+    return ModelConfig.load(CONFIGS / f"{name}.yaml", options.split())
+
+
+def from_options(options: str) -> ModelConfig:
+    return ModelConfig.from_options(options.split())
+
+
+@pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
+def test_the_number_of_parameters_is_the_published_one(name: str, parameters: int) -> None:
+    assert load(name).number_of_parameters == parameters
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_every_layout_fits_and_pads_no_vocabulary(name: str) -> None:
+    config = load(name)
+    config.validate()
+    assert config.padded_vocab_size == config.vocab_size
+    assert config.data_parallel_size == 1
+
+
+def test_configurations_agree_where_the_models_do() -> None:
+    loaded = {name: load(name) for name in PARAMETERS}
+    for name, config in loaded.items():
+        assert config.seq_length == config.max_position_embeddings
+        assert config.hidden_size // config.num_attention_heads == 128
+        first = loaded["llama2_7b" if name.startswith("llama2") else "llama3_8b"]
+        generation = ("vocab_size", "seq_length", "rotary_base", "norm_epsilon", "tokenizer_type")
+        for key in generation:
+            assert getattr(config, key) == getattr(first, key), (name, key)
+    small, large = loaded["llama2_70b"], loaded["llama3_70b"]
+    for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "nnodes"):
+        assert getattr(small, key) == getattr(large, key), key
+
+
+def test_a_tied_embedding_is_counted_once() -> None:
+    config = load("llama3_8b")
+    tied = replace(config, untie_embeddings_and_output_weights=False)
+    assert config.number_of_parameters - tied.number_of_parameters == 128256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "llama2_7b",
+            "--pipeline-model-parallel-size 3 --num-layers 33",
+            "8 NPUs (NNODES 1 x NPUS_PER_NODE 8) are not divisible by TP*PP*CP = 8*3*1 = 24; "
+            "change NNODES or NPUS_PER_NODE, or choose TP, PP and CP whose product divides 8",
+        ),
+        (
+            "llama2_13b",
+            "--tensor-model-parallel-size 16 --nnodes 2 --num-query-groups 8",
+            "40 attention heads are not divisible by TP 16; choose TP from 1, 2, 4, 8\n"
+            "8 query groups are not divisible by TP 16; choose TP from 1, 2, 4, 8",
+        ),
+        (
+            "llama3_8b",
+            "--tensor-model-parallel-size 16 --nnodes 2",
+            "8 query groups are not divisible by TP 16; choose TP from 1, 2, 4, 8",
+        ),
+        (
+            "llama2_7b",
+            "--num-layers 33 --pipeline-model-parallel-size 2 --nnodes 2",
+            "33 layers are not divisible by PP 2; choose PP from 1, 3, 11, 33, or give the layers "
+            "of each stage as NUM_LAYER_LIST",
+        ),
+        (
+            "llama3_70b",
+            "--pipeline-model-parallel-size 2",
+            "NUM_LAYER_LIST 17,20,22,21 has 4 stages with 80 layers, but PP is 2 and the model has "
+            "80; give 2 numbers that add up to 80, or NUM_LAYER_LIST=none for the same number in "
+            "each",
+        ),
+        (
+            "llama3_70b",
+            "--num-layer-list 20,20,20,21",
+            "NUM_LAYER_LIST 20,20,20,21 has 4 stages with 81 layers, but PP is 4 and the model has "
+            "80; give 4 numbers that add up to 80, or NUM_LAYER_LIST=none for the same number in "
+            "each",
+        ),
+        (
+            "llama3_8b",
+            "--num-layer-list 32",
+            "NUM_LAYER_LIST 32 needs PP of at least 2; set NUM_LAYER_LIST=none",
+        ),
+        (
+            "llama2_7b",
+            "--seq-length 4090",
+            "sequence length 4090 is not divisible by TP*CP = 8*1 = 8; "
+            "choose --seq-length 4088 or 4096",
+        ),
+        (
+            "llama2_7b",
+            "--seq-length 4090 --tensor-model-parallel-size 2 --context-parallel-size 4",
+            "sequence length 4090 is not divisible by TP*CP = 2*4 = 8; "
+            "choose --seq-length 4088 or 4096",
+        ),
+        (
+            "llama2_7b",
+            "--seq-length 4092 --tensor-model-parallel-size 1 --context-parallel-size 4",
+            "sequence length 4092 is not divisible by 2*CP = 2*4 = 8; "
+            "choose --seq-length 4088 or 4096",
+        ),
+        (
+            "llama2_13b",
+            "--context-parallel-size 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo",
+            "40 attention heads are not divisible by TP*CP = 8*2 = 16, as ulysses_cp_algo needs; "
+            "choose another CP or --context-parallel-algo",
+        ),
+        (
+            "llama2_7b",
+            "--global-batch-size 250",
+            "global batch size 250 is not divisible by micro-batch size times data-parallel size "
+            "= 4*1 = 4; choose --global-batch-size 248 or 252",
+        ),
+        (
+            "llama2_7b",
+            "--max-position-embeddings 2048",
+            "sequence length 4096 exceeds --max-position-embeddings 2048; raise the latter to 4096",
+        ),
+        (
+            "llama2_7b",
+            "--hidden-size 4100 --ffn-hidden-size 11009",
+            "hidden size 4100 is not divisible by heads 32; choose --hidden-size 4096 or 4128\n"
+            "feed-forward width 11009 is not divisible by TP 8; "
+            "choose --ffn-hidden-size 11008 or 11016",
+        ),
+        (
+            "llama3_8b",
+            "--num-query-groups 24 --tensor-model-parallel-size 8",
+            "number of heads 32 is not divisible by query groups 24; "
+            "choose --num-attention-heads 24 or 48",
+        ),
+        (
+            "llama3_8b",
+            "--min-lr 1 --lr 0.5",
+            "--min-lr 1.0 is above --lr 0.5; choose --min-lr of at most 0.5",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(name: str, options: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(name, options).validate()
+    assert str(error.value) == message
+
+
+def test_a_stage_list_may_replace_an_even_split() -> None:
+    load("llama3_70b", "--pipeline-model-parallel-size 2 --num-layer-list=none").validate()
+    config = load("llama2_7b", "--pipeline-model-parallel-size 2 --nnodes 2 --num-layer-list 15,17")
+    config.validate()
+    words = config.arguments()
+    assert words[words.index("--num-layer-list") + 1] == "15,17"
+
+
+def test_a_group_of_one_splits_no_sequence() -> None:
+    config = load("llama2_7b", "--tensor-model-parallel-size 1 --seq-length 4095")
+    config.validate()
+    assert "--sequence-parallel" not in config.arguments()
+
+
+def test_context_parallelism_appears_when_there_is_some() -> None:
+    assert "--context-parallel-size" not in load("llama3_8b").arguments()
+    words = load("llama3_8b", "--context-parallel-size 2 --nnodes 2").arguments()
+    at = words.index("--context-parallel-size")
+    assert words[at : at + 4] == [
+        *("--context-parallel-size", "2", "--context-parallel-algo", "megatron_cp_algo")
+    ]
+
+
+def test_arguments_say_the_same_as_the_file() -> None:
+    for name in PARAMETERS:
+        config = load(name)
+        torchrun = ["--nproc_per_node", str(config.npus_per_node), "--nnodes", str(config.nnodes)]
+        vocabulary = ["--vocab-size", str(config.vocab_size)]
+        options = [*torchrun, *config.arguments(), *vocabulary]
+        algorithm = {"context_parallel_algo": config.context_parallel_algo}
+        again = replace(ModelConfig.from_options(options), **algorithm)
+        assert again == config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tensor-model-parallel-size x", "TP (--tensor-model-parallel-size): 'x' is not a whole"),
+        ("--nproc_per_node 0", "NPUS_PER_NODE (--npus-per-node): '0' is not a whole number from 1"),
+        ("--lr fast", "--lr: 'fast' is not a number"),
+        ("--num-layer-list 4,,4", "NUM_LAYER_LIST (--num-layer-list): '' is not a whole number"),
+        ("--num-layers", "argument --num-layers: expected one argument"),
+    ],
+)
+def test_a_bad_value_is_named(options: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        given_options(options.split())
+    assert str(error.value).startswith(message)
+
+
+def test_other_options_are_passed_over() -> None:
+    given = given_options(["--profile", "--profile-ranks", "0", "1", "--num-layers=4", "x.py"])
+    assert given == {"num_layers": 4}
+
+
+def test_a_command_line_alone_needs_the_sizes() -> None:
+    with pytest.raises(ConfigError) as error:
+        from_options("--num-layers 2 --hidden-size 64")
+    assert str(error.value).startswith(
+        "--num-attention-heads, --vocab-size, --seq-length, --micro-batch-size not given"
+    )
+
+
+SHORT = (
+    "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --vocab-size 300 --seq-length 64 "
+    "--micro-batch-size 2 --tensor-model-parallel-size 2"
+)
+
+
+def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
+    config = from_options(SHORT)
+    assert (config.ffn_hidden_size, config.num_query_groups, config.world_size) == (768, 4, 2)
+    assert (config.padded_vocab_size, config.global_batch_size) == (512, 2)
+    grouped = "--swiglu --group-query-attention --num-query-groups 2 --nproc-per-node 8"
+    config = from_options(f"{SHORT} {grouped}")
+    assert (config.ffn_hidden_size, config.num_query_groups) == (512, 2)
+    assert (config.data_parallel_size, config.global_batch_size) == (4, 8)
+    padded = SHORT.replace("--vocab-size", "--padded-vocab-size")
+    assert from_options(padded).padded_vocab_size == 300
+
+
+def test_groups_count_only_with_their_flag() -> None:
+    assert from_options(f"{SHORT} --num-query-groups 2").num_query_groups == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layer": 3}, "unknown option 'num_layer'; did you mean 'num_layers'?"),
+        ({"bf16": "yes"}, "bf16: 'yes' is not true or false"),
+        ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
+        ({"num_layers": True}, "num_layers: True is not a whole number from 1"),
+        ({"lr": True}, "lr: True is not a number"),
+        ({"tokenizer_type": None}, "tokenizer_type: None is not a name"),
+        ({"lr": ...}, "lr missing; every option has to be there"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
+    content = yaml.safe_load((CONFIGS / "llama3_8b.yaml").read_text("utf-8")) | change
+    path = tmp_path / "broken.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not ...}), "utf-8")
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.load(path)
+    assert str(error.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the configuration {}: No such file or directory"),
+        ("- a\n", "{} holds list, not a mapping of option: value"),
+        ("a: [", "{} is not valid yaml"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(tmp_path, content, message) -> None:
+    path = tmp_path / "a.yaml"
+    if content is not None:
+        path.write_text(content, "utf-8")
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.load(path)
+    assert str(error.value).startswith(message.format(path))
+
+
+def run_by_path(*arguments: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
+    """As the launchers run it, with modules in ``prefix`` before all others."""
+    return subprocess.run(
+        [sys.executable, ROOT / "commfuse_npu" / "model_config.py", *arguments],
+        env={"PYTHONPATH": prefix, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_it_runs_by_path_where_torch_cannot_be_imported(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n", "utf-8")
+    config = str(CONFIGS / "llama3_8b.yaml")
+    run = run_by_path(config, "--emit", "npus_per_node", prefix=str(tmp_path))
+    assert (run.returncode, run.stdout, run.stderr) == (0, "8\n", "")
+
+
+def test_without_pyyaml_the_message_says_so(tmp_path) -> None:
+    (tmp_path / "yaml.py").write_text("raise ImportError('not there')\n", "utf-8")
+    run = run_by_path(str(CONFIGS / "llama3_8b.yaml"), prefix=str(tmp_path))
+    assert run.returncode == 2
+    assert run.stderr.startswith("llama3_8b.yaml: error: PyYAML is not installed for ")
+    assert "install pyyaml, or set PYTHON" in run.stderr
