@@ -6,8 +6,12 @@ everything runs and is tested.  Imports point down: ops -> pipeline -> transport
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from commfuse_npu.plan import Plan, PlanError, Schedule
-from commfuse_npu.transport import MismatchError, Transport, TransportError
+
+if TYPE_CHECKING:
+    from commfuse_npu.transport import MismatchError, Transport, TransportError
 
 __all__ = [
     "MismatchError",
@@ -20,3 +24,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The transport needs torch; what asks whether torch works must not."""
+    if name in ("MismatchError", "Transport", "TransportError"):
+        from commfuse_npu import transport
+
+        return getattr(transport, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
