@@ -6,10 +6,12 @@ that torch 2.7 (MindSpeed's) has.  They are the reference and the fallback of ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_rows", "reduce_scatter_rows"]
+__all__ = ["all_gather_rows", "all_to_all_rows", "reduce_scatter_rows", "sum_rows_in_order"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,3 +36,26 @@ def reduce_scatter_rows(full: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     out = full.new_empty((full.shape[0] // group.size(), *full.shape[1:]))
     _reduce_scatter(out, full.contiguous(), group=group)
     return out
+
+
+def all_to_all_rows(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[n * s, ...]``: block d goes to rank d of the group, block r of the result is rank r's."""
+    blocks = blocks.contiguous()
+    out = torch.empty_like(blocks)
+    dist.all_to_all_single(out, blocks, group=group)
+    return out
+
+
+def sum_rows_in_order(
+    full: torch.Tensor, group: dist.ProcessGroup, sources: Sequence[int]
+) -> torch.Tensor:
+    """:func:`reduce_scatter_rows`, added in the order of ``sources`` and rounded at every addition.
+
+    Args:
+        sources: every rank of the group once.
+    """
+    blocks = all_to_all_rows(full, group).unflatten(0, (group.size(), -1))
+    total = blocks[sources[0]].clone()
+    for source in sources[1:]:
+        total += blocks[source]
+    return total

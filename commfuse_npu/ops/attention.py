@@ -7,6 +7,10 @@ projection and its transfer form a pipeline (CommFuse, arXiv 2604.24013: query s
 Legend: ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G`` key heads of
 this rank, ``D`` features of a head, ``H`` hidden, ``N`` ranks, ``q_SBAD`` a tensor of that shape.
 
+Under a causal mask the queries of later ranks see more keys, so that blocks cost differently; the
+plan then takes them in the order in which the ranks wait least for the links
+(:mod:`~commfuse_npu.block_order`), and adds the partials in that order.
+
 The op stands next to its plain form, which is its reference and its fallback.  The front of the
 layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gather_linear`.
 """
@@ -14,12 +18,14 @@ layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gath
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from commfuse_npu.block_order import causal_costs
 from commfuse_npu.kernels import gemm_into
 from commfuse_npu.kernels.attention_arguments import check_attention
 from commfuse_npu.ops.blocked_attention import AttentionRuns, blocked_attention
@@ -96,8 +102,7 @@ def attention_linear_reduce_scatter(
             q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
             options=options,
         )  # fmt: skip
-    block_rows = q.shape[0] // transport.size
-    job = Job(transport, options_for_rows(options, block_rows), name)
+    job = Job(transport, _options_for(options, q, transport.size, causal), name)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v, weight):
         y = _AttentionLinearReduceScatter.apply(*tensors, weight, job, causal, scale)
@@ -129,7 +134,8 @@ def plain_attention_linear_reduce_scatter(
     _check(name, q, k, v, dropout)
     check_divisible(name, q, group.size())
     block_rows, batch = q.shape[0] // group.size(), q.shape[1]
-    options = options_for_rows(options, block_rows)
+    options = _options_for(options, q, group.size(), causal)
+    sources = None
     runs: dict[str, Any] = {}
     gemm_runs: dict[str, Any] = {}
     if same_blocks:
@@ -144,9 +150,10 @@ def plain_attention_linear_reduce_scatter(
         gemm_runs = {"rows": gemms["rows"], "dgrad_rows": gemms["grad_rows"]}
         if options.wgrad == "blocks":
             gemm_runs["wgrad_rows"] = gemms["grad_rows"]
+        sources = _order_of_additions(options, group)
     attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs).flatten(2)
     full = blocked_linear(attended, weight, main_grad=options.main_grad, **gemm_runs)
-    y = reduce_scatter(full, group, options.reduce_dtype)
+    y = reduce_scatter(full, group, options.reduce_dtype, sources)
     return y if bias is None else y + bias
 
 
@@ -162,6 +169,23 @@ def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout
             f"{name}: {q.shape[0]} queries and {k.shape[0]} keys; self-attention has as many of "
             "one as of the other"
         )
+
+
+def _options_for(options: LinearOptions, q: torch.Tensor, size: int, causal: bool) -> LinearOptions:
+    """No more chunks than rows; under a causal mask blocks in the order that waits least."""
+    options = options_for_rows(options, q.shape[0] // size)
+    schedule = options.schedule
+    if not causal or schedule.shape != "shifted" or schedule.costs is not None:
+        return options
+    return replace(options, schedule=replace(schedule, costs=causal_costs(size)))
+
+
+def _order_of_additions(options: LinearOptions, group: dist.ProcessGroup) -> list[int] | None:
+    """In which order the fused op adds the ranks' partials, if not in the collective's."""
+    if options.schedule.costs is None:
+        return None
+    distances = options.schedule.distances(group.size(), "last")
+    return [(group.rank() - distance) % group.size() for distance in (*distances, 0)]
 
 
 class _Kept:

@@ -1,7 +1,7 @@
 """The plain collectives of sequence parallelism as differentiable functions.
 
 Each is the adjoint of another: gather and reduce-scatter of each other, the all-reduce of a
-row-parallel layer of the identity.
+row-parallel layer of the identity, the all-to-all of itself.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows
+from commfuse_npu.collectives import (
+    all_gather_rows,
+    all_to_all_rows,
+    reduce_scatter_rows,
+    sum_rows_in_order,
+)
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 
 def _reduce_scatter_in(
-    full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
+    full: torch.Tensor,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None,
+    sources: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    return reduce_scatter_rows(full.to(dtype or full.dtype), group).to(full.dtype)
+    wide = full.to(dtype or full.dtype)
+    if sources is None:
+        return reduce_scatter_rows(wide, group).to(full.dtype)
+    return sum_rows_in_order(wide, group, sources).to(full.dtype)
 
 
 class _AllGather(torch.autograd.Function):
@@ -42,15 +53,19 @@ class _AllGather(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
+        ctx: Any,
+        full: torch.Tensor,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype | None,
+        sources: Sequence[int] | None,
     ) -> torch.Tensor:
         ctx.group = group
-        return _reduce_scatter_in(full, group, dtype)
+        return _reduce_scatter_in(full, group, dtype, sources)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_rows(grad, ctx.group), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_gather_rows(grad, ctx.group), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -77,6 +92,18 @@ class _AllReduce(torch.autograd.Function):
         return grad, None, None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_to_all_rows(blocks, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_to_all_rows(grad, ctx.group), None
+
+
 def all_gather(
     shard: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -86,10 +113,17 @@ def all_gather(
 
 
 def reduce_scatter(
-    full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    full: torch.Tensor,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None = None,
+    sources: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """``[n * s, ...] -> [s, ...]``, added in ``dtype`` if given; backward is an all-gather."""
-    result: torch.Tensor = _ReduceScatter.apply(full, group, dtype)
+    """``[n * s, ...] -> [s, ...]``, added in ``dtype`` if given; backward is an all-gather.
+
+    Args:
+        sources: the order in which the ranks' partials are added; the collective's by default.
+    """
+    result: torch.Tensor = _ReduceScatter.apply(full, group, dtype, sources)
     return result
 
 
@@ -106,4 +140,10 @@ def all_reduce(
             instead, which fixes the order of additions where an all-reduce has one of its own.
     """
     result: torch.Tensor = _AllReduce.apply(full, group, dtype, parts)
+    return result
+
+
+def all_to_all(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[n * s, ...]``: block d goes to rank d; backward sends the gradients back the same way."""
+    result: torch.Tensor = _AllToAll.apply(blocks, group)
     return result

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from commfuse_npu import plan as plan_module
-from commfuse_npu.block_order import least_waiting, waiting
+from commfuse_npu.block_order import causal_costs, least_waiting, waiting
 from commfuse_npu.plan import PlanError, Schedule
 from commfuse_npu.verify import rendezvous, verify
 
@@ -18,11 +18,6 @@ KINDS = (
     ("all_to_all", "first"),
     ("all_to_all", "last"),
 )
-
-
-def causal(size: int, mean: float = 1.0) -> tuple[float, ...]:
-    """Blocks under a causal mask, on average as dear as ``mean`` transfers."""
-    return tuple((block + 0.5) * mean * 2 / size for block in range(size))
 
 
 def test_waiting_by_hand() -> None:
@@ -46,7 +41,7 @@ def test_equal_blocks_keep_the_order_of_distance() -> None:
     [(4, 1.0, 0.75), (6, 1.5, 5 / 6), (8, 2.0, 1.0), (16, 4.0, 1.5)],
 )
 def test_causal_blocks_wait_less(own: str, size: int, in_order: float, best: float) -> None:
-    costs = causal(size)
+    costs = causal_costs(size)
     order = least_waiting(costs, own)
     assert sorted(order) == list(range(1, size))
     assert max(waiting(costs, range(1, size), own)) == pytest.approx(in_order)
@@ -55,7 +50,7 @@ def test_causal_blocks_wait_less(own: str, size: int, in_order: float, best: flo
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_every_order_of_distances_holds(size: int) -> None:
-    schedule = Schedule(lanes=2, chunks=2, costs=causal(size))
+    schedule = Schedule(lanes=2, chunks=2, costs=causal_costs(size))
     for order in permutations(range(1, size)):
         plan_module._build.cache_clear()
         with mock.patch.object(plan_module, "least_waiting", lambda costs, own, o=order: o):
@@ -70,13 +65,13 @@ def test_every_order_of_distances_holds(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 6, 8, 9, 16, 24])
 def test_the_orders_that_are_chosen_hold(size: int) -> None:
     for lanes, chunks in product((1, 2, 7), (1, 2)):
-        schedule = Schedule(lanes=lanes, chunks=chunks, costs=causal(size))
+        schedule = Schedule(lanes=lanes, chunks=chunks, costs=causal_costs(size))
         for kind, own in KINDS:
             verify([schedule.plan(kind, rank, size, own) for rank in range(size)])
 
 
 def test_the_first_block_of_a_plan_is_the_first_of_the_order() -> None:
-    schedule = Schedule(lanes=1, costs=causal(8))
+    schedule = Schedule(lanes=1, costs=causal_costs(8))
     steps = schedule.plan("reduce_scatter", 0, 8).steps
     assert [step.compute.target for step in steps] == [3, 6, 1, 4, 7, 2, 5, 0]
 
