@@ -7,6 +7,8 @@ Four functions, two by two mirror images of each other::
     exchange_and_consume   blocks arrive and are used      own block first
     produce_and_exchange   blocks are made and sent        own block last
 
+and a fifth, :func:`produce_exchange_and_consume`, the last two in one exchange.
+
 Each docstring gives the unfused lines it equals and draws the timeline.  The classes behind them
 (:class:`Gather`, :class:`ReduceScatter`) are for operations that have two of them under way at
 once, like the backward of a column-parallel linear.
@@ -32,10 +34,12 @@ __all__ = [
     "Gather",
     "Produce",
     "ReduceScatter",
+    "consumed_rows",
     "exchange_and_consume",
     "gather_and_consume",
     "produce_and_exchange",
     "produce_and_reduce",
+    "produce_exchange_and_consume",
 ]
 
 Consume = Callable[[torch.Tensor, slice], None]
@@ -187,6 +191,57 @@ def produce_and_exchange(
     with _ExchangeOut(out, transport=transport, plan=plan, name=name) as exchange:
         exchange.produce(produce)
         return exchange.finish()
+
+
+def produce_exchange_and_consume(
+    produce: Produce,
+    consume: Consume,
+    received: torch.Tensor,
+    *,
+    transport: Transport,
+    plan: Plan,
+    name: str = "produce_exchange_and_consume",
+) -> torch.Tensor:
+    """Make the block of each rank and send it off, and use what comes in return; all-to-all.
+
+    Equals, with ``plan.computed_rows(s)`` for the pieces and :func:`consumed_rows` for what comes::
+
+        for rows in pieces:
+            produce(rows, whole[rows])
+        received = all_to_all(whole)
+        for rows in consumed_rows(plan, s):
+            consume(received[rows], rows)
+
+    Timeline, rank r of 3; the own block is the last to be made and the first to be used, so that
+    the transfers have all the work to hide behind but the first block made and the last one used::
+
+        compute  | make r+1 | make r+2 | make own r | consume own r | consume r-1 | consume r-2 |
+        links    |          | -> r+1   | -> r+2     |               |             |             |
+
+    Args:
+        produce: called once per piece, own block last.
+        consume: called when everything is made, own block first, then in the order of arrival.
+        received: ``[n * s, ...]``, contiguous; block r of it comes from rank r.
+        plan: an ``all_to_all`` with ``own="last"``.
+
+    Returns:
+        ``received``.
+
+    Raises:
+        ValueError, MismatchError, TransportError: see :meth:`Transport.start`.
+    """
+    with _ExchangeThrough(received, transport=transport, plan=plan, name=name) as exchange:
+        exchange.produce(produce)
+        for piece, rows in exchange.pieces():
+            consume(piece, rows)
+        return exchange.finish()
+
+
+def consumed_rows(plan: Plan, block_rows: int) -> list[slice]:
+    """The rows that :func:`produce_exchange_and_consume` consumes one by one, in order."""
+    incoming = [step.receive.piece for step in plan.transfers if step.receive is not None]
+    mine = [piece for piece in incoming if piece.target == plan.rank]
+    return [_received_rows(plan, p, block_rows) for p in (Piece(plan.rank, plan.rank, None), *mine)]
 
 
 class _Running:
@@ -674,6 +729,43 @@ class _ExchangeOut(_Outbound):
         self._drain()
         self._close()
         return self._out
+
+
+class _ExchangeThrough(_ExchangeOut):
+    """An all-to-all under way, both ends used; see :func:`produce_exchange_and_consume`."""
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, slice]]:
+        """``(piece, rows)`` of the result, own block first; everything has to be made before."""
+        rows = self._block[0]
+        own = Piece(self.plan.rank, self.plan.rank, None)
+        yield self._own(), _received_rows(self.plan, own, rows)
+        for step in self.plan.transfers:
+            self._pass_on()
+            self._use()
+            assert step.receive is not None
+            piece = step.receive.piece
+            if piece.target == self.plan.rank:
+                yield (
+                    self._part(self._out, piece.source, piece),
+                    _received_rows(self.plan, piece, rows),
+                )
+
+    def _pass_on(self) -> None:
+        """Send what has arrived for other ranks: they wait for it, and do not see our work."""
+        while self._sent < self._steps:
+            send = self.plan.transfers[self._sent].send
+            assert send is not None
+            if send.piece not in self._transit:
+                return
+            self._send_next(self._transit.pop(send.piece))
+
+
+def _received_rows(plan: Plan, piece: Piece, block_rows: int) -> slice:
+    """Rows of ``piece`` in the result of an all-to-all."""
+    assert piece.source is not None
+    start = piece.source * block_rows
+    inside = plan.inside(piece, block_rows)
+    return slice(start + inside.start, start + inside.stop)
 
 
 def _computed(step: Step) -> Piece:

@@ -6,6 +6,12 @@ from commfuse_npu.ops.attention import (
     attention_linear_reduce_scatter,
     plain_attention_linear_reduce_scatter,
 )
+from commfuse_npu.ops.head_exchange import (
+    all_to_all_linear,
+    linear_all_to_all,
+    plain_all_to_all_linear,
+    plain_linear_all_to_all,
+)
 from commfuse_npu.ops.linear import (
     all_gather_linear,
     linear_all_reduce,
@@ -15,15 +21,29 @@ from commfuse_npu.ops.linear import (
     plain_linear_reduce_scatter,
 )
 from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.ulysses import (
+    attention_all_to_all,
+    attention_all_to_all_linear,
+    plain_attention_all_to_all,
+    plain_attention_all_to_all_linear,
+)
 
 __all__ = [
     "LinearOptions",
     "all_gather_linear",
+    "all_to_all_linear",
+    "attention_all_to_all",
+    "attention_all_to_all_linear",
     "attention_linear_reduce_scatter",
     "linear_all_reduce",
+    "linear_all_to_all",
     "linear_reduce_scatter",
     "plain_all_gather_linear",
+    "plain_all_to_all_linear",
+    "plain_attention_all_to_all",
+    "plain_attention_all_to_all_linear",
     "plain_attention_linear_reduce_scatter",
     "plain_linear_all_reduce",
+    "plain_linear_all_to_all",
     "plain_linear_reduce_scatter",
 ]

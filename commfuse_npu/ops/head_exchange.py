@@ -1,0 +1,428 @@
+"""Linear layers whose heads are exchanged for rows of the sequence, behind their GEMMs.
+
+Ulysses context parallelism cuts activations by the sequence, but attention by heads: an all-to-all
+leads from the one to the other, and another one back.  Here each is taken apart, and paired with
+the projection that feeds it or that it feeds (CommFuse, arXiv 2604.24013: FuseA2A).
+
+Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``H`` hidden, ``O`` and
+``F`` features of a rank's head group, ``x_sBH`` a tensor of that shape.  Without a batch dimension
+everything holds for ``[s, H]``.
+
+====================== ============================= ============================================
+op                     forward                       backward
+====================== ============================= ============================================
+linear_all_to_all      GEMM -> rank of the heads     gradient arrives -> dgrad, wgrad
+all_to_all_linear      heads arrive -> GEMM          dgrad -> rank of the rows; wgrad
+====================== ============================= ============================================
+
+What is between the two, the attention, is :mod:`commfuse_npu.ops.ulysses`.
+
+Weights are whole on every rank, so their gradients are those of this rank's rows, to be summed over
+the ranks like that of any layer under context parallelism.
+
+Of :class:`~commfuse_npu.ops.options.LinearOptions` the schedule, ``wgrad`` and ``main_grad`` count:
+no partial sums of other ranks are added, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from commfuse_npu.ops.blocked_linear import blocked_linear
+from commfuse_npu.ops.collective_functions import all_to_all
+from commfuse_npu.ops.head_linear import (
+    HeadRows,
+    LinearOfHeads,
+    LinearToHeads,
+    beside,
+    blocked_linear_of_heads,
+    blocked_linear_to_heads,
+)
+from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.linear_arguments import autocast, check_linear
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.saved_weight import SavedWeight
+from commfuse_npu.pipeline import exchange_and_consume, produce_and_exchange
+from commfuse_npu.plan import Own
+from commfuse_npu.transport import Transport
+
+__all__ = [
+    "all_to_all_linear",
+    "check_projection",
+    "check_sequence",
+    "linear_all_to_all",
+    "plain_all_to_all_linear",
+    "plain_linear_all_to_all",
+]
+
+
+# ------------------------------------------------------------- rows to heads
+
+
+def linear_all_to_all(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: Transport,
+    rows: Sequence[Sequence[slice]] | None = None,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``all_to_all(linear(x, weight, bias))``: the projection to q, k and v of Ulysses.
+
+    Equals, on rank r with ``W_d`` the rows of the weight for rank d::
+
+        z_d_sBO = x_sBH @ W_d^T + b_d                  # for every rank d
+        y_SBO = all_to_all(z_0, ..., z_N-1)            # rows b*s..(b+1)*s: rank b's, heads of r
+        # backward
+        dz_0, ..., dz_N-1 = all_to_all(dy_SBO)
+        dx_sBH = sum of dz_d @ W_d                     # in fp32, rounded once
+        dW_d = dz_d^T @ x_sBH
+
+    Timelines, rank r of 3::
+
+        forward   compute  | heads of r+1 | heads of r+2 | heads of r |
+                  links    |              | -> r+1       | -> r+2     |
+
+        backward  compute  | own dz: dx, dW_r | dz of r-1: += dx, dW | dz of r-2 ... |
+                  links    | dz of r-1        | dz of r-2            |               |
+
+    Args:
+        x: ``[s, B, H]`` or ``[s, H]``, the same shape on every rank.  Need not be contiguous.
+        weight: ``[N * O, H]``, whole and the same on every rank, the dtype of ``x``.
+        bias: one number per row of the weight.
+        transport: lanes of the context-parallel group.
+        rows: per rank the slices of weight rows that make its features, in this order; together
+            ``O`` for every rank, and the same on every rank.  With fewer key heads than ranks
+            slices overlap, for 2 key heads and 4 ranks ``[[q_d, k_0, v_0], ...]`` for the first
+            two ranks and ``[[q_d, k_1, v_1], ...]`` for the others; gradients of rows that several
+            ranks use add up.  By default rank d gets the rows ``d * O .. (d + 1) * O``.
+        options: ``wgrad="blocks"`` makes the gradient of the weight from each block as it arrives.
+
+    Returns:
+        ``[S, B, O]`` or ``[S, O]``.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices, shapes or rows do not fit each other.
+        MismatchError: another rank calls another op, or with another shape or other rows.
+        TransportError: a transfer failed.
+    """
+    name = "linear_all_to_all"
+    check_linear(name, x, weight, bias, transport, options)
+    heads = HeadRows(name, weight.shape[0], transport.size, rows)
+    x, weight, bias = autocast(x, weight, bias)
+    if takes_plain_path(name, x, transport, rows=_rows(x)):
+        return plain_linear_all_to_all(
+            x, weight, bias, group=transport.group, rows=rows, options=options
+        )
+    transport.agree(f"{name} rows", rows=heads.bounds)
+    job = Job(transport, options_for_rows(options, _rows(x)), name)
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and any_grad(x, weight, bias):
+        y = _LinearAllToAll.apply(flat, weight, bias, job, heads)
+    else:
+        y = _project_out(flat.contiguous(), weight, bias, job, heads)
+    return y.view(-1, *x.shape[1:-1], heads.features)
+
+
+def plain_linear_all_to_all(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    rows: Sequence[Sequence[slice]] | None = None,
+    options: LinearOptions = LinearOptions(),
+    same_blocks: bool = False,
+) -> torch.Tensor:
+    """:func:`linear_all_to_all` over the plain collective; see its arguments.
+
+    Args:
+        same_blocks: cut the GEMMs into the runs of rows of the fused op's plans.
+    """
+    heads = HeadRows("plain_linear_all_to_all", weight.shape[0], group.size(), rows)
+    x, weight, bias = autocast(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    if same_blocks:
+        options = options_for_rows(options, _rows(x))
+        whole = blocked_linear_to_heads(
+            flat, weight, bias, heads,
+            rows=_runs(options, group, "last", _rows(x)),
+            grad_rows=_runs(options, group, "first", _rows(x)),
+            options=options,
+        )  # fmt: skip
+    else:
+        made = blocked_linear(flat, weight, bias, main_grad=options.main_grad)
+        whole = heads.columns(made)
+    # No -1 for the rows: an empty tensor has no say in them.
+    shape = x.shape[0] * group.size(), *x.shape[1:-1], heads.features
+    return all_to_all(whole, group).view(shape)
+
+
+def _project_out(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: Job, heads: HeadRows
+) -> torch.Tensor:
+    linear = LinearToHeads(weight, heads, x.shape[0])
+    return produce_and_exchange(
+        partial(linear.forward, x, bias),
+        x.new_empty((x.shape[0] * job.transport.size, heads.features)),
+        transport=job.transport,
+        plan=job.plan("all_to_all", "last"),
+        name=job.name,
+    )
+
+
+class _LinearAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        job: Job,
+        heads: HeadRows,
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.weight = SavedWeight(weight)
+        ctx.call = job, heads
+        return _project_out(x, weight, bias, job, heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job, heads = ctx.call
+        (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        block_rows = grad.shape[0] // job.transport.size
+        linear = LinearToHeads(ctx.weight.get(job.name), heads, block_rows)
+        linear.begin_backward(x, ctx.needs_input_grad[:3], job.options)
+        whole = torch.empty_like(grad) if linear.needs_whole else None
+        exchange_and_consume(
+            grad,
+            linear.backward,
+            transport=job.transport,
+            plan=job.plan("all_to_all", "first"),
+            received=whole,
+            name=f"{job.name} backward",
+        )
+        return *linear.gradients(whole), None, None
+
+
+# ------------------------------------------------------------- heads to rows
+
+
+def all_to_all_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: Transport,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``linear(all_to_all(x), weight, bias)``: the output projection of Ulysses.
+
+    Equals, on rank r with ``V_g`` the columns of the weight for the heads of rank g::
+
+        x_0_sBF, ..., x_N-1_sBF = all_to_all(x_SBF)    # this rank's rows, heads of every rank
+        y_sBH = sum of x_g @ V_g^T + bias              # in fp32, rounded once
+        # backward
+        dx_SBF = all_to_all(dy_sBH @ V_0, ..., dy_sBH @ V_N-1)
+        dV_g = dy_sBH^T @ x_g
+
+    Timelines, rank r of 3::
+
+        forward   compute  | y = own heads | += heads of r-1 | += heads of r-2 |
+                  links    | heads of r-1  | heads of r-2    |                 |
+
+        backward  compute  | dx for r+1 | dx for r+2 | own dx | dweight |
+                  links    |            | -> r+1     | -> r+2 |         |
+
+    For attention in front of it, :func:`~commfuse_npu.ops.ulysses.attention_all_to_all_linear` has
+    both in one exchange.
+
+    Args:
+        x: ``[S, B, F]`` or ``[S, F]``, this rank's heads; S a multiple of N.
+        weight: ``[H, N * F]``, whole and the same on every rank, the dtype of ``x``; the columns
+            ``g * F .. (g + 1) * F`` take the heads of rank g.
+        bias: ``[H]``.
+        transport: lanes of the context-parallel group.
+        options: ``wgrad="blocks"`` makes the gradient of the weight per head group, without a copy
+            of the input.
+
+    Returns:
+        ``[s, B, H]`` or ``[s, H]``.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
+            multiple of the group size.
+        MismatchError, TransportError: see :func:`linear_all_to_all`.
+    """
+    name = "all_to_all_linear"
+    check_projection(name, x, weight, bias, transport, options)
+    check_sequence(name, x.shape[0], transport.size)
+    x, weight, bias = autocast(x, weight, bias)
+    if takes_plain_path(name, x, transport, rows=_rows(x)):
+        return plain_all_to_all_linear(x, weight, bias, group=transport.group, options=options)
+    job = Job(transport, options_for_rows(options, _rows(x) // transport.size), name)
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and any_grad(x, weight, bias):
+        y = _AllToAllLinear.apply(flat, weight, bias, job)
+    else:
+        y = _project_in(flat.contiguous(), weight, bias, job)
+    return y.view(-1, *x.shape[1:-1], weight.shape[0])
+
+
+def plain_all_to_all_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    options: LinearOptions = LinearOptions(),
+    same_blocks: bool = False,
+) -> torch.Tensor:
+    """:func:`all_to_all_linear` over the plain collective; see its arguments.
+
+    Args:
+        same_blocks: cut the GEMMs into the runs of rows of the fused op's plans.
+    """
+    check_sequence("plain_all_to_all_linear", x.shape[0], group.size())
+    x, weight, bias = autocast(x, weight, bias)
+    whole = all_to_all(x.reshape(-1, x.shape[-1]), group)
+    if same_blocks:
+        block_rows = _rows(x) // group.size()
+        options = options_for_rows(options, block_rows)
+        y = blocked_linear_of_heads(
+            whole, weight, bias, group.size(),
+            rows=_runs(options, group, "first", block_rows),
+            grad_rows=_runs(options, group, "last", block_rows),
+            options=options,
+        )  # fmt: skip
+    else:
+        joined = beside(whole, group.size())
+        y = blocked_linear(joined, weight, bias, main_grad=options.main_grad)
+    return y.view(x.shape[0] // group.size(), *x.shape[1:-1], weight.shape[0])
+
+
+def _project_in(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    job: Job,
+    received: torch.Tensor | None = None,
+) -> torch.Tensor:
+    linear = LinearOfHeads(weight, job.transport.size, x.shape[0] // job.transport.size)
+    linear.begin_forward(bias)
+    exchange_and_consume(
+        x,
+        linear.forward,
+        transport=job.transport,
+        plan=job.plan("all_to_all", "first"),
+        received=received,
+        name=job.name,
+    )
+    return linear.output()
+
+
+class _AllToAllLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: Job
+    ) -> torch.Tensor:
+        received = x.new_empty(x.shape) if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(received)
+        ctx.weight = SavedWeight(weight)
+        ctx.job = job
+        return _project_in(x.contiguous(), weight, bias, job, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: Job = ctx.job
+        (received,) = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        weight = ctx.weight.get(job.name)
+        linear = LinearOfHeads(weight, job.transport.size, grad.shape[0])
+        linear.begin_backward(grad, needs_weight, job.options)
+        grad_x = None
+        if needs_x:
+            plan = job.plan("all_to_all", "last")
+            own = plan.computed_rows(grad.shape[0])[-1]
+
+            def produce(run: slice, out: torch.Tensor) -> None:
+                linear.backward(run, out)
+                if run == own:
+                    # The last blocks travel while this runs.
+                    linear.add_weight_gradient(received)
+
+            grad_x = produce_and_exchange(
+                produce,
+                grad.new_empty((grad.shape[0] * plan.size, weight.shape[1] // plan.size)),
+                transport=job.transport,
+                plan=plan,
+                name=f"{job.name} backward",
+            )
+        else:
+            linear.add_weight_gradient(received)
+        return grad_x, linear.weight_gradient(), grad.sum(0) if needs_bias else None, None
+
+
+# -------------------------------------------------------------- what both share
+
+
+def check_sequence(name: str, rows: int, size: int) -> None:
+    """The whole sequence has to be cut into one block per rank.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if rows % size:
+        raise ValueError(
+            f"{name}: sequence length {rows} is not divisible by the group size {size}; pad it to "
+            f"{-(-rows // size) * size}"
+        )
+
+
+def check_projection(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transport: Transport,
+    options: LinearOptions,
+) -> None:
+    """Refuse what cannot work before any rank waits for another.
+
+    Raises:
+        TypeError, ValueError: ``x`` ``[S, ..., F]`` and ``weight`` ``[H, N * F]`` do not fit.
+    """
+    size = transport.size
+    if weight.dim() == 2 and weight.shape[1] != size * x.shape[-1]:
+        raise ValueError(
+            f"{name}: each of {size} ranks has {x.shape[-1]} features of its heads, the weight "
+            f"takes {weight.shape[1]} in all; its shape {tuple(weight.shape)} has to be "
+            f"[H, {size * x.shape[-1]}]"
+        )
+    part = weight[:, : x.shape[-1]] if weight.dim() == 2 else weight
+    check_linear(name, x, part, bias, transport, options)
+
+
+def _rows(x: torch.Tensor) -> int:
+    """``s * B`` rows of GEMM in a tensor ``[s, B, H]``."""
+    return math.prod(x.shape[:-1])
+
+
+def _runs(
+    options: LinearOptions, group: dist.ProcessGroup, own: Own, block_rows: int
+) -> list[slice]:
+    plan = options.schedule.plan("all_to_all", group.rank(), group.size(), own)
+    return plan.computed_rows(block_rows)

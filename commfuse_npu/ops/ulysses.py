@@ -1,0 +1,539 @@
+"""Attention of Ulysses context parallelism, its all-to-alls hidden behind the attention itself.
+
+Under Ulysses a rank holds some rows of the sequence for all heads, but attends with some heads over
+the whole sequence.  The whole chain, each arrow an all-to-all that is taken apart::
+
+    x_sBH -> linear_all_to_all -> q_SBAD, k_SBGD, v_SBGD -> attention_all_to_all_linear -> y_sBH
+              projection | heads                     attention per block | rows | projection
+
+The projection to the heads, and back for those who have attention of their own, are in
+:mod:`commfuse_npu.ops.head_exchange`; q, k and v are parts of what comes out of the first, after
+whatever is done per head (rotary embedding, norms).
+
+Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G``
+key heads of this rank, ``D`` features of a head, ``F = A * D``, ``H`` hidden.
+
+Under a causal mask the queries of later ranks see more keys.  Where attention feeds the transfers,
+or is fed by them alone, the plan takes its blocks in the order in which the ranks wait least for
+the links (:mod:`~commfuse_npu.block_order`).  The backward of
+:func:`attention_all_to_all_linear` keeps the order of distance: there the dgrad comes first, which
+costs the same for every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from commfuse_npu.block_order import causal_costs
+from commfuse_npu.kernels.attention_arguments import check_attention
+from commfuse_npu.ops.blocked_attention import AttentionRuns, blocked_attention
+from commfuse_npu.ops.blocked_linear import blocked_linear
+from commfuse_npu.ops.collective_functions import all_to_all
+from commfuse_npu.ops.head_exchange import check_projection, check_sequence
+from commfuse_npu.ops.head_linear import LinearOfHeads, beside, blocked_linear_of_heads
+from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.linear_arguments import autocast
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.saved_weight import SavedWeight
+from commfuse_npu.pipeline import (
+    Consume,
+    consumed_rows,
+    exchange_and_consume,
+    produce_exchange_and_consume,
+)
+from commfuse_npu.plan import Schedule
+from commfuse_npu.transport import Transport
+
+__all__ = [
+    "attention_all_to_all",
+    "attention_all_to_all_linear",
+    "plain_attention_all_to_all",
+    "plain_attention_all_to_all_linear",
+]
+
+
+# ---------------------------------------------------------- attention to rows
+
+
+def attention_all_to_all(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    transport: Transport,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``all_to_all(attention(q, k, v))``: attention per head, its output per row.
+
+    Equals, on rank r::
+
+        o_SBAD = softmax(q_SBAD @ k_SBGD^T * scale) @ v_SBGD        # per head, masked if causal
+        o_0, ..., o_N-1 = all_to_all(o_SBAD)                        # rows of r, heads of every rank
+        y_sBNAD = cat(o_0, ..., o_N-1)                              # side by side
+        # backward
+        do_SBAD = all_to_all(dy_sBNAD)
+        dq, dk, dv = attention_backward(do_SBAD)                    # dk, dv added in fp32
+
+    Timelines, rank r of 3; ``attend b`` is attention of the queries of block b::
+
+        forward   compute  | attend r+1 | attend r+2 | attend own r | put side by side |
+                  links    |            | -> r+1     | -> r+2       |                  |
+
+        backward  compute  | own r: dq, += dk, dv | r-1: ...  | r-2: ... |
+                  links    | do of r-1            | do of r-2 |          |
+
+    Args:
+        q: ``[S, B, A, D]``, the heads of this rank over the whole sequence; S a multiple of N.
+        k, v: ``[S, B, G, D]``; ``A`` is a multiple of ``G``.
+        transport: lanes of the context-parallel group.
+        causal: a query sees the keys up to its own position; else all of them.
+        scale: of the scores, ``D ** -0.5`` by default.
+        dropout: has to be 0.
+        options: the schedule counts.
+
+    Returns:
+        ``[s, B, N * A * D]``: this rank's rows, the heads of rank 0 first.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, S is not a multiple
+            of the group size, or dropout is asked for.
+        MismatchError: another rank calls another op, or with another shape.
+        TransportError: a transfer failed.
+    """
+    name = "attention_all_to_all"
+    _check(name, q, k, v, transport.size, dropout)
+    if q.device.type != transport.device_type:
+        raise ValueError(
+            f"{name}: q is on {q.device}, the group transfers {transport.device_type} tensors; "
+            "move it there"
+        )
+    if takes_plain_path(name, q, transport, rows=_rows(q)):
+        return plain_attention_all_to_all(
+            q, k, v, group=transport.group, causal=causal, scale=scale, options=options
+        )
+    job = Job(transport, options_for_rows(options, q.shape[0] // transport.size), name)
+    job = _by_cost(job, causal)
+    tensors = q.contiguous(), k.contiguous(), v.contiguous()
+    if torch.is_grad_enabled() and any_grad(q, k, v):
+        y: torch.Tensor = _AttentionAllToAll.apply(*tensors, job, causal, scale)
+        return y
+    return _attend_beside(AttentionRuns(*tensors, causal, scale), q, job)
+
+
+def plain_attention_all_to_all(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    options: LinearOptions = LinearOptions(),
+    same_blocks: bool = False,
+) -> torch.Tensor:
+    """:func:`attention_all_to_all` over the plain collective; see its arguments.
+
+    Args:
+        same_blocks: split the queries into the runs of the fused op's plans.
+    """
+    _check("plain_attention_all_to_all", q, k, v, group.size(), dropout)
+    size, block_rows = group.size(), q.shape[0] // group.size()
+    # Kernels take no empty tensors.
+    runs: dict[str, Any] = {} if q.numel() else {"rows": [], "grad_rows": []}
+    if same_blocks:
+        schedule = _schedule(options_for_rows(options, block_rows), size, causal)
+        out = schedule.plan("all_to_all", group.rank(), size, "last")
+        back = schedule.plan("all_to_all", group.rank(), size, "first")
+        runs["rows"] = out.computed_rows(block_rows)
+        runs["grad_rows"] = back.computed_rows(block_rows)
+    attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs)
+    joined = beside(all_to_all(_by_rows(attended), group), size)
+    return joined.view(block_rows, q.shape[1], joined.shape[1])
+
+
+class _Kept:
+    """What the backward needs of the forward: its output and the statistics of each run."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.attended = torch.empty_like(like)
+        self.statistics: list[torch.Tensor] = []
+        self.where: dict[int, slice] = {}
+
+    def add(self, run: slice, attended: torch.Tensor, statistics: Sequence[torch.Tensor]) -> None:
+        self.attended[run] = attended
+        self.where[run.start] = slice(len(self.statistics), len(self.statistics) + len(statistics))
+        self.statistics += statistics
+
+
+def _attend(
+    attention: AttentionRuns,
+    consume: Consume,
+    received: torch.Tensor,
+    job: Job,
+    kept: _Kept | None,
+) -> None:
+    """Attend, block of queries by block, and ``consume`` what comes back for the own rows.
+
+    Args:
+        received: ``[S, B, F]``; block g gets the heads of rank g.
+    """
+
+    def produce(run: slice, out: torch.Tensor) -> None:
+        attended, statistics = attention.forward(run)
+        out.copy_(attended.flatten(2))
+        if kept is not None:
+            kept.add(run, attended, statistics)
+
+    produce_exchange_and_consume(
+        produce,
+        consume,
+        received,
+        transport=job.transport,
+        plan=job.plan("all_to_all", "last"),
+        name=job.name,
+    )
+
+
+def _attend_beside(
+    attention: AttentionRuns, q: torch.Tensor, job: Job, kept: _Kept | None = None
+) -> torch.Tensor:
+    size, features = job.transport.size, q.shape[2] * q.shape[3]
+    block_rows = q.shape[0] // size
+    y = q.new_empty((block_rows, q.shape[1], size, features))
+
+    def consume(piece: torch.Tensor, run: slice) -> None:
+        # Early blocks find their place while later ones travel.
+        group, start = divmod(run.start, block_rows)
+        y[start : start + len(piece), :, group] = piece
+
+    received = q.new_empty((*q.shape[:2], features))
+    _attend(attention, consume, received, job, kept)
+    return y.flatten(2)
+
+
+class _AttentionAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        job: Job,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        kept = _Kept(q)
+        y = _attend_beside(AttentionRuns(q, k, v, causal, scale), q, job, kept)
+        ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
+        ctx.where = kept.where
+        ctx.call = job, causal, scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job, causal, scale = ctx.call
+        q, k, v, attended, *statistics = ctx.saved_tensors
+        attention = AttentionRuns(q, k, v, causal, scale)
+        attention.begin_backward()
+
+        def consume(piece: torch.Tensor, run: slice) -> None:
+            out = attended[run]
+            attention.backward(run, piece.view(out.shape), out, statistics[ctx.where[run.start]])
+
+        by_heads = grad.unflatten(2, (job.transport.size, -1)).permute(2, 0, 1, 3)
+        exchange_and_consume(
+            by_heads.reshape(*q.shape[:2], -1).contiguous(),
+            consume,
+            transport=job.transport,
+            plan=job.plan("all_to_all", "first"),
+            name=f"{job.name} backward",
+        )
+        return *attention.gradients(), None, None, None
+
+
+# ----------------------------------------------- attention to rows, projected
+
+
+def attention_all_to_all_linear(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: Transport,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``linear(all_to_all(attention(q, k, v)), weight, bias)``: attention and output projection.
+
+    One exchange that attention feeds and that feeds the projection.  Equals, on rank r with ``V_g``
+    the columns of the weight for the heads of rank g::
+
+        o_SBAD = softmax(q_SBAD @ k_SBGD^T * scale) @ v_SBGD        # per head, masked if causal
+        o_0, ..., o_N-1 = all_to_all(o_SBAD)                        # rows of r, heads of every rank
+        y_sBH = sum of o_g @ V_g^T + bias                           # in fp32, rounded once
+        # backward
+        do_SBAD = all_to_all(dy_sBH @ V_0, ..., dy_sBH @ V_N-1)
+        dq, dk, dv = attention_backward(do_SBAD)                    # dk, dv added in fp32
+        dV_g = dy_sBH^T @ o_g
+
+    Timelines, rank r of 3; ``attend b`` is attention of the queries of block b, ``V g`` the
+    projection of the heads of rank g, ``do b`` the dgrad for the heads of rank b::
+
+        forward   compute  | attend r+1 | attend r+2 | attend r | V r | V r-1 | V r-2 |
+                  links    |            | -> r+1     | -> r+2   |     |       |       |
+
+        backward  compute  | do r+1 | do r+2 | do r, dV | r: dq, += dk, dv | r-1: ... | r-2: ... |
+                  links    |        | -> r+1 | -> r+2   |                  |          |          |
+
+    Args:
+        q: ``[S, B, A, D]``, the heads of this rank over the whole sequence; S a multiple of N.
+        k, v: ``[S, B, G, D]``; ``A`` is a multiple of ``G``.
+        weight: ``[H, N * A * D]``, whole and the same on every rank.
+        bias: ``[H]``.
+        transport: lanes of the context-parallel group.
+        causal: a query sees the keys up to its own position; else all of them.
+        scale: of the scores, ``D ** -0.5`` by default.
+        dropout: has to be 0.
+        options: as for :func:`~commfuse_npu.ops.head_exchange.all_to_all_linear`.
+
+    Returns:
+        ``[s, B, H]``.
+
+    Raises:
+        TypeError, ValueError, MismatchError, TransportError: see :func:`attention_all_to_all`.
+    """
+    name = "attention_all_to_all_linear"
+    _check(name, q, k, v, transport.size, dropout)
+    check_projection(name, q.flatten(2), weight, bias, transport, options)
+    q, weight, bias = autocast(q, weight, bias)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if takes_plain_path(name, q, transport, rows=_rows(q)):
+        return plain_attention_all_to_all_linear(
+            q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
+            options=options,
+        )  # fmt: skip
+    job = Job(transport, options_for_rows(options, q.shape[0] // transport.size), name)
+    tensors = q.contiguous(), k.contiguous(), v.contiguous()
+    if torch.is_grad_enabled() and any_grad(q, k, v, weight, bias):
+        y: torch.Tensor = _AttentionAllToAllLinear.apply(*tensors, weight, bias, job, causal, scale)
+        return y
+    received = q.new_empty((*q.shape[:2], q.shape[2] * q.shape[3]))
+    attention = AttentionRuns(*tensors, causal, scale)
+    return _attend_linear(attention, weight, bias, received, _by_cost(job, causal))
+
+
+def plain_attention_all_to_all_linear(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    options: LinearOptions = LinearOptions(),
+    same_blocks: bool = False,
+) -> torch.Tensor:
+    """:func:`attention_all_to_all_linear` over the plain collective; see its arguments.
+
+    Args:
+        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's plans.
+    """
+    _check("plain_attention_all_to_all_linear", q, k, v, group.size(), dropout)
+    q, weight, bias = autocast(q, weight, bias)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    size, block_rows, batch = group.size(), q.shape[0] // group.size(), q.shape[1]
+    if not same_blocks:
+        attended = plain_attention_all_to_all(q, k, v, group=group, causal=causal, scale=scale)
+        return blocked_linear(attended, weight, bias, main_grad=options.main_grad)
+    options = options_for_rows(options, block_rows)
+    out = _schedule(options, size, causal).plan("all_to_all", group.rank(), size, "last")
+    back = options.schedule.plan("all_to_all", group.rank(), size, "last")
+    attended = blocked_attention(
+        q, k, v, causal=causal, scale=scale,
+        rows=out.computed_rows(block_rows),
+        grad_rows=consumed_rows(back, block_rows),
+    )  # fmt: skip
+    y = blocked_linear_of_heads(
+        all_to_all(_by_rows(attended), group), weight, bias, size,
+        rows=[_of_gemm(run, batch) for run in consumed_rows(out, block_rows)],
+        grad_rows=[_of_gemm(run, batch) for run in back.computed_rows(block_rows)],
+        options=options,
+    )  # fmt: skip
+    return y.view(block_rows, batch, weight.shape[0])
+
+
+def _attend_linear(
+    attention: AttentionRuns,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    received: torch.Tensor,
+    job: Job,
+    kept: _Kept | None = None,
+) -> torch.Tensor:
+    size, batch = job.transport.size, received.shape[1]
+    block_rows = received.shape[0] // size
+    linear = LinearOfHeads(weight, size, block_rows * batch)
+    linear.begin_forward(bias)
+
+    def consume(piece: torch.Tensor, run: slice) -> None:
+        linear.forward(_flat(piece), _of_gemm(run, batch))
+
+    _attend(attention, consume, received, job, kept)
+    return linear.output().view(block_rows, batch, weight.shape[0])
+
+
+class _AttentionAllToAllLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        job: Job,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        received = q.new_empty((*q.shape[:2], q.shape[2] * q.shape[3]))
+        kept = _Kept(q) if any(ctx.needs_input_grad[:3]) else None
+        attention = AttentionRuns(q, k, v, causal, scale)
+        y = _attend_linear(attention, weight, bias, received, _by_cost(job, causal), kept)
+        whole = _flat(received) if ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(
+            whole, *((q, k, v, kept.attended, *kept.statistics) if kept is not None else ())
+        )
+        ctx.where = {} if kept is None else kept.where
+        ctx.weight = SavedWeight(weight)
+        ctx.call = job, causal, scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: Job = ctx.call[0]
+        whole, *attended = ctx.saved_tensors
+        needs_weight, needs_bias = ctx.needs_input_grad[3:5]
+        block_rows, batch = grad.shape[:2]
+        flat = _flat(grad.contiguous())
+        weight = ctx.weight.get(job.name)
+        linear = LinearOfHeads(weight, job.transport.size, block_rows * batch)
+        linear.begin_backward(flat, needs_weight, job.options)
+        grads: tuple[torch.Tensor | None, ...] = None, None, None
+        if attended:
+            grads = _attention_backward(ctx, linear, whole, *attended)
+        else:
+            linear.add_weight_gradient(whole)
+        grad_bias = flat.sum(0) if needs_bias else None
+        return *grads, linear.weight_gradient(), grad_bias, None, None, None
+
+
+def _attention_backward(
+    ctx: Any,
+    linear: LinearOfHeads,
+    whole: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attended: torch.Tensor,
+    *statistics: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """The mirror image of :func:`_attend_linear`: the projection feeds, attention uses."""
+    job, causal, scale = ctx.call
+    batch = q.shape[1]
+    plan = job.plan("all_to_all", "last")
+    own = plan.computed_rows(q.shape[0] // plan.size)[-1]
+    attention = AttentionRuns(q, k, v, causal, scale)
+    attention.begin_backward()
+
+    def produce(run: slice, out: torch.Tensor) -> None:
+        linear.backward(_of_gemm(run, batch), _flat(out))
+        if run == own:
+            # The last blocks travel while this runs.
+            linear.add_weight_gradient(whole)
+
+    def consume(piece: torch.Tensor, run: slice) -> None:
+        out = attended[run]
+        attention.backward(run, piece.view(out.shape), out, statistics[ctx.where[run.start]])
+
+    produce_exchange_and_consume(
+        produce,
+        consume,
+        q.new_empty((*q.shape[:2], q.shape[2] * q.shape[3])),
+        transport=job.transport,
+        plan=plan,
+        name=f"{job.name} backward",
+    )
+    return attention.gradients()
+
+
+# -------------------------------------------------------------- what both share
+
+
+def _check(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int, dropout: float
+) -> None:
+    if dropout:
+        raise ValueError(
+            f"{name}: dropout is {dropout}; the fused form has none, pass 0 or use Megatron's "
+            "attention"
+        )
+    check_attention(q, k, v, causal=False)
+    if not q.is_floating_point():
+        raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"{name}: {q.shape[0]} queries and {k.shape[0]} keys; self-attention has as many of "
+            "one as of the other, so exchange the heads of both"
+        )
+    check_sequence(name, q.shape[0], size)
+
+
+def _schedule(options: LinearOptions, size: int, causal: bool) -> Schedule:
+    """Under a causal mask blocks in the order that waits least, if the caller says nothing else."""
+    schedule = options.schedule
+    if not causal or schedule.shape != "shifted" or schedule.costs is not None:
+        return schedule
+    return replace(schedule, costs=causal_costs(size))
+
+
+def _by_cost(job: Job, causal: bool) -> Job:
+    schedule = _schedule(job.options, job.transport.size, causal)
+    return replace(job, options=replace(job.options, schedule=schedule))
+
+
+def _rows(q: torch.Tensor) -> int:
+    return q.shape[0] * q.shape[1]
+
+
+def _by_rows(attended: torch.Tensor) -> torch.Tensor:
+    """``[S, B, A, D]`` as ``[S * B, A * D]``."""
+    return attended.flatten(2).flatten(0, 1)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """``[s, B, F]`` as ``[s * B, F]``: never a copy, it may be written to."""
+    return x.view(-1, x.shape[-1])
+
+
+def _of_gemm(run: slice, batch: int) -> slice:
+    """A run of rows of the sequence as one of a GEMM's rows."""
+    return slice(run.start * batch, run.stop * batch)

@@ -1,0 +1,762 @@
+"""Ulysses: projection, attention and projection around exchanged heads, on gloo processes.
+
+Every case runs on the real ranks, fused and plain, and once more in fp64 in one process that plays
+all ranks with torch's own linear and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from commfuse_npu import ops, pipeline
+from commfuse_npu.ops import blocked_attention, head_exchange, head_linear, ulysses
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.weight_gradient import WeightGradient
+from commfuse_npu.plan import Piece, Plan, Schedule
+from commfuse_npu.transport import Exchange, MismatchError, Transport
+
+D, A, HIDDEN, BATCH = 16, 2, 32, 2
+"""Features of a head, query heads of a rank, hidden size, batch: rows are 64 bytes long or more."""
+
+KEYS: dict[str, Callable[[int], int]] = {
+    "MHA": lambda n: 2 * n,
+    "GQA": lambda n: n,
+    "half": lambda n: -(-n // 2),
+    "MQA": lambda n: 1,
+}
+"""Key heads of all ranks together; those that are fewer than ranks are repeated."""
+
+Result = dict[str, torch.Tensor]
+
+
+@lru_cache
+def transport(batched: bool = False) -> Transport:
+    return Transport.create(lanes=3, timeout=timedelta(seconds=20), batched=batched)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one or several ops, and everything about its inputs.
+
+    ``op``: "a" linear_all_to_all, "b" attention_all_to_all, "c" all_to_all_linear, "bc"
+    attention_all_to_all_linear, or a layer: "a-bc", "a-b-c" with attention of the op or without.
+    """
+
+    op: str = "a-bc"
+    keys: str = "GQA"
+    causal: bool = True
+    shard: int = 6
+    dtype: torch.dtype = torch.float32
+    scale: float | None = None
+    bias: bool = True
+    own_rows: bool = True
+    options: LinearOptions = LinearOptions(Schedule(lanes=2, chunks=2))
+    frozen: tuple[str, ...] = ()
+    main_grad: torch.dtype | None = None
+    recompute: bool = False
+    batched: bool = False
+
+
+def key_heads(case: Case, size: int, rank: int) -> range:
+    """Which key heads a rank attends with."""
+    total = KEYS[case.keys](size)
+    if total >= size:
+        each = total // size
+        return range(rank * each, (rank + 1) * each)
+    return range(rank * total // size, rank * total // size + 1)
+
+
+def rows_of(case: Case, size: int) -> list[list[slice]] | None:
+    """The rows of a weight with all query heads, all key heads and all value heads, per rank."""
+    if not case.own_rows:
+        return None
+    queries, keys = size * A * D, KEYS[case.keys](size) * D
+    found = []
+    for rank in range(size):
+        mine = key_heads(case, size, rank)
+        q = slice(rank * A * D, (rank + 1) * A * D)
+        k = slice(queries + mine.start * D, queries + mine.stop * D)
+        found.append([q, k, slice(k.start + keys, k.stop + keys)])
+    return found
+
+
+def draw(seed: int, case: Case, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(case.dtype)
+
+
+def inputs(rank: int, size: int, case: Case) -> dict[str, torch.Tensor]:
+    """The tensors of one rank; weights are the same on all."""
+    keys, features = len(key_heads(case, size, rank)), A * D
+    every = (A + 2 * keys) * D * size if not case.own_rows else 0
+    rows = every or (size * A + 2 * KEYS[case.keys](size)) * D
+    whole = case.shard * size
+    shapes = {
+        "a": {"x": (10 + rank, case.shard, BATCH, HIDDEN)},
+        "b": {
+            "q": (20 + rank, whole, BATCH, A, D),
+            "k": (30 + rank, whole, BATCH, keys, D),
+            "v": (40 + rank, whole, BATCH, keys, D),
+        },
+        "c": {"o": (50 + rank, whole, BATCH, features)},
+    }
+    tensors = {name: draw(*_with(case, of)) for name, of in shapes[case.op[0]].items()}
+    if "a" in case.op:
+        tensors["qkv"] = draw(60, case, rows, HIDDEN) / 6
+        if case.bias:
+            tensors["qkv_bias"] = draw(61, case, rows) / 2
+    if "c" in case.op:
+        tensors["proj"] = draw(70, case, HIDDEN, size * features) / 8
+        if case.bias:
+            tensors["proj_bias"] = draw(71, case, HIDDEN)
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name not in case.frozen)
+        if case.main_grad is not None and name in ("qkv", "proj"):
+            tensor.main_grad = draw(80, case, *tensor.shape).to(case.main_grad)
+    last = {"a": (whole, BATCH, (A + 2 * keys) * D), "b": (case.shard, BATCH, size * features)}
+    shape = last.get(case.op[-1], (case.shard, BATCH, HIDDEN))
+    return tensors | {"grad": draw(90 + rank, case, *shape)}
+
+
+def _with(case: Case, of: Sequence[int]) -> tuple[Any, ...]:
+    return of[0], case, *of[1:]
+
+
+def heads_of(y: torch.Tensor) -> list[torch.Tensor]:
+    """q, k and v of a rank: parts of one tensor."""
+    keys = (y.shape[-1] // D - A) // 2
+    return list(y.unflatten(-1, (-1, D)).split([A, keys, keys], 2))
+
+
+def layer(case: Case, size: int, form: Callable[[str], Callable[..., Any]], **t: Any) -> Any:
+    """The ops of a case one after the other; ``form`` gives the fused or the plain one."""
+    given = {"options": case.options}
+    attend = given | {"causal": case.causal, "scale": case.scale}
+    qkv, proj = ((t.get(n), t.get(f"{n}_bias")) for n in ("qkv", "proj"))
+    if case.op == "c":
+        return form("all_to_all_linear")(t["o"], *proj, **given)
+    if "a" in case.op:
+        y = form("linear_all_to_all")(t["x"] * 1, *qkv, rows=rows_of(case, size), **given)
+        if case.op == "a":
+            return y
+        heads = heads_of(y)
+    else:
+        heads = [t[name] * 1 for name in "qkv"]
+    if "bc" in case.op:
+        return form("attention_all_to_all_linear")(*heads, *proj, **attend)
+    if case.op.endswith("b"):
+        return form("attention_all_to_all")(*heads, **attend)
+    # Someone else's attention between the two projections.
+    o = blocked_attention.blocked_attention(*heads, causal=case.causal, scale=case.scale)
+    return form("all_to_all_linear")(o.flatten(2), *proj, **given)
+
+
+def fused(case: Case) -> Callable[[str], Callable[..., Any]]:
+    link = transport(case.batched)
+    return lambda name: partial(getattr(ops, name), transport=link)
+
+
+def plain(case: Case, same_blocks: bool) -> Callable[[str], Callable[..., Any]]:
+    group = transport(case.batched).group
+    return lambda name: partial(getattr(ops, f"plain_{name}"), group=group, same_blocks=same_blocks)
+
+
+def run(case: Case, given: dict[str, torch.Tensor], form: Callable[[str], Any]) -> Result:
+    """Forward and backward: everything that comes out."""
+    tensors = {name: tensor for name, tensor in given.items() if name != "grad"}
+    size = dist.get_world_size()
+
+    def forward(*args: torch.Tensor) -> torch.Tensor:
+        return layer(case, size, form, **dict(zip(tensors, args, strict=True)))
+
+    if case.recompute:
+        y = checkpoint(forward, *tensors.values(), use_reentrant=False)
+    else:
+        y = forward(*tensors.values())
+    found = {"y": y.detach()}
+    if y.requires_grad:
+        y.backward(given["grad"])
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "main_grad"):
+            found[f"{name}.main_grad"] = tensor.main_grad
+        elif tensor.grad is not None:
+            found[f"{name}.grad"] = tensor.grad
+    return found
+
+
+def attention(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    heads = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        *heads, is_causal=case.causal, scale=case.scale, enable_gqa=True
+    )
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def single(rank: int, size: int, case: Case) -> Result:
+    """What one process computes in fp64 from the tensors of all ranks, each with own weights."""
+    every = [inputs(r, size, case) for r in range(size)]
+    wide = [{n: t.detach().double().requires_grad_() for n, t in of.items()} for of in every]
+    everyone, s = range(size), case.shard
+    values: list[torch.Tensor] = []
+    if "a" in case.op:
+        parts = rows_of(case, size)
+        for r in everyone:
+            blocks = []
+            for of in wide:
+                chosen = [slice(i, j) for i, j in [_equal_part(of["qkv"], r, size)]]
+                chosen = chosen if parts is None else parts[r]
+                weight = torch.cat([of["qkv"][rows] for rows in chosen])
+                bias = torch.cat([of["qkv_bias"][rows] for rows in chosen]) if case.bias else None
+                blocks.append(F.linear(of["x"], weight, bias))
+            values.append(torch.cat(blocks))
+    if case.op != "a":
+        if "a" in case.op:
+            heads = [heads_of(y) for y in values]
+        else:
+            heads = [[of.get(name) for name in "qkv"] for of in wide]
+        if case.op == "c":
+            attended = [of["o"] for of in wide]
+        else:
+            attended = [attention(case, *three) for three in heads]
+        values = [torch.cat([o[r * s : (r + 1) * s] for o in attended], -1) for r in everyone]
+    if "c" in case.op:
+        values = [
+            F.linear(y, of["proj"], of.get("proj_bias")) for y, of in zip(values, wide, strict=True)
+        ]
+    torch.autograd.backward(values, [of["grad"].detach() for of in wide])
+    found = {"y": values[rank].detach()}
+    for name, tensor in wide[rank].items():
+        if tensor.grad is not None:
+            found[f"{name}.grad"] = tensor.grad
+        if hasattr(every[rank][name], "main_grad"):
+            found[f"{name}.main_grad"] = every[rank][name].main_grad.double() + tensor.grad
+    return found
+
+
+def _equal_part(weight: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    return rank * len(weight) // size, (rank + 1) * len(weight) // size
+
+
+def error(ours: Result, exact: Result, name: str) -> float:
+    """Largest difference, relative to the largest value."""
+    value = exact[name]
+    return float((ours[name].double() - value).abs().max() / value.abs().max())
+
+
+def rounded_once(case: Case, size: int) -> set[str]:
+    """What is summed over ranks in fp32, and is not made from something that was rounded."""
+    if case.dtype == torch.float32 or case.main_grad or size == 1:
+        return set()
+    blocks = case.options.wgrad == "blocks"
+    names = {"a": {"x.grad", "qkv_bias.grad"}, "c": {"y"}}.get(case.op, set())
+    return names | ({f"{'qkv' if case.op == 'a' else 'proj'}.grad"} if names and blocks else set())
+
+
+def complaints(rank: int, cases: Sequence[Case]) -> list[str]:
+    """What is wrong: with the bits of the plain form, or with the distance from fp64."""
+    size, found = dist.get_world_size(), []
+    for case in cases:
+        ours = run(case, inputs(rank, size, case), fused(case))
+        # A group of one takes the plain path as it is.
+        plainly = run(case, inputs(rank, size, case), plain(case, same_blocks=size > 1))
+        unsplit = run(case, inputs(rank, size, case), plain(case, same_blocks=False))
+        if not ours.keys() == plainly.keys() == unsplit.keys():
+            found.append(f"{case}: {ours.keys()}, {plainly.keys()}, {unsplit.keys()}")
+            continue
+        expected = {name for name in inputs(rank, size, case) if name != "grad"}
+        expected -= set(case.frozen)
+        if len(ours) != 1 + len(expected):
+            found.append(f"{case}: {ours.keys()} for {expected}")
+        exact = single(rank, size, case)
+        for name in ours:
+            if not torch.equal(ours[name], plainly[name]):
+                found.append(f"{case}: {name} is not that of the plain form")
+            wrong = error(ours, exact, name)
+            limit = 1e-5
+            if case.dtype != torch.float32:
+                limit = 1.25 * error(unsplit, exact, name) + torch.finfo(case.dtype).eps / 4
+            if not wrong < limit:
+                found.append(f"{case}: {name} is off by {wrong:.2e}, not {limit:.2e} at most")
+            if name in rounded_once(case, size):
+                half = torch.finfo(case.dtype).eps / 2 * exact[name].abs()
+                if ((ours[name] - exact[name]).abs() > half + 1e-5 * exact[name].abs().max()).any():
+                    found.append(f"{case}: {name} is rounded more than once")
+    return found
+
+
+def compared(rank: int, cases: Sequence[Case]) -> None:
+    found = complaints(rank, cases)
+    assert not found, "\n".join(found)
+
+
+LAYERS = [Case("a-bc", keys, causal) for keys, causal in product(KEYS, (True, False))]
+ALONE = [
+    Case("a", "MHA", own_rows=False),
+    Case("a", "half"),
+    Case("a", "MQA"),
+    Case("b", "MHA"),
+    Case("b", "GQA", causal=False),
+    Case("c"),
+    Case("bc", "GQA"),
+    Case("bc", "MHA", causal=False),
+    Case("a-b"),
+    Case("a-c", "MQA"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equals_one_process_and_the_plain_form(ranks: Any, size: int, dtype: torch.dtype) -> None:
+    cases = [replace(case, dtype=dtype) for case in (*LAYERS, *ALONE)]
+    ranks(size).run(compared, cases, timeout=100)
+
+
+SCHEDULES = (
+    Schedule("shifted", lanes=1),
+    Schedule("shifted", lanes=3, chunks=4, order="block"),
+    Schedule("ring", lanes=2, chunks=2),
+    Schedule("shifted", lanes=2, chunks=50),
+)
+EACH = ("a", "b", "c", "bc")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_schedules(ranks: Any, size: int) -> None:
+    every = [*SCHEDULES, Schedule(lanes=2, chunks=2, costs=tuple(range(1, size + 1)))]
+    if size == 4:
+        every.append(Schedule("two_level", lanes=2, chunks=2, node_size=2))
+    cases = [Case(op, options=LinearOptions(of)) for op, of in product(EACH, every)]
+    cases += [Case(op, batched=True, options=LinearOptions(every[2])) for op in EACH]
+    cases += [Case(op, batched=True) for op in EACH]
+    ranks(size).run(compared, cases, timeout=100)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_options(ranks: Any, size: int) -> None:
+    base = Case("a-bc", "MQA")
+    blocks = replace(base.options, wgrad="blocks")
+    cases = [
+        replace(base, options=blocks),
+        replace(base, options=blocks, dtype=torch.bfloat16),
+        replace(base, bias=False, scale=0.3),
+        replace(base, recompute=True),
+        *(Case(op, "MQA", options=blocks, dtype=torch.bfloat16) for op in EACH),
+        Case("bc", frozen=("proj", "proj_bias")),
+        Case("bc", frozen=("q", "k", "v")),
+        Case("bc", frozen=("q", "v", "proj")),
+        Case("b", frozen=("q", "k")),
+        Case("c", frozen=("o",)),
+        Case("c", frozen=("proj",)),
+        Case("c", frozen=("o", "proj")),
+        Case("a", "MQA", frozen=("x",)),
+        Case("a", "MQA", frozen=("qkv",)),
+        Case("a", "MQA", frozen=("x", "qkv")),
+    ]
+    for main_grad, wgrad in product((torch.float32, torch.bfloat16), ("whole", "blocks")):
+        options = replace(base.options, main_grad=True, wgrad=wgrad)
+        changes = {"dtype": torch.bfloat16, "main_grad": main_grad, "options": options}
+        cases += [replace(base, **changes), Case("a", own_rows=False, **changes)]
+        cases += [Case("c", **changes)]
+    ranks(size).run(compared, cases, timeout=100)
+
+
+def without_gradients(rank: int) -> None:
+    for op in EACH:
+        case = Case(op)
+        given = inputs(rank, 2, case)
+        with torch.no_grad():
+            ours = run(case, given, fused(case))
+            plainly = run(case, given, plain(case, same_blocks=True))
+        assert ours.keys() == {"y"}
+        assert torch.equal(ours["y"], plainly["y"])
+
+
+def flagged(rank: int) -> None:
+    """Megatron's flags on a weight whose gradient goes to main_grad."""
+    for op, name in (("a", "qkv"), ("bc", "proj")):
+        for zeros in (False, True):
+            options = LinearOptions(main_grad=True, wgrad="blocks" if zeros else "whole")
+            case = Case(op, main_grad=torch.float32, options=options)
+            given = inputs(rank, 2, case)
+            weight = given[name]
+            weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zeros
+            before = weight.main_grad.clone()
+            run(case, given, fused(case))
+            assert weight.grad_added_to_main_grad
+            assert weight.grad.shape == weight.shape
+            assert not zeros or not weight.grad.any()
+            assert not torch.equal(before, weight.main_grad)
+
+
+def under_autocast(rank: int) -> None:
+    """fp32 tensors, computed in bf16: what autocast does for a linear layer."""
+    case = Case("a-bc", bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = run(case, inputs(rank, 2, case), fused(case))
+        plainly = run(case, inputs(rank, 2, case), plain(case, same_blocks=True))
+    assert ours["y"].dtype == torch.bfloat16
+    assert ours["qkv.grad"].dtype == torch.float32
+    for name, value in plainly.items():
+        assert torch.equal(ours[name], value), name
+
+
+def empty(rank: int) -> None:
+    for batch, shard in ((BATCH, 0), (0, 4)):
+        heads = [torch.zeros(2 * shard, batch, count, D, requires_grad=True) for count in (A, 1, 1)]
+        x = torch.zeros(shard, batch, HIDDEN, requires_grad=True)
+        qkv = torch.ones(128, HIDDEN, requires_grad=True)
+        proj = torch.ones(HIDDEN, 2 * A * D, requires_grad=True)
+        o = torch.zeros(2 * shard, batch, A * D, requires_grad=True)
+        link = transport()
+        for y, shape, leaf in (
+            (ops.linear_all_to_all(x, qkv, transport=link), (2 * shard, batch, 64), x),
+            (ops.all_to_all_linear(o, proj, transport=link), (shard, batch, HIDDEN), o),
+            (
+                ops.attention_all_to_all(*heads, transport=link, causal=True),
+                (shard, batch, 2 * A * D),
+                heads[0],
+            ),
+            (
+                ops.attention_all_to_all_linear(*heads, proj, transport=link, causal=True),
+                (shard, batch, HIDDEN),
+                heads[1],
+            ),
+        ):
+            assert y.shape == shape
+            y.sum().backward()
+            assert leaf.grad.shape == leaf.shape
+        assert not proj.grad.any()
+
+
+def without_batch(rank: int) -> None:
+    """``[s, H]``, not contiguous: the same as with a batch of one."""
+    link = transport()
+    x = draw(rank, Case(), HIDDEN, 6).t()
+    weight, proj = draw(60, Case(), 96, HIDDEN), draw(70, Case(), HIDDEN, 96)
+    flat = ops.linear_all_to_all(x, weight, transport=link)
+    batch = ops.linear_all_to_all(x.unsqueeze(1), weight, transport=link)
+    assert flat.shape == (12, 48)
+    assert torch.equal(flat, batch.squeeze(1))
+    back = ops.all_to_all_linear(flat, proj, transport=link)
+    assert back.shape == (6, HIDDEN)
+    assert torch.equal(back, ops.all_to_all_linear(batch, proj, transport=link).squeeze(1))
+
+
+def changed_weight(rank: int) -> None:
+    """A weight that the optimizer changed before the backward is noticed."""
+    for op, name in (("a", "qkv"), ("c", "proj"), ("bc", "proj")):
+        case = Case(op)
+        given = inputs(rank, 2, case)
+        tensors = {n: t for n, t in given.items() if n != "grad"}
+        y = layer(case, 2, fused(case), **tensors)
+        with torch.no_grad():
+            tensors[name].mul_(2)
+        with pytest.raises(RuntimeError, match="the weight was modified in place"):
+            y.backward(given["grad"])
+    compared(rank, [Case("a-bc")])
+
+
+SMALL = (without_gradients, flagged, under_autocast, empty, without_batch, changed_weight)
+
+
+@pytest.mark.parametrize("function", SMALL)
+def test_small(ranks: Any, function: Callable[[int], None]) -> None:
+    ranks(2).run(function)
+
+
+def refused(rank: int) -> None:
+    case = Case("bc")
+    given = inputs(rank, 2, case)
+    q, k, v, proj = (given[name].detach() for name in ("q", "k", "v", "proj"))
+    o, x, qkv = q.flatten(2), torch.zeros(6, 2, HIDDEN), torch.zeros(128, HIDDEN)
+    a, c = "linear_all_to_all", "all_to_all_linear"
+    b, bc = "attention_all_to_all", "attention_all_to_all_linear"
+    one, two = slice(0, 64), slice(64, 128)
+    both: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+        (a, (x, qkv[:127]), {}, "127 rows of the weight are not divisible by the group size 2; sa"),
+        (a, (x, qkv), {"rows": [[one]]}, "given for 1 ranks, the group has 2; give one sequence"),
+        (a, (x, qkv), {"rows": [[one], [one, two]]}, r"get \[64, 128\] rows of the weight; all"),
+        (a, (x, qkv), {"rows": [[one], [slice(65, 129)]]}, r"slice\(65, 129, None\) is no run of"),
+        (a, (x, qkv), {"rows": [[one], [slice(0, 128, 2)]]}, "128 with step 1"),
+        (c, (o[:11], proj), {}, "sequence length 11 is not divisible by the group size 2; pad it "),
+    ]
+    k2, v2 = (tensor.repeat(1, 1, 2, 1) for tensor in (k, v))
+    for op, more in ((b, ()), (bc, (proj,))):
+        both += [
+            (op, (q, k, v, *more), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
+            (op, (q[:11], k[:11], v[:11], *more), {}, "11 is not divisible .* 2; pad it to 12"),
+            (op, (q, k[:6], v[:6], *more), {}, "12 queries and 6 keys; self-attention has as many"),
+            (op, (q[:, :, :1], k2, v2, *more), {}, "1 query heads are not a multiple of 2 key"),
+            (op, (q.double(), k, v, *more), {}, "cast them to one dtype"),
+        ]
+    fused_only = [
+        (a, (x[..., :31], qkv), {}, "x has 31 features, the weight takes 32"),
+        (a, (x, qkv, qkv[:5, 0]), {}, r"the bias has shape \(5,\); it has to be \(128,\)"),
+        (a, (x, qkv.bfloat16()), {}, "cast one of them"),
+        (a, (x.to("meta"), qkv), {}, "x is on meta, the group transfers cpu tensors"),
+        (c, (o, proj[:, :63]), {}, r"each of 2 ranks has 32 features .* takes 63 in all"),
+        (c, (o, proj[0]), {}, r"weight \(64,\); they have to be"),
+        (bc, (q, k, v, proj[:, :32]), {}, r"has to be \[H, 64\]"),
+        (b, [t.to("meta") for t in (q, k, v)], {}, "q is on meta, the group transfers cpu tensors"),
+        (b, [t.int() for t in (q, k, v)], {}, "q is torch.int32; attention needs a floating-point"),
+    ]
+    link = transport()
+    operations = link.operations
+    for name, args, keywords, words in (*both, *fused_only):
+        more = {"causal": True} if "attention" in name else {}
+        with pytest.raises((ValueError, TypeError), match=words):
+            getattr(ops, name)(*args, transport=link, **keywords, **more)
+    for name, args, keywords, words in both:
+        more = {"causal": True} if "attention" in name else {}
+        with pytest.raises((ValueError, TypeError), match=words):
+            getattr(ops, f"plain_{name}")(*args, group=link.group, **keywords, **more)
+    assert link.operations == operations, "something was sent"
+    without = Case("a-bc", options=LinearOptions(main_grad=True))
+    y = layer(without, 2, fused(without), **_leaves(inputs(rank, 2, without)))
+    with pytest.raises(RuntimeError, match=r"needs weight\.main_grad"):
+        y.sum().backward()
+    compared(rank, [case])
+
+
+def _leaves(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in given.items() if name != "grad"}
+
+
+def test_bad_input_is_refused_before_anything_is_sent(ranks: Any) -> None:
+    ranks(2).run(refused)
+
+
+def other_rows(rank: int) -> None:
+    link = Transport.create(lanes=2, timeout=timedelta(seconds=5))
+    rows = [[slice(0, 64)], [slice(64, 128)]]
+    with pytest.raises(MismatchError, match=r"do not call the same: rows: .* here"):
+        ops.linear_all_to_all(
+            torch.zeros(6, 2, HIDDEN),
+            torch.zeros(128, HIDDEN),
+            rows=rows if rank else rows[::-1],
+            transport=link,
+        )
+
+
+def test_other_rows_on_another_rank_are_noticed(ranks: Any) -> None:
+    ranks(2).run(other_rows)
+
+
+# ----------------------------------------------------------------- order of work
+
+
+def recorded(rank: int, op: str) -> tuple[list[str], list[str]]:
+    """What runs while transfers are under way, in the forward and in the backward of an op."""
+    case = Case(op, "MHA", causal=False, options=LinearOptions(Schedule(chunks=1)))
+    size, events = dist.get_world_size(), []
+    transport()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, word in (
+            (Exchange, "send", "send"),
+            (Exchange, "wait_receive", "wait"),
+            (blocked_attention.AttentionRuns, "forward", "attend"),
+            (blocked_attention.AttentionRuns, "backward", "attend"),
+            (head_linear._Grouped, "_split", "gemm"),
+            (head_linear._Grouped, "_collect", "gemm"),
+            (WeightGradient, "add", "wgrad"),
+        ):
+            original = getattr(owner, name)
+
+            def logged(*args: Any, original: Any = original, word: str = word) -> Any:
+                # finish() waits again for what has long arrived.
+                if word != "wait" or events[-1] != word:
+                    events.append(word)
+                return original(*args)
+
+            patch.setattr(owner, name, logged)
+        given = inputs(rank, size, case)
+        y = layer(case, size, fused(case), **_leaves(given))
+        forward = list(events)
+        events.clear()
+        y.backward(given["grad"])
+    return forward, events
+
+
+OUT, BACK = ["send"] * 2, "wait"
+ORDERS = {
+    # What is made leaves at once, own block last; what is used is waited for one by one, own first.
+    "a": (["gemm", "send"] * 2 + ["gemm"], OUT + ["gemm", BACK] * 2 + ["gemm", "wait", "wgrad"]),
+    "b": (["attend", "send"] * 2 + ["attend"], OUT + ["attend", BACK] * 2 + ["attend"]),
+    # The weight gradient runs with the last transfers under way.
+    "c": (OUT + ["gemm", BACK] * 2 + ["gemm"], ["gemm", "send"] * 2 + ["gemm", "wgrad", "wait"]),
+    # The own block is made last and used first: two pieces of work behind the last transfer.
+    "bc": (
+        ["attend", "send"] * 2 + ["attend", "gemm", "wait", "gemm", "wait", "gemm"],
+        ["gemm", "send"] * 2 + ["gemm", "wgrad", "attend", "wait", "attend", "wait", "attend"],
+    ),
+}
+
+
+@pytest.mark.parametrize("op", ORDERS)
+def test_order_of_work(ranks: Any, op: str) -> None:
+    for found in ranks(3).run(recorded, op):
+        for events, expected in zip(found, ORDERS[op], strict=True):
+            assert events[: len(expected)] == expected
+            assert set(events[len(expected) :]) <= {"wait"}
+
+
+# ---------------------------------------------------------------- planted faults
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def columns_of_the_next_group(patch: pytest.MonkeyPatch) -> None:
+    cut = head_linear.LinearOfHeads._cut
+    patch.setattr(
+        head_linear.LinearOfHeads, "_cut", lambda self, group: cut(self, (group + 1) % self._size)
+    )
+
+
+def a_block_rounded_before_it_is_added(patch: pytest.MonkeyPatch) -> None:
+    """The sums in the dtype of the weight, also in the plain form."""
+    patch.setattr(
+        head_linear._Grouped, "_zeros", lambda self, shape: self._weight.new_zeros(tuple(shape))
+    )
+
+
+def rows_of_the_last_rank_win(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of repeated key heads replace each other."""
+
+    def last(self: Any, whole: torch.Tensor) -> torch.Tensor:
+        blocks = whole.view(len(self.bounds), -1, self.features)
+        total = whole.new_zeros((blocks.shape[1], self._weight_rows))
+        for group, block in enumerate(blocks):
+            for rows, columns in self.parts(group):
+                total[:, rows] = block[:, columns]
+        return total
+
+    patch.setattr(head_linear.HeadRows, "add_up", last)
+
+
+def consumed_in_another_place(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of the two other ranks are taken for each other's."""
+    rows = pipeline._received_rows
+
+    def other(plan: Plan, piece: Piece, block_rows: int) -> slice:
+        if piece.source != plan.rank:
+            piece = piece._replace(source=3 - plan.rank - piece.source)
+        return rows(plan, piece, block_rows)
+
+    patch.setattr(pipeline, "_received_rows", other)
+
+
+def arrivals_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """What is used is what was in the buffer before, played safely: always minus one."""
+    pieces = pipeline._ExchangeThrough.pieces
+
+    def stale(self: Any) -> Any:
+        for place, (piece, rows) in enumerate(pieces(self)):
+            yield (piece if place == 0 else torch.full_like(piece, -1)), rows
+
+    patch.setattr(pipeline._ExchangeThrough, "pieces", stale)
+
+
+def own_block_used_twice(patch: pytest.MonkeyPatch) -> None:
+    pieces = pipeline._ExchangeThrough.pieces
+
+    def twice(self: Any) -> Any:
+        for place, found in enumerate(pieces(self)):
+            yield found
+            if place == 0:
+                yield found
+
+    patch.setattr(pipeline._ExchangeThrough, "pieces", twice)
+
+
+def statistics_of_the_first_run(patch: pytest.MonkeyPatch) -> None:
+    """The backward of every run with the softmax of one of them."""
+    backward = blocked_attention.AttentionRuns.backward
+    seen: dict[Any, Any] = {}
+
+    def same(self: Any, run: slice, grad: Any, out: Any, statistics: Any) -> None:
+        first = seen.setdefault((id(self), out.shape), statistics)
+        backward(self, run, grad, out, first)
+
+    patch.setattr(blocked_attention.AttentionRuns, "backward", same)
+
+
+def no_weight_gradient_of_the_last_rows(patch: pytest.MonkeyPatch) -> None:
+    add = WeightGradient.add
+    patch.setattr(WeightGradient, "add", lambda self, grad, x: add(self, grad[:-1], x[:-1]))
+
+
+def no_bias(patch: pytest.MonkeyPatch) -> None:
+    begin = head_linear.LinearOfHeads.begin_forward
+    patch.setattr(head_linear.LinearOfHeads, "begin_forward", lambda self, bias: begin(self, None))
+
+
+def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        ulysses,
+        "beside",
+        lambda whole, size: head_linear.beside(whole.view(size, -1).flip(0).view_as(whole), size),
+    )
+
+
+def another_order_of_arrivals(patch: pytest.MonkeyPatch) -> None:
+    """The projection adds what arrived in another order: the same but for rounding."""
+    rows = ulysses.consumed_rows
+    patch.setattr(ulysses, "consumed_rows", lambda plan, n: rows(plan, n)[::-1])
+
+
+def backward_exchanges_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A rank uses its own gradients for those of the others."""
+
+    def own(
+        blocks: torch.Tensor, consume: Any, *, plan: Any, received: Any = None, **_: Any
+    ) -> None:
+        for rows in plan.computed_rows(blocks.shape[0] // plan.size):
+            consume(blocks[rows], rows)
+        if received is not None:
+            received.copy_(blocks)
+
+    patch.setattr(head_exchange, "exchange_and_consume", own)
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        columns_of_the_next_group,
+        a_block_rounded_before_it_is_added,
+        rows_of_the_last_rank_win,
+        consumed_in_another_place,
+        arrivals_not_waited_for,
+        own_block_used_twice,
+        statistics_of_the_first_run,
+        no_weight_gradient_of_the_last_rows,
+        no_bias,
+        heads_side_by_side_in_reverse,
+        another_order_of_arrivals,
+        backward_exchanges_nothing,
+    )
+}
+
+
+def faulty(rank: int, name: str | None) -> list[str]:
+    cases = [Case("a-bc", "MQA"), Case("a-b"), Case("c"), Case("bc", dtype=torch.bfloat16)]
+    cases += [Case(op, "MQA", dtype=torch.bfloat16) for op in ("a", "c")]
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS.get(name or "", lambda patch: None)(patch)
+        return complaints(rank, cases)
+
+
+@pytest.mark.parametrize("name", [None, *FAULTS])
+def test_planted_faults_are_noticed(ranks: Any, name: str | None) -> None:
+    found = ranks(3).run(faulty, name)
+    assert any(found) == (name is not None), found
