@@ -110,12 +110,14 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
 def _fold(x: torch.Tensor, groups: int) -> torch.Tensor:
     """``[S, B, A, D]`` to ``[B, G, A/G * S, D]``: one GEMM per key head, without repeating it."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x.unflatten(2, (groups, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
+    heads = x.unflatten(2, (groups, x.shape[2] // groups))
+    return heads.permute(1, 2, 3, 0, 4).flatten(2, 3)
 
 
 def _unfold(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`_fold`, in the dtype of ``like``."""
-    spread = x.unflatten(2, (-1, like.shape[0])).permute(3, 0, 1, 2, 4)
+    heads = like.shape[2] // x.shape[1]
+    spread = x.unflatten(2, (heads, like.shape[0])).permute(3, 0, 1, 2, 4)
     return spread.flatten(2, 3).to(like.dtype).contiguous()
 
 
@@ -125,5 +127,6 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None)
     scores = (_fold(q, groups) @ _fold(k, groups).mT).mul_(_scale(q, scale))
     if causal:
         later = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        scores.unflatten(2, (-1, queries)).masked_fill_(later.triu_(keys - queries + 1), -torch.inf)
+        per_head = scores.unflatten(2, (q.shape[2] // groups, queries))
+        per_head.masked_fill_(later.triu_(keys - queries + 1), -torch.inf)
     return scores

@@ -220,6 +220,17 @@ def test_without_gradients(ranks) -> None:
     ranks(2).run(without_gradients)
 
 
+def empty(rank: int) -> None:
+    for case in (Case(length=0), Case(batch=0)):
+        found = run(case, inputs(rank, 2, case), fused(case))
+        assert found["y"].shape == (case.length // 2, case.batch, case.hidden)
+        assert not found["weight.grad"].any()
+
+
+def test_nothing_to_attend_to(ranks) -> None:
+    ranks(2).run(empty)
+
+
 def strided(rank: int) -> None:
     """q, k and v as they come out of a fused projection: parts of one tensor."""
     case = Case("MHA")
