@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from commfuse_npu import doctor
 from commfuse_npu.plan import Kind, Order, Own, Plan, PlanError, Schedule
 from commfuse_npu.verify import counter_examples, lane_counter_examples
 
@@ -49,7 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="its messages grow with the square of the ranks: prove it up to this size only",
     )
 
-    given = parser.parse_args(arguments)
+    check = commands.add_parser("doctor", help="is this machine, and this launch, ready?")
+    check.add_argument("--config", type=Path, help="of the launch: configs/llama3_8b.yaml")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.epilog = "After -- a command line of pretrain_gpt.py: commfuse-npu doctor -- torchrun ..."
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    launch: list[str] = []
+    if words[:1] == ["doctor"] and "--" in words:
+        # Split here: versions of argparse differ in what they leave of the two dashes.
+        at = words.index("--")
+        words, launch = words[:at], words[at + 1 :]
+    given = parser.parse_args(words)
+    if given.command == "doctor":
+        return doctor.main(given.config, launch, given.json)
     try:
         return _plan(given) if given.command == "plan" else _verify(given)
     except PlanError as error:

@@ -1,0 +1,50 @@
+"""One thing that the doctor looked at, and how bad it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Finding", "Level", "about"]
+
+Level = Literal["ok", "note", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        section: versions, devices, environment or launch.
+        what: the name of the thing.
+        level: ``error``: something will not work.  ``warning``: works, but not as it could.
+            ``note``: worth knowing.  ``ok``: as it should be.
+        value: what was found.
+        expected: what it should be; empty if there is nothing to expect.
+        action: what to do; empty if there is nothing to do.
+    """
+
+    section: str
+    what: str
+    level: Level
+    value: str
+    expected: str = ""
+    action: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.level:<7}  {self.what}: {self.value}"
+        if self.expected:
+            text += f"; expected {self.expected}"
+        if self.action:
+            text += f" -> {self.action}"
+        return text
+
+
+def about(section: str) -> Callable[..., Finding]:
+    def finding(
+        what: str, level: Level, value: str, expected: str = "", action: str = ""
+    ) -> Finding:
+        return Finding(section, what, level, value, expected, action)
+
+    return finding
