@@ -134,6 +134,8 @@ REFUSALS: tuple[Refusal, ...] = (
 """Every option that excludes CommFuse (MindSpeed's and MindSpeed-LLM's feature sources, read)."""
 
 
+_WINDOW = "a query sees a window of the keys only"
+
 ATTENTION_REFUSALS: tuple[Refusal, ...] = tuple(
     replace(refusal, ours="--commfuse-attention")
     for refusal in (
@@ -169,6 +171,50 @@ ATTENTION_REFUSALS: tuple[Refusal, ...] = tuple(
             "alibi adds a bias to the scores",
             _CHOOSE,
             lambda value: value == "alibi",
+        ),
+        Refusal("--sliding-window", ("sliding_window",), _WINDOW, _CHOOSE),
+        Refusal("--interleave-sliding-window", ("interleave_sliding_window",), _WINDOW, _CHOOSE),
+        Refusal(
+            "--pre-tockens",
+            ("pre_tockens",),
+            _WINDOW,
+            "leave one of the two out, or pass the default",
+            # MindSpeed's default and MindSpeed-LLM's: more than any sequence that they expect.
+            lambda value: value is not None and int(value) not in (65536, 1048576),
+        ),
+        Refusal(
+            "--next-tockens",
+            ("next_tockens",),
+            "queries see later keys, too",
+            "leave one of the two out, or pass 0",
+            lambda value: value is not None and int(value) != 0,
+        ),
+        Refusal(
+            "--sparse-mode",
+            ("sparse_mode",),
+            "other modes than 0 and 2 have other masks than causal and none",
+            "leave one of the two out, or choose 0 or 2",
+            lambda value: value is not None and int(value) not in (0, 2),
+        ),
+        Refusal(
+            "--shape-order TND",
+            ("shape_order",),
+            "sequences are packed one after the other, and a split of the queries ignores their "
+            "ends",
+            "leave one of the two out, or choose SBH",
+            lambda value: value == "TND",
+        ),
+        Refusal(
+            "--query-pre-attn-scalar",
+            ("query_pre_attn_scalar",),
+            "it scales the scores otherwise",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--attn-logit-softcapping",
+            ("attn_logit_softcapping",),
+            "it bends the scores before the softmax",
+            _CHOOSE,
         ),
     )
 )

@@ -46,6 +46,24 @@ REFUSED_FOR_ATTENTION = {
     "multi_latent_attention": True,
     "context_parallel_size": 2,
     "position_embedding_type": "alibi",
+    "sliding_window": 4096,
+    "interleave_sliding_window": 4096,
+    "pre_tockens": 4096,
+    "next_tockens": 1,
+    "sparse_mode": 4,
+    "shape_order": "TND",
+    "query_pre_attn_scalar": 144,
+    "attn_logit_softcapping": 50.0,
+}
+
+HARMLESS_FOR_ATTENTION = {
+    "pre_tockens": 65536,
+    "next_tockens": 0,
+    "sparse_mode": 2,
+    "shape_order": "SBH",
+    "attention_dropout": 0.0,
+    "context_parallel_size": 1,
+    "position_embedding_type": "rope",
 }
 
 HARMLESS = {
@@ -102,6 +120,13 @@ class TestRefusals:
             CommFuseFeature().register_patches(PatchManager(), given)
         # Without attention they are nobody's concern.
         CommFuseFeature().validate_args(real_arguments(**{name: value}))
+
+    def test_the_defaults_are_not_refused_for_attention(self) -> None:
+        check_compatible(argparse.Namespace(**HARMLESS_FOR_ATTENTION), ATTENTION_REFUSALS)
+        strings = {name: str(value) for name, value in HARMLESS_FOR_ATTENTION.items()}
+        check_compatible(argparse.Namespace(**strings), ATTENTION_REFUSALS)
+        nothing = dict.fromkeys(REFUSED_FOR_ATTENTION)
+        check_compatible(argparse.Namespace(**nothing), ATTENTION_REFUSALS)
 
     def test_every_refusal_for_attention_is_tested(self) -> None:
         names = {name for refusal in ATTENTION_REFUSALS for name in refusal.names}
