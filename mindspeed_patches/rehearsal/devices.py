@@ -1,0 +1,117 @@
+"""Device names: on this machine "npu" and "cuda" mean the CPU.
+
+Megatron and MindSpeed spell the device out in many places (``torch.empty(n, device="cuda")``,
+``tensor.npu()``), and torch_npu's ``transfer_to_npu`` turns cuda into npu.  A torch function mode
+sees each of these calls, whoever wrapped it, and says "cpu" instead; the few places that a mode
+does not see are replaced one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["install", "on_cpu"]
+
+CPU = torch.device("cpu")
+_NAME = re.compile(r"(npu|cuda|privateuseone)(:\d+)?$")
+_KEYWORDS = ("device", "device_type", "map_location")
+
+
+def on_cpu(value: Any) -> Any:
+    """``value``, or the CPU if it names an NPU or a GPU."""
+    if isinstance(value, str):
+        return "cpu" if _NAME.match(value) else value
+    if isinstance(value, torch.device):
+        return CPU if _NAME.match(value.type) else value
+    return value
+
+
+def _keyword(value: Any) -> Any:
+    # A bare number is the index of a device.
+    is_index = isinstance(value, int) and not isinstance(value, bool)
+    return CPU if is_index else on_cpu(value)
+
+
+class _DevicesAreTheCpu(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("npu", "cuda", "pin_memory") and args:
+            return args[0]
+        if name == "record_stream":
+            return None
+        kwargs = {
+            key: _keyword(value) if key in _KEYWORDS else value
+            for key, value in (kwargs or {}).items()
+            if key != "pin_memory"
+        }
+        if name == "to" and len(args) > 1:
+            args = (args[0], _keyword(args[1]), *args[2:])
+        elif name == "type":
+            return self._type(func, args, kwargs)
+        return func(*map(on_cpu, args), **kwargs)
+
+    @staticmethod
+    def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Types as a device has them: the optimizers accept ``torch.npu.FloatTensor`` only."""
+        if len(args) > 1 or kwargs:
+            return func(*(_without_device(value) for value in args), **kwargs)
+        found = func(*args)
+        # MindSpeed wraps the method too, and has said "cuda" already if it did.
+        is_plain = isinstance(found, str) and found.count(".") == 1
+        return found.replace("torch.", "torch.npu.", 1) if is_plain else found
+
+
+def _without_device(value: Any) -> Any:
+    return re.sub(r"\.(npu|cuda)\.", ".", value) if isinstance(value, str) else value
+
+
+def _keywords_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {
+            key: _keyword(value) if key in _KEYWORDS else value for key, value in kwargs.items()
+        }
+        return function(*map(on_cpu, args), **kwargs)
+
+    return call
+
+
+def _in_mode(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A mode is left while it handles a call, and ``Tensor.backward`` is such a call.
+
+    Whatever a backward runs (the forwards of recomputed layers, too) has to see the mode again.
+    """
+
+    @functools.wraps(run_backward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _DevicesAreTheCpu():
+            return run_backward(*args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Let device names mean the CPU, in this process and for good."""
+    _DevicesAreTheCpu().__enter__()
+    patched: Any = torch
+    backward = _in_mode(patched.autograd.graph._engine_run_backward)
+    patched.autograd.graph._engine_run_backward = backward
+    patched.autograd._engine_run_backward = backward
+    # Not torch functions, so the mode does not see them.
+    autocast = patched.amp.autocast_mode.autocast
+    autocast.__init__ = _keywords_on_cpu(autocast.__init__)
+    patched.load = _keywords_on_cpu(patched.load)
+    # A thread has modes of its own, and the thread that pins a data loader's memory has none.
+    patched.Tensor.pin_memory = lambda tensor, *_, **__: tensor

@@ -1,0 +1,47 @@
+"""MindSpeed's own operators, which it compiles against CANN when they are first used.
+
+Its loader looks into a table of loaded operators before it compiles: the operators of dense models
+are put there, in plain torch.
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+
+__all__ = ["install"]
+
+
+def _rotary_position_embedding(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
+) -> torch.Tensor:
+    """The rotation of pairs: halves of the last dimension (0), or neighbours in it (1)."""
+    import torch_npu
+
+    rotated: torch.Tensor = torch_npu.npu_rotary_mul(x, cos, sin, ("half", "interleave")[mode])
+    return rotated
+
+
+def _matmul_add_fp32(
+    grad_output: torch.Tensor, total_input: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """The extension's order of arguments for our kernel, with which the fused layers add too."""
+    accumulate_weight_gradient(main_grad, grad_output, total_input)
+
+
+def install() -> None:
+    """Fill the loader's table; MindSpeed has to be importable, and torch_npu set up."""
+    from mindspeed.op_builder.atb_builder import AtbOpBuilder
+    from mindspeed.op_builder.builder import MindSpeedOpBuilder
+
+    # It would look for the ATB library first.
+    AtbOpBuilder.load = MindSpeedOpBuilder.load
+    MindSpeedOpBuilder._loaded_ops.update(
+        npu_rotary_position_embedding=types.SimpleNamespace(
+            npu_rotary_position_embedding=_rotary_position_embedding
+        ),
+        npu_matmul_add_fp32=types.SimpleNamespace(npu_matmul_add_fp32=_matmul_add_fp32),
+    )

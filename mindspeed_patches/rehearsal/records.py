@@ -1,0 +1,67 @@
+"""What a rank notes during a run, as a file that another process reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Record", "read_records"]
+
+
+@dataclass
+class Record:
+    """One rank of one run.
+
+    Numbers are noted as :meth:`float.hex` writes them, so that no bit is lost.
+
+    Attributes:
+        rank: global rank.
+        finished: the script ended by itself.
+        versions: of the packages in use, by name.
+        layout: this rank's place in the parallel groups (``tp 0/2``).
+        losses: per iteration, the losses by name; empty but on the last pipeline stage.
+        grad_norms: per iteration.
+        weights_before: a hash per parameter, before the first iteration.
+        weights_after: the same after the last.
+        optimizer_before: a hash of the optimizer's state.
+        optimizer_after: the same after the last iteration.
+        features: names of MindSpeed's features that were applied.
+        patches: replacements and wrappers per patched function.
+        collectives: ``[layer, where, operation, group, count]``.
+        calls: ``[layer, path, count]`` of CommFuse's layers; empty without CommFuse.
+        plans: drawings of CommFuse's plans, by their kind.
+    """
+
+    rank: int
+    finished: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+    layout: str = ""
+    losses: list[dict[str, str]] = field(default_factory=list)
+    grad_norms: list[str | None] = field(default_factory=list)
+    weights_before: dict[str, str] = field(default_factory=dict)
+    weights_after: dict[str, str] = field(default_factory=dict)
+    optimizer_before: str = ""
+    optimizer_after: str = ""
+    features: list[str] = field(default_factory=list)
+    patches: dict[str, list[str]] = field(default_factory=dict)
+    collectives: list[tuple[str, str, str, str, int]] = field(default_factory=list)
+    calls: list[tuple[str, str, int]] = field(default_factory=list)
+    plans: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        (folder / f"rank_{self.rank}.json").write_text(json.dumps(asdict(self)), "utf-8")
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of a run, by rank."""
+    found = [_read(path) for path in folder.glob("rank_*.json")]
+    return sorted(found, key=lambda record: record.rank)
+
+
+def _read(path: Path) -> Record:
+    values: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    for name in ("collectives", "calls"):
+        values[name] = [tuple(row) for row in values[name]]
+    return Record(**values)

@@ -1,0 +1,183 @@
+"""Starts one run of a rehearsal under torchrun, and ends whatever it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_patches.rehearsal.records import Record, read_records
+from mindspeed_patches.rehearsal.stack import Stack
+from mindspeed_patches.rehearsal.worker import RECORDS, WAY
+
+__all__ = ["Run", "RunFailedError", "run_script", "worker_environment"]
+
+_PROJECT = Path(__file__).resolve().parents[2]
+_GRACE = 20.0  # seconds between asking processes to end and ending them
+
+
+class RunFailedError(RuntimeError):
+    """A run did not reach its end; the message has what it printed last."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is the same for both runs.
+
+    Attributes:
+        script: path of the pretraining script.
+        processes: how many ranks.
+        folder: the working directory.
+        environment: of the ranks.
+        timeout: seconds for one run.
+    """
+
+    script: Path
+    processes: int
+    folder: Path
+    environment: Mapping[str, str]
+    timeout: float
+
+
+def worker_environment(
+    stack: Stack, cann_stubs: Path | None, launch: Mapping[str, str], tools: Path
+) -> dict[str, str]:
+    """The environment of the ranks: the launch's own, and what a CPU needs.
+
+    Args:
+        stack: the checkouts, which go first on the Python path.
+        cann_stubs: a folder for the dynamic loader; ``None`` where CANN is installed.
+        launch: what a launch script sets.
+        tools: a folder for programs that the ranks need.
+    """
+    environment = {**os.environ, **launch}
+
+    def prepend(name: str, *folders: str) -> None:
+        rest = [environment[name]] if environment.get(name) else []
+        environment[name] = os.pathsep.join([*folders, *rest])
+
+    prepend("PYTHONPATH", *stack.python_path, str(_PROJECT))
+    _write_build_tools(tools)
+    prepend("PATH", str(tools))
+    if cann_stubs is not None:
+        prepend("LD_LIBRARY_PATH", str(cann_stubs))
+    environment.update(
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    # Megatron refuses tensor parallelism without it.
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return environment
+
+
+def _write_build_tools(folder: Path) -> None:
+    """Programs with which Megatron compiles its data set's helpers, for this very Python.
+
+    Virtual environments have no ``python3-config``, and the system's may be another version's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    python = shlex.quote(sys.executable)
+    suffix = shlex.quote(str(sysconfig.get_config_var("EXT_SUFFIX")))
+    for name, line in (
+        ("python3", f'exec {python} "$@"'),
+        ("python3-config", f"echo {suffix}   # --extension-suffix"),
+    ):
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{line}\n", "utf-8")
+        path.chmod(0o755)
+
+
+def run_script(run: Run, way: str, words: Sequence[str], records: Path) -> list[Record]:
+    """Run the script once and return what its ranks noted.
+
+    Args:
+        run: see there.
+        way: ``reference`` or ``commfuse``.
+        words: the script's arguments.
+        records: a new folder for the records and the log.
+
+    Raises:
+        RunFailedError: a rank failed, or the time is over.
+    """
+    records.mkdir(parents=True)
+    log = records / "log.txt"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", "1", "--nproc_per_node", str(run.processes)),
+        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
+        *("--local_addr", "127.0.0.1"),
+        *("-m", "mindspeed_patches.rehearsal.worker", str(run.script), *words),
+    ]
+    environment = {**run.environment, RECORDS: str(records), WAY: way}
+    with log.open("w", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=run.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        with _ended(process, records):
+            try:
+                code = process.wait(run.timeout)
+            except subprocess.TimeoutExpired as error:
+                raise RunFailedError(
+                    f"the {way} run did not end within {run.timeout:.0f} s (--timeout):\n"
+                    f"{_tail(log)}"
+                ) from error
+    found = read_records(records)
+    if code or len(found) != run.processes or not all(record.finished for record in found):
+        raise RunFailedError(
+            f"the {way} run failed with exit code {code}, and {len(found)} of {run.processes} "
+            f"ranks reached its end (--output DIR keeps the whole log):\n{_tail(log)}"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes], records: Path) -> Iterator[None]:
+    """Let nothing outlive the block, also not after an error or Ctrl-C."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            # torchrun hands the signal on to its ranks.
+            _signal(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+            _signal(process.pid, signal.SIGKILL)
+        if process.wait():
+            # torchrun makes every rank the leader of a session, with its data loaders in it.
+            for path in records.glob("rank_*.pid"):
+                _signal(int(path.read_text("utf-8")), signal.SIGKILL)
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _tail(log: Path, lines: int = 40) -> str:
+    """The end of a log: from the last traceback of Python if there is one near."""
+    text = log.read_text("utf-8", errors="replace").splitlines()
+    text = [line for line in text if not line.lstrip().startswith("frame #")]  # of C++
+    starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
+    # torchrun ends with a traceback of its own, which says nothing that the ranks did not.
+    own = next((i for i, line in enumerate(text) if "torch/distributed/run.py" in line), len(text))
+    if own < len(text):
+        own = max((start for start in starts if start < own), default=own)
+    ranks = [start for start in starts if start < own]
+    start = max(ranks[-1] if ranks else 0, own - lines)
+    text = text[start:own] or text[-lines:]
+    return "\n".join(f"    {line}" for line in text)

@@ -1,0 +1,229 @@
+"""Rehearse a launch of MindSpeed-LLM on this machine's CPU, with and without CommFuse.
+
+::
+
+    python -m mindspeed_patches.rehearse [OPTIONS] -- my_pretrain.sh
+    python -m mindspeed_patches.rehearse [OPTIONS] -- torchrun ... pretrain_gpt.py ARGS
+    python -m mindspeed_patches.rehearse [OPTIONS] -- pretrain_gpt.py ARGS
+
+The real MindSpeed-LLM, MindSpeed, Megatron-LM and torch_npu run, over stand-ins for the device, for
+CANN and for HCCL (gloo).  What is shown is what does not depend on the device: which features and
+patches are in force, which layers are fused, which collectives are left, and whether losses and
+weights keep every bit.  **Nothing here runs on an NPU, and no time means anything.**
+
+``bash scripts/rehearse_on_cpu.sh`` prepares an environment first.  Exit code: 0 identical, 1 not
+(or a run failed, or proves nothing), 2 the request makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed_patches.rehearsal import report
+from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, write_cann_stubs
+from mindspeed_patches.rehearsal.command_line import Launch, read_launch
+from mindspeed_patches.rehearsal.compare import degeneracies, differences, fused_layers
+from mindspeed_patches.rehearsal.records import Record
+from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
+from mindspeed_patches.rehearsal.run import Run, RunFailedError, run_script, worker_environment
+from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
+from mindspeed_patches.rehearsal.stack import Stack, find_stack
+from mindspeed_patches.rehearsal.usage_error import UsageError
+
+__all__ = ["main"]
+
+WAYS = ("reference", "commfuse")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_patches.rehearse",
+        usage="%(prog)s [OPTIONS] -- LAUNCH...",
+        description="Rehearse a launch of MindSpeed-LLM on CPU, with and without CommFuse.",
+        epilog="LAUNCH: pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a .sh script",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--mindspeed", metavar="DIR", help="or MINDSPEED_HOME")
+    parser.add_argument("--mindspeed-llm", metavar="DIR", help="or MINDSPEED_LLM_HOME")
+    parser.add_argument("--megatron", metavar="DIR", help="or MEGATRON_HOME")
+    parser.add_argument(
+        "--rehearse-scale",
+        action="store_true",
+        help="a small model and few processes, of the launch's kind; every change is printed",
+    )
+    parser.add_argument("--iterations", type=_positive, default=4)
+    parser.add_argument("--processes", type=_positive, default=8, help="at most so many")
+    parser.add_argument("--timeout", type=_positive, default=900, help="seconds per run")
+    parser.add_argument("--only", choices=WAYS, help="one run, no comparison")
+    parser.add_argument("--verbose", action="store_true", help="all patches of MindSpeed")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="keep records and logs there")
+    parser.add_argument("launch", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rehearse; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    own, launch = arguments, []
+    if "--" in arguments:
+        at = arguments.index("--")
+        own, launch = arguments[:at], arguments[at + 1 :]
+    parser = _parser()
+    given = parser.parse_args(own)
+    given.launch = launch or given.launch
+    if not given.launch:
+        parser.error("no launch given; put it after --")
+    # So that a run is ended before this process is.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        return _rehearse(given)
+    except (UsageError, CannStubsError) as error:
+        print(f"rehearse: {error}", file=sys.stderr)
+        return 2
+    except RunFailedError as error:
+        print(f"rehearse: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _rehearse(given: argparse.Namespace) -> int:
+    stack = find_stack(given.mindspeed, given.mindspeed_llm, given.megatron)
+    launch = read_launch(given.launch, stack.llm)
+    script = launch.script_path(stack.llm)
+    # Relative paths in a launch begin where it is started: in MindSpeed-LLM's folder.
+    folder = launch.folder if (launch.folder / launch.script).is_file() else stack.llm
+    prepare(launch.options, given.iterations, folder)
+    layout = _layout(launch, given)
+    stubs = _cann()
+    _print_preparations(stack, launch, layout)
+    with tempfile.TemporaryDirectory(prefix="commfuse_rehearsal_") as temporary:
+        tools = Path(temporary) / "tools"
+        run = Run(
+            script=script,
+            processes=layout.processes,
+            folder=folder,
+            environment=worker_environment(stack, stubs, launch.environment, tools),
+            timeout=given.timeout,
+        )
+        records = Path(temporary) if given.output is None else _new_folder(given.output)
+        return _train_and_compare(given, launch, run, records)
+
+
+def _layout(launch: Launch, given: argparse.Namespace) -> Layout:
+    layout = layout_of(launch.options, launch.processes)
+    if given.rehearse_scale:
+        small = scale_down(launch.options, layout, given.processes)
+        if small != layout:
+            launch.notes.append(f"layout: {layout} -> {small}")
+        return small
+    if layout.processes > given.processes:
+        raise UsageError(
+            f"the launch wants {layout.processes} processes, the limit is {given.processes}; scale "
+            "it down with --rehearse-scale, or raise the limit with --processes"
+        )
+    return layout
+
+
+def _cann() -> Path | None:
+    """Stand-ins for CANN's libraries, unless the dynamic loader finds the real ones."""
+    if importlib.util.find_spec("torch_npu") is None:
+        raise UsageError(
+            f"{sys.executable} has no torch_npu; start with bash scripts/rehearse_on_cpu.sh, which "
+            "prepares an environment, or install torch_npu for its torch"
+        )
+    try:
+        ctypes.CDLL("libascendcl.so")
+    except OSError:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "commfuse-npu" / "cann_stubs"
+        write_cann_stubs(folder)
+        return folder
+    return None
+
+
+def _new_folder(folder: Path) -> Path:
+    folder = folder.resolve()
+    for way in WAYS:
+        if (folder / way).exists():
+            raise UsageError(f"--output {folder} holds an earlier rehearsal; name a new folder")
+    return folder
+
+
+def _print_preparations(stack: Stack, launch: Launch, layout: Layout) -> None:
+    print("A rehearsal on CPU and gloo: nothing runs on an NPU, and times mean nothing.")
+    for title, version in stack.versions().items():
+        print(f"{title}: {version}")
+    print(f"script: {launch.script}; {layout}")
+    for note in launch.notes:
+        print(f"note: {note}")
+    if launch.environment:
+        print("environment of the launch:", *_assignments(launch.environment))
+    print("changes to the launch:")
+    for change in launch.options.changes:
+        print(f"  {change}")
+    sys.stdout.flush()
+
+
+def _assignments(environment: dict[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in sorted(environment.items())]
+
+
+def _train_and_compare(given: argparse.Namespace, launch: Launch, run: Run, folder: Path) -> int:
+    words = {
+        "reference": reference_run(launch.options),
+        "commfuse": commfuse_run(launch.options),
+    }
+    runs: dict[str, list[Record]] = {}
+    for way in WAYS if given.only is None else (given.only,):
+        print(f"--- the {way} run, {run.processes} processes", flush=True)
+        runs[way] = run_script(run, way, words[way], folder / way)
+    _print_report(runs, given.verbose)
+    problems = [
+        f"{way} run: {problem}"
+        for way, records in runs.items()
+        for problem in degeneracies(records)
+    ]
+    if "commfuse" in runs and not fused_layers(runs["commfuse"]):
+        problems.append("commfuse run: no layer was fused")
+    for problem in problems:
+        print(f"this rehearsal proves nothing: {problem}")
+    if given.only is not None:
+        return 1 if problems else 0
+    found = differences(runs["reference"], runs["commfuse"])
+    for line in found:
+        print(line)
+    print(f"identical: {not found}", flush=True)
+    return 1 if found or problems else 0
+
+
+def _print_report(runs: dict[str, list[Record]], verbose: bool) -> None:
+    first = next(iter(runs.values()))[0]
+    parts = [
+        [", ".join(f"{name} {version}" for name, version in first.versions.items())],
+        report.feature_lines(runs, verbose),
+    ]
+    if "commfuse" in runs:
+        parts += [report.layer_lines(runs["commfuse"]), report.plan_lines(runs["commfuse"])]
+    parts += [report.collective_lines(runs), report.loss_lines(runs), report.hash_lines(runs)]
+    for lines in parts:
+        print("\n".join(lines), end="\n\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

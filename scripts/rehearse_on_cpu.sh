@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Rehearse a launch of MindSpeed-LLM on CPU and gloo, with and without CommFuse: is it exact, what
+# is fused, which collectives are left? No NPU and no CANN needed, no time measured.
+#
+#   export MINDSPEED_HOME=... MINDSPEED_LLM_HOME=... MEGATRON_HOME=...     checkouts of the three
+#   bash scripts/rehearse_on_cpu.sh --rehearse-scale -- my_pretrain.sh     your launch script
+#   bash scripts/rehearse_on_cpu.sh -- torchrun ... pretrain_gpt.py ...    or its command line
+#   bash scripts/rehearse_on_cpu.sh --help                                 all options
+#
+# Sets up .venv and .venv-npu by itself; needs a C compiler and make, also for Megatron's helpers.
+set -eu
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment cpu npu
+
+PACKAGES="$ROOT/scripts/requirements/rehearse.txt"
+if [ ! -e "$NPU_VENV/.installed-npu" ]; then
+    echo "Without torch_npu there is no rehearsal." >&2
+    exit 2
+fi
+if ! cmp -s "$PACKAGES" "$NPU_VENV/.installed-rehearse"; then
+    echo "Installing what MindSpeed-LLM imports into $NPU_VENV (once)" >&2
+    PIP_PYTHON="$NPU_VENV/bin/python" install_packages --requirement "$PACKAGES"
+    cp "$PACKAGES" "$NPU_VENV/.installed-rehearse"
+fi
+
+export LD_LIBRARY_PATH="$NPU_VENV/cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+exec "$NPU_VENV/bin/python" -m mindspeed_patches.rehearse "$@"

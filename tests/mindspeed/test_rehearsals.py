@@ -1,0 +1,140 @@
+"""The real MindSpeed-LLM on CPU: the same bits with CommFuse, and no collective in its layers.
+
+Each case is rehearsed as a user does it, in processes of their own.  It needs checkouts (see
+``SKIPPED``); ``MINDSPEED_LLM_HOME`` and the others choose the versions.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_patches.rehearsal.compare import (
+    collectives_in,
+    degeneracies,
+    differences,
+    fused_layers,
+)
+from mindspeed_patches.rehearsal.records import Record, read_records
+from mindspeed_patches.wrappers import LAYERS
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = Path(f"{os.environ.get('COMMFUSE_VENV') or ROOT / '.venv'}-npu")
+HOMES = ("MINDSPEED_HOME", "MINDSPEED_LLM_HOME", "MEGATRON_HOME")
+
+MODEL = """
+    --use-mcore-models --sequence-parallel --num-layers 2 --hidden-size 64 --ffn-hidden-size 128
+    --num-attention-heads 4 --tokenizer-type NullTokenizer --vocab-size 4607 --seq-length 64
+    --max-position-embeddings 64 --make-vocab-size-divisible-by 1 --micro-batch-size 2
+    --global-batch-size 8 --lr 1e-3 --train-iters 10 --lr-decay-style cosine --min-lr 1e-8
+    --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0.0
+    --hidden-dropout 0.0 --init-method-std 0.01 --position-embedding-type rope
+    --normalization RMSNorm --use-fused-rmsnorm --swiglu --use-fused-swiglu
+    --use-fused-rotary-pos-emb --use-flash-attn --no-masked-softmax-fusion
+    --attention-softmax-in-fp32 --clip-grad 1.0 --bf16 --mock-data --split 100,0,0
+    --distributed-backend nccl --tensor-model-parallel-size 2
+"""
+PLAIN_WGRAD = "--no-gradient-accumulation-fusion"
+LOCAL = "--transformer-impl local"
+ENGINE = "--transformer-impl transformer_engine"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+CASES = {
+    "local": (2, f"{LOCAL} {PLAIN_WGRAD}"),
+    "transformer_engine": (2, f"{ENGINE} {PLAIN_WGRAD}"),
+    "recompute": (2, f"{LOCAL} {PLAIN_WGRAD} {RECOMPUTE}"),
+    "gradient_accumulation_fusion": (2, LOCAL),
+    "distributed_optimizer": (4, f"{LOCAL} {PLAIN_WGRAD} --use-distributed-optimizer"),
+    "pipeline": (4, f"{ENGINE} {PLAIN_WGRAD} --pipeline-model-parallel-size 2"),
+}
+"""Processes, and what is added to the model's options."""
+
+
+def why_not() -> str | None:
+    """Why nothing can be rehearsed here; ``None`` if it can."""
+    missing = [name for name in HOMES if not os.environ.get(name)]
+    if missing:
+        return (
+            f"set {', '.join(missing)} to checkouts of MindSpeed, MindSpeed-LLM, Megatron-LM "
+            "(python -m mindspeed_patches.rehearse -- x.py says which belong together)"
+        )
+    if not (ENVIRONMENT / ".installed-rehearse").exists():
+        return f"no {ENVIRONMENT}; bash scripts/rehearse_on_cpu.sh --help makes it"
+    return None
+
+
+SKIPPED = why_not()
+pytestmark = [
+    pytest.mark.skipif(SKIPPED is not None, reason=str(SKIPPED)),
+    pytest.mark.timeout(1500),
+]
+
+
+def rehearse(folder: Path, *words: str) -> tuple[int, str]:
+    """The exit code of a rehearsal and what it printed."""
+    done = subprocess.run(
+        ["bash", "scripts/rehearse_on_cpu.sh", "--output", str(folder), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1400,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def records(folder: Path) -> tuple[list[Record], list[Record]]:
+    return read_records(folder / "reference"), read_records(folder / "commfuse")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_commfuse_changes_no_bit_and_leaves_no_collective(case: str, tmp_path: Path) -> None:
+    processes, options = CASES[case]
+    launch = f"torchrun --nproc_per_node {processes} pretrain_gpt.py {MODEL} {options}"
+    code, printed = rehearse(tmp_path, "--iterations", "10", "--", *launch.split())
+    assert code == 0, printed
+    assert printed.endswith("identical: True\n")
+
+    reference, commfuse = records(tmp_path)
+    assert len(commfuse) == processes
+    assert differences(reference, commfuse) == []
+    assert degeneracies(commfuse) == []
+    assert set(fused_layers(commfuse)) == set(LAYERS)
+    for layer in LAYERS:
+        calls = {path: n for r in commfuse for name, path, n in r.calls if name == layer}
+        assert set(calls) == {"fused"}
+        assert collectives_in(reference, [layer]) > 0
+        assert collectives_in(commfuse, [layer]) == 0
+
+
+def test_other_bits_are_noticed(tmp_path: Path) -> None:
+    """Partial sums in fp32 are rounded once, which is not what the collective does."""
+    options = f"{LOCAL} {PLAIN_WGRAD} --commfuse-reduce-dtype float32 --tensor-model-parallel-size"
+    launch = f"torchrun --nproc_per_node 4 pretrain_gpt.py {MODEL} {options} 4"
+    code, printed = rehearse(tmp_path, "--iterations", "2", "--", *launch.split())
+    assert code == 1, printed
+    assert printed.endswith("identical: False\n")
+    assert "weights differ after the training" in printed
+
+
+def test_a_run_that_does_not_learn_proves_nothing(tmp_path: Path) -> None:
+    """Without training, equality means nothing: a learning rate of 0 is told apart."""
+    options = f"{LOCAL} {PLAIN_WGRAD} --lr 0 --min-lr 0 --weight-decay 0"
+    launch = f"pretrain_gpt.py {MODEL} {options}"
+    code, printed = rehearse(tmp_path, "--only", "commfuse", "--", *launch.split())
+    assert code == 1, printed
+    assert "proves nothing: commfuse run: no weight changed on rank 0, 1" in printed
+
+
+def test_a_launch_script_of_ours_at_small_scale(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "pretrain_llama3_8b_ptd.sh"
+    mock = "--mock-data --tokenizer-type NullTokenizer --vocab-size 4607"
+    limits = ("--rehearse-scale", "--processes", "2", "--iterations", "2")
+    code, printed = rehearse(tmp_path, *limits, "--", str(script), *mock.split())
+    assert code == 0, printed
+    assert "--hidden-size 4096 -> " in printed
+    assert collectives_in(records(tmp_path)[1], LAYERS) == 0

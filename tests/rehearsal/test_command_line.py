@@ -1,0 +1,176 @@
+"""Reading launches: options as data, torchrun's forms, shell scripts that must not run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_patches.rehearsal.command_line import Options, read_launch
+from mindspeed_patches.rehearsal.usage_error import UsageError
+
+ARGS = ["--num-layers", "2", "--bf16"]
+TORCHRUN = ["--nproc_per_node", "4", "--nnodes", "2", "--node_rank", "0"]
+
+
+def test_options_keep_their_order_and_note_changes() -> None:
+    options = Options(["--a", "1", "--flag", "--path", "x", "y", "--b=2", "--a", "3"])
+    assert options.values("--a") == ["3"]
+    assert options.values("--path") == ["x", "y"]
+    assert options.number("--b", 0) == 2
+    options.set("--a", 3)
+    assert not options.changes
+    options.set("--a", 5, why="because")
+    options.drop("--path", "--absent")
+    options.set("--new")
+    assert options.words == ["--a", "5", "--flag", "--b", "2", "--new"]
+    assert options.changes == [
+        "--a 3 -> 5   (because)",
+        "--path x y -> (dropped)",
+        "--new (not given) -> given",
+    ]
+
+
+def test_a_negative_number_is_a_value() -> None:
+    assert Options(["--min", "-1", "--flag"]).values("--min") == ["-1"]
+
+
+def test_an_option_that_is_no_number_is_named() -> None:
+    with pytest.raises(UsageError, match="--num-layers is 'two'"):
+        Options(["--num-layers", "two"]).number("--num-layers", 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "processes"),
+    [
+        ([], None),
+        (["torchrun", *TORCHRUN], 8),
+        (["torchrun", "--nproc-per-node=4"], 4),
+        # Examples before their placeholders are filled in.
+        (["torchrun", "--master_addr", "your", "node", "IP", "--nproc_per_node", "4"], 4),
+        (["torchrun", "--nproc_per_node", "4", "--node_rank", "--master_port=6000"], 4),
+        (["torchrun", "--nproc_per_node", "gpu"], None),
+        (["python", "-m", "torch.distributed.launch", "--use_env", *TORCHRUN], 8),
+        (["python3", "-u", "-m", "torch.distributed.run", *TORCHRUN], 8),
+        (["torchrun", *TORCHRUN, "-m", "mindspeed_patches.launch"], 8),
+        (["python", "-m", "mindspeed_patches.launch"], None),
+        (["python"], None),
+    ],
+)
+def test_forms_of_a_launch(before: list[str], processes: int | None, tmp_path: Path) -> None:
+    launch = read_launch([*before, "pretrain_gpt.py", *ARGS], tmp_path)
+    assert launch.script == "pretrain_gpt.py"
+    assert launch.options.words == ARGS
+    assert launch.processes == processes
+
+
+@pytest.mark.parametrize(
+    "words", [["ls", "-l"], ["torchrun", "--nproc_per_node", "2", "-m", "other", "x.py"], ["a.txt"]]
+)
+def test_what_is_no_launch_is_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"pretrain_gpt\.py ARGS"):
+        read_launch(words, tmp_path)
+
+
+def test_the_script_is_looked_for_in_the_checkout_too(tmp_path: Path) -> None:
+    launch = read_launch(["pretrain_gpt.py", *ARGS], tmp_path)
+    with pytest.raises(UsageError, match=r"there is no pretrain_gpt\.py"):
+        launch.script_path(tmp_path)
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert launch.script_path(tmp_path) == (tmp_path / "pretrain_gpt.py").resolve()
+
+
+# ------------------------------------------------------------------ shell scripts
+
+SCRIPT = """\
+#!/bin/bash
+set -e
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+export SOME_SETTING=on
+cd "$(dirname "$0")"
+DATA_PATH="your data path"
+NPUS_PER_NODE=4; NNODES=2
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPUS_PER_NODE \\
+    --nnodes $((NNODES))
+"
+GPT_ARGS="
+    --num-layers 2 \\
+
+    --bf16 \\
+"
+mkdir -p made
+touch touched
+npu-smi info
+rm -rf precious
+python preprocess_data.py --output made
+{launch} $DISTRIBUTED_ARGS pretrain_gpt.py $GPT_ARGS --data-path $DATA_PATH "$@" | tee train.log
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "pretrain_it.sh"
+    path.write_text(SCRIPT.format(launch="torchrun"), "utf-8")
+    (tmp_path / "precious").mkdir()
+    return path
+
+
+def test_a_launch_script_is_read_and_does_nothing(script: Path) -> None:
+    launch = read_launch(["bash", str(script), "--lr", "1e-3"], script.parent)
+    assert launch.script == "pretrain_gpt.py"
+    assert launch.processes == 8
+    words = "--num-layers 2 --bf16 --data-path your data path --lr 1e-3"
+    assert launch.options.words == words.split()
+    assert launch.folder == script.parent.resolve()
+    assert launch.environment["SOME_SETTING"] == "on"
+    assert "PATH" not in launch.environment
+    assert sorted(p.name for p in script.parent.iterdir()) == ["precious", "pretrain_it.sh"]
+
+
+def test_the_older_launcher_in_a_script(script: Path) -> None:
+    script.write_text(SCRIPT.format(launch="python -m torch.distributed.launch"), "utf-8")
+    assert read_launch([str(script)], script.parent).processes == 8
+
+
+def test_a_search_path_of_a_sourced_file_does_not_bring_torchrun_back(
+    script: Path, tmp_path: Path
+) -> None:
+    real = tmp_path / "environment" / "bin"
+    real.mkdir(parents=True)
+    (real / "torchrun").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n", "utf-8")
+    (real / "torchrun").chmod(0o755)
+    script.write_text(f'export PATH="{real}:$PATH"\n' + script.read_text("utf-8"), "utf-8")
+    assert read_launch([str(script)], script.parent).processes == 8
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_python_called_by_its_path_does_not_run(script: Path, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    script.write_text(f'{sys.executable} -c \'open("{started}", "w")\' pretrain_gpt.py\n', "utf-8")
+    with pytest.raises(UsageError, match="starts no pretraining"):
+        read_launch([str(script)], script.parent)
+    assert not started.exists()
+
+
+def test_a_script_that_stops_early_shows_what_it_said(script: Path) -> None:
+    script.write_text("echo set DATA_PATH first >&2\nexit 1\n", "utf-8")
+    with pytest.raises(UsageError, match="set DATA_PATH first"):
+        read_launch([str(script)], script.parent)
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no launch script absent\.sh"):
+        read_launch(["absent.sh"], tmp_path)
+
+
+def test_two_trainings_are_noted(script: Path) -> None:
+    script.write_text(
+        "torchrun --nproc_per_node 2 pretrain_gpt.py --bf16\n"
+        "torchrun --nproc_per_node 4 pretrain_gpt.py --fp16\n",
+        "utf-8",
+    )
+    launch = read_launch([str(script)], script.parent)
+    assert launch.processes == 2
+    assert "2 trainings" in launch.notes[0]

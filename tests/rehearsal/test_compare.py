@@ -1,0 +1,198 @@
+"""A single bit decides, and runs that prove nothing are told apart."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_patches import rehearse
+from mindspeed_patches.rehearsal import report
+from mindspeed_patches.rehearsal.command_line import Options
+from mindspeed_patches.rehearsal.compare import (
+    collectives_in,
+    degeneracies,
+    differences,
+    fused_layers,
+)
+from mindspeed_patches.rehearsal.fingerprints import optimizer_hash, overall_hash, weight_hashes
+from mindspeed_patches.rehearsal.records import Record, read_records
+from mindspeed_patches.rehearsal.run import Run
+
+
+def train(rank: int = 0, flip: bool = False) -> Record:
+    """Two steps of a small model; ``flip`` changes the lowest bit of one weight at the end."""
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(4, 3).to(torch.bfloat16)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = SimpleNamespace(optimizer=inner)
+    record = Record(rank, weights_before=weight_hashes([model]))
+    record.optimizer_before = optimizer_hash(optimizer)
+    for _ in range(2):
+        inner.zero_grad()
+        loss = model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        inner.step()
+        record.losses.append({"lm loss": loss.item().hex()})
+        record.grad_norms.append(float(model.weight.grad.float().norm()).hex())
+    if flip:
+        with torch.no_grad():
+            model.weight.view(torch.int16)[1, 2] ^= 1
+    record.weights_after = weight_hashes([model])
+    record.optimizer_after = optimizer_hash(optimizer)
+    record.finished = True
+    return record
+
+
+def test_equal_runs_are_equal() -> None:
+    assert differences([train(0), train(1)], [train(0), train(1)]) == []
+    assert degeneracies([train(0), train(1)]) == []
+
+
+def test_one_bit_of_one_weight_is_found_and_named() -> None:
+    found = differences([train(0), train(1)], [train(0), train(1, flip=True)])
+    assert found[0] == "rank 1: weights differ after the training: 0.weight"
+    # The optimizer of this model steps on the very same tensor.
+    assert len(found) == 2
+    one, other = train(1), train(1, flip=True)
+    assert overall_hash(one.weights_after) != overall_hash(other.weights_after)
+
+
+def test_losses_differ_in_their_last_digit() -> None:
+    one, other = train(), train()
+    loss = float.fromhex(other.losses[1]["lm loss"])
+    other.losses[1]["lm loss"] = (loss * (1 + 2**-52)).hex()
+    assert differences([one], [other]) == ["rank 0: losses differ, from iteration 2 on"]
+
+
+def test_other_beginnings_other_optimizers_other_ranks() -> None:
+    one, other = train(), train()
+    other.weights_before = {}
+    other.optimizer_after = "other"
+    assert len(differences([one], [other])) == 2
+    assert differences([one], []) == ["1 ranks against 0"]
+
+
+def test_the_optimizers_moments_count() -> None:
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    inner.step()
+    chained = SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(optimizer=inner), SimpleNamespace(optimizer=None)]
+    )
+    before = optimizer_hash(chained)
+    inner.state[model.bias]["exp_avg"][0] += 2.0**-20
+    assert optimizer_hash(chained) != before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: setattr(r, "weights_after", r.weights_before), "no weight changed on rank 0"),
+        (lambda r: setattr(r, "grad_norms", [(0.0).hex()] * 2), "all gradient norms are 0"),
+        (lambda r: r.losses[1].update(x="nan"), "a loss is not finite"),
+        (lambda r: r.grad_norms.append("inf"), "a gradient norm is not finite"),
+        (lambda r: setattr(r, "losses", [{}, {}]), "no loss was noted"),
+    ],
+)
+def test_degenerate_runs(change: object, reason: str) -> None:
+    record = train()
+    assert callable(change)
+    change(record)
+    assert degeneracies([record]) == [reason]
+
+
+def test_records_survive_their_file(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        record = train(rank)
+        record.calls = [("qkv", "fused", 4)]
+        record.collectives = [("linear_qkv", "X.forward", "all_reduce", "tensor", 2)]
+        record.write(tmp_path)
+    records = read_records(tmp_path)
+    assert [record.rank for record in records] == [0, 1]
+    assert differences([train(0), train(1)], records) == []
+    assert fused_layers(records) == ["qkv"]
+    assert collectives_in(records, ["qkv"]) == 4
+    assert collectives_in(records, ["proj"]) == 0
+
+
+def test_collectives_of_commfuse_itself_are_not_overlooked() -> None:
+    record = train()
+    record.collectives = [
+        ("", "commfuse_npu.ops.linear: _Linear.backward", "reduce_scatter_tensor", "tensor", 3),
+        ("", "commfuse_npu.transport: Transport._compare", "all_gather_object", "other", 5),
+        ("", "commfuse_npu.transport: Transport.post_send", "isend", "other", 7),
+        ("", "megatron.core: _VocabParallelCrossEntropy.forward", "all_reduce", "tensor", 11),
+    ]
+    assert collectives_in([record], ["qkv"]) == 3
+    lines = report.collective_lines({"reference": [train()], "commfuse": [record]})
+    left = next(line for line in lines if line.startswith("left in the fused layers"))
+    assert left.split()[-2:] == ["0", "3"]
+    assert lines[-2].split()[-1] == "7"
+    assert lines[-1].split()[-1] == "5"
+
+
+# ------------------------------------------------------- the command's own verdict
+
+
+def verdict(
+    monkeypatch: pytest.MonkeyPatch, reference: Record, commfuse: Record, only: str | None = None
+) -> int:
+    """What the command answers when its two runs note these records."""
+    commfuse.calls = commfuse.calls or [("qkv", "fused", 4)]
+    noted = {"reference": [reference], "commfuse": [commfuse]}
+    monkeypatch.setattr(rehearse, "run_script", lambda run, way, words, folder: noted[way])
+    given = SimpleNamespace(only=only, verbose=False)
+    run = Run(Path("pretrain_gpt.py"), 1, Path(), {}, 1.0)
+    launch = SimpleNamespace(options=Options())
+    return rehearse._train_and_compare(given, launch, run, Path())  # type: ignore[arg-type]
+
+
+def test_identical(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(monkeypatch, train(), train()) == 0
+    assert capsys.readouterr().out.endswith("identical: True\n")
+
+
+def test_not_identical(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(monkeypatch, train(), train(flip=True)) == 1
+    out = capsys.readouterr().out
+    assert out.endswith("identical: False\n")
+    assert "0.weight" in out
+
+
+def test_equal_but_still(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    still = train()
+    still.weights_after = still.weights_before
+    assert verdict(monkeypatch, still, copy.deepcopy(still)) == 1
+    assert "proves nothing: commfuse run: no weight changed" in capsys.readouterr().out
+
+
+def test_equal_but_not_fused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = train()
+    other.calls = [("qkv", "a reason", 4)]
+    assert verdict(monkeypatch, train(), other) == 1
+    out = capsys.readouterr().out
+    assert "no layer was fused" in out
+    assert "by Megatron, because a reason" in out
+
+
+def test_one_run_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(monkeypatch, train(), train(flip=True), only="reference") == 0
+    assert "identical" not in capsys.readouterr().out
+
+
+def test_losses_are_shown_with_all_digits() -> None:
+    one, other = train(), train()
+    other.losses[0]["lm loss"] = (float.fromhex(other.losses[0]["lm loss"]) + 2**-50).hex()
+    lines = report.loss_lines({"reference": [one], "commfuse": [other]})
+    assert lines[1].endswith("differs")
+    assert not lines[2].endswith("differs")
+    assert repr(float.fromhex(one.losses[1]["lm loss"])) in lines[2]

@@ -1,0 +1,99 @@
+"""Scaling a launch down keeps what decides which code runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_patches.rehearsal.command_line import Options
+from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
+from mindspeed_patches.rehearsal.usage_error import UsageError
+
+LLAMA3_70B = (
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --num-layers 80 "
+    "--hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 4 "
+    "--global-batch-size 512 --recompute-num-layers 20 --num-layer-list 20,20,20,20 "
+    "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 16032"
+)
+
+
+def scaled(text: str, processes: int | None, limit: int) -> tuple[Options, Layout]:
+    options = Options(text.split())
+    return options, scale_down(options, layout_of(options, processes), limit)
+
+
+def number(options: Options, name: str) -> int:
+    return options.number(name, -1)
+
+
+def test_layouts() -> None:
+    options = Options(LLAMA3_70B.split())
+    assert layout_of(options, 64) == Layout(8, 4, 1, 2)
+    assert layout_of(options, None) == Layout(8, 4, 1, 1)
+    with pytest.raises(UsageError, match=r"48 processes.*= 32"):
+        layout_of(options, 48)
+
+
+@pytest.mark.parametrize(
+    ("layout", "limit", "expected"),
+    [
+        (Layout(8, 4, 1, 2), 8, (4, 2, 1, 1)),
+        (Layout(8, 1, 1, 1), 8, (8, 1, 1, 1)),
+        (Layout(2, 1, 1, 8), 8, (2, 1, 1, 2)),
+        (Layout(8, 8, 8, 1), 8, (2, 2, 2, 1)),
+        (Layout(8, 4, 1, 2), 2, (2, 1, 1, 1)),
+        (Layout(6, 1, 1, 1), 4, (3, 1, 1, 1)),
+    ],
+)
+def test_processes_fit(layout: Layout, limit: int, expected: tuple[int, ...]) -> None:
+    small = scale_down(Options(["--num-layers", "4"]), layout, limit)
+    assert (small.tensor, small.pipeline, small.context, small.data) == expected
+
+
+@pytest.mark.parametrize("limit", [2, 4, 8, 16, 32])
+def test_a_large_model_keeps_its_ratios(limit: int) -> None:
+    options, small = scaled(LLAMA3_70B, 64, limit)
+    assert small.processes <= limit
+    heads, groups = (
+        number(options, "--num-attention-heads"),
+        number(options, "--num-query-groups"),
+    )
+    hidden, ffn = number(options, "--hidden-size"), number(options, "--ffn-hidden-size")
+    assert heads == 8 * groups
+    assert groups % small.tensor == 0
+    assert hidden == 16 * heads
+    assert ffn % small.tensor == 0
+    assert abs(ffn / hidden - 3.5) < 0.5
+    # Rows of 64 bytes in bf16, and 32 of them per rank.
+    assert hidden // small.tensor % 32 == 0
+    assert number(options, "--seq-length") == 32 * small.tensor
+    assert number(options, "--max-position-embeddings") == number(options, "--seq-length")
+    assert number(options, "--num-layers") == 2 * small.pipeline
+    assert number(options, "--recompute-num-layers") == 2
+    assert number(options, "--global-batch-size") % (2 * small.data) == 0
+    assert number(options, "--make-vocab-size-divisible-by") == 1
+    assert "--num-layer-list" not in options
+    assert any(line.startswith("--hidden-size 8192 -> ") for line in options.changes)
+
+
+def test_virtual_stages_stay_virtual() -> None:
+    text = LLAMA3_70B + " --num-layers-per-virtual-pipeline-stage 10"
+    options, small = scaled(text, 64, 8)
+    assert number(options, "--num-layers-per-virtual-pipeline-stage") == 1
+    assert number(options, "--num-layers") == 2 * small.pipeline
+    assert number(options, "--global-batch-size") // 2 % small.pipeline == 0
+
+
+def test_experts_and_context_parallelism() -> None:
+    text = (
+        "--tensor-model-parallel-size 2 --context-parallel-size 4 --expert-model-parallel-size 4 "
+        "--num-experts 128 --moe-router-topk 8 --num-attention-heads 32 --hidden-size 2048 "
+        "--moe-ffn-hidden-size 768 --seq-length 4096 --micro-batch-size 1 --global-batch-size 16 "
+        "--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2"
+    )
+    options, small = scaled(text, 16, 4)
+    assert (small.tensor, small.context, small.expert) == (2, 2, 2)
+    assert number(options, "--num-experts") == 4
+    assert number(options, "--moe-router-topk") == 2
+    assert options.text("--context-parallel-algo") == "ulysses_cp_algo"
+    assert number(options, "--seq-length") == 32 * 4
