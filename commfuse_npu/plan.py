@@ -21,11 +21,11 @@ A column of these drawings is a :class:`Step`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
 
-from commfuse_npu.block_order import Own, least_waiting
+from commfuse_npu.block_order import Own, causal_costs, least_waiting
 
 __all__ = [
     "Kind",
@@ -289,6 +289,15 @@ class Schedule:
         if len(self.costs) != size:
             raise PlanError(f"{len(self.costs)} costs for a group of {size}; give one per rank")
         return least_waiting(self.costs, own)
+
+    def for_causal_blocks(self, size: int) -> Schedule:
+        """With the costs of attention under a causal mask, unless there are costs already.
+
+        Other shapes than ``shifted`` take none and stay as they are.
+        """
+        if self.shape != "shifted" or self.costs is not None:
+            return self
+        return replace(self, costs=causal_costs(size))
 
     def plan(self, kind: Kind, rank: int, size: int, own: Own | None = None) -> Plan:
         """The plan of ``rank`` in a group of ``size``.

@@ -17,7 +17,6 @@ layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.block_order import causal_costs
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.kernels.attention_arguments import check_attention
-from commfuse_npu.ops.blocked_attention import AttentionRuns, blocked_attention
+from commfuse_npu.ops.attention_arguments import check_self_attention
+from commfuse_npu.ops.blocked_attention import AttentionRuns, KeptRuns, blocked_attention
 from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import reduce_scatter
 from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
@@ -94,7 +92,7 @@ def attention_linear_reduce_scatter(
         MismatchError, TransportError: see :func:`~commfuse_npu.ops.linear.all_gather_linear`.
     """
     name = "attention_linear_reduce_scatter"
-    _check(name, q, k, v, dropout)
+    check_self_attention(name, q, k, v, dropout)
     check_linear(name, q.flatten(2), weight, bias, transport, options)
     check_divisible(name, q, transport.size)
     if takes_plain_path(name, q, transport, rows=q.shape[0]):
@@ -131,7 +129,7 @@ def plain_attention_linear_reduce_scatter(
         same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's plan.
     """
     name = "plain_attention_linear_reduce_scatter"
-    _check(name, q, k, v, dropout)
+    check_self_attention(name, q, k, v, dropout)
     check_divisible(name, q, group.size())
     block_rows, batch = q.shape[0] // group.size(), q.shape[1]
     options = _options_for(options, q, group.size(), causal)
@@ -157,27 +155,12 @@ def plain_attention_linear_reduce_scatter(
     return y if bias is None else y + bias
 
 
-def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
-    if dropout:
-        raise ValueError(
-            f"{name}: dropout is {dropout}; the fused form has none, pass 0 or use Megatron's "
-            "attention"
-        )
-    check_attention(q, k, v, causal=False)
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(
-            f"{name}: {q.shape[0]} queries and {k.shape[0]} keys; self-attention has as many of "
-            "one as of the other"
-        )
-
-
 def _options_for(options: LinearOptions, q: torch.Tensor, size: int, causal: bool) -> LinearOptions:
     """No more chunks than rows; under a causal mask blocks in the order that waits least."""
     options = options_for_rows(options, q.shape[0] // size)
-    schedule = options.schedule
-    if not causal or schedule.shape != "shifted" or schedule.costs is not None:
-        return options
-    return replace(options, schedule=replace(schedule, costs=causal_costs(size)))
+    return (
+        replace(options, schedule=options.schedule.for_causal_blocks(size)) if causal else options
+    )
 
 
 def _order_of_additions(options: LinearOptions, group: dist.ProcessGroup) -> list[int] | None:
@@ -188,26 +171,12 @@ def _order_of_additions(options: LinearOptions, group: dist.ProcessGroup) -> lis
     return [(group.rank() - distance) % group.size() for distance in (*distances, 0)]
 
 
-class _Kept:
-    """What the backward needs of the forward: its output and the statistics of each run."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.attended = torch.empty_like(like)
-        self.statistics: list[torch.Tensor] = []
-        self.where: dict[int, slice] = {}
-
-    def add(self, run: slice, attended: torch.Tensor, statistics: Sequence[torch.Tensor]) -> None:
-        self.attended[run] = attended
-        self.where[run.start] = slice(len(self.statistics), len(self.statistics) + len(statistics))
-        self.statistics += statistics
-
-
 def _forward(
     attention: AttentionRuns,
     q: torch.Tensor,
     weight: torch.Tensor,
     job: Job,
-    kept: _Kept | None = None,
+    kept: KeptRuns | None = None,
 ) -> torch.Tensor:
     y = q.new_empty((q.shape[0] // job.transport.size, q.shape[1], weight.shape[0]))
     transposed = weight.t()
@@ -242,7 +211,7 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        kept = _Kept(q)
+        kept = KeptRuns(q)
         y = _forward(AttentionRuns(q, k, v, causal, scale), q, weight, job, kept)
         ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
         ctx.where = kept.where

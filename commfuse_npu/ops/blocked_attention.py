@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import kernels_for
 
-__all__ = ["AttentionRuns", "blocked_attention"]
+__all__ = ["AttentionRuns", "KeptRuns", "blocked_attention"]
 
 
 class AttentionRuns:
@@ -82,6 +82,27 @@ class AttentionRuns:
         return self.grad_q, self._grad_k.to(self._k.dtype), self._grad_v.to(self._v.dtype)
 
 
+class KeptRuns:
+    """What a backward needs of a forward: its whole output, and the statistics of each run.
+
+    Attributes:
+        attended: ``[S, B, A, D]``.
+        statistics: of all runs, in the order in which they ran.
+        where: which of them are those of the run that begins at a row.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.attended = torch.empty_like(like)
+        self.statistics: list[torch.Tensor] = []
+        self.where: dict[int, slice] = {}
+
+    def add(self, run: slice, attended: torch.Tensor, statistics: Sequence[torch.Tensor]) -> None:
+        """Keep the result of :meth:`AttentionRuns.forward`."""
+        self.attended[run] = attended
+        self.where[run.start] = slice(len(self.statistics), len(self.statistics) + len(statistics))
+        self.statistics += statistics
+
+
 def blocked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,16 +145,13 @@ class _BlockedAttention(torch.autograd.Function):
         grad_rows: Sequence[slice],
     ) -> torch.Tensor:
         attention = AttentionRuns(q, k, v, causal, scale)
-        out = torch.empty_like(q)
-        kept: list[torch.Tensor] = []
-        ctx.where = {}
+        kept = KeptRuns(q)
         for run in rows:
-            out[run], statistics = attention.forward(run)
-            ctx.where[run.start] = slice(len(kept), len(kept) + len(statistics))
-            kept += statistics
-        ctx.save_for_backward(q, k, v, out, *kept)
+            kept.add(run, *attention.forward(run))
+        ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
+        ctx.where = kept.where
         ctx.settings = causal, scale, grad_rows
-        return out
+        return kept.attended
 
     @staticmethod
     @once_differentiable

@@ -22,7 +22,6 @@ costs the same for every block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.block_order import causal_costs
-from commfuse_npu.kernels.attention_arguments import check_attention
-from commfuse_npu.ops.blocked_attention import AttentionRuns, blocked_attention
+from commfuse_npu.ops.attention_arguments import check_self_attention
+from commfuse_npu.ops.blocked_attention import AttentionRuns, KeptRuns, blocked_attention
 from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import all_to_all
 from commfuse_npu.ops.head_exchange import check_projection, check_sequence
@@ -161,26 +159,12 @@ def plain_attention_all_to_all(
     return joined.view(block_rows, q.shape[1], joined.shape[1])
 
 
-class _Kept:
-    """What the backward needs of the forward: its output and the statistics of each run."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.attended = torch.empty_like(like)
-        self.statistics: list[torch.Tensor] = []
-        self.where: dict[int, slice] = {}
-
-    def add(self, run: slice, attended: torch.Tensor, statistics: Sequence[torch.Tensor]) -> None:
-        self.attended[run] = attended
-        self.where[run.start] = slice(len(self.statistics), len(self.statistics) + len(statistics))
-        self.statistics += statistics
-
-
 def _attend(
     attention: AttentionRuns,
     consume: Consume,
     received: torch.Tensor,
     job: Job,
-    kept: _Kept | None,
+    kept: KeptRuns | None,
 ) -> None:
     """Attend, block of queries by block, and ``consume`` what comes back for the own rows.
 
@@ -205,7 +189,7 @@ def _attend(
 
 
 def _attend_beside(
-    attention: AttentionRuns, q: torch.Tensor, job: Job, kept: _Kept | None = None
+    attention: AttentionRuns, q: torch.Tensor, job: Job, kept: KeptRuns | None = None
 ) -> torch.Tensor:
     size, features = job.transport.size, q.shape[2] * q.shape[3]
     block_rows = q.shape[0] // size
@@ -232,7 +216,7 @@ class _AttentionAllToAll(torch.autograd.Function):
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        kept = _Kept(q)
+        kept = KeptRuns(q)
         y = _attend_beside(AttentionRuns(q, k, v, causal, scale), q, job, kept)
         ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
         ctx.where = kept.where
@@ -386,7 +370,7 @@ def _attend_linear(
     bias: torch.Tensor | None,
     received: torch.Tensor,
     job: Job,
-    kept: _Kept | None = None,
+    kept: KeptRuns | None = None,
 ) -> torch.Tensor:
     size, batch = job.transport.size, received.shape[1]
     block_rows = received.shape[0] // size
@@ -414,7 +398,7 @@ class _AttentionAllToAllLinear(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         received = q.new_empty((*q.shape[:2], q.shape[2] * q.shape[3]))
-        kept = _Kept(q) if any(ctx.needs_input_grad[:3]) else None
+        kept = KeptRuns(q) if any(ctx.needs_input_grad[:3]) else None
         attention = AttentionRuns(q, k, v, causal, scale)
         y = _attend_linear(attention, weight, bias, received, _by_cost(job, causal), kept)
         whole = _flat(received) if ctx.needs_input_grad[3] else None
@@ -491,28 +475,13 @@ def _attention_backward(
 def _check(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int, dropout: float
 ) -> None:
-    if dropout:
-        raise ValueError(
-            f"{name}: dropout is {dropout}; the fused form has none, pass 0 or use Megatron's "
-            "attention"
-        )
-    check_attention(q, k, v, causal=False)
-    if not q.is_floating_point():
-        raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(
-            f"{name}: {q.shape[0]} queries and {k.shape[0]} keys; self-attention has as many of "
-            "one as of the other, so exchange the heads of both"
-        )
+    check_self_attention(name, q, k, v, dropout)
     check_sequence(name, q.shape[0], size)
 
 
 def _schedule(options: LinearOptions, size: int, causal: bool) -> Schedule:
     """Under a causal mask blocks in the order that waits least, if the caller says nothing else."""
-    schedule = options.schedule
-    if not causal or schedule.shape != "shifted" or schedule.costs is not None:
-        return schedule
-    return replace(schedule, costs=causal_costs(size))
+    return options.schedule.for_causal_blocks(size) if causal else options.schedule
 
 
 def _by_cost(job: Job, causal: bool) -> Job:
