@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "commfuse_keep_gathered": False,
     "commfuse_min_kib": 0,
     "commfuse_attention": False,
+    "commfuse_ulysses": False,
 }
 """What an option is when it is not given."""
 
@@ -94,6 +95,11 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         help="fuse attention with the projection of its output (needs proj among the layers)",
     )
     parser.add_argument(
+        "--commfuse-ulysses",
+        action=flag,
+        help="fuse attention with the exchange of its output (needs Ulysses context parallelism)",
+    )
+    parser.add_argument(
         "--commfuse-min-kib",
         type=whole(0),
         help="layers whose block per rank is smaller keep Megatron's collective",
@@ -109,12 +115,14 @@ class CommFuseOptions:
         layers: names of the layers to fuse.
         min_bytes: smaller blocks keep Megatron's collective.
         attention: fuse attention with the projection of its output.
+        ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
     """
 
     linear: LinearOptions
     layers: tuple[str, ...]
     min_bytes: int
     attention: bool
+    ulysses: LinearOptions | None
 
 
 def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
@@ -130,6 +138,8 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             f"{','.join(given.commfuse_layers)}: it is fused with the output projection; add it"
         )
     tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
+    context_parallel = int(getattr(args, "context_parallel_size", None) or 1)
+    exchange = schedule_for(given, context_parallel, stride=tensor_parallel)
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=schedule_for(given, tensor_parallel),
@@ -140,6 +150,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
         attention=given.commfuse_attention,
+        ulysses=LinearOptions(exchange) if given.commfuse_ulysses else None,
     )
 
 
@@ -165,14 +176,19 @@ def _typed(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
-def schedule_for(given: argparse.Namespace, size: int) -> Schedule:
-    """The schedule that the options ask for, for a tensor-parallel group of ``size`` ranks.
+def schedule_for(given: argparse.Namespace, size: int, stride: int = 1) -> Schedule:
+    """The schedule that the options ask for, for a group of ``size`` ranks.
 
     ``auto`` is two_level if the group spans nodes, else shifted.  There are at most ``size - 1``
     transfers to have in flight, and each lane costs buffers on every rank: superfluous lanes are
     not made.
+
+    Args:
+        stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
+            for context parallelism.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
+    local = size if processes % stride else processes // stride
     spans_nodes = local < size and size % local == 0
     shape = given.commfuse_schedule
     if shape == "auto":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_patches.deferred_attention import DeferredAttention
+from mindspeed_patches.softmax_attention import call_arguments, mask_type, softmax_obstacle
 from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["AttentionWrappers"]
@@ -63,8 +64,11 @@ class AttentionWrappers:
             def attention() -> torch.Tensor:
                 return attend(query, key, value, attention_mask, *args, **kwargs)
 
-            mask = _mask_type(layer, args, kwargs)
-            reason = _obstacle(layer, query, key, value, mask, kwargs)
+            given = call_arguments(args, kwargs)
+            mask = mask_type(layer, given)
+            reason = softmax_obstacle(
+                layer.config, layer.training, query, key, value, mask, given
+            ) or _cannot_wait(layer)
             if reason is not None:
                 self._linears.leave("attention", reason)
                 return attention()
@@ -80,36 +84,10 @@ class AttentionWrappers:
         return forward
 
 
-def _mask_type(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The name of Megatron's ``AttnMaskType``: of this call, or else of the layer."""
-    given = kwargs.get("attn_mask_type") or (args[0] if args else None) or layer.attn_mask_type
-    return str(getattr(given, "name", given))
-
-
-def _obstacle(
-    layer: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: str,
-    kwargs: dict[str, Any],
-) -> str | None:
-    """Why attention cannot wait for the projection, or ``None``."""
-    config = layer.config
-    if mask not in ("causal", "no_mask"):
-        return f"its mask is {mask}; only causal and no_mask can be split by queries"
-    if kwargs.get("packed_seq_params") is not None:
-        return "packed sequences have boundaries that a split of the queries does not respect"
-    if kwargs.get("attention_bias") is not None:
-        return "an attention bias is added to the scores"
-    if config.attention_dropout and layer.training:
-        return f"attention dropout is {config.attention_dropout}"
-    if getattr(config, "window_size", None) is not None:
-        return "a sliding window limits the keys"
-    if getattr(config, "context_parallel_size", 1) > 1:
+def _cannot_wait(layer: Any) -> str | None:
+    """Why plain attention runs before the projection all the same, or ``None``."""
+    if getattr(layer.config, "context_parallel_size", 1) > 1:
         return "context parallelism splits the sequence in its own way"
     if layer.checkpoint_core_attention and layer.training:
         return "selective recomputation runs the core attention by itself"
-    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
-        return f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are not of one sequence"
     return None

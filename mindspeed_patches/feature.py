@@ -21,12 +21,15 @@ from commfuse_npu.kernels import use_matmul_add
 from mindspeed_patches.arguments import DEFAULTS, CommFuseOptions, add_arguments, commfuse_options
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
-from mindspeed_patches.lanes import TensorParallelLanes
+from mindspeed_patches.lanes import ContextParallelLanes, TensorParallelLanes
 from mindspeed_patches.refusals import (
     ATTENTION_REFUSALS,
+    ULYSSES_REFUSALS,
     IncompatibleOptionsError,
     check_compatible,
+    check_ulysses_layout,
 )
+from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
@@ -40,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class CommFuseFeature(MindSpeedFeature):
-    """Fused tensor-parallel linear layers.
+    """Fused tensor-parallel linear layers, and attention where it is asked for.
 
     Attributes:
         wrappers: the wrapped layers and the count of their calls, once patches are registered.
@@ -49,7 +52,7 @@ class CommFuseFeature(MindSpeedFeature):
     def __init__(self) -> None:
         super().__init__("use-commfuse", optimization_level=2)
         self.wrappers: LinearWrappers | None = None
-        self._lanes: TensorParallelLanes | None = None
+        self._lanes: list[TensorParallelLanes | ContextParallelLanes] = []
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title="commfuse")
@@ -65,14 +68,27 @@ class CommFuseFeature(MindSpeedFeature):
         """
         options = _checked(args)
         self.wrappers = LinearWrappers(options.linear, options.layers, min_bytes=options.min_bytes)
+        self._lanes = []
+        if options.ulysses is None or _tensor_parallel(args) > 1:
+            self._register_linears(patch_manager, args, options)
+        if options.ulysses is not None:
+            ulysses = UlyssesWrappers(self.wrappers, options.ulysses)
+            ulysses.register(patch_manager)
+            self._lanes.append(ContextParallelLanes(ulysses, options.ulysses.schedule.lanes))
+        for lanes in self._lanes:
+            lanes.register(patch_manager)
+        _use_mindspeeds_matmul_add()
+
+    def _register_linears(
+        self, patch_manager: Any, args: argparse.Namespace, options: CommFuseOptions
+    ) -> None:
+        assert self.wrappers is not None
         self.wrappers.register(patch_manager)
         if _uses_transformer_engine(args):
             self.wrappers.register_transformer_engine(patch_manager)
         if options.attention:
             AttentionWrappers(self.wrappers).register(patch_manager)
-        self._lanes = TensorParallelLanes(self.wrappers, options.linear.schedule.lanes)
-        self._lanes.register(patch_manager)
-        _use_mindspeeds_matmul_add()
+        self._lanes.append(TensorParallelLanes(self.wrappers, options.linear.schedule.lanes))
 
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the real arguments; MindSpeed calls this on every feature, also without its flag.
@@ -82,6 +98,11 @@ class CommFuseFeature(MindSpeedFeature):
             ValueError: an option has no sense.
         """
         if not getattr(args, self.feature_name, None):
+            if getattr(args, "commfuse_ulysses", None):
+                raise IncompatibleOptionsError(
+                    "--commfuse-ulysses needs --use-commfuse, which switches CommFuse on; add it, "
+                    "or leave --commfuse-ulysses out"
+                )
             return
         level = getattr(args, "optimization_level", self.optimization_level)
         if level < self.optimization_level:
@@ -90,14 +111,17 @@ class CommFuseFeature(MindSpeedFeature):
                 f"{level} leaves features of level {self.optimization_level} out; leave one of the "
                 "two out"
             )
-        _checked(args)
-        if getattr(args, "tensor_model_parallel_size", None) in (None, 1):
+        options = _checked(args)
+        if options.ulysses is not None:
+            check_ulysses_layout(args)
+        elif _tensor_parallel(args) == 1:
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a "
                 "tensor-parallel group of one transfers nothing; leave one of the two out"
             )
-        if self._lanes is not None:
-            self._lanes.buffer_megabytes = take_lane_megabytes(args)
+        megabytes = take_lane_megabytes(args)
+        for lanes in self._lanes:
+            lanes.buffer_megabytes = megabytes
 
 
 def _checked(args: argparse.Namespace) -> CommFuseOptions:
@@ -106,7 +130,14 @@ def _checked(args: argparse.Namespace) -> CommFuseOptions:
     options = commfuse_options(args)
     if options.attention:
         check_compatible(args, ATTENTION_REFUSALS)
+    if options.ulysses is not None:
+        check_compatible(args, ULYSSES_REFUSALS)
     return options
+
+
+def _tensor_parallel(args: argparse.Namespace) -> int:
+    """The tensor-parallel size, early (a string, if typed at all) or real."""
+    return int(getattr(args, "tensor_model_parallel_size", None) or 1)
 
 
 def _use_mindspeeds_matmul_add() -> None:

@@ -3,7 +3,7 @@
 HCCL allocates twice its buffer size per communicator (200 MB by default), so lanes are worth
 sizing.  MindSpeed's option names the groups by a fixed list and refuses any other name; the part
 that is meant for the lanes is therefore taken out before MindSpeed reads it.  Lanes that are not
-named get what MindSpeed gives the tensor-parallel group.
+named get what MindSpeed gives the group that they are made for.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
     return megabytes
 
 
-def lane_options(group: dist.ProcessGroup, megabytes: int | None) -> Any:
-    """``pg_options`` for lanes over ``group``; only HCCL has any."""
+def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str = "tp") -> Any:
+    """``pg_options`` for lanes over ``group``; only HCCL has any.
+
+    Args:
+        name: what Megatron calls the group.
+    """
     if "hccl" not in dist.get_backend(group):
         return None
     if megabytes is None:
         from megatron.core import parallel_state
 
-        return parallel_state.get_nccl_options("tp", {})
+        return parallel_state.get_nccl_options(name, {})
     import torch_npu
 
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()

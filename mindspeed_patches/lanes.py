@@ -1,4 +1,4 @@
-"""Makes the lanes of the tensor-parallel groups, at the moment when the groups exist.
+"""Makes the lanes of tensor- and context-parallel groups, at the moment when the groups exist.
 
 New process groups have to be made by all processes in the same order, and HCCL connects them at
 their first use.  Both belong next to Megatron's own set-up of groups and never into a forward: so
@@ -11,33 +11,46 @@ import functools
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from commfuse_npu.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options
-from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = ["TensorParallelLanes"]
+__all__ = ["ContextParallelLanes", "TensorParallelLanes"]
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.parallel_state"
 
 
-class TensorParallelLanes:
+class _Wrappers(Protocol):
+    """Whatever needs lanes."""
+
+    transport: Transport | None
+
+
+class _Lanes:
     """Wrappers of Megatron's set-up and end of process groups.
 
     Args:
-        wrappers: the linear layers that get the transport.
-        lanes: how many to make per tensor-parallel group.
+        wrappers: what gets the transport.
+        lanes: how many to make per group.
 
     Attributes:
-        buffer_megabytes: HCCL's buffer per lane, as large as the tensor-parallel group's if None.
+        buffer_megabytes: HCCL's buffer per lane, as large as that of the groups if None.
     """
 
-    def __init__(self, wrappers: LinearWrappers, lanes: int) -> None:
+    _what: str
+    _name: str  # Megatron's, of the group
+
+    def __init__(self, wrappers: _Wrappers, lanes: int) -> None:
         self.buffer_megabytes: int | None = None
         self._wrappers = wrappers
         self._lanes = lanes
+
+    def _group(self) -> dist.ProcessGroup:
+        raise NotImplementedError
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
@@ -55,21 +68,17 @@ class TensorParallelLanes:
 
         @functools.wraps(initialize)
         def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-            from megatron.core import parallel_state
-
             initialize(*args, **kwargs)
             self._close()
-            group = parallel_state.get_tensor_model_parallel_group()
+            group = self._group()
             self._wrappers.transport = Transport.create(
                 group,
                 lanes=self._lanes,
                 timeout=timedelta(minutes=kwargs.get("distributed_timeout_minutes", 30)),
-                lane_options=lane_options(group, self.buffer_megabytes),
+                lane_options=lane_options(group, self.buffer_megabytes, self._name),
             )
             _logger.info(
-                "CommFuse made %d lanes per tensor-parallel group of %d",
-                self._lanes,
-                group.size(),
+                "CommFuse made %d lanes per %s group of %d", self._lanes, self._what, group.size()
             )
 
         return initialize_model_parallel
@@ -88,3 +97,28 @@ class TensorParallelLanes:
         transport, self._wrappers.transport = self._wrappers.transport, None
         if transport is not None:
             transport.close()
+
+
+class TensorParallelLanes(_Lanes):
+    """Lanes of the tensor-parallel groups, for the linear layers."""
+
+    _what, _name = "tensor-parallel", "tp"
+
+    def _group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_model_parallel_group()
+
+
+class ContextParallelLanes(_Lanes):
+    """Lanes of the context-parallel groups: those in which MindSpeed's Ulysses exchanges heads.
+
+    (With ``ulysses_cp_algo``; its hybrid algorithms exchange heads in a part of the group.)
+    """
+
+    _what, _name = "context-parallel", "cp"
+
+    def _group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()

@@ -15,9 +15,11 @@ from typing import Any
 __all__ = [
     "ATTENTION_REFUSALS",
     "REFUSALS",
+    "ULYSSES_REFUSALS",
     "IncompatibleOptionsError",
     "Refusal",
     "check_compatible",
+    "check_ulysses_layout",
 ]
 
 
@@ -219,6 +221,76 @@ ATTENTION_REFUSALS: tuple[Refusal, ...] = tuple(
     )
 )
 """Every option that excludes ``--commfuse-attention``."""
+
+
+ULYSSES_REFUSALS: tuple[Refusal, ...] = tuple(
+    replace(
+        refusal,
+        ours="--commfuse-ulysses",
+        instead=refusal.instead.replace("--commfuse-attention", "--commfuse-ulysses"),
+    )
+    for refusal in (
+        *(other for other in ATTENTION_REFUSALS if other.option != "--context-parallel-size"),
+        Refusal(
+            "--context-parallel-kv-cache-policy",
+            ("context_parallel_kv_cache_policy",),
+            "it exchanges the heads inside the local attention, and again in the backward",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--use-ulysses-allgather-kv",
+            ("use_ulysses_allgather_kv",),
+            "it gathers keys and values instead of exchanging heads",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--attention-mask-type general",
+            ("attention_mask_type",),
+            "queries then see what the mask of the data says",
+            "leave one of the two out, or choose causal",
+            lambda value: value == "general",
+        ),
+    )
+)
+"""Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
+
+
+def check_ulysses_layout(args: argparse.Namespace) -> None:
+    """Refuse a layout over which ``--commfuse-ulysses`` cannot exchange heads.
+
+    Args:
+        args: the real arguments, complete.
+
+    Raises:
+        IncompatibleOptionsError: no Ulysses context parallelism, or sizes that do not divide.
+    """
+    size = int(getattr(args, "context_parallel_size", None) or 1)
+    if size < 2:
+        raise IncompatibleOptionsError(
+            "--commfuse-ulysses needs --context-parallel-size of at least 2: a context-parallel "
+            "group of one exchanges no heads; leave one of the two out"
+        )
+    algorithm = getattr(args, "context_parallel_algo", None)
+    if algorithm != "ulysses_cp_algo":
+        raise IncompatibleOptionsError(
+            f"--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not {algorithm}: "
+            "others do not exchange heads, or do so over a part of the group; choose it, or leave "
+            "--commfuse-ulysses out"
+        )
+    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
+    heads = getattr(args, "num_attention_heads", None)
+    if heads is not None and heads % (tensor_parallel * size):
+        raise IncompatibleOptionsError(
+            f"--commfuse-ulysses: --num-attention-heads {heads} is not divisible by "
+            f"--tensor-model-parallel-size {tensor_parallel} times --context-parallel-size {size}; "
+            f"choose sizes whose product divides {heads}"
+        )
+    length = getattr(args, "seq_length", None)
+    if length is not None and length % size:
+        raise IncompatibleOptionsError(
+            f"--commfuse-ulysses: --seq-length {length} is not divisible by "
+            f"--context-parallel-size {size}; choose {-(-length // size) * size}"
+        )
 
 
 def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:

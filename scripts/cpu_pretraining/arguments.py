@@ -67,7 +67,10 @@ def _parser() -> _Parser:
 
     group = parser.add_argument_group("parallel layout")
     group.add_argument("--tensor-model-parallel-size", type=whole(1), help="ranks per layer (TP)")
-    group.add_argument("--data-parallel-size", type=whole(1), help="replicas (DP); N = TP * DP")
+    group.add_argument("--context-parallel-size", type=whole(1), help="ranks per sequence (CP)")
+    group.add_argument(
+        "--data-parallel-size", type=whole(1), help="replicas (DP); N = TP * CP * DP"
+    )
     group.add_argument("--sequence-parallel", action=flag, help="off by itself when TP is 1")
     group.add_argument("--distributed-timeout-minutes", type=whole(1))
 
@@ -209,16 +212,37 @@ def parse_arguments(
 
 
 def _check_layout(args: argparse.Namespace, world_size: int | None) -> None:
-    tp, dp = args.tensor_model_parallel_size, args.data_parallel_size
-    if world_size is not None and tp * dp != world_size:
-        ways = f"start {tp * dp} processes (torchrun --nproc_per_node {tp * dp})"
-        if world_size % tp == 0:
-            ways += f" or pass --data-parallel-size {world_size // tp}"
-        elif world_size % dp == 0:
-            ways += f" or pass --tensor-model-parallel-size {world_size // dp}"
+    tp, cp, dp = (
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.data_parallel_size,
+    )
+    if world_size is not None and tp * cp * dp != world_size:
+        ways = f"start {tp * cp * dp} processes (torchrun --nproc_per_node {tp * cp * dp})"
+        if world_size % (tp * cp) == 0:
+            ways += f" or pass --data-parallel-size {world_size // (tp * cp)}"
+        elif world_size % (cp * dp) == 0:
+            ways += f" or pass --tensor-model-parallel-size {world_size // (cp * dp)}"
+        times_cp = f"times --context-parallel-size {cp} " if cp > 1 else ""
         raise UsageError(
-            f"{world_size} processes were started, but --tensor-model-parallel-size {tp} times "
-            f"--data-parallel-size {dp} is {tp * dp}; {ways}"
+            f"{world_size} processes were started, but --tensor-model-parallel-size {tp} "
+            f"{times_cp}times --data-parallel-size {dp} is {tp * cp * dp}; {ways}"
+        )
+    if args.commfuse_ulysses:
+        if not args.use_commfuse:
+            raise UsageError(
+                "--commfuse-ulysses needs --use-commfuse, which switches CommFuse on; give both, "
+                "or leave --commfuse-ulysses out"
+            )
+        if cp == 1:
+            raise UsageError(
+                "--commfuse-ulysses needs --context-parallel-size of at least 2, where heads are "
+                "exchanged; choose 2 or more, or leave --commfuse-ulysses out"
+            )
+    if args.commfuse_attention and cp > 1:
+        raise UsageError(
+            f"--commfuse-attention and --context-parallel-size {cp} exclude each other: a rank has "
+            "a part of the sequence only; leave one of the two out, or use --commfuse-ulysses"
         )
 
 
@@ -233,7 +257,7 @@ def _divisible(value: int, divisor: int, what: str, by: str, option: str) -> Non
 
 
 def _check_model(args: argparse.Namespace) -> None:
-    tp = args.tensor_model_parallel_size
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     by_tp = "the tensor-parallel size"
     heads, groups = args.num_attention_heads, args.num_query_groups
     _divisible(args.hidden_size, heads, "hidden size", "the number of heads", "--hidden-size")
@@ -248,7 +272,12 @@ def _check_model(args: argparse.Namespace) -> None:
         heads, groups, "number of attention heads", "the query groups", "--num-attention-heads"
     )
     _divisible(args.ffn_hidden_size, tp, "feed-forward width", by_tp, "--ffn-hidden-size")
-    if args.sequence_parallel:
+    if cp > 1:
+        by = "the tensor-parallel times the context-parallel size"
+        _divisible(heads, tp * cp, "number of attention heads", by, "--num-attention-heads")
+        parts, by = (tp * cp, by) if args.sequence_parallel else (cp, "the context-parallel size")
+        _divisible(args.seq_length, parts, "sequence length", by, "--seq-length")
+    elif args.sequence_parallel:
         _divisible(args.seq_length, tp, "sequence length", by_tp, "--seq-length")
 
 
@@ -279,8 +308,8 @@ def _check_training(args: argparse.Namespace) -> None:
         )
     if args.compare and args.resume:
         raise UsageError("--compare trains from the beginning; leave --resume out")
-    if args.compare and args.tensor_model_parallel_size == 1:
+    if args.compare and args.tensor_model_parallel_size == 1 and not args.commfuse_ulysses:
         raise UsageError(
             "--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
-            "transfers anything; choose 2 or more"
+            "transfers anything; choose 2 or more, or --commfuse-ulysses with context parallelism"
         )

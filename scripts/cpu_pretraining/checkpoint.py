@@ -5,7 +5,7 @@
       iter_0000100/
         run.json                             model shape and layout, to refuse a mismatch early
         mp_rank_00_000/model_optim.pt        state of tensor-parallel rank 0, data-parallel rank 0
-        mp_rank_01_000/model_optim.pt        ...
+        mp_rank_01_000/model_optim.pt        ... (data-parallel ranks with context parallelism)
       .iter_0000200.partial/                 being written, or left over by a kill
 
 Every rank writes and syncs its file into the partial folder; only when all ranks have said so does
@@ -50,6 +50,7 @@ _SHAPE = (
     "num_query_groups",
     "make_vocab_size_divisible_by",
     "tensor_model_parallel_size",
+    "context_parallel_size",
     "data_parallel_size",
     "use_distributed_optimizer",
     "bf16",
@@ -113,7 +114,7 @@ def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> FoundCheckpoint
             f"there is no complete checkpoint in {checkpoints}; leave --resume out to start anew, "
             "or name the run with --name and --runs-dir"
         )
-    saved = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+    saved = _facts(folder / FACTS_FILE)
     for name in _SHAPE:
         if saved[name] != facts[name]:
             raise UsageError(
@@ -127,6 +128,11 @@ def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> FoundCheckpoint
     return FoundCheckpoint(folder, int(folder.name.removeprefix("iter_")), tuple(notes))
 
 
+def _facts(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint; one from before there was context parallelism has none."""
+    return {"context_parallel_size": 1, **json.loads(path.read_text(encoding="utf-8"))}
+
+
 def _tracked(checkpoints: Path) -> int | None:
     try:
         return int((checkpoints / TRACKER).read_text(encoding="utf-8"))
@@ -138,9 +144,9 @@ def _missing_file(folder: Path) -> str | None:
     facts_file = folder / FACTS_FILE
     if not facts_file.is_file():
         return FACTS_FILE
-    facts = json.loads(facts_file.read_text(encoding="utf-8"))
+    facts = _facts(facts_file)
     for tp in range(facts["tensor_model_parallel_size"]):
-        for dp in range(facts["data_parallel_size"]):
+        for dp in range(facts["context_parallel_size"] * facts["data_parallel_size"]):
             path = Path(_rank_folder(tp, dp), STATE_FILE)
             if not (folder / path).is_file():
                 return str(path)

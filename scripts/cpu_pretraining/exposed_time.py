@@ -1,11 +1,13 @@
-"""Time a rank is blocked in tensor-parallel collectives, Megatron's own and those of plain layers.
+"""Time a rank is blocked in tensor- and context-parallel collectives that are not fused.
 
 Counted, per rank, by a wall clock:
-- synchronous collectives on the tensor-parallel group, from call to return;
+- synchronous collectives on the tensor-parallel group and on the context-parallel one (the
+  all-to-alls of Ulysses), from call to return;
 - for asynchronous ones the call itself and `.wait()`, not what runs in between;
-- only calls made by code of `megatron.*` or `commfuse_npu.*` with exactly the tensor-parallel
-  group: the all-gathers and reduce-scatters of the linear layers and the embedding, the all-reduces
-  of the loss (and, without sequence parallelism, of the layers) and of the norm weights' gradients.
+- only calls made by code of `megatron.*` or `commfuse_npu.*` with exactly one of these groups:
+  the all-gathers and reduce-scatters of the linear layers and the embedding, the all-to-alls, the
+  all-reduces of the loss (and, without sequence parallelism, of the layers) and of the norm
+  weights' gradients.
 
 Waiting for a slower rank is part of it: gloo blocks until the partner arrives.
 
@@ -40,6 +42,7 @@ _BINDINGS = (
     ("commfuse_npu.collectives", "_reduce_scatter"),
     ("torch.distributed", "all_reduce"),
     ("torch.distributed", "all_gather_into_tensor"),
+    ("torch.distributed", "all_to_all_single"),
 )
 _CALLERS = ("megatron.", "commfuse_npu.")
 
@@ -82,7 +85,7 @@ def _timed(collective: Callable[..., Any], counter: ExposedTime) -> Callable[...
     def call(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         group = kwargs.get("group")
-        if not caller.startswith(_CALLERS) or group is not _tensor_parallel_group():
+        if not caller.startswith(_CALLERS) or not _is_counted(group):
             return collective(*args, **kwargs)
         start = time.perf_counter()
         try:
@@ -94,8 +97,12 @@ def _timed(collective: Callable[..., Any], counter: ExposedTime) -> Callable[...
     return call
 
 
-def _tensor_parallel_group() -> Any:
-    return parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+def _is_counted(group: Any) -> bool:
+    counted = (
+        parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+        parallel_state.get_context_parallel_group(check_initialized=False),
+    )
+    return any(group is one for one in counted)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     # All ranks are on this machine: talk over loopback, whatever its host name resolves to.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    ranks = args.tensor_model_parallel_size * args.data_parallel_size
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size * args.data_parallel_size
     try:
         torchrun(
             [

@@ -1,4 +1,4 @@
-"""Which form the tensor-parallel linear layers take in a run."""
+"""Which form the tensor-parallel linear layers take in a run, and attention under Ulysses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from commfuse_npu import Schedule, Transport
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.attention import AttentionWrappers
+from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.wrappers import Form
 
 __all__ = ["MODES", "LinearsInUse", "tensor_parallel_linears"]
@@ -24,15 +25,25 @@ MODES = ("megatron", "plain", "commfuse")
 class LinearsInUse:
     """What the layers of a run report about themselves."""
 
-    def __init__(self, mode: str, wrappers: LinearWrappers | None, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        mode: str,
+        wrappers: LinearWrappers | None,
+        schedule: Schedule,
+        ulysses: UlyssesWrappers | None = None,
+    ) -> None:
         self._mode = mode
         self._wrappers = wrappers
         self._schedule = schedule
+        self._ulysses = ulysses
 
     def blocked_seconds(self) -> float:
         """Time that this rank was blocked in transfers of fused layers since the start."""
-        transport = self._wrappers.transport if self._wrappers else None
-        return transport.blocked_seconds if transport and self._mode == "commfuse" else 0.0
+        if self._mode != "commfuse":
+            return 0.0
+        users = (self._wrappers, self._ulysses)
+        transports = [user.transport for user in users if user is not None]
+        return sum(lanes.blocked_seconds for lanes in transports if lanes is not None)
 
     def describe(self) -> list[str]:
         """Which layers took which path, and by which plan, for people."""
@@ -67,14 +78,24 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
     wrappers.register(manager)
     if options.attention:
         AttentionWrappers(wrappers).register(manager)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     wrappers.transport = Transport.create(
-        parallel_state.get_tensor_model_parallel_group(),
-        lanes=schedule.lanes,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        parallel_state.get_tensor_model_parallel_group(), lanes=schedule.lanes, timeout=timeout
     )
+    transports, ulysses = [wrappers.transport], None
+    if options.ulysses is not None:
+        ulysses = UlyssesWrappers(wrappers, options.ulysses, form)
+        ulysses.register(manager, "scripts.cpu_pretraining.ulysses.UlyssesAttention")
+        ulysses.transport = Transport.create(
+            parallel_state.get_context_parallel_group(),
+            lanes=options.ulysses.schedule.lanes,
+            timeout=timeout,
+        )
+        transports.append(ulysses.transport)
     manager.apply_patches()
     try:
-        yield LinearsInUse(mode, wrappers, schedule)
+        yield LinearsInUse(mode, wrappers, schedule, ulysses)
     finally:
         manager.remove_patches()
-        wrappers.transport.close()
+        for transport in transports:
+            transport.close()

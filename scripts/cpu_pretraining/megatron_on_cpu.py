@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
@@ -54,6 +55,12 @@ def _wgrad_gemm_accum(
     accumulate_weight_gradient(main_grad, grad_output, total_input)
 
 
+def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int) -> torch.Tensor:
+    """The embeddings of this context-parallel rank's rows, one run of the sequence."""
+    parts = pos_emb.chunk(parallel_state.get_context_parallel_world_size(), dim=seq_dim)
+    return parts[parallel_state.get_context_parallel_rank()]
+
+
 def _quantize_param_shard(model_params: Sequence[torch.Tensor], *_: Any, **__: Any) -> None:
     if model_params:
         raise NotImplementedError(
@@ -74,6 +81,7 @@ class Replacement:
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
 
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
@@ -126,6 +134,13 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "quantize_param_shard",
         _quantize_param_shard,
         "without TransformerEngine the distributed optimizer fails here, fp8 parameters or not",
+    ),
+    Replacement(
+        _ROTARY,
+        "get_pos_emb_on_this_cp_rank",
+        _own_part_of_positions,
+        "ranks get a part from either end of the sequence, which balances ring attention; under "
+        "Ulysses they have to be in the order of the sequence (and it indexes on the device)",
     ),
 )
 

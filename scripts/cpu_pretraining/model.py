@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from .data import ByteTokenizer
 from .megatron_on_cpu import cuda_means_cpu
+from .ulysses import UlyssesAttention
 
 __all__ = ["Trainee", "build_trainee", "model_flops_per_iteration", "padded_vocab_size"]
 
@@ -134,6 +135,7 @@ def _transformer_config(args: argparse.Namespace) -> TransformerConfig:
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
         sequence_parallel=args.sequence_parallel,
         gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         normalization="RMSNorm",
@@ -161,6 +163,8 @@ def _transformer_config(args: argparse.Namespace) -> TransformerConfig:
 def _llama_block(args: argparse.Namespace) -> TransformerBlockSubmodules:
     """Megatron's local layer with our norm in it, and the same norm after the last layer."""
     layer = get_gpt_layer_local_spec()
+    if args.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = UlyssesAttention
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     # fc1 is gate and up projection on top of each other. With stride 2 every rank draws its part

@@ -15,7 +15,7 @@ __all__ = ["process_groups"]
 
 @contextmanager
 def process_groups(args: argparse.Namespace) -> Iterator[None]:
-    """Join the world that torchrun started and split it into tensor- and data-parallel groups.
+    """Join the world that torchrun started and make tensor-, context- and data-parallel groups.
 
     A rank that dies makes the others fail in their collective, at the latest after
     `--distributed-timeout-minutes`.
@@ -25,6 +25,7 @@ def process_groups(args: argparse.Namespace) -> Iterator[None]:
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
         yield

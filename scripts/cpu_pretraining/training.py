@@ -90,12 +90,18 @@ class _Loop:
         self.first = dist.get_rank() == 0
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.state_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.forward_backward = get_forward_backward_func()
         # [1, 1, S, S], True where attention is not allowed. Given explicitly because Megatron
         # would build its default mask on the device "cuda" in the middle of the forward pass.
         length = args.seq_length
         self.mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        self.positions = torch.arange(length)[None].expand(args.micro_batch_size, -1)
+        # Context-parallel ranks have one run of the sequence each, in order: what Ulysses needs.
+        rows = length // args.context_parallel_size
+        first_row = parallel_state.get_context_parallel_rank() * rows
+        self.own_rows = slice(first_row, first_row + rows)
+        positions = torch.arange(length)[None, self.own_rows]
+        self.positions = positions.expand(args.micro_batch_size, -1)
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -219,9 +225,11 @@ class _Loop:
                 forward_only=split != "train",
             )
         mean = torch.stack([entry["lm loss"] for entry in losses]).mean()
-        if args.data_parallel_size > 1:
-            dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-            mean /= args.data_parallel_size
+        replicas = args.context_parallel_size * args.data_parallel_size
+        if replicas > 1:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(mean, group=group)
+            mean /= replicas
         return float(mean)
 
     def _microbatches(
@@ -235,12 +243,22 @@ class _Loop:
             self.dp_rank,
             args.data_parallel_size,
         ):
-            yield self.corpus.batch(split, samples, args.seq_length, args.seed)
+            inputs, labels = self.corpus.batch(split, samples, args.seq_length, args.seed)
+            yield inputs[:, self.own_rows].contiguous(), labels[:, self.own_rows].contiguous()
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module) -> tuple[Any, Any]:
         inputs, labels = next(batches)
-        losses = model(inputs, self.positions, self.mask, labels=labels)  # [B, S]
-        return losses, _mean_loss
+        losses = model(inputs, self.positions, self.mask, labels=labels)  # [B, s]
+        return losses, self._mean_loss
+
+    def _mean_loss(self, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Mean over the tokens of this rank; the schedule divides by the number of micro-batches.
+
+        The schedule also multiplies by the context-parallel size: it expects what a rank's tokens
+        add to the mean of the whole sequence.
+        """
+        loss = losses.float().mean()
+        return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
 
     # -- state -------------------------------------------------------------------------------
 
@@ -264,14 +282,14 @@ class _Loop:
         }
         facts = shape_of_run(args, self.corpus.fingerprint())
         folder = save_state(
-            self.folder / "checkpoints", self.iteration, state, facts, self.tp_rank, self.dp_rank
+            self.folder / "checkpoints", self.iteration, state, facts, self.tp_rank, self.state_rank
         )
         if self.first:
             _print_line(f" saved checkpoint {folder}", bar)
 
     def restore(self, found: FoundCheckpoint) -> None:
         """Continue from `found` exactly where it was written."""
-        state = load_state(found, self.tp_rank, self.dp_rank)
+        state = load_state(found, self.tp_rank, self.state_rank)
         self.trainee.model.module.load_state_dict(state["model"])
         inner_optimizers = _inner_optimizers(self.trainee.optimizer)
         for inner, saved in zip(inner_optimizers, state["optimizer"], strict=True):
@@ -300,12 +318,6 @@ class _Loop:
         return hashlib.sha256("".join(everyone).encode()).hexdigest()
 
 
-def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean over all tokens of the micro-batch; the schedule divides by the number of them."""
-    loss = losses.float().mean()
-    return loss, {"lm loss": loss.detach().clone()}
-
-
 def _inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """torch's optimizers inside Megatron's: they own the fp32 parameters and the Adam state."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -331,8 +343,7 @@ def _agree(blocked: float, signal_number: int) -> tuple[float, int]:
 def _iteration_line(args: argparse.Namespace, entry: dict[str, Any], elapsed_ms: float) -> str:
     iteration = entry["iteration"]
     seconds = elapsed_ms / 1e3
-    world = args.tensor_model_parallel_size * args.data_parallel_size
-    teraflops = model_flops_per_iteration(args) / seconds / world / 1e12
+    teraflops = model_flops_per_iteration(args) / seconds / dist.get_world_size() / 1e12
     tokens_per_second = args.global_batch_size * args.seq_length / seconds
     return (
         f" iteration {iteration:8d}/{args.train_iters:8d} |"

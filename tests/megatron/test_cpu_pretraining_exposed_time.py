@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers
 
-from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows
+from commfuse_npu.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from scripts.cpu_pretraining.exposed_time import measure_exposed_time
 
 
@@ -37,6 +37,14 @@ def test_plain_layers_collectives_count(
         before = counter.blocked_seconds()
         collective(torch.ones(4, 2), dist.group.WORLD)
         assert counter.blocked_seconds() == before
+
+
+def test_exchanges_of_heads_count(tensor_parallel_group: dist.ProcessGroup) -> None:
+    with measure_exposed_time() as counter:
+        all_to_all_rows(torch.ones(4, 2), dist.group.WORLD)
+        assert counter.blocked_seconds() == 0.0
+        all_to_all_rows(torch.ones(4, 2), parallel_state.get_context_parallel_group())
+        assert counter.blocked_seconds() > 0.0
 
 
 def test_only_megatron_and_commfuse_callers_count(

@@ -14,7 +14,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, plain_all_gather_linear
 from mindspeed_patches import LinearWrappers, PatchManager
-from mindspeed_patches.lanes import TensorParallelLanes
+from mindspeed_patches.lanes import ContextParallelLanes, TensorParallelLanes
+from mindspeed_patches.ulysses import UlyssesWrappers
 
 
 def patched(lanes: int) -> tuple[LinearWrappers, PatchManager]:
@@ -45,6 +46,32 @@ def life_of_the_lanes(rank: int) -> list[Any]:
 def test_made_with_the_groups_and_given_up_with_them(ranks) -> None:
     for seen in ranks(4).run(life_of_the_lanes):
         assert seen == [True, (2, 2, 180.0), True, (4, 2, 180.0), True]
+
+
+def lanes_of_two_groups(rank: int) -> list[Any]:
+    from megatron.core import parallel_state
+
+    wrappers, manager = patched(lanes=1)
+    ulysses = UlyssesWrappers(wrappers)
+    ContextParallelLanes(ulysses, lanes=2).register(manager)
+    manager.apply_patches()
+    try:
+        parallel_state.initialize_model_parallel(2, context_parallel_size=2)
+        assert wrappers.transport is not None
+        assert ulysses.transport is not None
+        assert ulysses.transport.group is parallel_state.get_context_parallel_group()
+        made = [(t.ranks, t.lanes) for t in (wrappers.transport, ulysses.transport)]
+        parallel_state.destroy_model_parallel()
+        return [*made, wrappers.transport, ulysses.transport]
+    finally:
+        manager.remove_patches()
+
+
+def test_context_parallel_groups_have_lanes_of_their_own(ranks) -> None:
+    for rank, found in enumerate(ranks(4).run(lanes_of_two_groups)):
+        tensor_parallel = (rank // 2 * 2, rank // 2 * 2 + 1)
+        context_parallel = (rank % 2, rank % 2 + 2)
+        assert found == [(tensor_parallel, 1), (context_parallel, 2), None, None]
 
 
 def beside_the_other_groups(rank: int, sizes: dict[str, int]) -> float:
