@@ -137,7 +137,21 @@ def loss_lines(runs: Runs) -> list[str]:
         row = " ".join(f"{_decimal(value):>28}" for value in (*losses, *norms))
         same = all(len(set(values)) == 1 for values in (losses, norms))
         lines.append(f"{index + 1:>9} {row}{'' if same else '  differs'}")
+    if len(columns) == 2:
+        one, other = columns.values()
+        of_loss = _largest(*([_first_loss(step) for step in r.losses] for r in (one, other)))
+        of_norm = _largest(one.grad_norms, other.grad_norms)
+        lines.append(f"largest difference of the loss: {of_loss}")
+        lines.append(f"largest difference of the gradient norm: {of_norm}")
     return lines
+
+
+def _largest(one: Sequence[str | None], other: Sequence[str | None]) -> str:
+    """The largest difference of two columns, relative to the first."""
+    pairs = zip(one, other, strict=False)
+    numbers = [(float.fromhex(a), float.fromhex(b)) for a, b in pairs if a and b]
+    relative = [abs(a - b) / abs(a) if a else abs(b) for a, b in numbers]
+    return f"{max(relative, default=0.0):.3g} relative"
 
 
 def _first_loss(losses: Mapping[str, str]) -> str | None:

@@ -33,7 +33,10 @@ _PROFILER = (
     *("--profile-level", "--profile-with-cpu", "--profile-with-stack", "--profile-with-memory"),
     *("--profile-record-shapes", "--profile-save-path"),
 )
-_MEMORY = ("--swap-attention", "--swap-modules", "--swap-optimizer", "--swap-optimizer-times")
+_MEMORY = (
+    *("--swap-attention", "--swap-modules", "--swap-optimizer", "--swap-optimizer-times"),
+    "--reuse-fp32-param",
+)
 _PEERS = (
     *("--use-ascend-coc", "--coc-parallel-num", "--coc-fused-kernel", "--coc-mode"),
     "--use-ascend-mc2",
@@ -56,7 +59,7 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
     _shorten(options, iterations)
     options.drop(*_FILES, why="a rehearsal reads and writes no checkpoints and no logs")
     options.drop(*_PROFILER, why="there is no NPU to profile")
-    options.drop(*_MEMORY, why="there is no device memory to move out of")
+    options.drop(*_MEMORY, why="there is no device memory to save")
     if "--use-commfuse" not in options:
         # A launch that asks for both is shown how CommFuse refuses them.
         options.drop(*_PEERS, why="CommFuse takes its place")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -154,13 +155,24 @@ def _ended(process: subprocess.Popen[bytes], records: Path) -> Iterator[None]:
         if process.poll() is None:
             # torchrun hands the signal on to its ranks.
             _signal(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(_GRACE)
-            _signal(process.pid, signal.SIGKILL)
+            except subprocess.TimeoutExpired:
+                _signal(process.pid, signal.SIGKILL)
         if process.wait():
             # torchrun makes every rank the leader of a session, with its data loaders in it.
             for path in records.glob("rank_*.pid"):
-                _signal(int(path.read_text("utf-8")), signal.SIGKILL)
+                pid = int(path.read_text("utf-8"))
+                if _is_rank(pid, records):
+                    _signal(pid, signal.SIGKILL)
+
+
+def _is_rank(pid: int, records: Path) -> bool:
+    """Whether this is a rank of ours: a number may have gone to another process since."""
+    environment = Path(f"/proc/{pid}/environ")
+    with contextlib.suppress(OSError):
+        return f"{RECORDS}={records}".encode() in environment.read_bytes().split(b"\0")
+    return False
 
 
 def _signal(group: int, number: signal.Signals) -> None:
@@ -168,16 +180,32 @@ def _signal(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def _tail(log: Path, lines: int = 40) -> str:
-    """The end of a log: from the last traceback of Python if there is one near."""
+# C++ stacks, lists of all kernels of an operator, and what follows from a rank's end.
+_NOISE = re.compile(r"frame #|registered at |\[ERROR\] .* ERR\d+|[WEI]\d{4} .*elastic")
+_MISSING_KERNEL = re.compile(r"npu::\w+")
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    """What a log ends with: the traceback of the first rank that failed, if there is one."""
     text = log.read_text("utf-8", errors="replace").splitlines()
-    text = [line for line in text if not line.lstrip().startswith("frame #")]  # of C++
+    text = [line for line in text if line.strip() and not _NOISE.search(line)]
     starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
     # torchrun ends with a traceback of its own, which says nothing that the ranks did not.
     own = next((i for i, line in enumerate(text) if "torch/distributed/run.py" in line), len(text))
     if own < len(text):
         own = max((start for start in starts if start < own), default=own)
-    ranks = [start for start in starts if start < own]
-    start = max(ranks[-1] if ranks else 0, own - lines)
-    text = text[start:own] or text[-lines:]
+    of_ranks = [start for start in starts if start < own]
+    text = text[of_ranks[0] if of_ranks else 0 : own]
+    # torch marks the traceback of a rank; those of several are interleaved.
+    mark = re.match(r"\[rank\d+\]: ", text[0]) if text else None
+    if mark is not None:
+        text = [line.removeprefix(mark[0]) for line in text if line.startswith(mark[0])]
+    text = text[-lines:]
+    for line in text:
+        if "Could not run" in line and (operator := _MISSING_KERNEL.search(line)):
+            text.append(
+                f"{operator[0]} has no CPU kernel: the rehearsal has those of dense models; leave "
+                "out the option that uses it"
+            )
+            break
     return "\n".join(f"    {line}" for line in text)

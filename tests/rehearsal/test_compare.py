@@ -192,7 +192,10 @@ def test_one_run_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_losses_are_shown_with_all_digits() -> None:
     one, other = train(), train()
     other.losses[0]["lm loss"] = (float.fromhex(other.losses[0]["lm loss"]) + 2**-50).hex()
+    other.grad_norms[1] = (float.fromhex(str(one.grad_norms[1])) * 1.25).hex()
     lines = report.loss_lines({"reference": [one], "commfuse": [other]})
     assert lines[1].endswith("differs")
-    assert not lines[2].endswith("differs")
     assert repr(float.fromhex(one.losses[1]["lm loss"])) in lines[2]
+    assert lines[-1] == "largest difference of the gradient norm: 0.25 relative"
+    same = report.loss_lines({"reference": [one], "commfuse": [one]})
+    assert not any(line.endswith("differs") for line in same)

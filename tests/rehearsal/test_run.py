@@ -30,6 +30,30 @@ def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
     assert "0 of 1 ranks" in str(raised.value)
 
 
+def test_what_is_quoted_is_the_first_rank_that_failed(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "started\n"
+        "[rank1]: Traceback (most recent call last):\n"
+        "[rank0]: Traceback (most recent call last):\n"
+        "[rank1]: NotImplementedError: Could not run 'npu::npu_some_op' with the 'CPU' backend\n"
+        "[rank0]: RuntimeError: the other one has gone\n"
+        "[rank1]: CPU: registered at somewhere.cpp:1 [kernel]\n"
+        "  frame #0: c10::Error\n"
+        "Traceback (most recent call last):\n"
+        '  File "/x/torch/distributed/run.py", line 1\n',
+        "utf-8",
+    )
+    first, error, hint = runs._tail(log).splitlines()
+    assert first.strip() == "Traceback (most recent call last):"
+    assert "npu_some_op" in error
+    assert "npu::npu_some_op has no CPU kernel" in hint
+
+
+def test_only_our_own_ranks_are_ended(tmp_path: Path) -> None:
+    assert not runs._is_rank(os.getpid(), tmp_path)
+
+
 def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = tmp_path / "path" / "torch_npu"
     hanging.mkdir(parents=True)
