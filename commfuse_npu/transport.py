@@ -96,10 +96,15 @@ class BufferPool:
     def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
         for buffer in buffers:
             self._idle[id(buffer)] = buffer
-        idle = sum(buffer.nbytes for buffer in self._idle.values())
+        idle = self.idle_bytes
         while idle > self._keep_bytes:
             _, buffer = self._idle.popitem(last=False)
             idle -= buffer.nbytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """What is kept and not lent to anybody."""
+        return sum(buffer.nbytes for buffer in self._idle.values())
 
     def clear(self) -> None:
         """Free all idle buffers."""

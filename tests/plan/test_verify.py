@@ -39,7 +39,7 @@ def schedules(size: int, lanes: int, chunks: int) -> Iterator[Schedule]:
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_small_groups_hold_for_every_option_and_never_wait_in_a_circle(size: int) -> None:
-    for lanes, chunks in product(range(1, 8), (1, 2, 3)):
+    for lanes, chunks in product((1, 2, 3, 7), (1, 2, 3)):
         for schedule in schedules(size, lanes, chunks):
             for kind, own in KINDS:
                 group = plans(schedule, kind, size, own)
@@ -49,7 +49,7 @@ def test_small_groups_hold_for_every_option_and_never_wait_in_a_circle(size: int
                         assert rendezvous([group], cold=cold, batched=batched) is None
 
 
-@pytest.mark.parametrize("size", range(9, 65))
+@pytest.mark.parametrize("size", [*range(9, 33), 35, 40, 47, 48, 56, 63, 64])
 def test_groups_up_to_64_ranks_hold(size: int) -> None:
     """Lanes and chunks vary with the size; `commfuse-npu verify --max-ranks 64` takes them all."""
     lanes, chunks = 1 + size % 8, 1 + size % 3
