@@ -59,14 +59,18 @@ def attention_forward(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """See :meth:`Kernels.attention_forward`.  Computed in fp32 (fp64 stays), rounded once.
 
-    The statistics are the logarithm of each row's sum of exponentials, ``[B, G, A/G * Sq, 1]``.
+    The statistics are each row's largest score and its sum of exponentials above that, both
+    ``[B, G, A/G * Sq, 1]``: their logarithm in one number would lose digits to the score.
     """
     check_attention(q, k, v, causal=causal)
     groups = k.shape[2]
     scores = _scores(q, k, causal, scale)
-    log_sum = scores.logsumexp(-1, keepdim=True)
-    out = scores.sub_(log_sum).exp_() @ _fold(v, groups)
-    return _unfold(out, q), (log_sum,)
+    # No keys, no rows: torch has no largest of nothing.
+    highest = scores.amax(-1, keepdim=True) if k.shape[0] else scores.sum(-1, keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = weights.div_(total) @ _fold(v, groups)
+    return _unfold(out, q), (highest, total)
 
 
 def attention_backward(
@@ -89,8 +93,8 @@ def attention_backward(
     check_attention(q, k, v, causal=causal)
     check_sums(k, grad_k, grad_v)
     groups = k.shape[2]
-    (log_sum,) = statistics
-    weights = _scores(q, k, causal, scale).sub_(log_sum).exp_()
+    highest, total = statistics
+    weights = _scores(q, k, causal, scale).sub_(highest).exp_().div_(total)
     grad_out = _fold(grad, groups)
     # What a row of weights loses because they always sum to one.
     common = (grad_out * _fold(out, groups)).sum(-1, keepdim=True)
