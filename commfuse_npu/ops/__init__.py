@@ -1,10 +1,17 @@
-"""Differentiable operators built on the pipelines, each next to its plain (collective) form."""
+"""Operators over the plans, each next to its plain (collective) form."""
 
 from __future__ import annotations
 
 from commfuse_npu.ops.attention import (
     attention_linear_reduce_scatter,
     plain_attention_linear_reduce_scatter,
+)
+from commfuse_npu.ops.buckets import (
+    BucketExchange,
+    BucketOptions,
+    Buckets,
+    plain_all_gather_bucket,
+    plain_reduce_scatter_bucket,
 )
 from commfuse_npu.ops.head_exchange import (
     all_to_all_linear,
@@ -29,6 +36,9 @@ from commfuse_npu.ops.ulysses import (
 )
 
 __all__ = [
+    "BucketExchange",
+    "BucketOptions",
+    "Buckets",
     "LinearOptions",
     "all_gather_linear",
     "all_to_all_linear",
@@ -38,6 +48,7 @@ __all__ = [
     "linear_all_reduce",
     "linear_all_to_all",
     "linear_reduce_scatter",
+    "plain_all_gather_bucket",
     "plain_all_gather_linear",
     "plain_all_to_all_linear",
     "plain_attention_all_to_all",
@@ -46,4 +57,5 @@ __all__ = [
     "plain_linear_all_reduce",
     "plain_linear_all_to_all",
     "plain_linear_reduce_scatter",
+    "plain_reduce_scatter_bucket",
 ]

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from commfuse_npu import pipeline, transport
-from commfuse_npu.ops import linear, weight_gradient
+from commfuse_npu.ops import bucket_exchange, linear, weight_gradient
+from commfuse_npu.ops.buckets import BucketOptions
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Plan, Schedule
-from tests.distributed import test_linear, test_pipeline
+from tests.distributed import test_buckets, test_linear, test_pipeline
 
 Mutation = Callable[[pytest.MonkeyPatch, int], None]
 
@@ -153,6 +154,45 @@ def scaled_a_little(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(linear, "gemm_into", scaled)
 
 
+def last_chunk_first_for_receivers_only(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The two ends of a bucket's gather do not mean the same chunk."""
+    incoming = bucket_exchange.Gathering._incoming
+
+    def in_order(self, position, piece):
+        self._last_first = not self._last_first
+        buffer = incoming(self, position, piece)
+        self._last_first = not self._last_first
+        return buffer
+
+    patch.setattr(bucket_exchange.Gathering, "_incoming", in_order)
+
+
+def bucket_slot_lent_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """A partial arrives where another one has not been added yet."""
+    incoming = bucket_exchange.Reduction._incoming
+
+    def free_at_once(self, position, piece):
+        buffer = incoming(self, position, piece)
+        self._free.extend(slot for slot in self._arriving if slot not in self._free)
+        return buffer
+
+    patch.setattr(bucket_exchange.Reduction, "_incoming", free_at_once)
+
+
+def own_gradient_first(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The same sum but for rounding."""
+    add = bucket_exchange.Reduction._add
+
+    def own_too(self, position, piece):
+        add(self, position, piece)
+        if position == 0:
+            own = self.bucket[self._place(piece)]
+            self._sum_of(piece).add_(own)
+            own.zero_()
+
+    patch.setattr(bucket_exchange.Reduction, "_add", own_too)
+
+
 MUTANTS: list[tuple[str, Mutation]] = [
     ("gather: two steps swapped", of_plan("gather", swapped(1, 2))),
     ("gather: own block not first", of_plan("gather", swapped(0, 1))),
@@ -168,11 +208,14 @@ MUTANTS: list[tuple[str, Mutation]] = [
     ("one slot for all receives", shared_receive_slot),
     ("weight gradient of fewer rows", no_wgrad_of_what_arrived_last),
     ("everything times 1.001", scaled_a_little),
+    ("a bucket's slot lent twice", bucket_slot_lent_twice),
+    ("own gradient first", own_gradient_first),
+    ("chunks of a bucket mixed up", last_chunk_first_for_receivers_only),
 ]
 
 
 def under_test(rank: int, name: str | None) -> None:
-    """What the other files run, in small: a gather, a sum and the layers, in fp32 and bf16."""
+    """What the other files run, in small: a gather, a sum, layers and buckets, fp32 and bf16."""
     limit = timedelta(seconds=3)
     link = transport.Transport.create(lanes=2, timeout=limit)
     plant = dict(MUTANTS).get(name, lambda patch, rank: None)
@@ -191,6 +234,10 @@ def under_test(rank: int, name: str | None) -> None:
                 )
                 test_linear.check_bits(rank, [case])
                 test_linear.check_single(rank, [replace(case, ones=True)], exact=True)
+            options = BucketOptions(schedule, scratch_bytes=0)
+            test_buckets.check_sum(rank, link, options, 64, dtype)
+            # As many elements in every chunk: a message that is too long would end the process.
+            test_buckets.check_gather(rank, link, options, 63, dtype)
 
 
 def test_without_a_fault_it_passes(ranks) -> None:

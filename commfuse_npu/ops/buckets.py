@@ -1,0 +1,360 @@
+"""Gradients and parameters of the distributed optimizer, exchanged between data-parallel ranks.
+
+A *bucket* is a flat tensor ``[n * s]``: a run of Megatron's gradient or parameter buffer.  The
+*shard* of rank r is ``bucket[r * s : (r + 1) * s]``, a view.  Two operations, both in place, both
+asynchronous, each next to its plain form over the collective of torch.distributed::
+
+    Buckets.reduce_scatter   the own shard becomes the sum over the ranks   after the backward of
+                                                                            the bucket's layers
+    Buckets.all_gather       the other shards are fetched                   before the forward
+
+What they hide behind is the backward and forward of *other* buckets' layers, so nothing is computed
+between the transfers of one bucket: all that can be posted is posted at the start, the rest, and
+the additions, in the wait.  Timeline of three buckets ``a, b, c`` on rank r of 4, one chunk each::
+
+    compute  | backward of a | backward of b | backward of c | wait a, b, c: add r-1, r-2, r-3, own
+    links    |               | a -> r+1..r+3 | b -> r+1..r+3 | c -> r+1..r+3
+
+Shards are sent from the bucket as it is; partials arrive in scratch memory and are added in the
+order of the plan, ``r-1, ..., r+1`` unless it is ``two_level`` or has costs, the own one last.
+
+**No deadlock**, whichever rank waits for which bucket when.  Number the transfers by (place of
+their bucket in the order of starts, step of the plan); the ranks start the same buckets in the same
+order, so the numbers are the same on all of them.  A rank waits for a transfer only
+
+1. in a wait, which takes the buckets in the order of starts and their steps in rising order.  With
+   too little scratch memory for a whole bucket, step k is posted when an earlier one is added;
+2. before the ranks compare a combination of sizes and options that is new to them: they finish
+   everything under way first, so that nobody waits in the comparison who is still needed.
+
+So take the transfer with the lowest number that is not finished.  Everything below it is, so both
+of its ends have been posted, or will be as soon as their ranks come to a wait: for a lower one they
+need not wait, and for a higher one they do not wait before.  On gloo, where a send is held back
+until its lane is free, it is held back by a lower one, see :mod:`commfuse_npu.transport`.
+
+HCCL needs more: on a lane messages match by their order.  There no bucket may overtake another, so
+one that is started while an earlier one still waits for scratch memory is posted behind it, in a
+later wait.  Posts then rise with the numbers on every rank, wherever its waits are; transfers
+``bucket.step`` with room for one piece::
+
+    rank 0 calls  | start a | start b |         | wait b                        |
+    rank 0 posts  | a.0     |         |         | a.1   a.2   b.0   b.1   b.2   |
+
+    rank 1 calls  | start a | wait a            | start b | wait b              |
+    rank 1 posts  | a.0     | a.1   a.2         | b.0     | b.1   b.2           |
+
+On gloo tags tell the messages apart, and every bucket is posted at its start.
+
+A wait may need the waits of the other ranks, for what was not posted at the start.  So a barrier or
+any other meeting of the ranks comes before the wait on all of them, or after it on all of them.
+
+Give buckets a transport of their own: another op's transfers would come between the ones that were
+posted at the start and those of the wait, on one rank here and on the other there.  On a device,
+start and wait on one stream, from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows
+from commfuse_npu.ops.bucket_exchange import BucketExchange, Gathering, Reduction, line_of
+from commfuse_npu.plan import Kind, Plan, Schedule
+from commfuse_npu.transport import Exchange, Transport
+
+__all__ = [
+    "BucketExchange",
+    "BucketOptions",
+    "Buckets",
+    "plain_all_gather_bucket",
+    "plain_reduce_scatter_bucket",
+]
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """How buckets are exchanged.  The same on every rank of the group.
+
+    Args:
+        schedule: the plan's options; ``shifted`` or ``two_level``.  A shard of fewer elements than
+            ``chunks`` is cut into as many as it has.
+        reduce_dtype: add partials in this dtype, divide there, and round once.  By default in the
+            bucket's own, rounded at every addition: bitwise the collective's sum.  They travel in
+            the bucket's dtype either way.
+        scratch_bytes: the most memory that the reduction of one bucket takes beside it, for the sum
+            of the own shard and for partials on their way.  The sum and one piece (a chunk of a
+            shard) are always taken.  With less than a whole bucket needs, some transfers start only
+            in the wait.  A gather takes none.
+        last_first: a gather sends the last chunk of each shard first.  Megatron lays parameters out
+            in the reverse order of their use, so that those needed first are at the end.
+
+    Raises:
+        ValueError: for a value outside its range.
+    """
+
+    schedule: Schedule = Schedule()
+    reduce_dtype: torch.dtype | None = None
+    scratch_bytes: int = 256 << 20
+    last_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule.shape == "ring":
+            raise ValueError(
+                "the schedule of buckets is a ring, where each transfer waits for ranks in between "
+                "that do other work; choose shifted or two_level"
+            )
+        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
+            raise ValueError(
+                f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
+            )
+        size = self.scratch_bytes
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"scratch_bytes is {size!r}; it must be a whole number from 0")
+
+
+class Buckets:
+    """Exchanges the buckets of one data-parallel group.
+
+    Every rank starts the same buckets in the same order, with the same options.  It may wait for
+    them in any order, at any time.
+
+    Args:
+        transport: lanes of the data-parallel group, for buckets only.  Several objects may share
+            one transport; their buckets then have one common order.
+
+    Raises:
+        ValueError: the schedule does not fit the transport.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        options: BucketOptions = BucketOptions(),
+    ) -> None:
+        schedule = options.schedule
+        schedule.plan("gather", transport.rank, transport.size)  # raises if it cannot be built
+        if schedule.lanes > transport.lanes:
+            raise ValueError(
+                f"the schedule of buckets uses {schedule.lanes} lanes, the transport has "
+                f"{transport.lanes}; create it with lanes={schedule.lanes} or plan with fewer"
+            )
+        self._transport = transport
+        self._options = options
+        self._line = line_of(transport)
+
+    def reduce_scatter(
+        self, bucket: torch.Tensor, *, average: bool = False, scale: float = 1.0
+    ) -> BucketExchange:
+        """Begin to sum a bucket over the ranks, of which each keeps its shard.
+
+        Equals, after the wait::
+
+            bucket *= scale
+            bucket[r * s : (r + 1) * s] = reduce_scatter(bucket)    # divided by n for the average
+
+        With the bucket's own dtype the sum is rounded at every addition, and the average once more
+        after the division; with a ``reduce_dtype`` sum and division are rounded once, together.
+
+        Timeline, rank r of 4, the sum of r-1 first::
+
+            host   | scale, post  | caller's work           | wait: + r-2, + r-3, + own, / n, write
+            links  |              | recv r-1 | recv r-2 | recv r-3  |
+
+        Args:
+            bucket: ``[n * s]``, contiguous, the same size and dtype on every rank.  It must not be
+                changed, nor the own shard read, until the wait returned.  The other shards keep the
+                gradients of this rank, scaled.
+            average: divide by the number of ranks.
+            scale: multiplies the bucket in place before anything is sent, rounded to its dtype, as
+                Megatron's ``gradient_scaling_factor`` does.
+
+        Returns:
+            A handle; :meth:`BucketExchange.wait` on it, or on one started later, writes the shard.
+
+        Raises:
+            TypeError: an average, a scale or a ``reduce_dtype`` for a dtype without fractions.
+            ValueError: the shape or device does not fit, or the bucket is under way already.
+            MismatchError: another rank exchanges another bucket.
+            TransportError: a transfer failed.  Nothing was summed.
+        """
+        name, options = "reduce_scatter_bucket", self._options
+        _check_bucket(name, bucket, self._transport.size)
+        _check_fractions(name, bucket, average, scale, options.reduce_dtype)
+        dtype = options.reduce_dtype or bucket.dtype
+        facts = (dtype, average, options.scratch_bytes)
+        with torch.no_grad():
+            started = self._start(name, "reduce_scatter", bucket, facts)
+            if started is None:
+                if scale != 1.0:
+                    bucket.mul_(scale)
+                return BucketExchange(name, bucket.numel(), self._line, None)
+            plan, exchange = started
+            reduction = Reduction(
+                bucket,
+                self._transport,
+                plan,
+                exchange,
+                scale=scale,
+                average=average,
+                dtype=dtype,
+                scratch_bytes=options.scratch_bytes,
+            )
+            self._line.add(reduction)
+        return BucketExchange(name, bucket.numel(), self._line, reduction)
+
+    def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
+        """Begin to fetch the other ranks' shards of a bucket.
+
+        Equals, after the wait::
+
+            bucket[:] = all_gather(bucket[r * s : (r + 1) * s])
+
+        Timeline, rank r of 4::
+
+            host   | post | caller's work                  | wait
+            links  |      | recv r-1 | recv r-2 | recv r-3 |
+
+        Args:
+            bucket: ``[n * s]``, contiguous, the same size and dtype on every rank, any dtype.  The
+                shards of the others arrive in place; until the wait returned, they must not be
+                read (but see :meth:`BucketExchange.wait_rows`), nor the own one changed.
+
+        Raises:
+            ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
+        """
+        name, last_first = "all_gather_bucket", self._options.last_first
+        _check_bucket(name, bucket, self._transport.size)
+        with torch.no_grad():
+            started = self._start(name, "gather", bucket, last_first)
+            if started is None:
+                return BucketExchange(name, bucket.numel(), self._line, None)
+            plan, exchange = started
+            gathering = Gathering(bucket, self._transport, plan, exchange, last_first=last_first)
+            self._line.add(gathering)
+        return BucketExchange(name, bucket.numel(), self._line, gathering)
+
+    def _start(
+        self, name: str, kind: Kind, bucket: torch.Tensor, facts: Hashable
+    ) -> tuple[Plan, Exchange] | None:
+        """Agree with the other ranks; ``None`` if there is nothing to transfer."""
+        transport, line = self._transport, self._line
+        if bucket.device.type != transport.device_type:
+            raise ValueError(
+                f"{name}: the bucket is on {bucket.device}, this group transfers "
+                f"{transport.device_type} tensors; move it there"
+            )
+        if transport.size == 1:
+            return None
+        if line.same_memory(bucket):
+            raise ValueError(
+                f"{name}: elements of the bucket are on their way already; wait for that exchange "
+                "first"
+            )
+        elements = bucket.numel() // transport.size
+        schedule = self._options.schedule
+        schedule = replace(schedule, chunks=max(1, min(schedule.chunks, elements)))
+        combination = (name, elements, bucket.dtype, schedule, facts)
+        if combination not in line.agreed or transport.check == "always":
+            # The ranks are about to wait for each other here; one that waits for a bucket instead
+            # must not need this rank any more.
+            line.finish_all()
+        started = None
+        if elements == 0:
+            transport.agree(name, path="empty", dtype=bucket.dtype, options=facts)
+        else:
+            plan = schedule.plan(kind, transport.rank, transport.size)
+            started = plan, transport.start(plan, name, (elements,), bucket, facts)
+        line.agreed.add(combination)
+        return started
+
+
+def plain_reduce_scatter_bucket(
+    bucket: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    average: bool = False,
+    scale: float = 1.0,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """:meth:`Buckets.reduce_scatter` over the plain collective: synchronous, in place.
+
+    The average is the sum divided by ``n`` here too, because gloo has no other.  It takes memory
+    for a shard, and for the whole bucket in ``reduce_dtype``, in which partials then travel.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    name, size = "plain_reduce_scatter_bucket", group.size()
+    _check_bucket(name, bucket, size)
+    _check_fractions(name, bucket, average, scale, reduce_dtype)
+    if bucket.numel() == 0:
+        return
+    with torch.no_grad():
+        if scale != 1.0:
+            bucket.mul_(scale)
+        total = reduce_scatter_rows(bucket.to(reduce_dtype or bucket.dtype), group)
+        if average:
+            total.div_(size)
+        _shard_of(bucket, group).copy_(total)
+
+
+def plain_all_gather_bucket(bucket: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    """:meth:`Buckets.all_gather` over the plain collective: synchronous, in place.
+
+    It takes memory for another bucket.
+
+    Raises:
+        ValueError: as there.
+    """
+    _check_bucket("plain_all_gather_bucket", bucket, group.size())
+    if bucket.numel():
+        with torch.no_grad():
+            bucket.copy_(all_gather_rows(_shard_of(bucket, group), group))
+
+
+def _shard_of(bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    elements = bucket.numel() // group.size()
+    return bucket[group.rank() * elements : (group.rank() + 1) * elements]
+
+
+def _check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
+    if bucket.dim() != 1 or not bucket.is_contiguous():
+        raise ValueError(
+            f"{name}: the bucket has shape {tuple(bucket.shape)} and strides {bucket.stride()}; it "
+            "has to be one contiguous dimension; pass the flat buffer or a run of it"
+        )
+    elements = bucket.numel()
+    if elements % size:
+        raise ValueError(
+            f"{name}: {elements} elements are not divisible by the group size {size}; pad the "
+            f"bucket to {elements + -elements % size}"
+        )
+
+
+def _check_fractions(
+    name: str,
+    bucket: torch.Tensor,
+    average: bool,
+    scale: float,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    asked = [
+        what
+        for what, wanted in (
+            ("an average", average),
+            (f"scale {scale}", scale != 1.0),
+            (f"reduce_dtype {reduce_dtype}", reduce_dtype is not None),
+        )
+        if wanted
+    ]
+    if asked and not bucket.dtype.is_floating_point:
+        raise TypeError(
+            f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
+            f"{' and '.join(asked)}; use a floating-point dtype, or a sum only"
+        )
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        raise TypeError(f"{name}: reduce_dtype is {reduce_dtype}; it has to be floating-point")

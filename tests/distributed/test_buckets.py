@@ -1,0 +1,778 @@
+"""Buckets against the plain collectives, in any order of waits, and when things go wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu import MismatchError, Schedule, Transport, TransportError
+from commfuse_npu.collectives import all_gather_rows
+from commfuse_npu.ops import (
+    BucketOptions,
+    Buckets,
+    plain_all_gather_bucket,
+    plain_reduce_scatter_bucket,
+)
+from commfuse_npu.transport import Exchange
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def link(batched: bool = False, seconds: float = 15, **options: Any) -> Transport:
+    return Transport.create(lanes=3, timeout=timedelta(seconds=seconds), batched=batched, **options)
+
+
+@lru_cache
+def transport(batched: bool) -> Transport:
+    """One per process and way of posting; made by all ranks at the same time."""
+    return link(batched)
+
+
+def data(rank: int, elements: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(elements, generator=generator).to(dtype)
+
+
+def shard(bucket: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    return bucket.view(size, -1)[rank]
+
+
+def summed(
+    bucket: torch.Tensor,
+    group: dist.ProcessGroup,
+    sources: list[int],
+    dtype: torch.dtype,
+    average: bool,
+) -> torch.Tensor:
+    """The own shard, added one partial after the other in the order of ``sources``."""
+    size, rank = group.size(), group.rank()
+    everyone = all_gather_rows(bucket, group).view(size, size, -1)[:, rank]
+    total = everyone[sources[0]].to(dtype)
+    for source in sources[1:]:
+        total = (total + everyone[source]).to(dtype)
+    return (total / size if average else total).to(bucket.dtype)
+
+
+def sources_of(schedule: Schedule, rank: int, size: int) -> list[int]:
+    plan = schedule.plan("reduce_scatter", rank, size)
+    receives = [step.receive for step in plan.transfers if step.receive is not None]
+    return [r.source for r in receives if r.piece.chunk == 0] + [rank]
+
+
+def schedules(size: int) -> list[Schedule]:
+    found = [
+        Schedule(),
+        Schedule(lanes=1, chunks=3, order="block"),
+        Schedule(lanes=3, chunks=5),
+        Schedule(lanes=2, chunks=9),
+    ]
+    return found + ([Schedule("two_level", 2, 2, node_size=2)] if size % 2 == 0 else [])
+
+
+def check_sum(
+    rank: int,
+    link: Transport,
+    options: BucketOptions,
+    elements: int,
+    dtype: torch.dtype,
+    average: bool = False,
+    scale: float = 1.0,
+) -> None:
+    size = link.size
+    bucket = data(rank, size * elements, dtype)
+    scaled = bucket * scale if scale != 1.0 else bucket.clone()
+    plain = bucket.clone()
+    handle = Buckets(link, options).reduce_scatter(bucket, average=average, scale=scale)
+    assert size == 1 or not handle.is_completed()
+    handle.wait()
+    assert handle.is_completed()
+    handle.wait()
+    sources = sources_of(options.schedule, rank, size)
+    expected = scaled.clone()
+    wide = options.reduce_dtype or dtype
+    shard(expected, size, rank).copy_(summed(scaled, link.group, sources, wide, average))
+    case = f"{options}, {elements} x {dtype}, average {average}, scale {scale}"
+    assert torch.equal(bucket, expected), case
+    if options.schedule.shape != "two_level" and elements % 2 == 0:
+        plain_reduce_scatter_bucket(
+            plain,
+            group=link.group,
+            average=average,
+            scale=scale,
+            reduce_dtype=options.reduce_dtype,
+        )
+        assert torch.equal(bucket, plain), f"not the collective's bits: {case}"
+
+
+def check_gather(
+    rank: int, link: Transport, options: BucketOptions, elements: int, dtype: torch.dtype
+) -> None:
+    size = link.size
+    # NaN where the other ranks' shards have to arrive.
+    bucket = torch.full((size * elements,), float("nan")).to(dtype)
+    shard(bucket, size, rank).copy_(data(rank, elements, dtype))
+    plain = bucket.clone()
+    Buckets(link, options).all_gather(bucket).wait()
+    expected = torch.cat([data(other, elements, dtype) for other in range(size)])
+    assert torch.equal(bucket, expected), (options, elements, dtype)
+    plain_all_gather_bucket(plain, group=link.group)
+    assert torch.equal(plain, expected)
+
+
+def every_case(rank: int, batched: bool) -> None:
+    """A shard of 7 elements does not divide into 3 or 5 chunks, and has no 9."""
+    link = transport(batched)
+    for schedule in schedules(link.size):
+        for dtype in (FP32, BF16):
+            for elements in (1, 7, 64):
+                for last_first in (False, True):
+                    options = BucketOptions(schedule, last_first=last_first)
+                    check_gather(rank, link, options, elements, dtype)
+                for average, scale, scratch in ((False, 1.0, 1 << 20), (True, 0.3, 0)):
+                    options = BucketOptions(schedule, scratch_bytes=scratch)
+                    check_sum(rank, link, options, elements, dtype, average, scale)
+            wide = BucketOptions(schedule, reduce_dtype=FP32, scratch_bytes=300)
+            check_sum(rank, link, wide, 64, dtype, True, 0.3)
+            check_sum(rank, link, wide, 7, dtype)
+    check_gather(rank, link, BucketOptions(), 8, torch.int64)
+    assert not link._in_flight
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equals_the_collective(ranks, size: int, batched: bool) -> None:
+    ranks(size).run(every_case, batched, timeout=60)
+
+
+def whole_numbers(rank: int) -> None:
+    link = transport(False)
+    bucket = torch.arange(link.size * 5) + rank
+    Buckets(link).reduce_scatter(bucket).wait()
+    start = rank * 5
+    others = sum(range(link.size))
+    expected = torch.arange(start, start + 5) * link.size + others
+    assert torch.equal(bucket[start : start + 5], expected)
+
+
+def test_sums_of_whole_numbers(ranks) -> None:
+    ranks(3).run(whole_numbers)
+
+
+def errors_of_sums(rank: int, average: bool) -> tuple[float, float, float, bool]:
+    """Mean errors against fp64 of (added in fp32, the collective), the worst excess, sameness."""
+    link = transport(False)
+    size = link.size
+    bucket = data(rank, size * 4096, BF16)
+    plain = bucket.clone()
+    everyone = all_gather_rows(bucket, link.group).view(size, size, -1)[:, rank].double()
+    exact = everyone.mean(0) if average else everyone.sum(0)
+    options = BucketOptions(reduce_dtype=FP32)
+    Buckets(link, options).reduce_scatter(bucket, average=average).wait()
+    plain_reduce_scatter_bucket(plain, group=link.group, average=average)
+    ours, theirs = shard(bucket, size, rank), shard(plain, size, rank)
+    error, other = (ours.double() - exact).abs(), (theirs.double() - exact).abs()
+    # fp32 sums are exact here but for 2^-16 of a bf16 step, which may turn a tie over.
+    excess = (error - other - exact.abs() * 2**-22).max().item()
+    return error.mean().item(), other.mean().item(), excess, torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_fp32_sums_are_closer_than_the_collectives(ranks, size: int, average: bool) -> None:
+    """A sum of two is rounded once either way, so it is the same; of more it is closer."""
+    for error, other, excess, same in ranks(size).run(errors_of_sums, average):
+        assert other > 0
+        assert excess <= 0, "an element is further off than the collective's"
+        assert same if size == 2 else error < other
+
+
+SIZES = (24, 7, 24, 40, 2)
+
+
+def start_all(
+    rank: int, link: Transport, options: BucketOptions, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, Any]]:
+    """Start gradients and parameters in turns; ``(bucket, what it has to become, handle)``."""
+    buckets, size = Buckets(link, options), link.size
+    for number, elements in enumerate(SIZES):
+        parts = [data(other, size * elements, BF16, seed + number) for other in range(size)]
+        if number % 2:
+            expected = torch.cat([shard(parts[other], size, other) for other in range(size)])
+            bucket = parts[rank].clone()
+            yield bucket, expected, buckets.all_gather(bucket)
+            continue
+        expected = parts[rank].clone()
+        own = [shard(part, size, rank) for part in parts]
+        total = own[(rank - 1) % size].clone()
+        for distance in range(2, size + 1):
+            total += own[(rank - distance) % size]
+        shard(expected, size, rank).copy_(total)
+        bucket = parts[rank].clone()
+        yield bucket, expected, buckets.reduce_scatter(bucket)
+
+
+def any_order(rank: int, batched: bool, scratch_bytes: int) -> None:
+    link = transport(batched)
+    options = BucketOptions(Schedule(lanes=2, chunks=3), scratch_bytes=scratch_bytes)
+    shuffled = torch.Generator().manual_seed(rank)
+    for attempt in range(4):
+        started = list(start_all(rank, link, options, 10 * attempt))
+        for place in torch.randperm(len(started), generator=shuffled).tolist():
+            started[place][2].wait()
+            # What was started earlier is finished with it.
+            for bucket, expected, handle in started[: place + 1]:
+                assert handle.is_completed()
+                assert torch.equal(bucket, expected)
+    # Starts and waits mixed: rank 0 waits at once, rank 1 after two starts, and so on.
+    for attempt in range(4):
+        open_: list[Any] = []
+        for bucket, expected, handle in start_all(rank, link, options, 100 + 10 * attempt):
+            open_.append((bucket, expected, handle))
+            if len(open_) > (rank + attempt) % 4:
+                open_.pop()[2].wait()
+                assert torch.equal(bucket, expected)
+        for bucket, expected, handle in reversed(open_):
+            handle.wait()
+            assert torch.equal(bucket, expected)
+    assert not link._in_flight
+
+
+@pytest.mark.parametrize("scratch_bytes", [0, 100, 1 << 20])
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_may_wait_in_different_orders(ranks, size, batched, scratch_bytes) -> None:
+    ranks(size).run(any_order, batched, scratch_bytes, timeout=40)
+
+
+def mixed_at_first_use(rank: int, batched: bool, check: str) -> None:
+    """Combinations that are new are compared; a rank in a wait still needs those in the start."""
+    link_ = link(batched, seconds=5, check=check)
+    options = BucketOptions(Schedule(lanes=1, chunks=4), scratch_bytes=0)
+    started = []
+    for bucket, expected, handle in start_all(rank, link_, options, 7):
+        started.append((bucket, expected, handle))
+        if rank == 0:
+            handle.wait()
+    for bucket, expected, handle in started:
+        handle.wait()
+        assert torch.equal(bucket, expected)
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+def test_comparing_the_ranks_does_not_hang(ranks, batched: bool, check: str) -> None:
+    ranks(3).run(mixed_at_first_use, batched, check, timeout=30)
+
+
+def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
+    """(lane, number of the bucket, step) of each batch, with waits that depend on the rank."""
+    link = transport(True)
+    options = BucketOptions(Schedule(lanes=2, chunks=3), scratch_bytes=0)
+    for _, _, handle in start_all(rank, link, options, 0):
+        handle.wait()
+    posts: list[tuple[int, int, int]] = []
+    numbers: dict[Exchange, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        start, send = Transport.start, Exchange.send
+
+        def numbered(self, *args):
+            exchange = start(self, *args)
+            numbers[exchange] = len(numbers)
+            return exchange
+
+        def logged(self, position, tensor):
+            posts.append((self.plan.transfers[position].send.lane, numbers[self], position))
+            send(self, position, tensor)
+
+        patch.setattr(Transport, "start", numbered)
+        patch.setattr(Exchange, "send", logged)
+        started = []
+        for place, (_, _, handle) in enumerate(start_all(rank, link, options, 0)):
+            started.append(handle)
+            if place % (rank + 1) == rank:
+                handle.wait()
+        started[-1].wait()
+    return posts
+
+
+def test_batches_are_posted_in_one_order(ranks) -> None:
+    """On HCCL they match by it; gloo would take some wrong orders without complaint."""
+    posts = ranks(3).run(posts_in_batches)
+    order = [(number, step) for _, number, step in posts[0]]
+    assert order == sorted(order)
+    assert len(order) == sum(2 * min(3, elements) for elements in SIZES)
+    for other in posts[1:]:
+        assert other == posts[0]
+
+
+def two_users(rank: int, batched: bool) -> None:
+    """Gradients with other options than parameters, on one transport, waited for crosswise."""
+    link = transport(batched)
+    gradients = Buckets(link, BucketOptions(Schedule(chunks=3), scratch_bytes=0))
+    parameters = Buckets(link, BucketOptions(last_first=True))
+    for _ in range(2):
+        sums = torch.ones(link.size * 8)
+        values = torch.full((link.size * 8,), float(rank))
+        handles = [gradients.reduce_scatter(sums), parameters.all_gather(values)]
+        for handle in handles if rank else reversed(handles):
+            handle.wait()
+        assert torch.equal(shard(sums, link.size, rank), torch.full((8,), float(link.size)))
+        assert torch.equal(values, torch.arange(link.size).repeat_interleave(8).float())
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+def test_users_of_one_transport_share_an_order(ranks, batched: bool) -> None:
+    ranks(3).run(two_users, batched)
+
+
+def starts_before_the_others(rank: int, batched: bool) -> None:
+    link = transport(batched)
+    options = BucketOptions(Schedule(chunks=3), scratch_bytes=0)
+    for _, _, handle in start_all(rank, link, options, 0):
+        handle.wait()
+    token = torch.zeros(1)
+    if rank:
+        # The others come only after rank 0 has started everything.
+        dist.broadcast(token, 0)
+    started = list(start_all(rank, link, options, 0))
+    if rank == 0:
+        dist.broadcast(token, 0)
+    for bucket, expected, handle in started:
+        handle.wait()
+        assert torch.equal(bucket, expected)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+def test_a_start_needs_nobody_else(ranks, batched: bool) -> None:
+    ranks(3).run(starts_before_the_others, batched, timeout=30)
+
+
+def untouched_until_the_wait(rank: int) -> None:
+    link = transport(False)
+    bucket = data(rank, link.size * 1000, BF16)
+    before = bucket.clone()
+    handle = Buckets(link).reduce_scatter(bucket)
+    dist.barrier()
+    time.sleep(0.05)
+    assert torch.equal(bucket, before), "written before the wait"
+    handle.wait()
+    for other in range(link.size):
+        same = torch.equal(shard(bucket, link.size, other), shard(before, link.size, other))
+        assert same is (other != rank)
+
+
+def test_only_the_own_shard_is_written_and_only_at_the_end(ranks) -> None:
+    ranks(3).run(untouched_until_the_wait)
+
+
+def forgotten(rank: int, batched: bool) -> None:
+    link = transport(batched)
+    buckets = Buckets(link, BucketOptions(Schedule(chunks=2), scratch_bytes=0))
+    for _ in range(2):
+        first, second = torch.ones(link.size * 6), torch.ones(link.size * 6)
+        buckets.reduce_scatter(first)
+        buckets.reduce_scatter(second).wait()
+        for bucket in (first, second):
+            assert torch.equal(shard(bucket, link.size, rank), torch.full((6,), float(link.size)))
+    assert not link._in_flight
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+def test_a_forgotten_handle_is_finished_by_a_later_one(ranks, batched: bool) -> None:
+    ranks(3).run(forgotten, batched)
+
+
+# ------------------------------------------------------------------- order of a gather
+
+
+@contextmanager
+def logged_receives(link: Transport) -> Iterator[tuple[list[int], list[int]]]:
+    """First elements of the receives of a gather, as they are posted; positions waited for."""
+    offsets: list[int] = []
+    waited: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        receive, wait = Exchange.receive, Exchange.wait_receive
+
+        def posted(self, position, buffer):
+            offsets.append(buffer.storage_offset())
+            receive(self, position, buffer)
+
+        def waits(self, position):
+            waited.append(position)
+            wait(self, position)
+
+        patch.setattr(Exchange, "receive", posted)
+        patch.setattr(Exchange, "wait_receive", waits)
+        yield offsets, waited
+
+
+def rows_in_order(rank: int, batched: bool, last_first: bool) -> tuple[list[int], list[int]]:
+    """Three ranks, shards of 8 in four chunks of 2."""
+    link = transport(batched)
+    options = BucketOptions(Schedule(lanes=2, chunks=4), last_first=last_first)
+    bucket = torch.full((24,), -1.0)
+    shard(bucket, 3, rank).copy_(torch.arange(8.0) + 8 * rank)
+    with logged_receives(link) as (offsets, waited):
+        handle = Buckets(link, options).all_gather(bucket)
+        handle.wait_rows(8 * rank, 8 * rank + 8)
+        handle.wait_rows(3, 3)
+        assert not waited, "waits for its own shard"
+        other = (rank + 1) % 3
+        handle.wait_rows(8 * other + 5, 8 * other + 7)
+        assert torch.equal(bucket[8 * other + 4 : 8 * other + 8], torch.arange(4.0) + 8 * other + 4)
+        early = list(waited)
+        assert not handle.is_completed()
+    handle.wait()
+    assert torch.equal(bucket, torch.arange(24.0))
+    handle.wait_rows(0, 24)
+    with pytest.raises(ValueError, match=r"elements 5:25 are not within the bucket; .* 0:24"):
+        handle.wait_rows(5, 25)
+    return offsets, early
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_rows_are_waited_for_one_by_one(ranks, last_first: bool, batched: bool) -> None:
+    found = ranks(3).run(rows_in_order, batched, last_first)
+    for rank, (offsets, early) in enumerate(found):
+        chunks = (3, 2, 1, 0) if last_first else (0, 1, 2, 3)
+        expected = [8 * ((rank - k) % 3) + 2 * chunk for chunk in chunks for k in (1, 2)]
+        assert offsets == expected
+        # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
+        assert early == ([1, 3] if last_first else [5, 7])
+
+
+def rows_behind_a_sum(rank: int, batched: bool) -> None:
+    """What is in front is finished first, or a rank that waits for it would wait for ever."""
+    link = transport(batched)
+    options = BucketOptions(Schedule(lanes=1, chunks=3), scratch_bytes=0)
+    buckets = Buckets(link, options)
+    for _ in range(2):
+        sums, values = torch.ones(link.size * 6), torch.full((link.size * 6,), float(rank))
+        first, second = buckets.reduce_scatter(sums), buckets.all_gather(values)
+        if rank:
+            first.wait()
+        other = (rank + 1) % link.size
+        second.wait_rows(other * 6, other * 6 + 1)
+        assert first.is_completed()
+        assert values[other * 6] == other
+        with pytest.raises(ValueError, match=r"call wait\(\) instead of wait_rows\(\)"):
+            first.wait_rows(0, 1)
+        second.wait()
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+def test_rows_wait_for_what_is_in_front(ranks, batched: bool) -> None:
+    ranks(3).run(rows_behind_a_sum, batched)
+
+
+# ------------------------------------------------------------------- memory
+
+
+def memory(rank: int, options: BucketOptions, batched: bool) -> tuple[int, int]:
+    """The most bytes of scratch lent at a time, and those lent at the end."""
+    link = transport(batched)
+    lent = peak = 0
+    take, give_back = link.buffers.take, link.buffers.give_back
+    with pytest.MonkeyPatch.context() as patch:
+
+        def taken(*args):
+            nonlocal lent, peak
+            buffer = take(*args)
+            lent += buffer.nbytes
+            peak = max(peak, lent)
+            return buffer
+
+        def given(buffers):
+            nonlocal lent
+            lent -= sum(buffer.nbytes for buffer in buffers)
+            give_back(buffers)
+
+        patch.setattr(link.buffers, "take", taken)
+        patch.setattr(link.buffers, "give_back", given)
+        bucket = torch.ones(link.size * 1000, dtype=BF16)
+        Buckets(link, options).reduce_scatter(bucket).wait()
+        assert torch.equal(shard(bucket, link.size, rank), torch.full((1000,), 4, dtype=BF16))
+        assert lent == 0
+        before = peak
+        Buckets(link, options).all_gather(bucket).wait()
+        assert peak == before, "a gather took scratch memory"
+    return peak, lent
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("reduce_dtype", [None, FP32])
+def test_scratch_memory_stays_within_its_limit(ranks, reduce_dtype, batched: bool) -> None:
+    """Four ranks, shards of 1000 x bf16 in four chunks: pieces of 500 bytes."""
+    total = 1000 * (4 if reduce_dtype else 2)
+    # Every partial in a place of its own, or the first of each chunk in that of the sum.
+    everything = total + 500 * 4 * (3 if reduce_dtype else 2)
+    for limit in (0, total, total + 999, total + 1000, total + 2700, 1 << 20):
+        options = BucketOptions(Schedule(chunks=4), reduce_dtype, limit)
+        for peak, left in ranks(4).run(memory, options, batched):
+            assert left == 0
+            assert peak <= max(limit, total + 500)
+            assert peak == min(everything, total + 500 * max(1, (limit - total) // 500))
+
+
+# ------------------------------------------------------------------- what goes wrong
+
+
+def sizes_differ(rank: int) -> None:
+    Buckets(link(seconds=3)).reduce_scatter(torch.ones(2 * (3 + rank)))
+
+
+def dtypes_differ(rank: int) -> None:
+    Buckets(link(seconds=3)).all_gather(torch.ones(4, dtype=BF16 if rank else FP32))
+
+
+def averages_differ(rank: int) -> None:
+    Buckets(link(seconds=3)).reduce_scatter(torch.ones(4), average=rank == 1)
+
+
+def reduce_dtypes_differ(rank: int) -> None:
+    options = BucketOptions(reduce_dtype=FP32 if rank else None)
+    Buckets(link(seconds=3), options).reduce_scatter(torch.ones(4, dtype=BF16))
+
+
+def scratch_differs(rank: int) -> None:
+    options = BucketOptions(scratch_bytes=100 + rank)
+    Buckets(link(seconds=3), options).reduce_scatter(torch.ones(4))
+
+
+def directions_differ(rank: int) -> None:
+    options = BucketOptions(last_first=rank == 1)
+    Buckets(link(seconds=3), options).all_gather(torch.ones(4))
+
+
+def operations_differ(rank: int) -> None:
+    buckets = Buckets(link(seconds=3))
+    (buckets.all_gather if rank else buckets.reduce_scatter)(torch.ones(4))
+
+
+def one_is_empty(rank: int) -> None:
+    Buckets(link(seconds=3)).all_gather(torch.ones(4 * rank))
+
+
+def told(rank: int, function: Callable[[int], None]) -> str:
+    with pytest.raises(MismatchError) as caught:
+        function(rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (sizes_differ, r"block: \(.,\) here, \(.,\) there"),
+        (dtypes_differ, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        (averages_differ, "options: .*(True|False).* here, .*(True|False).* there"),
+        (reduce_dtypes_differ, "options: .*(bfloat16|float32).* here, .* there"),
+        (scratch_differs, r"options: .*10.\) here, .*10.\) there"),
+        (directions_differ, "options: (True|False) here, (True|False) there"),
+        (operations_differ, "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
+        (one_is_empty, "path: [a-z]+ here, [a-z]+ there"),
+    ],
+)
+def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) -> None:
+    for message in ranks(2).run(told, function, timeout=20):
+        assert re.search(words, message), message
+
+
+def dies_midway(rank: int) -> list[str]:
+    """The last rank ends after its start, when some of its partials have not been sent."""
+    link_ = link(seconds=5)
+    options = BucketOptions(Schedule(lanes=2, chunks=4), scratch_bytes=0)
+    buckets = Buckets(link_, options)
+    buckets.reduce_scatter(data(rank, 3 * 400, FP32)).wait()
+    one, two = data(rank, 3 * 400, FP32, 1), data(rank, 3 * 400, FP32, 2)
+    before = one.clone(), two.clone()
+    first, second = buckets.reduce_scatter(one), buckets.reduce_scatter(two)
+    dist.barrier()
+    if rank == 2:
+        os._exit(7)
+    messages = []
+    # Again and for the other bucket: nothing is taken for finished that is not.
+    for handle in (first, first, second):
+        with pytest.raises(TransportError) as caught:
+            handle.wait()
+        messages.append(str(caught.value))
+        assert not handle.is_completed()
+    with pytest.raises(TransportError):
+        buckets.all_gather(torch.ones(3))
+    assert torch.equal(one, before[0])
+    assert torch.equal(two, before[1])
+    return messages
+
+
+def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
+    group = ranks(3)
+    group.kill()
+    outcomes = group.outcomes(dies_midway, timeout=30, may_die=True)
+    assert isinstance(outcomes[2].error, EOFError)
+    for rank, outcome in enumerate(outcomes[:2]):
+        assert outcome.error is None, outcome.trace
+        assert len(set(outcome.value)) == 1
+        for part in (f"rank {rank} of 3", "reduce_scatter_bucket", "peer 2", "step ", "lane "):
+            assert part in outcome.value[0]
+
+
+def interrupted(rank: int) -> None:
+    """An error between transfers, here while adding, breaks the transport as well."""
+    link_ = link(seconds=3)
+    bucket = data(rank, link_.size * 8, FP32)
+    before = bucket.clone()
+    handle = Buckets(link_).reduce_scatter(bucket)
+
+    class Broken:
+        def add_partials(self, *args, **kwargs):
+            raise MemoryError("while adding")
+
+    handle._running._kernels = Broken()
+    with pytest.raises(MemoryError):
+        handle.wait()
+    assert torch.equal(bucket, before)
+    with pytest.raises(TransportError, match="reduce_scatter_bucket was interrupted by MemoryErr"):
+        handle.wait()
+
+
+def test_an_error_while_adding_leaves_the_shard_untouched(ranks) -> None:
+    ranks(3).run(interrupted)
+
+
+def refused(rank: int) -> None:
+    """Refused before anything is sent, on every rank: the transport goes on working."""
+    link = transport(False)
+    buckets = Buckets(link)
+    wide = Buckets(link, BucketOptions(reduce_dtype=FP32))
+    whole = torch.ones(4, dtype=torch.int32)
+    four = torch.ones(4)
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (
+            ValueError,
+            r"the bucket has shape \(2, 2\) .* pass the flat buffer",
+            lambda: buckets.all_gather(torch.ones(2, 2)),
+        ),
+        (
+            ValueError,
+            r"the bucket has shape \(4,\) and strides \(2,\)",
+            lambda: buckets.reduce_scatter(torch.ones(8)[::2]),
+        ),
+        (
+            ValueError,
+            "5 elements are not divisible by the group size 2; pad the bucket to 6",
+            lambda: buckets.reduce_scatter(torch.ones(5)),
+        ),
+        (
+            ValueError,
+            "5 elements are not divisible by the group size 2; pad the bucket to 6",
+            lambda: plain_all_gather_bucket(torch.ones(5), group=link.group),
+        ),
+        (
+            ValueError,
+            "the bucket is on meta, this group transfers cpu tensors; move it there",
+            lambda: buckets.all_gather(torch.ones(4, device="meta")),
+        ),
+        (
+            TypeError,
+            "the bucket is torch.int32, which cannot hold the result of an average; use a floating",
+            lambda: buckets.reduce_scatter(whole, average=True),
+        ),
+        (
+            TypeError,
+            "the result of scale 0.5; use a floating",
+            lambda: plain_reduce_scatter_bucket(whole, group=link.group, scale=0.5),
+        ),
+        (
+            TypeError,
+            "the result of reduce_dtype torch.float32; use a floating",
+            lambda: wide.reduce_scatter(whole),
+        ),
+        (
+            TypeError,
+            "reduce_dtype is torch.int64; it has to be floating-point",
+            lambda: plain_reduce_scatter_bucket(four, group=link.group, reduce_dtype=torch.int64),
+        ),
+        (
+            ValueError,
+            "the schedule of buckets is a ring, .*; choose shifted or two_level",
+            lambda: BucketOptions(Schedule("ring")),
+        ),
+        (
+            ValueError,
+            "reduce_dtype is torch.int64; partial sums need a floating-point dtype",
+            lambda: BucketOptions(reduce_dtype=torch.int64),
+        ),
+        (
+            ValueError,
+            "scratch_bytes is -1; it must be a whole number from 0",
+            lambda: BucketOptions(scratch_bytes=-1),
+        ),
+        (
+            ValueError,
+            "uses 9 lanes, the transport has 3; create it with lanes=9 or plan with fewer",
+            lambda: Buckets(link, BucketOptions(Schedule(lanes=9))),
+        ),
+        (
+            ValueError,
+            "group size 2 is not a multiple of node_size 3",
+            lambda: Buckets(link, BucketOptions(Schedule("two_level", node_size=3))),
+        ),
+    ]
+    for kind, words, call in cases:
+        with pytest.raises(kind, match=words):
+            call()
+    assert torch.equal(four, torch.ones(4))
+    handle = buckets.reduce_scatter(four)
+    for part in (four, four[1:3]):
+        with pytest.raises(ValueError, match="on their way already; wait for that exchange first"):
+            buckets.all_gather(part)
+    handle.wait()
+    assert torch.equal(shard(four, 2, rank), torch.full((2,), 2.0))
+
+
+def test_arguments_that_cannot_work_are_refused(ranks) -> None:
+    ranks(2).run(refused)
+
+
+def alone(rank: int) -> None:
+    link_ = link()
+    buckets = Buckets(link_, BucketOptions(scratch_bytes=0, reduce_dtype=FP32))
+    bucket = torch.ones(5, dtype=BF16)
+    handle = buckets.reduce_scatter(bucket, average=True, scale=0.5)
+    assert handle.is_completed()
+    handle.wait()
+    assert torch.equal(bucket, torch.full((5,), 0.5, dtype=BF16))
+    handle = buckets.all_gather(bucket)
+    handle.wait_rows(0, 5)
+    handle.wait()
+    assert torch.equal(bucket, torch.full((5,), 0.5, dtype=BF16))
+    assert link_.operations == 0
+    assert len(link_.buffers) == 0
+
+
+def test_a_group_of_one_transfers_nothing(ranks) -> None:
+    ranks(1).run(alone)
+
+
+def empty(rank: int) -> None:
+    link = transport(False)
+    bucket, operations = torch.ones(0), link.operations
+    Buckets(link).reduce_scatter(bucket, average=True, scale=0.5).wait()
+    Buckets(link).all_gather(bucket).wait()
+    plain_reduce_scatter_bucket(bucket, group=link.group)
+    plain_all_gather_bucket(bucket, group=link.group)
+    assert link.operations == operations
+
+
+def test_an_empty_bucket_transfers_nothing(ranks) -> None:
+    ranks(2).run(empty)
