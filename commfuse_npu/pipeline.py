@@ -420,6 +420,15 @@ class _Inbound(_Running):
         if held_back and self._used < self._received:
             self._arrive()
 
+    def allow(self, ahead: int | None) -> None:
+        """Let so many transfers be posted from now on, all for ``None``; never fewer than before.
+
+        For a gather that was made with few ``ahead``, before there was work to hide it behind.
+        """
+        if self._ahead is not None:
+            self._ahead = None if ahead is None else max(ahead, self._ahead)
+            self._post()
+
     def finish(self) -> None:
         """Wait for what has not arrived, and for the sends.  Pieces not taken are passed over."""
         self._release(self._steps)
@@ -615,7 +624,7 @@ class ReduceScatter(_Outbound):
     """A reduce-scatter under way; see :func:`produce_and_reduce`.
 
     Made with its receives posted.  Call :meth:`produce`, do other work while the last transfers are
-    under way, and call :meth:`finish` for the sum.
+    under way, and call :meth:`finish` for the sum, divided by ``divisor`` in the dtype of the sum.
     """
 
     def __init__(
@@ -625,6 +634,7 @@ class ReduceScatter(_Outbound):
         transport: Transport,
         plan: Plan,
         reduce_dtype: torch.dtype | None = None,
+        divisor: int = 1,
         name: str = "reduce_scatter",
         options: Hashable = (),
     ) -> None:
@@ -644,6 +654,7 @@ class ReduceScatter(_Outbound):
             name=name,
             options=(reduce_dtype, options),
         )
+        self._divisor = divisor
         self._out = out
         self._kernels = kernels_for(out.device)
         self._sum = out
@@ -688,7 +699,11 @@ class ReduceScatter(_Outbound):
         """Wait for what has not arrived, add it and the own partial, and return the sum."""
         self._drain()
         if self._own_partial is not self._out:
-            self._kernels.add_partials(self._sum, (self._own_partial,), out=self._out)
+            if self._divisor == 1:
+                self._kernels.add_partials(self._sum, (self._own_partial,), out=self._out)
+            else:
+                self._kernels.add_partials(self._sum, (self._own_partial,))
+                torch.div(self._sum, self._divisor, out=self._out)
         self._close()
         return self._out
 

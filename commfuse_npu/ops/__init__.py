@@ -28,6 +28,13 @@ from commfuse_npu.ops.linear import (
     plain_linear_reduce_scatter,
 )
 from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.replicated_gradients import average_gradients, sum_gradients
+from commfuse_npu.ops.sharded_linear import (
+    ShardedOptions,
+    plain_sharded_linear,
+    sharded_linear,
+)
+from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
 from commfuse_npu.ops.ulysses import (
     attention_all_to_all,
     attention_all_to_all_linear,
@@ -40,11 +47,14 @@ __all__ = [
     "BucketOptions",
     "Buckets",
     "LinearOptions",
+    "ShardedLinear",
+    "ShardedOptions",
     "all_gather_linear",
     "all_to_all_linear",
     "attention_all_to_all",
     "attention_all_to_all_linear",
     "attention_linear_reduce_scatter",
+    "average_gradients",
     "linear_all_reduce",
     "linear_all_to_all",
     "linear_reduce_scatter",
@@ -58,4 +68,8 @@ __all__ = [
     "plain_linear_all_to_all",
     "plain_linear_reduce_scatter",
     "plain_reduce_scatter_bucket",
+    "plain_sharded_linear",
+    "shard_linears",
+    "sharded_linear",
+    "sum_gradients",
 ]

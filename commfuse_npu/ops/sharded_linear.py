@@ -1,0 +1,430 @@
+"""A linear layer whose weight is sharded over the data-parallel group, and whose transfers hide.
+
+Legend: ``M`` rows of ``x`` on this rank (its own part of the batch), ``I`` input and ``O`` output
+features, ``o`` a rank's share of the output features (O/N), ``N`` ranks, ``W_OI`` the whole weight.
+
+The layer is not parallel: every rank computes all features of its own rows.  What is split is the
+memory: a rank keeps ``o`` rows of the weight, of its gradient and of the optimizer's state, and the
+weight is put together, block by block, while it is used (ZeRO-3, fully sharded data parallel).
+
+========== ============================================================================
+forward    weight arrives -> columns of y
+backward   wgrad blocks -> sum; weight arrives -> dgrad, both at once
+========== ============================================================================
+
+The whole weight and its whole gradient exist nowhere: of each there is a window of two blocks, or
+of one piece more than there are lanes (the ring needs all of the weight while it is gathered).
+
+**Exactness.**  The op and its plain form with ``same_blocks=True`` give the same bits, if rows are
+a multiple of 64 bytes long.  Against the plain form as it is, results differ where the GEMM library
+rounds a run of columns differently than all columns together, and in the sum over ``O`` of the
+dgrad, which is made block by block (in fp32, rounded once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows, sum_rows_in_order
+from commfuse_npu.kernels import gemm_into, kernels_for
+from commfuse_npu.ops.job import any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.linear_arguments import autocast, check_linear
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.saved_weight import SavedWeight
+from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightGather, WeightStamp
+from commfuse_npu.pipeline import Gather, ReduceScatter
+from commfuse_npu.plan import Kind, Plan, Schedule
+from commfuse_npu.transport import Transport
+
+__all__ = ["ShardedOptions", "plain_sharded_linear", "sharded_linear"]
+
+
+@dataclass(frozen=True)
+class ShardedOptions:
+    """How a fully sharded layer works.  The same on every rank of the group.
+
+    Args:
+        schedule: the plan's options, for the weight and for its gradient.
+        reduce_dtype: add the ranks' weight gradients in this dtype and round once; by default in
+            their own, as the collective does.  They travel in their own.
+        average: divide the sum of the weight gradients by N, before it is rounded: what a loss that
+            is a mean over the rank's own rows needs.  Else the gradient is the sum.
+    """
+
+    schedule: Schedule = Schedule()
+    reduce_dtype: torch.dtype | None = None
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # it checks them
+
+
+DEFAULT = ShardedOptions()
+
+
+def sharded_linear(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: Transport,
+    options: ShardedOptions = DEFAULT,
+    prefetch: PrefetchedWeight | None = None,
+) -> torch.Tensor:
+    """``linear(x, all_gather(weight_shard), bias)``: the fully sharded layer.
+
+    Equals::
+
+        W_OI = all_gather(W_oI)
+        y_MO = x_MI @ W_OI^T + bias
+        # backward
+        dx_MI = dy_MO @ W_OI
+        dW_oI = reduce_scatter(dy_MO^T @ x_MI) / N        # not divided if average is off
+
+    Timeline of the forward, rank r of 3; a column of it is a block of columns of ``y``::
+
+        compute  | y of own W | y of W r-1 | y of W r-2 |
+        links    | W of r-1   | W of r-2   |            |
+
+    Timeline of the backward.  The weight gradients need nothing that has to arrive, so they come
+    first: they are sent as they are made, while the weight arrives.  The blocks of the dgrad, own
+    weight first, hide the last of both::
+
+        compute  | wgrad for r+1 | wgrad for r+2      | wgrad own | dgrad own | dgrad W r-1 | ...
+        links    | W of r-1      | W of r-2, -> r+1   | -> r+2    |           |             | sum
+
+    Args:
+        x: ``[..., I]``, any number of rows, not the same on every rank.  Need not be contiguous.
+        weight_shard: ``[o, I]``, rows ``r * o`` to ``(r + 1) * o`` of the whole weight, the dtype
+            of ``x``; the same shape on every rank.
+        bias: ``[O]``, whole and the same on every rank.  Its gradient is that of the rank's own
+            rows; it is averaged with those of the other replicated parameters, see
+            :func:`~commfuse_npu.ops.replicated_gradients.average_gradients`.
+        transport: lanes of the data-parallel group.
+        prefetch: the place of this weight in the order of the model's layers.
+
+    Returns:
+        ``[..., O]``.
+
+    Without a gradient for the weight none is computed or sent; without one for ``x`` the backward
+    gathers nothing.  The ranks have to agree on both.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other.
+        MismatchError: another rank calls another op, or has a shard of another shape.
+        TransportError: a transfer failed.
+    """
+    name = "sharded_linear"
+    linear = LinearOptions(options.schedule, reduce_dtype=options.reduce_dtype)
+    check_linear(name, x, weight_shard, None, transport, linear)
+    _check_bias(name, x, weight_shard, bias, transport.size)
+    stamp = WeightStamp.of(weight_shard)
+    x, shard, bias = autocast(x, weight_shard, bias)
+    if takes_plain_path(name, shard, transport, rows=shard.shape[0]):
+        return plain_sharded_linear(x, shard, bias, group=transport.group, options=options)
+    call = _Call(
+        name, transport, _options_for(options, shard.shape[0]), shard.shape[0], stamp, prefetch
+    )
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and any_grad(x, shard, bias):
+        y = _ShardedLinear.apply(flat, shard, bias, call)
+    else:
+        y = _forward(flat.contiguous(), shard, bias, call)
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+def plain_sharded_linear(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    options: ShardedOptions = DEFAULT,
+    same_blocks: bool = False,
+) -> torch.Tensor:
+    """:func:`sharded_linear` over the plain collectives; see its arguments.
+
+    The whole weight is kept for the backward instead of being gathered again.
+
+    Args:
+        same_blocks: cut the GEMMs into the blocks of the fused op's plan, and add in its order.
+    """
+    x, shard, bias = autocast(x, weight_shard, bias)
+    if not same_blocks or group.size() == 1 or shard.shape[0] == 0:
+        whole = _WholeWeight.apply(shard, group, options, None)
+        return torch.nn.functional.linear(x, whole, bias)
+    rows = shard.shape[0]
+    schedule = _options_for(options, rows).schedule
+    plans: dict[Kind, Plan] = {
+        kind: schedule.plan(kind, group.rank(), group.size())
+        for kind in ("gather", "reduce_scatter")
+    }
+    whole = _WholeWeight.apply(shard, group, options, _sources(plans["reduce_scatter"]))
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    y = _LinearInBlocks.apply(
+        flat,
+        whole,
+        bias,
+        plans["gather"].computed_rows(rows),
+        plans["reduce_scatter"].computed_rows(rows),
+    )
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+def _check_bias(
+    name: str, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, size: int
+) -> None:
+    if bias is None:
+        return
+    features = shard.shape[0] * size
+    if tuple(bias.shape) != (features,):
+        raise ValueError(
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({features},), that of "
+            f"all {size} shards of {shard.shape[0]} rows: every rank has the whole bias"
+        )
+    if bias.device != x.device:
+        raise ValueError(f"{name}: x is on {x.device}, the bias on {bias.device}; move one of them")
+    if bias.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{name}: x is {x.dtype}, the bias {bias.dtype}; cast one of them")
+
+
+def _options_for(options: ShardedOptions, rows: int) -> ShardedOptions:
+    """No more chunks than a shard has rows."""
+    schedule = options_for_rows(LinearOptions(options.schedule), rows).schedule
+    return replace(options, schedule=schedule)
+
+
+# ------------------------------------------------------------------------ fused
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call; forward and backward have the same."""
+
+    name: str
+    transport: Transport
+    options: ShardedOptions
+    rows: int
+    stamp: WeightStamp
+    prefetch: PrefetchedWeight | None
+
+    def plan(self, kind: Kind) -> Plan:
+        return self.options.schedule.plan(kind, self.transport.rank, self.transport.size)
+
+    def gather(
+        self, shard: torch.Tensor, name: str, options: tuple[Any, ...], ahead: int | None
+    ) -> Gather:
+        how = WeightGather(self.transport, self.plan("gather"), name, options, ahead)
+        if self.prefetch is None:
+            return how.start(shard, ahead)
+        return self.prefetch.take(shard, self.stamp, how, backward=name != self.name)
+
+    def pieces(self, gather: Gather) -> Iterator[tuple[torch.Tensor, slice]]:
+        """``(block of the weight, its rows)``.
+
+        With the last block there, and not used yet, the links are free for the next layer.
+        """
+        left = len(gather.plan.steps)
+        for piece, run in gather.pieces():
+            left -= 1
+            if left == 0 and self.prefetch is not None:
+                self.prefetch.start_next()
+            yield piece, run
+
+
+def _forward(
+    x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, call: _Call
+) -> torch.Tensor:
+    y = x.new_empty((x.shape[0], shard.shape[0] * call.transport.size))
+    with call.gather(shard.detach().contiguous(), call.name, (call.options,), None) as gather:
+        for piece, run in call.pieces(gather):
+            _columns_into(y, x, piece, bias, run)
+        gather.finish()
+    return y
+
+
+def _columns_into(
+    y: torch.Tensor, x: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None, run: slice
+) -> None:
+    """``y[:, run] = x @ block^T + bias[run]``.
+
+    BLAS writes a run of columns as it writes a matrix, in the same time and with the same bits
+    (measured on CPU in fp32 and bf16; not tried on an NPU).  A block of its own, or ``y^T``, would
+    cost a copy of y.
+    """
+    gemm_into(y[:, run], x, block.t())
+    if bias is not None:
+        y[:, run].add_(bias[run])
+
+
+def _wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slice) -> None:
+    """``out = grad[:, run]^T @ x``."""
+    gemm_into(out, grad[:, run].t(), x)
+
+
+class _InputGradient:
+    """``sum over blocks of grad[:, run] @ block``, in fp32, rounded once."""
+
+    def __init__(self, grad: torch.Tensor, features: int) -> None:
+        self._grad = grad
+        self._kernels = kernels_for(grad.device)
+        self._sum = grad.new_zeros((grad.shape[0], features), dtype=torch.float32)
+
+    def add(self, block: torch.Tensor, run: slice) -> None:
+        # The same kernel as for weight gradients, whose faster forms want contiguous factors.
+        transposed = self._grad[:, run].t().contiguous()
+        self._kernels.accumulate_weight_gradient(self._sum, transposed, block)
+
+    def result(self) -> torch.Tensor:
+        return self._sum.to(self._grad.dtype)
+
+
+class _ShardedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, call: _Call
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.shard = SavedWeight(shard)
+        ctx.call = call
+        return _forward(x, shard, bias, call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        transport, batched = call.transport, call.transport.batched
+        shard = ctx.shard.get(call.name).detach().contiguous()
+        (x,) = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs = (call.options, needs_x, needs_weight)
+        grad = grad.contiguous()
+        scatter = gather = grad_x = grad_shard = None
+        with ExitStack() as stack:
+            # On gloo the receives of the sum have to be posted before the sends of the gather; on
+            # HCCL nothing of the sum is posted yet, and the gather is first on the lanes.
+            if needs_weight:
+                scatter = stack.enter_context(
+                    ReduceScatter(
+                        torch.empty_like(shard),
+                        transport=transport,
+                        plan=call.plan("reduce_scatter"),
+                        reduce_dtype=call.options.reduce_dtype,
+                        divisor=transport.size if call.options.average else 1,
+                        name=f"{call.name} wgrad",
+                        options=needs,
+                    )
+                )
+            if needs_x:
+                # On HCCL the wgrad blocks would queue behind the whole weight: post a step of it
+                # per block instead.  On gloo the host keeps the lanes anyway.
+                ahead = transport.lanes if batched and needs_weight else None
+                gather = stack.enter_context(
+                    call.gather(shard, f"{call.name} re-gather", needs, ahead)
+                )
+            if scatter is not None:
+
+                def produce(run: slice, out: torch.Tensor) -> None:
+                    _wgrad_into(out, grad, x, run)
+                    if gather is not None:
+                        gather.advance()
+
+                scatter.produce(produce)
+            if gather is not None:
+                total = _InputGradient(grad, shard.shape[1])
+                gather.allow(None)
+                for piece, run in call.pieces(gather):
+                    total.add(piece, run)
+                gather.finish()
+                grad_x = total.result()
+            if scatter is not None:
+                grad_shard = scatter.finish()
+        grad_bias = grad.sum(dim=0) if needs_bias else None
+        return grad_x, grad_shard, grad_bias, None
+
+
+# ------------------------------------------------------------------------ plain
+
+
+def _sources(plan: Plan) -> list[int]:
+    """In which order the partials for this rank are added."""
+    if plan.forwards:
+        return [(plan.rank - k) % plan.size for k in range(1, plan.size + 1)]
+    arriving = [step.receive.source for step in plan.transfers if step.receive is not None]
+    return [*dict.fromkeys(arriving), plan.rank]
+
+
+class _WholeWeight(torch.autograd.Function):
+    """``all_gather(shard)``, whose backward sums over the group and divides before it rounds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
+        options: ShardedOptions,
+        sources: list[int] | None,
+    ) -> torch.Tensor:
+        ctx.settings = group, options, sources
+        return all_gather_rows(shard, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, options, sources = ctx.settings
+        wide = grad.to(options.reduce_dtype or grad.dtype)
+        if sources is None:
+            total = reduce_scatter_rows(wide, group)
+        else:
+            total = sum_rows_in_order(wide, group, sources)
+        if options.average:
+            total = total.div_(group.size())
+        return total.to(grad.dtype), None, None, None
+
+
+class _LinearInBlocks(torch.autograd.Function):
+    """``linear(x, weight, bias)`` by the GEMMs of the fused op."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        runs: list[slice],
+        wgrad_runs: list[slice],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.runs = runs, wgrad_runs
+        y = x.new_empty((x.shape[0], weight.shape[0]))
+        for run in runs:
+            _columns_into(y, x, weight[run], bias, run)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        runs, wgrad_runs = ctx.runs
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = grad_weight = None
+        if needs_weight:
+            grad_weight = torch.empty_like(weight)
+            for run in wgrad_runs:
+                _wgrad_into(grad_weight[run], grad, x, run)
+        if needs_x:
+            total = _InputGradient(grad, weight.shape[1])
+            for run in runs:
+                total.add(weight[run], run)
+            grad_x = total.result()
+        grad_bias = grad.sum(dim=0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None

@@ -1,0 +1,262 @@
+"""Fully sharded linear layers as modules, and models of ``torch.nn.Linear`` made of them.
+
+A model is trained fully sharded, without Megatron, by three changes to its loop::
+
+    model = shard_linears(model, transport=transport)      # before the optimizer is made
+    optimizer = torch.optim.AdamW(model.parameters())
+    ...
+    loss.backward()                                        # mean over the rank's own rows
+    average_gradients(model, transport)                    # what stays replicated
+    optimizer.step()
+
+The gradient of a shard is complete when the backward is; the optimizer's state is that of the
+shard.  ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards only, and would scale the ranks
+differently: sum the squared norms of the shards over the group first.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from commfuse_npu.collectives import all_gather_rows
+from commfuse_npu.ops.sharded_linear import DEFAULT, ShardedOptions, sharded_linear
+from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightPrefetch, in_backward
+from commfuse_npu.transport import Transport
+
+__all__ = ["ShardedLinear", "shard_linears"]
+
+_logger = logging.getLogger(__name__)
+
+
+class ShardedLinear(torch.nn.Module):
+    """``torch.nn.Linear`` whose weight is sharded over a data-parallel group, by output features.
+
+    Made by :meth:`from_linear` or :func:`shard_linears`.
+
+    The ``state_dict`` has the shard of this rank, ``weight`` ``[O/N, I]``, and the whole ``bias``
+    ``[O]``: a checkpoint of every rank, for the same N.  For one that any N can read, save
+    :meth:`full_weight` and read it with :meth:`load_full_weight`.
+
+    Attributes:
+        weight: ``[O/N, I]``, rows ``rank * O/N`` to ``(rank + 1) * O/N`` of the whole weight.
+        bias: ``[O]`` or None; the same on every rank.
+        in_features, out_features: I and O of the whole layer.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.nn.Parameter | None,
+        *,
+        transport: Transport,
+        options: ShardedOptions = DEFAULT,
+        prefetch: WeightPrefetch | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.in_features = weight.shape[1]
+        self.out_features = weight.shape[0] * transport.size
+        self.transport = transport
+        self.options = options
+        self.prefetch = prefetch
+        self._place: PrefetchedWeight | None = None
+        if prefetch is not None and transport.size > 1:
+            self._place = prefetch.add(lambda: self.weight)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        *,
+        transport: Transport,
+        options: ShardedOptions = DEFAULT,
+        prefetch: WeightPrefetch | None = None,
+    ) -> ShardedLinear:
+        """This rank's part of a layer that every rank holds whole, and the same.
+
+        Args:
+            linear: its weight is copied in part; its bias becomes that of the new layer.
+            prefetch: shared by the layers of a model.
+
+        Raises:
+            ValueError: its output features cannot be divided by the size of the group.
+        """
+        refusal = _not_divisible(linear, transport.size)
+        if refusal is not None:
+            raise ValueError(f"ShardedLinear: {refusal}")
+        rows = linear.out_features // transport.size
+        # A copy: a slice would keep the whole weight alive.
+        shard = linear.weight.detach()[transport.rank * rows :][:rows].clone()
+        weight = torch.nn.Parameter(shard, requires_grad=linear.weight.requires_grad)
+        layer = cls(weight, linear.bias, transport=transport, options=options, prefetch=prefetch)
+        return layer.train(linear.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., I] -> [..., O]``; see :func:`~commfuse_npu.ops.sharded_linear.sharded_linear`."""
+        return sharded_linear(
+            x,
+            self.weight,
+            self.bias,
+            transport=self.transport,
+            options=self.options,
+            prefetch=self._place,
+        )
+
+    @torch.no_grad()
+    def full_weight(self) -> torch.Tensor:
+        """``[O, I]``, without gradient.  Every rank of the group calls it."""
+        return all_gather_rows(self.weight.detach(), self.transport.group)
+
+    @torch.no_grad()
+    def load_full_weight(self, weight: torch.Tensor) -> None:
+        """Take this rank's rows of ``[O, I]``.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise ValueError(
+                f"ShardedLinear: a weight of shape {tuple(weight.shape)} for a layer of "
+                f"({self.out_features}, {self.in_features}); give the whole one, not a shard"
+            )
+        rows = self.weight.shape[0]
+        self.weight.copy_(weight[self.transport.rank * rows :][:rows])
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, shard {self.transport.rank} of {self.transport.size}"
+        )
+
+
+def shard_linears(
+    module: torch.nn.Module,
+    *,
+    transport: Transport,
+    options: ShardedOptions = DEFAULT,
+    skip: Collection[str] = (),
+    prefetch: bool = True,
+) -> torch.nn.Module:
+    """Make a :class:`ShardedLinear` of every ``torch.nn.Linear`` in ``module``, in place.
+
+    Every rank calls it with the same module: the same seed, or the same checkpoint.  Call it before
+    the optimizer is made, and on the whole model: the order of layers is learned per call.
+
+    These stay whole, which is logged once: layers named in ``skip``, those whose output features N
+    does not divide, those whose weight another module uses too (tied embeddings), and subclasses of
+    ``torch.nn.Linear``, whose owner may use the weight without calling the layer.
+
+    Args:
+        skip: names in the module, of linear layers or of modules that hold some.
+        prefetch: start the gather of the next layer's weight early, see
+            :mod:`~commfuse_npu.ops.weight_prefetch`.
+
+    Returns:
+        ``module``, or the new layer if it is a ``torch.nn.Linear`` itself.
+
+    Raises:
+        ValueError: ``skip`` names what is not there.
+        MismatchError: the ranks do not hold the same layers with the same parameters.
+    """
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        names.setdefault(part, []).append(name)
+    unknown = sorted(set(skip).difference(*names.values()))
+    if unknown:
+        raise ValueError(
+            f"shard_linears: skip names {', '.join(unknown)}, which the module does not have; take "
+            "names of module.named_modules()"
+        )
+    linears = [part for part in names if isinstance(part, torch.nn.Linear)]
+    reasons = {m: _stays_whole(module, names[m], m, transport.size, skip) for m in linears}
+    transport.agree(
+        "shard_linears",
+        options=options,
+        prefetch=prefetch,
+        layers=tuple((names[m][0], tuple(m.weight.shape), reasons[m]) for m in linears),
+        parameters=_fingerprint(module),
+    )
+    kept = [f"{names[m][0]} ({reason})" for m, reason in reasons.items() if reason is not None]
+    if kept:
+        _logger.warning("shard_linears keeps whole: %s", "; ".join(kept))
+    order = WeightPrefetch() if prefetch else None
+    made: dict[torch.nn.Module, torch.nn.Module] = {
+        linear: ShardedLinear.from_linear(
+            linear, transport=transport, options=options, prefetch=order
+        )
+        for linear in linears
+        if reasons[linear] is None
+    }
+    if module in made:
+        return made[module]
+    for parent in list(module.modules()):
+        # A layer that is used in several places is replaced by the same one in all of them.
+        for name, child in parent._modules.items():
+            if child in made:
+                setattr(parent, name, made[child])
+    if order is not None and made:
+        _end_passes_with(module, order)
+    return module
+
+
+def _not_divisible(linear: torch.nn.Linear, size: int) -> str | None:
+    features = linear.out_features
+    if features % size == 0:
+        return None
+    return (
+        f"{features} output features are not divisible by the group size {size}; pad them to "
+        f"{-(-features // size) * size}, or keep the layer whole"
+    )
+
+
+def _stays_whole(
+    module: torch.nn.Module,
+    names: list[str],
+    linear: torch.nn.Linear,
+    size: int,
+    skip: Collection[str],
+) -> str | None:
+    if any(f"{name}.".startswith(f"{other}.") for name in names for other in skip):
+        return "named in skip"
+    if type(linear) is not torch.nn.Linear:
+        return f"it is a {type(linear).__name__}"
+    users = [m for m in module.modules() if any(p is linear.weight for p in m._parameters.values())]
+    if len(users) > 1:
+        return "its weight is used by another module too"
+    return _not_divisible(linear, size)
+
+
+def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
+    """A number per replicated parameter that depends on every bit of it, in no order."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    shards = {id(m.weight) for m in module.modules() if isinstance(m, ShardedLinear)}
+    return tuple(
+        int(parameter.detach().view(integers[parameter.itemsize]).sum(dtype=torch.int64))
+        for parameter in module.parameters()
+        if not parameter.is_meta and parameter.itemsize in integers and id(parameter) not in shards
+    )
+
+
+def _end_passes_with(module: torch.nn.Module, prefetch: WeightPrefetch) -> None:
+    """Nothing is under way when the forward of ``module`` is over, however it ends."""
+
+    def forward_ended(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        if in_backward():
+            # A recomputed forward; it is left by an exception when nothing more is needed of it.
+            return
+        error = sys.exc_info()[1]
+        if error is not None and output is None:
+            prefetch.interrupted(error)
+        else:
+            prefetch.end_pass()
+
+    module.register_forward_hook(forward_ended, always_call=True)
