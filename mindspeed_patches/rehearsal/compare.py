@@ -16,8 +16,11 @@ __all__ = [
     "degeneracies",
     "differences",
     "fused_layers",
+    "fused_paths",
     "is_comparison",
     "is_message",
+    "largest_loss_difference",
+    "relative_difference",
 ]
 
 LAYER_NAMES = {
@@ -59,6 +62,28 @@ def _differences_of_rank(one: Record, other: Record) -> list[str]:
     return found
 
 
+def largest_loss_difference(reference: Sequence[Record], commfuse: Sequence[Record]) -> float:
+    """Relative, over all iterations; infinite if there is nothing to compare."""
+    found = [
+        relative_difference([step.get(name) for step in one.losses], [s.get(name) for s in losses])
+        for one, other in zip(reference, commfuse, strict=True)
+        for losses in [other.losses]
+        for name in dict.fromkeys(name for step in one.losses for name in step)
+    ]
+    return max(found, default=math.inf)
+
+
+def relative_difference(one: Sequence[str | None], other: Sequence[str | None]) -> float:
+    """The largest difference of two columns of numbers, relative to the first column."""
+    if len(one) != len(other) or [a is None for a in one] != [b is None for b in other]:
+        return math.inf
+    numbers = [
+        (float.fromhex(a), float.fromhex(b)) for a, b in zip(one, other, strict=True) if a and b
+    ]
+    relative = [abs(a - b) / abs(a) if a else abs(b) for a, b in numbers]
+    return math.inf if any(map(math.isnan, relative)) else max(relative, default=0.0)
+
+
 def _differing_weights(one: dict[str, str], other: dict[str, str], when: str) -> list[str]:
     names = [name for name in one | other if one.get(name) != other.get(name)]
     if not names:
@@ -96,9 +121,13 @@ def count_collectives(records: Sequence[Record]) -> Counter[Site]:
 
 
 def fused_layers(records: Sequence[Record]) -> list[str]:
-    """The layers that took CommFuse's path at least once, by CommFuse's names."""
-    taken = {layer for r in records for layer, path, count in r.calls if path == "fused" and count}
-    return [name for name in LAYER_NAMES.values() if name in taken]
+    """The linear layers that took CommFuse's path at least once, by CommFuse's names."""
+    return [name for name in LAYER_NAMES.values() if name in fused_paths(records)]
+
+
+def fused_paths(records: Sequence[Record]) -> set[str]:
+    """Everything that took CommFuse's path at least once: linear layers, attention and others."""
+    return {name for r in records for name, path, count in r.calls if path == "fused" and count}
 
 
 def is_message(site: Site) -> bool:

@@ -13,6 +13,7 @@ from mindspeed_patches.rehearsal.compare import (
     fused_layers,
     is_comparison,
     is_message,
+    relative_difference,
 )
 from mindspeed_patches.rehearsal.fingerprints import overall_hash
 from mindspeed_patches.rehearsal.records import Record
@@ -64,7 +65,7 @@ def layer_lines(records: Sequence[Record]) -> list[str]:
     for record in records:
         for layer, path, count in record.calls:
             calls[layer, path] += count
-    lines = [f"linear layers in the CommFuse run, forward calls of {len(records)} ranks:"]
+    lines = [f"CommFuse's calls in its run, forward, {len(records)} ranks together:"]
     for (layer, path), count in sorted(calls.items()):
         told = "fused" if path == "fused" else f"by Megatron, because {path}"
         lines.append(f"  {layer:<8} {count:>6}  {told}")
@@ -139,19 +140,13 @@ def loss_lines(runs: Runs) -> list[str]:
         lines.append(f"{index + 1:>9} {row}{'' if same else '  differs'}")
     if len(columns) == 2:
         one, other = columns.values()
-        of_loss = _largest(*([_first_loss(step) for step in r.losses] for r in (one, other)))
-        of_norm = _largest(one.grad_norms, other.grad_norms)
-        lines.append(f"largest difference of the loss: {of_loss}")
-        lines.append(f"largest difference of the gradient norm: {of_norm}")
+        of_loss = relative_difference(
+            *([_first_loss(step) for step in r.losses] for r in (one, other))
+        )
+        of_norm = relative_difference(one.grad_norms, other.grad_norms)
+        lines.append(f"largest difference of the loss: {of_loss:.3g} relative")
+        lines.append(f"largest difference of the gradient norm: {of_norm:.3g} relative")
     return lines
-
-
-def _largest(one: Sequence[str | None], other: Sequence[str | None]) -> str:
-    """The largest difference of two columns, relative to the first."""
-    pairs = zip(one, other, strict=False)
-    numbers = [(float.fromhex(a), float.fromhex(b)) for a, b in pairs if a and b]
-    relative = [abs(a - b) / abs(a) if a else abs(b) for a, b in numbers]
-    return f"{max(relative, default=0.0):.3g} relative"
 
 
 def _first_loss(losses: Mapping[str, str]) -> str | None:

@@ -17,6 +17,7 @@ from mindspeed_patches.rehearsal.compare import (
     degeneracies,
     differences,
     fused_layers,
+    largest_loss_difference,
 )
 from mindspeed_patches.rehearsal.records import Record, read_records
 from mindspeed_patches.wrappers import LAYERS
@@ -51,6 +52,18 @@ CASES = {
     "pipeline": (4, f"{ENGINE} {PLAIN_WGRAD} --pipeline-model-parallel-size 2"),
 }
 """Processes, and what is added to the model's options."""
+
+
+ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
+ALONE = "--tensor-model-parallel-size 1"
+
+ATTENTION_CASES = {
+    "attention": (2, f"{LOCAL} {PLAIN_WGRAD} --commfuse-attention", "attention"),
+    "ulysses": (2, f"{LOCAL} {PLAIN_WGRAD} {ULYSSES} {ALONE}", "ulysses"),
+    "ulysses_transformer_engine": (2, f"{ENGINE} {PLAIN_WGRAD} {ULYSSES} {ALONE}", "ulysses"),
+    "ulysses_and_tensor_parallel": (4, f"{LOCAL} {PLAIN_WGRAD} {ULYSSES}", "ulysses"),
+}
+"""Processes, what is added to the model's options in fp32, and what has to be fused."""
 
 
 def why_not() -> str | None:
@@ -109,6 +122,24 @@ def test_commfuse_changes_no_bit_and_leaves_no_collective(case: str, tmp_path: P
         assert set(calls) == {"fused"}
         assert collectives_in(reference, [layer]) > 0
         assert collectives_in(commfuse, [layer]) == 0
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES)
+def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
+    processes, options, fused = ATTENTION_CASES[case]
+    model = MODEL.replace("--bf16", "")
+    if ALONE in options:
+        model = model.replace("--sequence-parallel", "")
+    launch = f"torchrun --nproc_per_node {processes} pretrain_gpt.py {model} {options}"
+    code, printed = rehearse(tmp_path, "--iterations", "10", "--", *launch.split())
+    assert code == 0, printed
+    assert "losses equal within 1e-06 relative: True" in printed
+
+    reference, commfuse = records(tmp_path)
+    assert degeneracies(commfuse) == []
+    assert largest_loss_difference(reference, commfuse) <= 1e-6
+    calls = {path for r in commfuse for name, path, _ in r.calls if name == fused}
+    assert calls == {"fused"}, printed
 
 
 def test_other_bits_are_noticed(tmp_path: Path) -> None:

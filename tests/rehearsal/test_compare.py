@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from mindspeed_patches.rehearsal.compare import (
     degeneracies,
     differences,
     fused_layers,
+    largest_loss_difference,
 )
 from mindspeed_patches.rehearsal.fingerprints import optimizer_hash, overall_hash, weight_hashes
 from mindspeed_patches.rehearsal.records import Record, read_records
@@ -140,15 +142,20 @@ def test_collectives_of_commfuse_itself_are_not_overlooked() -> None:
 
 
 def verdict(
-    monkeypatch: pytest.MonkeyPatch, reference: Record, commfuse: Record, only: str | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    reference: Record,
+    commfuse: Record,
+    only: str | None = None,
+    tolerance: float | None = None,
+    words: str = "",
 ) -> int:
     """What the command answers when its two runs note these records."""
     commfuse.calls = commfuse.calls or [("qkv", "fused", 4)]
     noted = {"reference": [reference], "commfuse": [commfuse]}
     monkeypatch.setattr(rehearse, "run_script", lambda run, way, words, folder: noted[way])
-    given = SimpleNamespace(only=only, verbose=False)
+    given = SimpleNamespace(only=only, verbose=False, loss_tolerance=tolerance)
     run = Run(Path("pretrain_gpt.py"), 1, Path(), {}, 1.0)
-    launch = SimpleNamespace(options=Options())
+    launch = SimpleNamespace(options=Options(words.split()))
     return rehearse._train_and_compare(given, launch, run, Path())  # type: ignore[arg-type]
 
 
@@ -180,8 +187,57 @@ def test_equal_but_not_fused(
     other.calls = [("qkv", "a reason", 4)]
     assert verdict(monkeypatch, train(), other) == 1
     out = capsys.readouterr().out
-    assert "no layer was fused" in out
+    assert "nothing was fused" in out
     assert "by Megatron, because a reason" in out
+
+
+def a_little_off(by: float) -> Record:
+    record = train(flip=True)
+    for step in record.losses:
+        step["lm loss"] = (float.fromhex(step["lm loss"]) * (1 + by)).hex()
+    return record
+
+
+@pytest.mark.parametrize(
+    ("words", "within", "beyond"),
+    [
+        ("--commfuse-attention", 9e-7, 1.1e-6),
+        ("--commfuse-ulysses", 9e-7, 1.1e-6),
+        ("--commfuse-attention --bf16", 1.9e-3, 2e-3),
+    ],
+)
+def test_attention_is_compared_by_its_losses(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    within: float,
+    beyond: float,
+) -> None:
+    assert verdict(monkeypatch, train(), a_little_off(within), words=words) == 0
+    out = capsys.readouterr().out
+    assert "same bits everywhere: False" in out
+    assert "relative: True" in out
+    assert verdict(monkeypatch, train(), a_little_off(beyond), words=words) == 1
+    assert "relative: False" in capsys.readouterr().out
+
+
+def test_a_tolerance_is_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(monkeypatch, train(), a_little_off(1e-3), tolerance=1e-2) == 0
+    assert verdict(monkeypatch, train(), a_little_off(1e-3), tolerance=1e-4) == 1
+    words = "--commfuse-attention"
+    assert verdict(monkeypatch, train(), train(flip=True), tolerance=0.0, words=words) == 1
+
+
+def test_what_cannot_be_compared_is_not_equal() -> None:
+    short, none, nan = train(), train(), train()
+    short.losses = short.losses[:1]
+    none.losses[0] = {}
+    nan.losses[0]["lm loss"] = "nan"
+    for other in (short, none, nan):
+        assert largest_loss_difference([train()], [other]) == math.inf
+    silent = train()
+    silent.losses = [{}, {}]
+    assert largest_loss_difference([silent], [silent]) == math.inf
 
 
 def test_one_run_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
