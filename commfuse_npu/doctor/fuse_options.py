@@ -31,6 +31,7 @@ class FuseOptions:
     order: Order = "interleaved"
     min_kib: int = 0
     attention: bool = False
+    ulysses: bool = False
 
     @classmethod
     def from_options(cls, options: Sequence[str]) -> FuseOptions:
@@ -53,6 +54,9 @@ class FuseOptions:
         parser.add_argument("--commfuse-min-kib", dest="min_kib", type=int)
         parser.add_argument(
             "--commfuse-attention", dest="attention", action=argparse.BooleanOptionalAction
+        )
+        parser.add_argument(
+            "--commfuse-ulysses", dest="ulysses", action=argparse.BooleanOptionalAction
         )
         given, _ = parser.parse_known_args(list(options))
         found = cls(**vars(given))

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from commfuse_npu.doctor.attention import attention_obstacle, recomputes_attention
 from commfuse_npu.doctor.finding import Finding, about
 from commfuse_npu.doctor.launch import ASSUMED_VOCABULARY, Launch
-from commfuse_npu.doctor.refused import ATTENTION_REFUSED, REFUSED, refused_value
+from commfuse_npu.doctor.refused import (
+    ATTENTION_REFUSED,
+    REFUSED,
+    ULYSSES_REFUSED,
+    refused_value,
+)
+from commfuse_npu.doctor.ulysses import check_ulysses_layout
 from commfuse_npu.model_config import ConfigError
 
 __all__ = ["check_launch"]
 
 _about = about("launch")
-_WAY_OUT = {
-    "--attention-dropout": "pass --attention-dropout 0.0 or leave --commfuse-attention out",
-}
 
 
 def check_launch(launch: Launch) -> list[Finding]:
@@ -76,7 +79,7 @@ def check_launch(launch: Launch) -> list[Finding]:
 
 def _check_options(launch: Launch) -> list[Finding]:
     config, found = launch.config, []
-    if config.tensor_model_parallel_size == 1:
+    if config.tensor_model_parallel_size == 1 and not launch.fuse.ulysses:
         found.append(
             _about(
                 "--tensor-model-parallel-size",
@@ -89,6 +92,9 @@ def _check_options(launch: Launch) -> list[Finding]:
     found.extend(_check_refused(launch, REFUSED, "--use-commfuse"))
     if launch.fuse.attention:
         found.extend(_check_attention(launch))
+    if launch.fuse.ulysses:
+        found.extend(_check_refused(launch, ULYSSES_REFUSED, "--commfuse-ulysses"))
+        found.extend(check_ulysses_layout(config))
     if config.tensor_model_parallel_size > 1 and not config.uses_sequence_parallel:
         found.append(
             _about(
@@ -110,7 +116,9 @@ def _check_refused(launch: Launch, options: Sequence[str], ours: str) -> list[Fi
             "error",
             value,
             f"not together with {ours}, which is refused then",
-            _WAY_OUT.get(option, "leave one of the two out"),
+            f"pass --attention-dropout 0.0 or leave {ours} out"
+            if option == "--attention-dropout"
+            else "leave one of the two out",
         )
         for option, value in values.items()
         if value is not None

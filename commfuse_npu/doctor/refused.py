@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from commfuse_npu.doctor.launch import value_of
 
-__all__ = ["ATTENTION_REFUSED", "REFUSED", "refused_value"]
+__all__ = ["ATTENTION_REFUSED", "REFUSED", "ULYSSES_REFUSED", "refused_value"]
 
 REFUSED = (
     "--use-ascend-mc2",
@@ -45,7 +45,16 @@ ATTENTION_REFUSED = (
 )
 """Options that exclude ``--commfuse-attention``."""
 
+ULYSSES_REFUSED = (
+    *(option for option in ATTENTION_REFUSED if option != "--context-parallel-size"),
+    "--context-parallel-kv-cache-policy",
+    "--use-ulysses-allgather-kv",
+    "--attention-mask-type",
+)
+"""Options that exclude ``--commfuse-ulysses``."""
+
 _ONLY_WITH = {
+    "--attention-mask-type": "general",
     "--schedules-method": "dualpipev",
     "--position-embedding-type": "alibi",
     "--shape-order": "TND",

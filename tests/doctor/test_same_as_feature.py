@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from commfuse_npu.doctor.attention import attention_obstacle, recomputes_attenti
 from commfuse_npu.doctor.fuse_options import FuseOptions, schedule_of
 from commfuse_npu.doctor.launch_checks import check_launch
 from commfuse_npu.doctor.layers import fused_layers
-from commfuse_npu.doctor.refused import ATTENTION_REFUSED, REFUSED, refused_value
+from commfuse_npu.doctor.refused import ATTENTION_REFUSED, REFUSED, ULYSSES_REFUSED, refused_value
 from commfuse_npu.model_config import ModelConfig
 from tests.doctor.launches import FUSED, SIZES, launch
 from tests.doctor.machines import CONFIG, only
@@ -29,6 +30,36 @@ def test_options_refused_with_attention_are_those_of_the_feature() -> None:
     assert tuple(refusal.option.split()[0] for refusal in ATTENTION_REFUSALS) == ATTENTION_REFUSED
 
 
+def test_options_refused_with_ulysses_are_those_of_the_feature() -> None:
+    from mindspeed_patches.refusals import ULYSSES_REFUSALS
+
+    assert tuple(refusal.option.split()[0] for refusal in ULYSSES_REFUSALS) == ULYSSES_REFUSED
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--context-parallel-size 1 --context-parallel-algo ulysses_cp_algo", True),
+        ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", True),
+        ("--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo", False),
+    ],
+)
+def test_layouts_are_refused_with_ulysses_as_by_the_feature(words: str, refused: bool) -> None:
+    from mindspeed_patches.refusals import IncompatibleOptionsError, check_ulysses_layout
+
+    size, algorithm = words.split()[1::2]
+    given = argparse.Namespace(
+        context_parallel_size=int(size), context_parallel_algo=algorithm, num_attention_heads=8
+    )
+    with pytest.raises(IncompatibleOptionsError) if refused else nullcontext():
+        check_ulysses_layout(given)
+    alone = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
+    found = check_launch(launch(*f"{alone} {words} --commfuse-ulysses".split()))
+    assert only(found, "--commfuse-ulysses").level == ("error" if refused else "note")
+    # A tensor-parallel group of one is fine then.
+    assert not [f for f in found if f.what == "--tensor-model-parallel-size"]
+
+
 VALUES: dict[str, list[object]] = {
     "--schedules-method": ["dualpipev", "other"],
     "--output-layer-slice-num": [0, 1, 2],
@@ -41,6 +72,8 @@ VALUES: dict[str, list[object]] = {
     "--shape-order": ["SBH", "TND"],
     "--reset-attention-mask": [True],
     "--use-legacy-models": [True],
+    "--attention-mask-type": ["general", "causal"],
+    "--use-ulysses-allgather-kv": [True],
 }
 
 
@@ -48,9 +81,10 @@ VALUES: dict[str, list[object]] = {
     ("option", "value"), [(option, value) for option in VALUES for value in VALUES[option]]
 )
 def test_values_are_refused_as_by_the_feature(option: str, value: object) -> None:
-    from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS
+    from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, ULYSSES_REFUSALS
 
-    refusals = {refusal.option.split()[0]: refusal for refusal in (*REFUSALS, *ATTENTION_REFUSALS)}
+    every = (*REFUSALS, *ULYSSES_REFUSALS, *ATTENTION_REFUSALS)
+    refusals = {refusal.option.split()[0]: refusal for refusal in every}
     given = argparse.Namespace(**{refusals[option].names[0]: value})
     words = [option] if value is True else [option, str(value)]
     assert (refused_value(words, option) is not None) == refusals[option].given(given)
@@ -60,7 +94,16 @@ def test_defaults_are_those_of_the_feature() -> None:
     from mindspeed_patches.arguments import DEFAULTS
 
     ours = FuseOptions()
-    for name in ("layers", "schedule", "lanes", "chunks", "order", "min_kib", "attention"):
+    for name in (
+        "layers",
+        "schedule",
+        "lanes",
+        "chunks",
+        "order",
+        "min_kib",
+        "attention",
+        "ulysses",
+    ):
         assert DEFAULTS[f"commfuse_{name}"] == getattr(ours, name)
     assert DEFAULTS["use_commfuse"] == ours.use_commfuse
 

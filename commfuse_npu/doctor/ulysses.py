@@ -1,0 +1,45 @@
+"""Whether a layout lets ``--commfuse-ulysses`` exchange heads."""
+
+from __future__ import annotations
+
+from commfuse_npu.doctor.finding import Finding, about
+from commfuse_npu.model_config import ModelConfig
+
+__all__ = ["check_ulysses_layout"]
+
+_about = about("launch")
+
+
+def check_ulysses_layout(config: ModelConfig) -> list[Finding]:
+    """What the feature would refuse, and else what is fused."""
+    name, size = "--commfuse-ulysses", config.context_parallel_size
+    if size == 1:
+        return [
+            _about(
+                name,
+                "error",
+                "given, with --context-parallel-size 1",
+                "at least 2: a context-parallel group of one exchanges no heads",
+                f"choose CP of at least 2, or leave {name} out",
+            )
+        ]
+    if config.context_parallel_algo != "ulysses_cp_algo":
+        return [
+            _about(
+                name,
+                "error",
+                f"given, with --context-parallel-algo {config.context_parallel_algo}",
+                "ulysses_cp_algo: others do not exchange heads, or not over the whole group",
+                f"choose it, or leave {name} out",
+            )
+        ]
+    # Whether heads and sequence can be shared out is checked with the layout, for every launch.
+    return [
+        _about(
+            name,
+            "note",
+            f"given, CP {size}",
+            action="the output's all-to-all hides behind attention, that of q, k and v does not; "
+            "calls with packed sequences, a bias or a mask that is not causal keep their own",
+        )
+    ]
