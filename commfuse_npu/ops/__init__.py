@@ -13,6 +13,7 @@ from commfuse_npu.ops.buckets import (
     plain_all_gather_bucket,
     plain_reduce_scatter_bucket,
 )
+from commfuse_npu.ops.gradient_norm import clip_gradient_norm
 from commfuse_npu.ops.head_exchange import (
     all_to_all_linear,
     linear_all_to_all,
@@ -55,6 +56,7 @@ __all__ = [
     "attention_all_to_all_linear",
     "attention_linear_reduce_scatter",
     "average_gradients",
+    "clip_gradient_norm",
     "linear_all_reduce",
     "linear_all_to_all",
     "linear_reduce_scatter",

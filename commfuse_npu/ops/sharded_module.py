@@ -7,11 +7,12 @@ A model is trained fully sharded, without Megatron, by three changes to its loop
     ...
     loss.backward()                                        # mean over the rank's own rows
     average_gradients(model, transport)                    # what stays replicated
+    clip_gradient_norm(model, 1.0, transport)              # if gradients are clipped
     optimizer.step()
 
 The gradient of a shard is complete when the backward is; the optimizer's state is that of the
 shard.  ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards only, and would scale the ranks
-differently: sum the squared norms of the shards over the group first.
+differently.
 """
 
 from __future__ import annotations

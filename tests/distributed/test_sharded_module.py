@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import MismatchError, TransportError
+from commfuse_npu.ops.gradient_norm import clip_gradient_norm
 from commfuse_npu.ops.replicated_gradients import average_gradients, sum_gradients
 from commfuse_npu.ops.sharded_linear import ShardedOptions
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
@@ -231,6 +233,44 @@ def like_one_process(rank: int) -> float:
 def test_gradients_of_a_mean_over_the_whole_batch(ranks, size: int) -> None:
     for worst in ranks(size).run(like_one_process):
         assert worst <= 5  # measured: 2.4
+
+
+def clipped_like_one_process(rank: int) -> None:
+    link = transport()
+    whole, model = Llama(bias=True), Llama(bias=True)
+    shard_linears(model, transport=link)
+    tokens = [batch(r, 0) for r in range(link.size)]
+    sum(loss_of(whole, part) / link.size for part in tokens).backward()
+    loss_of(model, tokens[rank]).backward()
+    average_gradients(model, link)
+    for limit in (1e9, 0.1):  # nothing is clipped, everything is
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), limit)
+        norm = clip_gradient_norm(model, limit, link)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+        everyone = [torch.zeros(()) for _ in range(link.size)]
+        dist.all_gather(everyone, norm)
+        assert len({value.item() for value in everyone}) == 1
+        for (name, one), other in zip(whole.named_parameters(), model.parameters(), strict=True):
+            part = one.grad if other.shape == one.shape else one.grad.chunk(link.size)[rank]
+            torch.testing.assert_close(other.grad, part, rtol=1e-4, atol=1e-6, msg=name)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    clip_gradient_norm(model, math.inf, link)  # measures only
+    if rank == 0:
+        next(model.parameters()).grad[0] = math.nan
+        before[0][0] = math.nan
+    dist.broadcast(next(model.parameters()).grad, 0)  # it is replicated
+    norm = clip_gradient_norm(model, 0.01, link)
+    assert norm.isnan()
+    if rank == 0:
+        for parameter, grad in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad.nan_to_num(7.0), grad.nan_to_num(7.0))
+    with pytest.raises(ValueError, match=r"max_norm is 0; it has to be above 0"):
+        clip_gradient_norm(model, 0, link)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, size: int) -> None:
+    ranks(size).run(clipped_like_one_process)
 
 
 def bytes_of_training(rank: int) -> tuple[int, int]:
