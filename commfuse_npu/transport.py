@@ -363,6 +363,27 @@ class Transport:
             identity = self._agreed[signature] = zlib.crc32(repr(signature).encode())
         return identity
 
+    def confirm(self, name: str) -> None:
+        """Meet the other ranks: it returns only if all of them got here.
+
+        For a place that no rank may pass if one of them failed before it.  Transfers may be under
+        way; what was waited for is done.  On a device the host first waits for the current stream,
+        where a failed transfer shows; elsewhere it costs two small messages per rank.
+
+        Args:
+            name: the place, for errors.
+
+        Raises:
+            MismatchError: another rank calls something else.
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        if self.device_type != "cpu":
+            torch.get_device_module(self.device_type).current_stream().synchronize()
+        if self.size > 1:
+            self._compare(name, (("operation", name),))
+
     def _compare(self, name: str, signature: tuple[tuple[str, Hashable], ...]) -> None:
         everyone: list[Any] = [None] * self.size
         try:

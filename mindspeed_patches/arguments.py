@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from commfuse_npu import Schedule
-from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops import BucketOptions, LinearOptions
+from mindspeed_patches.data_parallel import OPTIONS
 from mindspeed_patches.wrappers import LAYERS
 
 __all__ = ["DEFAULTS", "CommFuseOptions", "add_arguments", "commfuse_options", "schedule_for"]
@@ -34,6 +35,8 @@ DEFAULTS: dict[str, Any] = {
     "commfuse_min_kib": 0,
     "commfuse_attention": False,
     "commfuse_ulysses": False,
+    "commfuse_dp": False,
+    "commfuse_dp_reduce_dtype": "none",
 }
 """What an option is when it is not given."""
 
@@ -97,7 +100,19 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--commfuse-ulysses",
         action=flag,
-        help="fuse attention with the exchange of its output (needs Ulysses context parallelism)",
+        help="fuse attention and its projections with the exchange of heads (needs Ulysses context "
+        "parallelism)",
+    )
+    parser.add_argument(
+        "--commfuse-dp",
+        action=flag,
+        help="exchange gradients and parameters of the distributed optimizer by the plans, too",
+    )
+    parser.add_argument(
+        "--commfuse-dp-reduce-dtype",
+        choices=("none", "float32"),
+        help="float32: add the ranks' gradients in fp32 and round once, other bits than the "
+        "collective",
     )
     parser.add_argument(
         "--commfuse-min-kib",
@@ -116,6 +131,7 @@ class CommFuseOptions:
         min_bytes: smaller blocks keep Megatron's collective.
         attention: fuse attention with the projection of its output.
         ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
+        data_parallel: of the distributed optimizer's buckets; ``None`` leaves them alone.
     """
 
     linear: LinearOptions
@@ -123,6 +139,7 @@ class CommFuseOptions:
     min_bytes: int
     attention: bool
     ulysses: LinearOptions | None
+    data_parallel: BucketOptions | None
 
 
 def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
@@ -150,7 +167,36 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
         attention=given.commfuse_attention,
-        ulysses=LinearOptions(exchange) if given.commfuse_ulysses else None,
+        ulysses=LinearOptions(exchange, wgrad=given.commfuse_wgrad)
+        if given.commfuse_ulysses
+        else None,
+        data_parallel=_bucket_options(given, args) if given.commfuse_dp else None,
+    )
+
+
+def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
+    """Of the data-parallel group, context-parallel ranks included.
+
+    Raises:
+        ValueError: the schedule is a ring.
+    """
+    if given.commfuse_schedule == "ring":
+        raise ValueError(
+            "--commfuse-dp and --commfuse-schedule ring exclude each other: on a ring a bucket "
+            "waits for ranks in between that compute something else; choose auto, shifted or "
+            "two_level, or leave --commfuse-dp out"
+        )
+    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
+    stages = int(getattr(args, "pipeline_model_parallel_size", None) or 1)
+    # Early the size of the job is known to the launcher only.
+    world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
+    # Pipeline stages come last in Megatron's order of ranks, or before data parallelism.
+    inner = tensor_parallel * (stages if getattr(args, "use_tp_pp_dp_mapping", None) else 1)
+    size = max(1, world // (tensor_parallel * stages))
+    return replace(
+        OPTIONS,
+        schedule=schedule_for(given, size, stride=inner),
+        reduce_dtype=torch.float32 if given.commfuse_dp_reduce_dtype == "float32" else None,
     )
 
 
@@ -185,7 +231,7 @@ def schedule_for(given: argparse.Namespace, size: int, stride: int = 1) -> Sched
 
     Args:
         stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
-            for context parallelism.
+            for context and data parallelism.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
     local = size if processes % stride else processes // stride

@@ -20,13 +20,21 @@ from typing import TYPE_CHECKING, Any
 from commfuse_npu.kernels import use_matmul_add
 from mindspeed_patches.arguments import DEFAULTS, CommFuseOptions, add_arguments, commfuse_options
 from mindspeed_patches.attention import AttentionWrappers
+from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
-from mindspeed_patches.lanes import ContextParallelLanes, TensorParallelLanes
+from mindspeed_patches.lanes import (
+    ContextParallelLanes,
+    DataParallelLanes,
+    Lanes,
+    TensorParallelLanes,
+)
 from mindspeed_patches.refusals import (
     ATTENTION_REFUSALS,
+    DATA_PARALLEL_REFUSALS,
     ULYSSES_REFUSALS,
     IncompatibleOptionsError,
     check_compatible,
+    check_data_parallel,
     check_ulysses_layout,
 )
 from mindspeed_patches.ulysses import UlyssesWrappers
@@ -43,7 +51,7 @@ _logger = logging.getLogger(__name__)
 
 
 class CommFuseFeature(MindSpeedFeature):
-    """Fused tensor-parallel linear layers, and attention where it is asked for.
+    """Fused tensor-parallel linear layers, and attention and data parallelism if asked for.
 
     Attributes:
         wrappers: the wrapped layers and the count of their calls, once patches are registered.
@@ -52,7 +60,7 @@ class CommFuseFeature(MindSpeedFeature):
     def __init__(self) -> None:
         super().__init__("use-commfuse", optimization_level=2)
         self.wrappers: LinearWrappers | None = None
-        self._lanes: list[TensorParallelLanes | ContextParallelLanes] = []
+        self._lanes: list[Lanes] = []
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title="commfuse")
@@ -60,7 +68,7 @@ class CommFuseFeature(MindSpeedFeature):
         group.set_defaults(**DEFAULTS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Wrap the linear layers and the set-up of groups.
+        """Wrap the linear layers, what else is asked for, and the set-up of groups.
 
         Raises:
             IncompatibleOptionsError: an option excludes CommFuse.
@@ -69,12 +77,19 @@ class CommFuseFeature(MindSpeedFeature):
         options = _checked(args)
         self.wrappers = LinearWrappers(options.linear, options.layers, min_bytes=options.min_bytes)
         self._lanes = []
-        if options.ulysses is None or _tensor_parallel(args) > 1:
+        elsewhere = options.ulysses is not None or options.data_parallel is not None
+        if not elsewhere or _tensor_parallel(args) > 1:
             self._register_linears(patch_manager, args, options)
         if options.ulysses is not None:
             ulysses = UlyssesWrappers(self.wrappers, options.ulysses)
             ulysses.register(patch_manager)
             self._lanes.append(ContextParallelLanes(ulysses, options.ulysses.schedule.lanes))
+        if options.data_parallel is not None:
+            buckets = BucketWrappers(self.wrappers, options.data_parallel)
+            buckets.register(patch_manager)
+            for direction in (buckets.gradients, buckets.parameters):
+                count = options.data_parallel.schedule.lanes
+                self._lanes.append(DataParallelLanes(direction, count))
         for lanes in self._lanes:
             lanes.register(patch_manager)
         _use_mindspeeds_matmul_add()
@@ -98,11 +113,12 @@ class CommFuseFeature(MindSpeedFeature):
             ValueError: an option has no sense.
         """
         if not getattr(args, self.feature_name, None):
-            if getattr(args, "commfuse_ulysses", None):
-                raise IncompatibleOptionsError(
-                    "--commfuse-ulysses needs --use-commfuse, which switches CommFuse on; add it, "
-                    "or leave --commfuse-ulysses out"
-                )
+            for name in ("ulysses", "dp"):
+                if getattr(args, f"commfuse_{name}", None):
+                    raise IncompatibleOptionsError(
+                        f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
+                        f"it, or leave --commfuse-{name} out"
+                    )
             return
         level = getattr(args, "optimization_level", self.optimization_level)
         if level < self.optimization_level:
@@ -114,10 +130,19 @@ class CommFuseFeature(MindSpeedFeature):
         options = _checked(args)
         if options.ulysses is not None:
             check_ulysses_layout(args)
-        elif _tensor_parallel(args) == 1:
+        if options.data_parallel is not None:
+            check_data_parallel(args)
+        elsewhere = options.ulysses is not None or options.data_parallel is not None
+        if not elsewhere and _tensor_parallel(args) == 1:
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a "
                 "tensor-parallel group of one transfers nothing; leave one of the two out"
+            )
+        if options.attention and _tensor_parallel(args) == 1:
+            raise IncompatibleOptionsError(
+                "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "
+                "fused with a projection that one rank alone transfers nothing for; leave one of "
+                "the two out"
             )
         megabytes = take_lane_megabytes(args)
         for lanes in self._lanes:
@@ -132,6 +157,8 @@ def _checked(args: argparse.Namespace) -> CommFuseOptions:
         check_compatible(args, ATTENTION_REFUSALS)
     if options.ulysses is not None:
         check_compatible(args, ULYSSES_REFUSALS)
+    if options.data_parallel is not None:
+        check_compatible(args, DATA_PARALLEL_REFUSALS)
     return options
 
 

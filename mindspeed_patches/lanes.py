@@ -1,4 +1,4 @@
-"""Makes the lanes of tensor- and context-parallel groups, at the moment when the groups exist.
+"""Makes the lanes of parallel groups, at the moment when the groups exist.
 
 New process groups have to be made by all processes in the same order, and HCCL connects them at
 their first use.  Both belong next to Megatron's own set-up of groups and never into a forward: so
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from commfuse_npu.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options
 
-__all__ = ["ContextParallelLanes", "TensorParallelLanes"]
+__all__ = ["ContextParallelLanes", "DataParallelLanes", "Lanes", "TensorParallelLanes"]
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.parallel_state"
@@ -30,7 +30,7 @@ class _Wrappers(Protocol):
     transport: Transport | None
 
 
-class _Lanes:
+class Lanes:
     """Wrappers of Megatron's set-up and end of process groups.
 
     Args:
@@ -99,7 +99,7 @@ class _Lanes:
             transport.close()
 
 
-class TensorParallelLanes(_Lanes):
+class TensorParallelLanes(Lanes):
     """Lanes of the tensor-parallel groups, for the linear layers."""
 
     _what, _name = "tensor-parallel", "tp"
@@ -110,7 +110,7 @@ class TensorParallelLanes(_Lanes):
         return parallel_state.get_tensor_model_parallel_group()
 
 
-class ContextParallelLanes(_Lanes):
+class ContextParallelLanes(Lanes):
     """Lanes of the context-parallel groups: those in which MindSpeed's Ulysses exchanges heads.
 
     (With ``ulysses_cp_algo``; its hybrid algorithms exchange heads in a part of the group.)
@@ -122,3 +122,27 @@ class ContextParallelLanes(_Lanes):
         from megatron.core import parallel_state
 
         return parallel_state.get_context_parallel_group()
+
+
+class DataParallelLanes(Lanes):
+    """Lanes of the groups over which the distributed optimizer shards dense parameters.
+
+    They include context-parallel ranks.  Gradients and parameters have lanes of their own, so two
+    objects of this class are registered.  With ``--overlap-grad-reduce`` the hooks of the backward
+    start the gradients, on a device in the thread of the autograd engine; the parameters are
+    started by the main thread.  In interleaved pipelines both may be under way at once, and one
+    transport takes calls from a second thread only when nothing is.  Apart from each other, each
+    has one thread: gradients are started in the backward and only waited for by the main thread,
+    and all of them are waited for before the next backward.  Neither do gradients then wait for
+    parameters, which a common order of buckets would make them do.
+    """
+
+    _what, _name = "data-parallel", "dp_cp"
+
+    def _group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        )
+        return group

@@ -14,11 +14,13 @@ from typing import Any
 
 __all__ = [
     "ATTENTION_REFUSALS",
+    "DATA_PARALLEL_REFUSALS",
     "REFUSALS",
     "ULYSSES_REFUSALS",
     "IncompatibleOptionsError",
     "Refusal",
     "check_compatible",
+    "check_data_parallel",
     "check_ulysses_layout",
 ]
 
@@ -253,6 +255,73 @@ ULYSSES_REFUSALS: tuple[Refusal, ...] = tuple(
     )
 )
 """Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
+
+
+_OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
+
+DATA_PARALLEL_REFUSALS: tuple[Refusal, ...] = tuple(
+    replace(refusal, ours="--commfuse-dp")
+    for refusal in (
+        Refusal(
+            "--num-distributed-optimizer-instances",
+            ("num_distributed_optimizer_instances",),
+            "gradients are then reduced in two steps, over two groups",
+            _CHOOSE,
+            _more_than_one,
+        ),
+        Refusal("--use-custom-fsdp", ("use_custom_fsdp",), _OWN_BUFFERS, _CHOOSE),
+        Refusal("--use-torch-fsdp2", ("use_torch_fsdp2",), _OWN_BUFFERS, _CHOOSE),
+        Refusal("--layerzero", ("layerzero",), _OWN_BUFFERS, _CHOOSE),
+        Refusal(
+            "--quant-grads",
+            ("quant_grads",),
+            "the ranks agree on scales of the quantized gradients before they sum them",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--enable-high-availability",
+            ("enable_high_availability",),
+            "it all-reduces gradients, so that ranks hold replicas of each other's shards",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--ttp-enabled",
+            ("ttp_enabled",),
+            "after a fault it goes on with repaired process groups, and lanes are not repaired",
+            _CHOOSE,
+        ),
+        Refusal(
+            "--optimizer muon",
+            ("optimizer",),
+            "it shards whole layers and gathers them in transfers of its own",
+            "leave --commfuse-dp out or choose another optimizer",
+            lambda value: value in ("muon", "dist_muon"),
+        ),
+        Refusal(
+            "--layerwise-disaggregated-training",
+            ("layerwise_disaggregated_training",),
+            "its first pipeline stage does not reduce gradients",
+            _CHOOSE,
+        ),
+    )
+)
+"""Every option that excludes ``--commfuse-dp``."""
+
+
+def check_data_parallel(args: argparse.Namespace) -> None:
+    """Refuse ``--commfuse-dp`` where gradients and parameters are not sharded.
+
+    Args:
+        args: the real arguments, complete.
+
+    Raises:
+        IncompatibleOptionsError: no distributed optimizer.
+    """
+    if not getattr(args, "use_distributed_optimizer", None):
+        raise IncompatibleOptionsError(
+            "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
+            "and parameters never gathered; add it, or leave --commfuse-dp out"
+        )
 
 
 def check_ulysses_layout(args: argparse.Namespace) -> None:

@@ -49,6 +49,9 @@ LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
 Form = Literal["fused", "plain"]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
+# What is counted of data parallelism, which is no layer.
+_COUNTED = {"gradients": "buckets", "parameters": "buckets"}
+
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.tensor_parallel.layers"
 _TRANSFORMER_ENGINE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
@@ -73,6 +76,7 @@ class LinearWrappers:
         transport: lanes of the tensor-parallel group.  Set it when the groups exist and before the
             first forward.
         calls: how often each layer took which path, as ``(layer, path)``.
+        layers: which are fused.
 
     Raises:
         ValueError: a layer is unknown.
@@ -92,7 +96,7 @@ class LinearWrappers:
             )
         self.transport: Transport | None = None
         self.calls: Counter[tuple[str, str]] = Counter()
-        self._layers = frozenset(layers)
+        self.layers = frozenset(layers)
         self._form = form
         self._min_bytes = min_bytes
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
@@ -276,7 +280,7 @@ class LinearWrappers:
     def _obstacle(self, layer: Any, block_bytes: int) -> str | None:
         """Why a layer of either kind keeps Megatron's forward, or ``None``."""
         name = getattr(layer, "commfuse_layer", "unnamed")
-        if name not in self._layers:
+        if name not in self.layers:
             return f"{name} is not in the list of layers to fuse"
         if layer.is_expert or getattr(layer, "explicit_expert_comm", False):
             return "expert layers communicate by their own rules"
@@ -329,9 +333,9 @@ class LinearWrappers:
         else:
             self.leave(name, path)
 
-    def leave(self, name: str, reason: str) -> None:
-        """Count a call that Megatron does itself; the reason is logged once."""
-        self.calls[name, reason] += 1
+    def leave(self, name: str, reason: str, count: int = 1) -> None:
+        """Count calls that Megatron does itself; the reason is logged once."""
+        self.calls[name, reason] += count
         line = f"CommFuse leaves {name} to Megatron: {reason}"
         if line not in self._said:
             self._said.add(line)
@@ -340,8 +344,7 @@ class LinearWrappers:
     def describe(self) -> list[str]:
         """A line per layer and path: how many calls took it."""
         return [
-            f"{name}: {count} forward calls {path}"
-            if path in ("fused", "plain")
-            else f"{name}: {count} forward calls by Megatron, because {path}"
+            f"{name}: {count} {_COUNTED.get(name, 'forward calls')} "
+            f"{path if path in ('fused', 'plain') else f'by Megatron, because {path}'}"
             for (name, path), count in sorted(self.calls.items())
         ]

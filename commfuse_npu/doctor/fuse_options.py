@@ -32,6 +32,7 @@ class FuseOptions:
     min_kib: int = 0
     attention: bool = False
     ulysses: bool = False
+    dp: bool = False
 
     @classmethod
     def from_options(cls, options: Sequence[str]) -> FuseOptions:
@@ -58,6 +59,7 @@ class FuseOptions:
         parser.add_argument(
             "--commfuse-ulysses", dest="ulysses", action=argparse.BooleanOptionalAction
         )
+        parser.add_argument("--commfuse-dp", dest="dp", action=argparse.BooleanOptionalAction)
         given, _ = parser.parse_known_args(list(options))
         found = cls(**vars(given))
         for name, least in (("lanes", 1), ("chunks", 1), ("min_kib", 0)):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commfuse_npu.doctor.attention import attention_obstacle, recomputes_attention
+from commfuse_npu.doctor.data_parallel import check_data_parallel
 from commfuse_npu.doctor.finding import Finding, about
 from commfuse_npu.doctor.launch import ASSUMED_VOCABULARY, Launch
 from commfuse_npu.doctor.refused import (
     ATTENTION_REFUSED,
+    DATA_PARALLEL_REFUSED,
     REFUSED,
     ULYSSES_REFUSED,
     refused_value,
@@ -78,8 +80,9 @@ def check_launch(launch: Launch) -> list[Finding]:
 
 
 def _check_options(launch: Launch) -> list[Finding]:
-    config, found = launch.config, []
-    if config.tensor_model_parallel_size == 1 and not launch.fuse.ulysses:
+    config, fuse, found = launch.config, launch.fuse, []
+    elsewhere = (fuse.ulysses or fuse.dp) and not fuse.attention
+    if config.tensor_model_parallel_size == 1 and not elsewhere:
         found.append(
             _about(
                 "--tensor-model-parallel-size",
@@ -95,6 +98,9 @@ def _check_options(launch: Launch) -> list[Finding]:
     if launch.fuse.ulysses:
         found.extend(_check_refused(launch, ULYSSES_REFUSED, "--commfuse-ulysses"))
         found.extend(check_ulysses_layout(config))
+    if launch.fuse.dp:
+        found.extend(_check_refused(launch, DATA_PARALLEL_REFUSED, "--commfuse-dp"))
+        found.extend(check_data_parallel(launch))
     if config.tensor_model_parallel_size > 1 and not config.uses_sequence_parallel:
         found.append(
             _about(

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 
 from commfuse_npu.doctor.launch import value_of
 
-__all__ = ["ATTENTION_REFUSED", "REFUSED", "ULYSSES_REFUSED", "refused_value"]
+__all__ = [
+    "ATTENTION_REFUSED",
+    "DATA_PARALLEL_REFUSED",
+    "REFUSED",
+    "ULYSSES_REFUSED",
+    "refused_value",
+]
 
 REFUSED = (
     "--use-ascend-mc2",
@@ -53,11 +59,25 @@ ULYSSES_REFUSED = (
 )
 """Options that exclude ``--commfuse-ulysses``."""
 
+DATA_PARALLEL_REFUSED = (
+    "--num-distributed-optimizer-instances",
+    "--use-custom-fsdp",
+    "--use-torch-fsdp2",
+    "--layerzero",
+    "--quant-grads",
+    "--enable-high-availability",
+    "--ttp-enabled",
+    "--optimizer",
+    "--layerwise-disaggregated-training",
+)
+"""Options that exclude ``--commfuse-dp``."""
+
 _ONLY_WITH = {
-    "--attention-mask-type": "general",
-    "--schedules-method": "dualpipev",
-    "--position-embedding-type": "alibi",
-    "--shape-order": "TND",
+    "--attention-mask-type": ("general",),
+    "--schedules-method": ("dualpipev",),
+    "--position-embedding-type": ("alibi",),
+    "--shape-order": ("TND",),
+    "--optimizer": ("muon", "dist_muon"),
 }
 _NOT_WITH = {
     "--pre-tockens": ("65536", "1048576"),
@@ -68,6 +88,7 @@ _ONLY_ABOVE = {
     "--output-layer-slice-num": 1,
     "--context-parallel-size": 1,
     "--attention-dropout": 0,
+    "--num-distributed-optimizer-instances": 1,
 }
 # What excludes without being typed.
 _DEFAULTS = {"--attention-dropout": "0.1"}
@@ -79,7 +100,7 @@ def refused_value(options: Sequence[str], option: str) -> str | None:
     if value is None:
         default = _DEFAULTS.get(option)
         return None if default is None else f"{default}, Megatron's default"
-    if option in _ONLY_WITH and value != _ONLY_WITH[option]:
+    if option in _ONLY_WITH and value not in _ONLY_WITH[option]:
         return None
     if value in _NOT_WITH.get(option, ()):
         return None

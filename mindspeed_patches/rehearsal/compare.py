@@ -11,6 +11,7 @@ from mindspeed_patches.rehearsal.records import Record
 
 __all__ = [
     "LAYER_NAMES",
+    "bucket_collectives",
     "collectives_in",
     "count_collectives",
     "degeneracies",
@@ -136,7 +137,7 @@ def is_message(site: Site) -> bool:
 
 
 def is_comparison(site: Site) -> bool:
-    """Whether it is CommFuse comparing the ranks before it does something for the first time."""
+    """Whether it is CommFuse comparing the ranks: at a first time, or before a step."""
     return site.where.startswith("commfuse_npu.transport") and site.operation.endswith("_object")
 
 
@@ -150,4 +151,17 @@ def collectives_in(records: Sequence[Record], layers: Collection[str]) -> int:
         for site, count in count_collectives(records).items()
         if not (is_message(site) or is_comparison(site))
         and (LAYER_NAMES.get(site.layer) in layers or site.where.startswith("commfuse_npu"))
+    )
+
+
+def bucket_collectives(records: Sequence[Record]) -> int:
+    """How many collectives were issued for buckets of gradients and of parameters.
+
+    They are told by their group: gathers that overlap the forward are issued within its layers.
+    """
+    return sum(
+        count
+        for site, count in count_collectives(records).items()
+        if site.group.startswith("data parallel")
+        and site.operation.lstrip("_").startswith(("reduce_scatter", "all_gather"))
     )

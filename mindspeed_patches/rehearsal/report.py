@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from mindspeed_patches.rehearsal.collectives import Site
 from mindspeed_patches.rehearsal.compare import (
     LAYER_NAMES,
+    bucket_collectives,
     collectives_in,
     count_collectives,
     fused_layers,
@@ -68,7 +69,7 @@ def layer_lines(records: Sequence[Record]) -> list[str]:
     lines = [f"CommFuse's calls in its run, forward, {len(records)} ranks together:"]
     for (layer, path), count in sorted(calls.items()):
         told = "fused" if path == "fused" else f"by Megatron, because {path}"
-        lines.append(f"  {layer:<8} {count:>6}  {told}")
+        lines.append(f"  {layer:<10} {count:>6}  {told}")
     return lines if calls else [*lines, "  none went through CommFuse's wrappers"]
 
 
@@ -106,6 +107,9 @@ def collective_lines(runs: Runs) -> list[str]:
     fused = fused_layers(runs["commfuse"]) if "commfuse" in runs else list(LAYER_NAMES.values())
     left = [collectives_in(records, fused) for records in runs.values()]
     lines.append(_row(f"left in the fused layers ({', '.join(fused) or 'none'})", left))
+    of_buckets = [bucket_collectives(records) for records in runs.values()]
+    if any(of_buckets):
+        lines.append(_row("of buckets of gradients and parameters", of_buckets))
     for group, title in ((True, "elsewhere on the tensor-parallel group"), (False, "elsewhere")):
         chosen = [s for s in others if not s.layer and (s.group == "tensor") is group]
         if chosen:
@@ -114,7 +118,8 @@ def collective_lines(runs: Runs) -> list[str]:
     sent = [sum(c[site] for site in messages) for c in counts.values()]
     lines.append(_row("peer-to-peer messages sent", sent))
     compared = [sum(c[site] for site in checks) for c in counts.values()]
-    lines.append(_row("comparisons of the ranks, once per kind of operation", compared))
+    told = "comparisons of the ranks, once per kind of operation, and meetings before a step"
+    lines.append(_row(told, compared))
     return lines
 
 

@@ -98,6 +98,13 @@ def _parser() -> _Parser:
     group.add_argument("--weight-decay", type=_number(0.0))
     group.add_argument("--clip-grad", type=_number(0.0), help="0 turns clipping off")
     group.add_argument("--use-distributed-optimizer", action=flag)
+    group.add_argument("--overlap-grad-reduce", action=flag, help="behind the backward")
+    group.add_argument("--overlap-param-gather", action=flag, help="behind the next forward")
+    group.add_argument(
+        "--ddp-bucket-size",
+        type=whole(1),
+        help="parameters per bucket, with --overlap-grad-reduce; default: Megatron's 40 million",
+    )
     group.add_argument("--seed", type=whole(0))
 
     group = parser.add_argument_group("data")
@@ -126,7 +133,7 @@ def _parser() -> _Parser:
 
 # Requests for one run; a file that always resumes or always compares would surprise.
 _COMMAND_LINE_ONLY = {"resume": False, "compare": False}
-_MAY_BE_NULL = {"data_path", "lr_warmup_iters"}
+_MAY_BE_NULL = {"data_path", "lr_warmup_iters", "ddp_bucket_size"}
 
 
 def _from_yaml(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -228,17 +235,34 @@ def _check_layout(args: argparse.Namespace, world_size: int | None) -> None:
             f"{world_size} processes were started, but --tensor-model-parallel-size {tp} "
             f"{times_cp}times --data-parallel-size {dp} is {tp * cp * dp}; {ways}"
         )
-    if args.commfuse_ulysses:
-        if not args.use_commfuse:
+    for name in ("ulysses", "dp"):
+        if getattr(args, f"commfuse_{name}") and not args.use_commfuse:
             raise UsageError(
-                "--commfuse-ulysses needs --use-commfuse, which switches CommFuse on; give both, "
-                "or leave --commfuse-ulysses out"
+                f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; give both, "
+                f"or leave --commfuse-{name} out"
             )
-        if cp == 1:
-            raise UsageError(
-                "--commfuse-ulysses needs --context-parallel-size of at least 2, where heads are "
-                "exchanged; choose 2 or more, or leave --commfuse-ulysses out"
-            )
+    if args.commfuse_ulysses and cp == 1:
+        raise UsageError(
+            "--commfuse-ulysses needs --context-parallel-size of at least 2, where heads are "
+            "exchanged; choose 2 or more, or leave --commfuse-ulysses out"
+        )
+    if args.commfuse_dp and not args.use_distributed_optimizer:
+        raise UsageError(
+            "--commfuse-dp needs --use-distributed-optimizer, which shards gradients and "
+            "parameters; give both, or leave --commfuse-dp out"
+        )
+    if args.commfuse_dp and args.commfuse_schedule == "ring":
+        raise UsageError(
+            "--commfuse-dp and --commfuse-schedule ring exclude each other; choose auto, shifted "
+            "or two_level, or leave --commfuse-dp out"
+        )
+    if args.overlap_param_gather and not (
+        args.use_distributed_optimizer and args.overlap_grad_reduce
+    ):
+        raise UsageError(
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; "
+            "give all three, or leave --overlap-param-gather out"
+        )
     if args.commfuse_attention and cp > 1:
         raise UsageError(
             f"--commfuse-attention and --context-parallel-size {cp} exclude each other: a rank has "
@@ -308,8 +332,10 @@ def _check_training(args: argparse.Namespace) -> None:
         )
     if args.compare and args.resume:
         raise UsageError("--compare trains from the beginning; leave --resume out")
-    if args.compare and args.tensor_model_parallel_size == 1 and not args.commfuse_ulysses:
+    elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)
+    if args.compare and args.tensor_model_parallel_size == 1 and not elsewhere:
         raise UsageError(
             "--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
-            "transfers anything; choose 2 or more, or --commfuse-ulysses with context parallelism"
+            "transfers anything; choose 2 or more, --commfuse-ulysses with context parallelism, or "
+            "--commfuse-dp with --data-parallel-size of at least 2"
         )

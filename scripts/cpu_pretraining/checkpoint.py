@@ -53,8 +53,15 @@ _SHAPE = (
     "context_parallel_size",
     "data_parallel_size",
     "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "ddp_bucket_size",
     "bf16",
 )
+_BEFORE_THERE_WAS = {
+    "context_parallel_size": 1,
+    "overlap_grad_reduce": False,
+    "ddp_bucket_size": None,
+}
 # What the losses depend on as well: a change is allowed but ends bit-for-bit continuation.
 _COURSE = (
     "sequence_parallel",
@@ -129,8 +136,8 @@ def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> FoundCheckpoint
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint; one from before there was context parallelism has none."""
-    return {"context_parallel_size": 1, **json.loads(path.read_text(encoding="utf-8"))}
+    """The facts of a checkpoint; an old one lacks those that did not exist yet."""
+    return {**_BEFORE_THERE_WAS, **json.loads(path.read_text(encoding="utf-8"))}
 
 
 def _tracked(checkpoints: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Which form the tensor-parallel linear layers take in a run, and attention under Ulysses."""
+"""Which form linear layers, attention under Ulysses and data parallelism take in a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from commfuse_npu import Schedule, Transport
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.attention import AttentionWrappers
+from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.wrappers import Form
 
@@ -38,7 +39,10 @@ class LinearsInUse:
         self._ulysses = ulysses
 
     def blocked_seconds(self) -> float:
-        """Time that this rank was blocked in transfers of fused layers since the start."""
+        """Time that this rank was blocked in transfers of fused layers since the start.
+
+        Those of data parallelism do not count, as its collectives do not.
+        """
         if self._mode != "commfuse":
             return 0.0
         users = (self._wrappers, self._ulysses)
@@ -92,6 +96,17 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
             timeout=timeout,
         )
         transports.append(ulysses.transport)
+    if options.data_parallel is not None:
+        buckets = BucketWrappers(wrappers, options.data_parallel, form)
+        buckets.register(manager)
+        group = parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        )
+        for direction in (buckets.gradients, buckets.parameters):
+            direction.transport = Transport.create(
+                group, lanes=options.data_parallel.schedule.lanes, timeout=timeout
+            )
+            transports.append(direction.transport)
     manager.apply_patches()
     try:
         yield LinearsInUse(mode, wrappers, schedule, ulysses)

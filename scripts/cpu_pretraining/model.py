@@ -90,7 +90,9 @@ def build_trainee(args: argparse.Namespace) -> Trainee:
             DistributedDataParallelConfig(
                 # Megatron's own choice for bf16: accumulate and reduce gradients in fp32.
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
+                overlap_grad_reduce=args.overlap_grad_reduce,
+                overlap_param_gather=args.overlap_param_gather,
+                bucket_size=args.ddp_bucket_size,
                 use_distributed_optimizer=args.use_distributed_optimizer,
             ),
             module,

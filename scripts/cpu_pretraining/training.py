@@ -130,6 +130,7 @@ class _Loop:
                 self._save(bar)
         if bar is not None:
             bar.close()
+        self._finish_parameters()
         outcome.linears = self.linears.describe()
         outcome.weights_sha256 = self._weights_sha256()
         if self.first:
@@ -262,8 +263,16 @@ class _Loop:
 
     # -- state -------------------------------------------------------------------------------
 
+    def _finish_parameters(self) -> None:
+        """With their gather overlapped, parameters arrive in the next forward; have them now."""
+        model = self.trainee.model
+        if self.args.overlap_param_gather:
+            model.disable_forward_pre_hook(param_sync=True)
+            model.enable_forward_pre_hook()
+
     def _save(self, bar: Any) -> None:
         args = self.args
+        self._finish_parameters()
         state = {
             "iteration": self.iteration,
             "consumed_samples": self.iteration * args.global_batch_size,

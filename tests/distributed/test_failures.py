@@ -478,3 +478,57 @@ def groups_of_a_job(rank: int) -> None:
 
 def test_every_group_of_a_job_gets_lanes(ranks) -> None:
     ranks(4).run(groups_of_a_job)
+
+
+def met(rank: int) -> int:
+    transport = link()
+    for _ in range(2):
+        transport.confirm("the end")
+    all_gather_linear(*layer(4), transport=transport)
+    transport.confirm("the end")
+    return transport.operations
+
+
+def test_ranks_that_meet_go_on(ranks) -> None:
+    assert ranks(2).run(met) == [1, 1]
+
+
+def not_there(rank: int) -> None:
+    transport = link()
+    transport.confirm("the end")
+    if rank == 0:
+        transport.confirm("the end")
+
+
+def test_a_rank_that_is_not_there_is_missed_every_time(ranks) -> None:
+    """Unlike a comparison, which the ranks make once."""
+    outcomes = ranks(2).outcomes(not_there, timeout=20)
+    assert outcomes[1].error is None
+    assert isinstance(outcomes[0].error, TransportError)
+    assert "comparing the end with the other ranks" in str(outcomes[0].error)
+
+
+def somewhere_else(rank: int) -> None:
+    transport = link()
+    if rank == 0:
+        transport.confirm("the end")
+    else:
+        all_gather_linear(*layer(4), transport=transport)
+
+
+def test_a_rank_that_is_somewhere_else_is_told_apart(ranks) -> None:
+    for outcome in ranks(2).outcomes(somewhere_else, timeout=20):
+        assert isinstance(outcome.error, MismatchError)
+        assert "operation: " in str(outcome.error)
+
+
+def after_a_failure(rank: int) -> None:
+    transport = link()
+    transport.fail("planted")
+    transport.confirm("the end")
+
+
+def test_a_broken_transport_meets_nobody(ranks) -> None:
+    for outcome in ranks(2).outcomes(after_a_failure, timeout=20):
+        assert isinstance(outcome.error, TransportError)
+        assert "planted" in str(outcome.error)

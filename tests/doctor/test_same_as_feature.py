@@ -13,7 +13,13 @@ from commfuse_npu.doctor.attention import attention_obstacle, recomputes_attenti
 from commfuse_npu.doctor.fuse_options import FuseOptions, schedule_of
 from commfuse_npu.doctor.launch_checks import check_launch
 from commfuse_npu.doctor.layers import fused_layers
-from commfuse_npu.doctor.refused import ATTENTION_REFUSED, REFUSED, ULYSSES_REFUSED, refused_value
+from commfuse_npu.doctor.refused import (
+    ATTENTION_REFUSED,
+    DATA_PARALLEL_REFUSED,
+    REFUSED,
+    ULYSSES_REFUSED,
+    refused_value,
+)
 from commfuse_npu.model_config import ModelConfig
 from tests.doctor.launches import FUSED, SIZES, launch
 from tests.doctor.machines import CONFIG, only
@@ -34,6 +40,44 @@ def test_options_refused_with_ulysses_are_those_of_the_feature() -> None:
     from mindspeed_patches.refusals import ULYSSES_REFUSALS
 
     assert tuple(refusal.option.split()[0] for refusal in ULYSSES_REFUSALS) == ULYSSES_REFUSED
+
+
+def test_options_refused_with_data_parallelism_are_those_of_the_feature() -> None:
+    from mindspeed_patches.refusals import DATA_PARALLEL_REFUSALS
+
+    refused = tuple(refusal.option.split()[0] for refusal in DATA_PARALLEL_REFUSALS)
+    assert refused == DATA_PARALLEL_REFUSED
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ("--use-distributed-optimizer --nproc_per_node 2", "note"),
+        ("--use-distributed-optimizer --nproc_per_node 1", "warning"),
+        ("--nproc_per_node 2", "error"),
+        ("--use-distributed-optimizer --nproc_per_node 2 --commfuse-schedule ring", "error"),
+    ],
+)
+def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
+    words: str, level: str
+) -> None:
+    from mindspeed_patches.arguments import commfuse_options
+    from mindspeed_patches.refusals import check_data_parallel
+
+    given = argparse.Namespace(
+        commfuse_dp=True,
+        use_distributed_optimizer="--use-distributed-optimizer" in words,
+        commfuse_schedule="ring" if "ring" in words else "auto",
+    )
+    with pytest.raises((AssertionError, ValueError)) if level == "error" else nullcontext():
+        commfuse_options(given)
+        check_data_parallel(given)
+    alone = FUSED.replace("--sequence-parallel", "").replace("parallel-size 2", "parallel-size 1")
+    whole = f"{alone} {words} --commfuse-dp"
+    found = check_launch(launch(*whole.split()))
+    assert only(found, "--commfuse-dp").level == level
+    # A tensor-parallel group of one is fine then.
+    assert not [f for f in found if f.what == "--tensor-model-parallel-size"]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +104,27 @@ def test_layouts_are_refused_with_ulysses_as_by_the_feature(words: str, refused:
     assert not [f for f in found if f.what == "--tensor-model-parallel-size"]
 
 
+@pytest.mark.parametrize(
+    ("words", "hides"),
+    [
+        ("", "all-to-alls hide behind attention and its projections;"),
+        (
+            "--group-query-attention --num-query-groups 1",
+            "that of q, k and v does not: 1 query groups are not divisible by CP 2;",
+        ),
+        (
+            "--tensor-model-parallel-size 2",
+            "that of q, k and v does not: at TP 2 the weights of the projections are not whole;",
+        ),
+    ],
+)
+def test_what_hides_under_ulysses_depends_on_the_layout(words: str, hides: str) -> None:
+    layout = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
+    options = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0 {layout} {words}"
+    found = check_launch(launch(*f"{options} --commfuse-ulysses".split()))
+    assert hides in only(found, "--commfuse-ulysses").action
+
+
 VALUES: dict[str, list[object]] = {
     "--schedules-method": ["dualpipev", "other"],
     "--output-layer-slice-num": [0, 1, 2],
@@ -74,6 +139,9 @@ VALUES: dict[str, list[object]] = {
     "--use-legacy-models": [True],
     "--attention-mask-type": ["general", "causal"],
     "--use-ulysses-allgather-kv": [True],
+    "--num-distributed-optimizer-instances": [1, 2],
+    "--optimizer": ["adam", "muon", "dist_muon"],
+    "--quant-grads": [True],
 }
 
 
@@ -81,9 +149,14 @@ VALUES: dict[str, list[object]] = {
     ("option", "value"), [(option, value) for option in VALUES for value in VALUES[option]]
 )
 def test_values_are_refused_as_by_the_feature(option: str, value: object) -> None:
-    from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, ULYSSES_REFUSALS
+    from mindspeed_patches.refusals import (
+        ATTENTION_REFUSALS,
+        DATA_PARALLEL_REFUSALS,
+        REFUSALS,
+        ULYSSES_REFUSALS,
+    )
 
-    every = (*REFUSALS, *ULYSSES_REFUSALS, *ATTENTION_REFUSALS)
+    every = (*REFUSALS, *ULYSSES_REFUSALS, *ATTENTION_REFUSALS, *DATA_PARALLEL_REFUSALS)
     refusals = {refusal.option.split()[0]: refusal for refusal in every}
     given = argparse.Namespace(**{refusals[option].names[0]: value})
     words = [option] if value is True else [option, str(value)]
@@ -102,6 +175,7 @@ def test_defaults_are_those_of_the_feature() -> None:
         "order",
         "min_kib",
         "attention",
+        "dp",
         "ulysses",
     ):
         assert DEFAULTS[f"commfuse_{name}"] == getattr(ours, name)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_patches.rehearsal.compare import (
+    bucket_collectives,
     collectives_in,
     degeneracies,
     differences,
@@ -56,14 +57,30 @@ CASES = {
 
 ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
 ALONE = "--tensor-model-parallel-size 1"
+WITH_PROJECTIONS = ["qkv", "ulysses", "proj"]
 
 ATTENTION_CASES = {
-    "attention": (2, f"{LOCAL} {PLAIN_WGRAD} --commfuse-attention", "attention"),
-    "ulysses": (2, f"{LOCAL} {PLAIN_WGRAD} {ULYSSES} {ALONE}", "ulysses"),
-    "ulysses_transformer_engine": (2, f"{ENGINE} {PLAIN_WGRAD} {ULYSSES} {ALONE}", "ulysses"),
-    "ulysses_and_tensor_parallel": (4, f"{LOCAL} {PLAIN_WGRAD} {ULYSSES}", "ulysses"),
+    "attention": (2, f"{LOCAL} {PLAIN_WGRAD} --commfuse-attention", ["attention"]),
+    "ulysses": (2, f"{LOCAL} {PLAIN_WGRAD} {ULYSSES} {ALONE}", WITH_PROJECTIONS),
+    "ulysses_transformer_engine": (
+        2,
+        f"{ENGINE} {PLAIN_WGRAD} {ULYSSES} {ALONE}",
+        WITH_PROJECTIONS,
+    ),
+    "ulysses_and_tensor_parallel": (4, f"{LOCAL} {PLAIN_WGRAD} {ULYSSES}", ["ulysses"]),
 }
 """Processes, what is added to the model's options in fp32, and what has to be fused."""
+
+
+REPLICAS = "--use-distributed-optimizer --commfuse-dp"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000"
+
+DATA_PARALLEL_CASES = {
+    "replicas": (2, f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} {ALONE}"),
+    "replicas_overlapped": (2, f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} {OVERLAP} {ALONE}"),
+    "replicas_and_tensor_parallel": (4, f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} {OVERLAP}"),
+}
+"""Processes, and what is added to the model's options; two replicas each."""
 
 
 def why_not() -> str | None:
@@ -124,6 +141,24 @@ def test_commfuse_changes_no_bit_and_leaves_no_collective(case: str, tmp_path: P
         assert collectives_in(commfuse, [layer]) == 0
 
 
+@pytest.mark.parametrize("case", DATA_PARALLEL_CASES)
+def test_buckets_change_no_bit_and_leave_no_collective(case: str, tmp_path: Path) -> None:
+    processes, options = DATA_PARALLEL_CASES[case]
+    model = MODEL.replace("--sequence-parallel", "") if ALONE in options else MODEL
+    launch = f"torchrun --nproc_per_node {processes} pretrain_gpt.py {model} {options}"
+    code, printed = rehearse(tmp_path, "--iterations", "4", "--", *launch.split())
+    assert code == 0, printed
+    assert printed.endswith("identical: True\n")
+
+    reference, commfuse = records(tmp_path)
+    assert differences(reference, commfuse) == []
+    assert degeneracies(commfuse) == []
+    for name in ("gradients", "parameters"):
+        assert {path for r in commfuse for what, path, _ in r.calls if what == name} == {"fused"}
+    assert bucket_collectives(reference) > 0
+    assert bucket_collectives(commfuse) == 0
+
+
 @pytest.mark.parametrize("case", ATTENTION_CASES)
 def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
     processes, options, fused = ATTENTION_CASES[case]
@@ -138,8 +173,9 @@ def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
     reference, commfuse = records(tmp_path)
     assert degeneracies(commfuse) == []
     assert largest_loss_difference(reference, commfuse) <= 1e-6
-    calls = {path for r in commfuse for name, path, _ in r.calls if name == fused}
-    assert calls == {"fused"}, printed
+    for layer in fused:
+        calls = {path for r in commfuse for name, path, _ in r.calls if name == layer}
+        assert calls == {"fused"}, printed
 
 
 def test_other_bits_are_noticed(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, plain_all_gather_linear
 from mindspeed_patches import LinearWrappers, PatchManager
-from mindspeed_patches.lanes import ContextParallelLanes, TensorParallelLanes
+from mindspeed_patches.data_parallel import BucketWrappers
+from mindspeed_patches.lanes import ContextParallelLanes, DataParallelLanes, TensorParallelLanes
 from mindspeed_patches.ulysses import UlyssesWrappers
 
 
@@ -72,6 +73,41 @@ def test_context_parallel_groups_have_lanes_of_their_own(ranks) -> None:
         tensor_parallel = (rank // 2 * 2, rank // 2 * 2 + 1)
         context_parallel = (rank % 2, rank % 2 + 2)
         assert found == [(tensor_parallel, 1), (context_parallel, 2), None, None]
+
+
+def lanes_of_replicas(rank: int) -> list[Any]:
+    from megatron.core import parallel_state
+
+    wrappers, manager = patched(lanes=1)
+    buckets = BucketWrappers(wrappers)
+    directions = buckets.gradients, buckets.parameters
+    for direction in directions:
+        DataParallelLanes(direction, lanes=2).register(manager)
+    manager.apply_patches()
+    try:
+        parallel_state.initialize_model_parallel(1, context_parallel_size=2)
+        group = parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        )
+        made = [direction.lanes() for direction in directions]
+        assert all(transport.group is group for transport in made)
+        assert made[0] is not made[1]
+        found = [(transport.ranks, transport.lanes) for transport in made]
+        # What is exchanged goes over the transport that is there now.
+        before = [direction.buckets() for direction in directions]
+        assert before == [direction.buckets() for direction in directions]
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1)
+        assert all(direction.buckets() not in before for direction in directions)
+        parallel_state.destroy_model_parallel()
+        return [*found, *(direction.transport for direction in directions)]
+    finally:
+        manager.remove_patches()
+
+
+def test_replicas_have_lanes_of_their_own_for_each_direction(ranks) -> None:
+    everyone = ((0, 1, 2, 3), 2)
+    assert ranks(4).run(lanes_of_replicas) == [[everyone, everyone, None, None]] * 4
 
 
 def beside_the_other_groups(rank: int, sizes: dict[str, int]) -> float:

@@ -98,7 +98,7 @@ def test_mindspeed_alone(command, late: bool) -> None:
     assert wrapped() == 1
     assert features() == ["own_of_mindspeed", "use_commfuse"]
     assert feature.wrappers is not None
-    assert feature.wrappers._layers == {"qkv", "fc1"}
+    assert feature.wrappers.layers == {"qkv", "fc1"}
 
 
 @pytest.mark.parametrize("late", [False, True])

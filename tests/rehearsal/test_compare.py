@@ -14,6 +14,7 @@ from mindspeed_patches import rehearse
 from mindspeed_patches.rehearsal import report
 from mindspeed_patches.rehearsal.command_line import Options
 from mindspeed_patches.rehearsal.compare import (
+    bucket_collectives,
     collectives_in,
     degeneracies,
     differences,
@@ -139,6 +140,19 @@ def test_collectives_of_commfuse_itself_are_not_overlooked() -> None:
 
 
 # ------------------------------------------------------- the command's own verdict
+
+
+def test_collectives_of_buckets_are_told_by_their_group() -> None:
+    record = train()
+    buffer, replicas = "param_and_grad_buffer: start_grad_sync", "data parallel with cp"
+    record.collectives = [
+        ("", buffer, "reduce_scatter_tensor", replicas, 4),
+        ("linear_qkv", "ColumnParallelLinear.forward", "all_gather_into_tensor", replicas, 2),
+        ("linear_qkv", "ColumnParallelLinear.forward", "all_gather_into_tensor", "tensor", 8),
+        ("", "__main__: loss_func", "all_reduce", "data parallel", 16),
+        ("", "commfuse_npu.transport: Transport._compare", "all_gather_object", "?", 32),
+    ]
+    assert bucket_collectives([record, record]) == 2 * (4 + 2)
 
 
 def verdict(

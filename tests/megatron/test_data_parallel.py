@@ -1,0 +1,426 @@
+"""Megatron's distributed optimizer with our transfers of its buckets, and with the collective's."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from commfuse_npu import Schedule, Transport, TransportError
+from mindspeed_patches import LinearWrappers, PatchManager
+from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
+
+GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+ITERATIONS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        references: forms that have to end with the same bits.  gloo has no average, so that there
+            Megatron's own is none of them.
+    """
+
+    dtype: torch.dtype = torch.float32
+    fp32_gradients: bool = True
+    overlap_gradients: bool = False
+    overlap_parameters: bool = False
+    bucket_size: int | None = 300
+    average: bool = False
+    frozen: bool = False
+    clip: float = 1.0
+    microbatches: int = 1
+    schedule: Schedule = Schedule(lanes=1)
+    tensor_parallel: int = 1
+    iterations: int = ITERATIONS
+    references: tuple[str, ...] = ("megatron",)
+
+
+class Net(torch.nn.Module):
+    """Layers of uneven sizes: 2,300 parameters, which no bucket size divides."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = (12, 40, 24, 18, 7)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(i, o, dtype=dtype) for i, o in itertools.pairwise(sizes)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@contextmanager
+def megatron(tensor_parallel: int = 1, minutes: float = 1) -> Iterator[None]:
+    """Parallel state of the real Megatron; what is left of the ranks are replicas."""
+    from megatron.core import parallel_state
+
+    from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
+
+    parallel_state.initialize_model_parallel(tensor_parallel, distributed_timeout_minutes=minutes)
+    try:
+        with megatron_on_cpu(), cuda_means_cpu():
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def wrapped(
+    case: Case,
+    form: str,
+    before: Callable[[PatchManager], None] = lambda manager: None,
+    close: bool = True,
+) -> Iterator[LinearWrappers]:
+    """The wrappers of one form; ``megatron`` stands for none.
+
+    Args:
+        before: registers what other features would, earlier.
+        close: give the lanes up at the end, which broken ones cannot be.
+    """
+    from megatron.core import parallel_state
+
+    linears, manager = LinearWrappers(), PatchManager()
+    before(manager)
+    transports = []
+    if form != "megatron":
+        buckets = BucketWrappers(linears, replace(OPTIONS, schedule=case.schedule), form)
+        buckets.register(manager)
+        group = parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        )
+        for direction in (buckets.gradients, buckets.parameters):
+            direction.transport = Transport.create(
+                group, lanes=case.schedule.lanes, timeout=timedelta(seconds=4)
+            )
+            transports.append(direction.transport)
+    manager.apply_patches()
+    try:
+        yield linears
+    finally:
+        manager.remove_patches()
+        for transport in transports if close else ():
+            transport.close()
+
+
+class Training:
+    """A model, its optimizer, and iterations on data that every rank has its own part of."""
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import TransformerConfig
+
+        self.case = case
+        torch.manual_seed(3)
+        net = Net(case.dtype)
+        if case.frozen:
+            net.layers[1].requires_grad_(False)
+        self.model = DistributedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=case.fp32_gradients,
+                overlap_grad_reduce=case.overlap_gradients,
+                overlap_param_gather=case.overlap_parameters,
+                average_in_collective=case.average,
+                bucket_size=case.bucket_size,
+                check_for_nan_in_grad=False,
+                use_distributed_optimizer=True,
+            ),
+            net,
+        )
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=0.01,
+            clip_grad=case.clip,
+            bf16=case.dtype == torch.bfloat16,
+            params_dtype=case.dtype,
+            use_distributed_optimizer=True,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.model])
+        self.data = torch.Generator().manual_seed(100 + dist.get_rank())
+        self.steps = 0
+
+    @property
+    def buckets(self) -> int:
+        return sum(len(group.buckets) for group in self.model.bucket_groups)
+
+    def iterate(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for micro in range(self.case.microbatches):
+            if micro < self.case.microbatches - 1:
+                with self.model.no_sync():
+                    self._backward()
+            else:
+                self._backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        self.steps += 1
+
+    def _backward(self) -> None:
+        x = torch.randn(5, 12, generator=self.data).to(self.case.dtype)
+        self.model(x).float().square().mean().backward()
+
+    def finish_parameters(self) -> None:
+        if self.case.overlap_parameters:
+            self.model.disable_forward_pre_hook(param_sync=True)
+            self.model.enable_forward_pre_hook()
+
+    def sha256(self) -> str:
+        """Over parameters, main parameters and the optimizer's state of this rank."""
+        tensors = list(self.model.module.parameters())
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for group in one.optimizer.param_groups:
+                for parameter in group["params"]:
+                    tensors.append(parameter)
+                    state = one.optimizer.state.get(parameter, {})
+                    tensors += [state[name] for name in sorted(state)]
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            raw = torch.as_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def train(case: Case) -> tuple[str, int]:
+    """The bits at the end, and the number of buckets."""
+    training = Training(case)
+    start = training.sha256()
+    for _ in range(case.iterations):
+        training.iterate()
+    training.finish_parameters()
+    end = training.sha256()
+    assert end != start
+    return end, training.buckets
+
+
+# --------------------------------------------------------------------------- the same bits
+
+
+def compared(rank: int, cases: list[Case]) -> list[int]:
+    found = []
+    for case in cases:
+        with megatron(case.tensor_parallel):
+            bits = {}
+            for form in ("fused", *case.references):
+                with wrapped(case, form) as linears:
+                    bits[form], buckets = train(case)
+                    calls = Counter(linears.calls)
+                if form == "megatron":
+                    assert not calls
+                    continue
+                assert calls["gradients", form] == buckets * case.iterations, (case, calls)
+                # With overlap the gather of the last step comes at the end, and one more before
+                # the first forward.
+                gathers = case.iterations + case.overlap_parameters
+                assert calls["parameters", form] == buckets * gathers, (case, calls)
+                assert len(calls) == 2, calls
+            assert len(set(bits.values())) == 1, (case, bits)
+            found.append(buckets)
+    return found
+
+
+BOTH = {"overlap_gradients": True, "overlap_parameters": True}
+BF16 = {"dtype": torch.bfloat16}
+
+
+def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
+    cases = [
+        Case(),
+        Case(**BF16),
+        Case(overlap_gradients=True),
+        Case(**BOTH, references=("megatron", "plain")),
+        Case(**BOTH, **BF16),
+        Case(**BF16, fp32_gradients=False, iterations=6),
+        Case(**BOTH, **BF16, fp32_gradients=False, microbatches=2, clip=0.0, iterations=6),
+        Case(**BOTH, frozen=True, iterations=6),
+        Case(**BOTH, schedule=Schedule(lanes=1, chunks=3), iterations=6),
+        Case(**BOTH, average=True, references=("plain",), iterations=6),
+        Case(average=True, references=("plain",), iterations=6),
+    ]
+    for found in ranks(2).run(compared, cases, timeout=150):
+        # Only with overlapped gradients does Megatron make more than one bucket.
+        assert [count > 1 for count in found] == [case.overlap_gradients for case in cases]
+
+
+def test_four_ranks_as_replicas_and_as_two_halves_of_two(ranks) -> None:
+    cases = [
+        Case(**BOTH, **BF16, fp32_gradients=False, schedule=Schedule(lanes=2), iterations=8),
+        Case(**BOTH, tensor_parallel=2, iterations=8),
+        Case(**BF16, tensor_parallel=2, iterations=8),
+    ]
+    ranks(4).run(compared, cases, timeout=150)
+
+
+# ---------------------------------------------------- on top of what MindSpeed puts there
+
+
+def start_grad_sync(group: Any) -> None:
+    raise AssertionError("the replacement was called, although the wrapper stands before it")
+
+
+def finish_grad_sync(group: Any) -> None:
+    """As MindSpeed's: the handle is a list."""
+    group.param_gather_dispatched = False
+    if not group.ddp_config.overlap_grad_reduce:
+        group.start_grad_sync()
+        return
+    for handle in group.grad_reduce_handle:
+        handle.wait()
+    group.grad_reduce_handle = None
+
+
+def finish_param_sync(group: Any, skip_next_bucket_dispatch: bool = False) -> None:
+    if not group.param_gather_dispatched:
+        group.start_param_sync()
+    if group.param_gather_handle is not None:
+        for handle in group.param_gather_handle:
+            handle.wait()
+        group.param_gather_handle = None
+        following = group.next_param_gather_bucket_group
+        if following is not None and not skip_next_bucket_dispatch:
+            following.start_param_sync()
+
+
+def like_mindspeed(manager: PatchManager) -> None:
+    for function in (start_grad_sync, finish_grad_sync, finish_param_sync):
+        manager.register_patch(f"{GROUPS}.{function.__name__}", function)
+
+
+def on_mindspeed(rank: int) -> None:
+    for case in (Case(**BOTH, iterations=4), Case(iterations=4)):
+        with megatron():
+            with wrapped(case, "megatron"):
+                expected = train(case)
+            with wrapped(case, "fused", before=like_mindspeed) as linears:
+                assert train(case) == expected
+            assert {path for _, path in linears.calls} == {"fused"}
+
+
+def test_handles_that_are_lists_are_waited_for_one_by_one(ranks) -> None:
+    ranks(2).run(on_mindspeed, timeout=60)
+
+
+# ------------------------------------------------------------------- one rank that fails
+
+
+class PlantedError(Exception):
+    pass
+
+
+def fail_in_backward(training: Training, how: Callable[[], None]) -> None:
+    """In the middle: gradients of later layers are under way already."""
+    training.model.module.layers[1].weight.register_hook(lambda grad: how())
+
+
+def fail_in_a_bucket(training: Training, how: Callable[[], None]) -> None:
+    """When the second bucket group is about to be started."""
+    group = training.model.bucket_groups[1]
+    start = group.start_grad_sync
+    group.start_grad_sync = lambda: (how(), start())
+
+
+def fail_after_all(training: Training, how: Callable[[], None]) -> None:
+    """Its gradients are summed here and everywhere else; only the meeting can tell the others."""
+    group = training.model.bucket_groups[-1]
+    finish = group.finish_grad_sync
+    group.finish_grad_sync = lambda: (finish(), how())
+
+
+def raise_it() -> None:
+    raise PlantedError
+
+
+def die() -> None:
+    os._exit(1)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What goes wrong, and where."""
+
+    case: Case
+    where: Callable[[Training, Callable[[], None]], None]
+    how: Callable[[], None]
+    culprit: int
+
+
+def failing(rank: int, failures: list[Failure]) -> list[tuple[str, bool, int]]:
+    """What a rank saw: the kind of error, whether no bit has changed since, steps that were made.
+
+    Broken process groups are left behind; the ranks have to be ended.
+    """
+    found = []
+    for failure in failures:
+        # Groups of other failures are broken, this one gets new ones.
+        with (
+            megatron(failure.case.tensor_parallel, minutes=0.08),
+            wrapped(failure.case, "fused", close=False),
+        ):
+            training = Training(failure.case)
+            for _ in range(2):
+                training.iterate()
+            training.finish_parameters()
+            if rank == failure.culprit:
+                failure.where(training, failure.how)
+            before, kind = training.sha256(), "none"
+            try:
+                training.iterate()
+            except (PlantedError, TransportError, RuntimeError) as error:
+                kind = type(error).__name__
+            found.append((kind, training.sha256() == before, training.steps))
+    return found
+
+
+NO_OVERLAP = Case(clip=0.0)
+OVERLAP = replace(NO_OVERLAP, **BOTH)
+
+
+def test_a_rank_that_raises_keeps_the_others_from_their_step(ranks) -> None:
+    failures = [
+        Failure(OVERLAP, fail_in_backward, raise_it, 1),
+        Failure(OVERLAP, fail_in_a_bucket, raise_it, 1),
+        Failure(OVERLAP, fail_after_all, raise_it, 1),
+        Failure(NO_OVERLAP, fail_after_all, raise_it, 1),
+    ]
+    try:
+        found = ranks(2).run(failing, failures, timeout=60)
+    finally:
+        ranks(2).kill()
+    assert found == [[("TransportError", True, 2)] * 4, [("PlantedError", True, 2)] * 4]
+
+
+def test_the_error_reaches_the_other_halves_of_the_replicas(ranks) -> None:
+    """Ranks 1 and 3 sum over a group of their own, in which nothing is amiss."""
+    failure = Failure(replace(OVERLAP, tensor_parallel=2), fail_after_all, raise_it, 2)
+    try:
+        found = ranks(4).run(failing, [failure], timeout=60)
+    finally:
+        ranks(4).kill()
+    kinds = ["TransportError", "TransportError", "PlantedError", "TransportError"]
+    assert found == [[(kind, True, 2)] for kind in kinds]
+
+
+def test_a_rank_that_dies_keeps_the_others_from_their_step(ranks) -> None:
+    failure = Failure(OVERLAP, fail_in_a_bucket, die, 1)
+    outcomes = ranks(3).outcomes(failing, [failure], timeout=60, may_die=True)
+    assert isinstance(outcomes[1].error, EOFError)
+    for survivor in (0, 2):
+        assert outcomes[survivor].value == [("TransportError", True, 2)], outcomes
