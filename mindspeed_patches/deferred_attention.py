@@ -23,7 +23,9 @@ _NEEDS_NO_VALUE = {
 
 
 class DeferredAttention(torch.Tensor):
-    """``[S, B, A * D]`` that :meth:`value` computes when it is asked for.
+    """``[S / N, B, N * A * D]`` that :meth:`value` computes when it is asked for.
+
+    ``N`` is 1, or under Ulysses as many ranks as exchange heads for rows after attention.
 
     Attributes:
         q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
@@ -48,11 +50,12 @@ class DeferredAttention(torch.Tensor):
         causal: bool,
         scale: float | None,
         attend: Callable[[], torch.Tensor],
+        ranks: int = 1,
     ) -> DeferredAttention:
-        """Defer ``attend()``, which returns ``[S, B, A * D]``."""
+        """Defer ``attend()``, which returns ``[S / N, B, N * A * D]`` for ``N`` ``ranks``."""
         deferred: DeferredAttention = torch.Tensor._make_wrapper_subclass(
             DeferredAttention,
-            (*q.shape[:2], q.shape[2] * q.shape[3]),
+            (q.shape[0] // ranks, q.shape[1], ranks * q.shape[2] * q.shape[3]),
             dtype=q.dtype,
             device=q.device,
         )

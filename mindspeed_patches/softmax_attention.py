@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_arguments", "mask_type", "softmax_obstacle"]
+__all__ = ["call_arguments", "call_obstacle", "mask_type", "softmax_obstacle"]
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
@@ -44,6 +44,18 @@ def softmax_obstacle(
         mask: from :func:`mask_type`.
         given: from :func:`call_arguments`.
     """
+    reason = call_obstacle(config, training, mask, given)
+    if reason is not None:
+        return reason
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
+        return "queries and keys come in parts"
+    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
+        return f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are not of one sequence"
+    return None
+
+
+def call_obstacle(config: Any, training: bool, mask: str, given: dict[str, Any]) -> str | None:
+    """What :func:`softmax_obstacle` can say before there are queries and keys."""
     if mask not in ("causal", "no_mask"):
         return f"its mask is {mask}; only causal and no_mask can be split by queries"
     if given.get("packed_seq_params") is not None:
@@ -54,8 +66,4 @@ def softmax_obstacle(
         return f"attention dropout is {config.attention_dropout}"
     if getattr(config, "window_size", None) is not None:
         return "a sliding window limits the keys"
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
-        return "queries and keys come in parts"
-    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
-        return f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are not of one sequence"
     return None

@@ -1,66 +1,100 @@
-"""Ulysses context parallelism: attention whose last all-to-all is hidden behind it.
+"""Ulysses context parallelism: its all-to-alls hidden behind attention and its projections.
 
 MindSpeed puts the core attention of a layer into ``UlyssesContextAttention``, which brings q, k and
 v from rows of the sequence to heads in three all-to-alls, attends, and brings the output back in a
-fourth, each by itself.  Here its ``forward`` is wrapped; the classes stay.
+fourth, each by itself.  Here its ``forward`` is wrapped, and that of the layer around it; the
+classes stay.  Each projection of a layer joins the exchange if it can:
 
-What is hidden, and what is not yet:
+==================  ======================================  =====================================
+                    with its projection                     without
+==================  ======================================  =====================================
+forward, q k v      behind the projection to the heads of   one all-to-all instead of three:
+                    later ranks, the own heads last         exposed
+forward, output     behind the attention of later blocks,   behind the attention of later blocks
+                    and the projection of the own heads
+backward, output    behind the dgrad of later blocks, and   behind the backward of attention of
+                    wgrad and attention of the own rows     the blocks before
+backward, dq dk dv  behind the dgrad of the blocks before   one all-to-all: exposed
+==================  ======================================  =====================================
 
-====================  ====================================================================
-forward, q k v        one all-to-all instead of three, in front of attention: exposed
-forward, output       block by block, behind the attention of the next block
-backward, output      block by block, behind the backward of attention of the block before
-backward, dq dk dv    one all-to-all after attention: exposed
-====================  ====================================================================
+A chain with both, and what is counted of it::
 
-The exposed one could hide behind the projection to q, k and v
-(:func:`~commfuse_npu.ops.linear_all_to_all`), and the output's projection could join the pipeline
-(:func:`~commfuse_npu.ops.attention_all_to_all_linear`).  Both ops take the whole weight, that is a
-tensor-parallel group of one, and between the first and attention there are the rotary embedding and
-norms, which Megatron computes for the rows of a rank and not for all of them.  Neither is wired up.
+    linear_all_to_all -> norms, rotary embedding -> attention_all_to_all_linear
+         qkv                                             ulysses | proj
+
+Norms and rotary embedding are per row and head, so they give the same bits on either side of an
+exchange.  Behind it they need the positions of the whole sequence, which are gathered once per
+tensor that Megatron computes them into (:mod:`.whole_positions`).
+
+What a layer has to be like is in :mod:`.ulysses_layer`: whole weights (a tensor-parallel group of
+one), and for q, k and v as many query groups as can be shared out.  Else the reason is counted
+under ``qkv of ulysses`` or ``proj of ulysses``, and the rest is fused without that projection.
 
 Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G``
-key heads of all ranks of the group together, ``D`` features of a head.
+key heads of all ranks of the group together, ``D`` features of a head, ``H`` hidden.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from commfuse_npu.ops import attention_all_to_all, plain_attention_all_to_all
-from commfuse_npu.ops.collective_functions import all_to_all
+from commfuse_npu.ops import (
+    attention_all_to_all_linear,
+    linear_all_to_all,
+    plain_attention_all_to_all_linear,
+    plain_linear_all_to_all,
+)
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.transport import Transport
-from mindspeed_patches.softmax_attention import call_arguments, mask_type, softmax_obstacle
+from mindspeed_patches.deferred_attention import DeferredAttention
+from mindspeed_patches.softmax_attention import (
+    call_arguments,
+    call_obstacle,
+    mask_type,
+    softmax_obstacle,
+)
+from mindspeed_patches.ulysses_exchange import (
+    UlyssesExchange,
+    heads_to_rows,
+    innermost,
+    rows_to_heads,
+    scale_of,
+)
+from mindspeed_patches.ulysses_layer import (
+    forward_arguments,
+    layer_obstacle,
+    proj_obstacle,
+    qkv_method,
+    qkv_obstacle,
+    replaced,
+)
+from mindspeed_patches.whole_positions import WholePositions
 from mindspeed_patches.wrappers import Form, LinearWrappers
 
-__all__ = ["MINDSPEED_ULYSSES", "UlyssesWrappers", "rows_to_heads"]
+__all__ = ["MINDSPEED_ULYSSES", "UlyssesWrappers"]
 
 MINDSPEED_ULYSSES = (
     "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel"
     ".UlyssesContextAttention"
 )
 
-Forward = Callable[..., torch.Tensor]
+LayerForward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+_ATTENTION = "megatron.core.transformer.attention.Attention.forward"
+_HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
 
 
-class UlyssesWrappers:
-    """The wrapper of attention under Ulysses, and its transport.
+class UlyssesWrappers(UlyssesExchange):
+    """The wrappers of attention under Ulysses and of the layer around it, and their transport.
 
     Args:
-        linears: where calls are counted and reasons are logged, under the name ``ulysses``.
-        options: of the fused attention; the schedule counts.
-        form: ``fused``; or ``plain``, the plain collective with the blocks of the fused form, the
-            reference that it equals bit for bit.
-
-    Attributes:
-        transport: lanes of the context-parallel group.  Set it when the groups exist and before
-            the first forward.
+        linears: where calls are counted and reasons are logged, under the names ``ulysses``,
+            ``qkv`` and ``proj``; only projections among its layers join the exchange.
+        options, form: see :class:`UlyssesExchange`.
     """
 
     def __init__(
@@ -69,10 +103,8 @@ class UlyssesWrappers:
         options: LinearOptions = LinearOptions(),
         form: Form = "fused",
     ) -> None:
-        self.transport: Transport | None = None
-        self._linears = linears
-        self._options = options
-        self._form = form
+        super().__init__(linears, options, form)
+        self._positions = WholePositions()
 
     def register(self, manager: Any, attention: str = MINDSPEED_ULYSSES) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.
@@ -81,137 +113,183 @@ class UlyssesWrappers:
             attention: the class that exchanges heads around ``local_attn``.
         """
         manager.register_patch(f"{attention}.forward", self.ulysses_forward_wrapper)
+        # Of the base class: there others of MindSpeed's features register theirs.
+        manager.register_patch(_ATTENTION, self.attention_forward_wrapper)
 
-    def ulysses_forward_wrapper(self, forward: Forward) -> Forward:
-        """``forward(query, key, value, mask, ...)``, from ``[s, B, A, D]`` to ``[s, B, A * D]``.
+    def attention_forward_wrapper(self, forward: LayerForward) -> LayerForward:
+        """``forward(hidden_states, mask, ...)``, from ``[s, B, H]`` to ``[s, B, H]`` and a bias.
 
-        Equals, but for rounding::
-
-            q_SBAD, k_SBGD, v_SBGD = all_to_all(q), all_to_all(k), all_to_all(v)   # own heads
-            o_SBAD = local_attn(q_SBAD, k_SBGD, v_SBGD)
-            o_sBAD = all_to_all(o_SBAD)                                            # own rows
+        While it lasts, projections that can join the exchange have another ``forward``, and the
+        core attention does its part for them.
         """
 
         @functools.wraps(forward)
-        def ulysses_forward(
-            attention: Any,
+        def attention_forward(
+            layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            given = forward_arguments(args, kwargs)
+            if not self._can_exchange(layer, hidden_states, given):
+                return forward(layer, hidden_states, *args, **kwargs)
+            with ExitStack() as stack:
+                given = self._join(layer, hidden_states, given, stack)
+                return forward(layer, hidden_states, **given)
+
+        return attention_forward
+
+    def _can_exchange(self, layer: Any, hidden: torch.Tensor, given: dict[str, Any]) -> bool:
+        """Whether core attention is an exchange of heads that is fused; else it says itself why."""
+        attention = layer.core_attention
+        local = getattr(attention, "local_attn", None)
+        if getattr(local, "ulysses_comm_para", None) is None or not hasattr(layer, "linear_qkv"):
+            return False
+        core = innermost(local)
+        obstacle = call_obstacle(
+            core.config, attention.training, mask_type(layer, {}), given
+        ) or self._obstacle(
+            attention,
+            hidden.shape[0],
+            layer.num_attention_heads_per_partition,
+            layer.num_query_groups_per_partition,
+            (given.get("attention_mask"),),
+            {},
+        )
+        return obstacle is None
+
+    def _join(
+        self, layer: Any, hidden: torch.Tensor, given: dict[str, Any], stack: ExitStack
+    ) -> dict[str, Any]:
+        """Let projections of the layer join the exchange until ``stack`` ends.
+
+        Returns:
+            What ``forward`` is to be given.
+        """
+        size, layers = self._lanes().size, self._linears.layers
+        both = layer_obstacle(layer, given)
+        reasons = {
+            "qkv": both or qkv_obstacle(layer, hidden.shape[0], size, given, layers),
+            "proj": both or proj_obstacle(layer, layers),
+        }
+        for name, reason in reasons.items():
+            if reason is not None:
+                self._linears.leave(f"{name} of ulysses", reason)
+        exchanged, joins = reasons["qkv"] is None, reasons["proj"] is None
+        if exchanged or joins:
+            attend = self._attention_between(layer.core_attention, exchanged, joins)
+            stack.enter_context(replaced(layer.core_attention, forward=attend))
+        if joins:
+            project = self._projection_of_heads(layer.linear_proj)
+            stack.enter_context(replaced(layer.linear_proj, forward=project))
+        if exchanged:
+            method, project_out = self._projection_to_heads(layer.linear_qkv)
+            stack.enter_context(replaced(layer.linear_qkv, **{method: project_out}))
+            fewer = {name: getattr(layer, name) // size for name in _HEADS}
+            stack.enter_context(replaced(layer, **fewer))
+            given = given | {"rotary_pos_emb": self._whole(given.get("rotary_pos_emb"))}
+        return given
+
+    def _whole(self, positions: Any) -> Any:
+        """Of this rank's rows ``[s, ...]``, one or a tuple, to those of all rows ``[S, ...]``."""
+        if isinstance(positions, tuple):
+            return tuple(self._whole(part) for part in positions)
+        return None if positions is None else self._positions.of(positions, self._lanes().group)
+
+    def _projection_to_heads(self, linear: Any) -> tuple[str, Callable[..., Any]]:
+        """The method to replace, and what makes ``[S, B, q, k and v of own heads]`` instead."""
+        options = self._options[linear.gradient_accumulation_fusion]
+
+        def product(
+            input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
+        ) -> torch.Tensor:
+            self._linears.calls["qkv", self._form] += 1
+            if bias is not None and not weight.requires_grad:
+                # As in Megatron: beside a frozen weight the bias gets no gradient either.
+                bias = bias.detach()
+            lanes = self._lanes()
+            # A query group is rows of the weight one after the other, and so are those of a rank.
+            if self._form == "fused":
+                return linear_all_to_all(input, weight, bias, transport=lanes, options=options)
+            return plain_linear_all_to_all(
+                input, weight, bias, group=lanes.group, options=options, same_blocks=True
+            )
+
+        def column_forward(input_: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+            return product(input_, linear.weight, linear.bias), None
+
+        method = qkv_method(linear)
+        assert method is not None
+        return method, column_forward if method == "forward" else product
+
+    def _attention_between(
+        self, attention: Any, exchanged: bool, joins: bool
+    ) -> Callable[..., torch.Tensor]:
+        """Core attention between two projections.
+
+        Args:
+            exchanged: q, k and v have all rows of this rank's heads already.
+            joins: the projection of the output waits for attention.
+        """
+        own = attention.forward
+        core = innermost(attention.local_attn)
+        lanes = self._lanes()
+
+        def forward(
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
-            core = _core(attention.local_attn)
-            given = call_arguments(args[1:], kwargs)  # the first one is the mask
-            mask = mask_type(core, given)
+            given = call_arguments(args[1:], kwargs)
+            mask, scale = mask_type(core, given), scale_of(core)
             reason = softmax_obstacle(
                 core.config, attention.training, query, key, value, mask, given
-            ) or self._obstacle(attention, query, key, args, kwargs)
+            )
+            if reason is not None and not exchanged:
+                return own(query, key, value, *args, **kwargs)
             if reason is not None:
                 self._linears.leave("ulysses", reason)
-                return forward(attention, query, key, value, *args, **kwargs)
-            self._linears.calls["ulysses", self._form] += 1
-            return self._attend(query, key, value, mask == "causal", _scale(core))
-
-        return ulysses_forward
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        lanes = self._lanes()
-        heads = rows_to_heads(query, key, value, lanes.group)
-        if self._form == "fused":
-            return attention_all_to_all(
-                *heads, transport=lanes, causal=causal, scale=scale, options=self._options
+                return heads_to_rows(
+                    attention.local_attn(query, key, value, *args, **kwargs), lanes.group
+                )
+            heads = query, key, value
+            if not exchanged:
+                heads = rows_to_heads(query, key, value, lanes.group)
+            causal = mask == "causal"
+            if not joins:
+                return self._attend_with(heads, causal, scale)
+            return DeferredAttention.of(
+                *heads,
+                causal=causal,
+                scale=scale,
+                attend=lambda: self._attend_with(heads, causal, scale),
+                ranks=lanes.size,
             )
-        return plain_attention_all_to_all(
-            *heads,
-            group=lanes.group,
-            causal=causal,
-            scale=scale,
-            options=self._options,
-            same_blocks=True,
-        )
 
-    def _lanes(self) -> Transport:
-        if self.transport is None:
-            raise RuntimeError(
-                "the lanes of the context-parallel group do not exist: set "
-                "UlyssesWrappers.transport = Transport.create(get_context_parallel_group()) on all "
-                "ranks after initialize_model_parallel and before the first forward"
-            )
-        return self.transport
+        return forward
 
-    def _obstacle(
-        self,
-        attention: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> str | None:
-        """Why this exchange of heads keeps its own forward, or ``None``."""
-        exchange = attention.local_attn.ulysses_comm_para
-        lanes = self._lanes()
-        if exchange["spg"] is not lanes.group:
-            return "it exchanges heads over another group than the context-parallel one"
-        if lanes.size == 1:
-            return "a context-parallel group of one has nothing to transfer"
-        if (exchange["scatter_idx"], exchange["gather_idx"]) != (2, 0):
-            return "it exchanges other dimensions than heads and sequence"
-        calculator = exchange.get("gather_size_calculator")
-        whole = None if calculator is None else calculator.calculate(*args, **kwargs)
-        if whole not in (None, query.shape[0] * lanes.size):
-            return f"a sequence of {whole} is not {lanes.size} times {query.shape[0]}"
-        if query.shape[2] % lanes.size or query.shape[2] % key.shape[2]:
-            return (
-                f"{query.shape[2]} query heads and {key.shape[2]} key heads cannot be shared out "
-                f"evenly among {lanes.size} ranks"
-            )
-        if getattr(attention.local_attn.config, "context_parallel_kv_cache_policy", None):
-            return "context_parallel_kv_cache_policy leaves the exchange to local attention"
-        return None
+    def _projection_of_heads(self, linear: Any) -> LayerForward:
+        """The row-parallel layer with the attention in front of it, ``[s, B, H]`` and a bias."""
+        own = linear.forward
 
+        def forward(input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if not isinstance(input_, DeferredAttention):
+                return own(input_)
+            for name in ("ulysses", "proj"):
+                self._linears.calls[name, self._form] += 1
+            lanes = self._lanes()
+            arguments: dict[str, Any] = {
+                "bias": None if linear.skip_bias_add else linear.bias,
+                "causal": input_.causal,
+                "scale": input_.scale,
+                "options": self._options[linear.gradient_accumulation_fusion],
+            }
+            tensors = input_.q, input_.k, input_.v, linear.weight
+            if self._form == "fused":
+                output = attention_all_to_all_linear(*tensors, **arguments, transport=lanes)
+            else:
+                output = plain_attention_all_to_all_linear(
+                    *tensors, **arguments, group=lanes.group, same_blocks=True
+                )
+            return output, linear.bias if linear.skip_bias_add else None
 
-def _core(local: Any) -> Any:
-    """The core attention that computes; newer versions of MindSpeed-LLM put one into another."""
-    return getattr(local, "core_attention", local)
-
-
-def _scale(core: Any) -> float | None:
-    """What local attention multiplies the scores by; ``None`` for ``D ** -0.5``."""
-    own = getattr(core, "scale", None)  # MindSpeed's classes; they take more than one option in
-    return own if own is not None else getattr(core.config, "softmax_scale", None)
-
-
-def rows_to_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``all_to_all`` of q, k and v in one, from own rows with all heads to all rows of own heads.
-
-    Key heads that are not as many as several per rank are repeated until they are, no more often
-    than that: a rank needs one key head for all of its query heads, if they share it.
-
-    Args:
-        query: ``[s, B, A, D]``, ``A`` a multiple of the group size.
-        key, value: ``[s, B, G, D]``, ``A`` a multiple of ``G``.
-
-    Returns:
-        ``[S, B, A / N, D]`` and twice ``[S, B, G' / N, D]`` with ``G'`` from ``G`` to ``A``.
-    """
-    size, shared = group.size(), query.shape[2] // key.shape[2]
-    times = next(t for t in range(1, shared + 1) if not (shared % t or key.shape[2] * t % size))
-    if times > 1:
-        key, value = (x.repeat_interleave(times, dim=2) for x in (key, value))
-    by_rank = [
-        x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)  # [N, s, B, heads of a rank, D]
-        for x in (query, key, value)
-    ]
-    whole = all_to_all(torch.cat(by_rank, dim=3).flatten(0, 1), group)
-    q, k, v = whole.split([x.shape[3] for x in by_rank], dim=2)
-    return q, k, v
+        return forward

@@ -39,7 +39,23 @@ def check_ulysses_layout(config: ModelConfig) -> list[Finding]:
             name,
             "note",
             f"given, CP {size}",
-            action="the output's all-to-all hides behind attention, that of q, k and v does not; "
-            "calls with packed sequences, a bias or a mask that is not causal keep their own",
+            action=f"{_what_hides(config)}; calls with packed sequences, a bias or a mask that is "
+            "not causal keep their own",
         )
     ]
+
+
+def _what_hides(config: ModelConfig) -> str:
+    """Which of the all-to-alls around attention hide, and why the others do not."""
+    if config.tensor_model_parallel_size > 1:
+        return (
+            "the output's all-to-all hides behind attention, that of q, k and v does not: at TP "
+            f"{config.tensor_model_parallel_size} the weights of the projections are not whole"
+        )
+    if config.num_query_groups % config.context_parallel_size:
+        return (
+            "the output's all-to-all hides behind attention and its projection, that of q, k and v "
+            f"does not: {config.num_query_groups} query groups are not divisible by CP "
+            f"{config.context_parallel_size}"
+        )
+    return "all-to-alls hide behind attention and its projections"

@@ -135,20 +135,6 @@ def beside(whole: torch.Tensor, size: int) -> torch.Tensor:
     return whole.view(size, -1, whole.shape[-1]).transpose(0, 1).flatten(1)
 
 
-class _SummedGradient(WeightGradient):
-    """The gradient of a weight, either made here or summed elsewhere."""
-
-    def __init__(self, weight: torch.Tensor, *, main_grad: bool) -> None:
-        super().__init__(weight, main_grad=main_grad, blocks=False)
-
-    def take(self, total: torch.Tensor) -> None:
-        """Use a sum that is ready: ``[R, H]``, fp32, rounded here."""
-        if self._target is None:
-            self._grad = total.to(self._weight.dtype)
-        else:
-            self._target.add_(total)
-
-
 class _Grouped:
     """A weight as a matrix per head group, ``[F, H]``.
 
@@ -241,7 +227,7 @@ class LinearToHeads(_Grouped):
         self._grad_bias = self._zeros((rows,)) if needs_bias else None
         self._wgrad = self._blocks = None
         if needs_weight:
-            self._wgrad = _SummedGradient(self._weight, main_grad=options.main_grad)
+            self._wgrad = WeightGradient(self._weight, main_grad=options.main_grad, blocks=False)
             if options.wgrad == "blocks":
                 self._blocks = self._zeros((rows, hidden))
 
@@ -321,7 +307,7 @@ class LinearOfHeads(_Grouped):
         self._by_group = options.wgrad == "blocks"
         self._wgrad = None
         if needs_weight:
-            self._wgrad = _SummedGradient(self._weight, main_grad=options.main_grad)
+            self._wgrad = WeightGradient(self._weight, main_grad=options.main_grad, blocks=False)
 
     def backward(self, run: slice, out: torch.Tensor) -> None:
         """Write the gradient of a run, ``[rows, F]``."""

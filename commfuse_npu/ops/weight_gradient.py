@@ -69,6 +69,15 @@ class WeightGradient:
         else:
             self._grad = grad_output.t().matmul(total_input)
 
+    def take(self, total: torch.Tensor) -> None:
+        """Add a sum of such products that was made elsewhere: ``[O, I]``, fp32, rounded here."""
+        if self._blocks is not None:
+            self._blocks.add_(total)
+        elif self._target is not None:
+            self._target.add_(total)
+        else:
+            self._grad = total.to(self._weight.dtype)
+
     def result(self) -> torch.Tensor | None:
         """What the backward returns for the weight."""
         weight = self._weight

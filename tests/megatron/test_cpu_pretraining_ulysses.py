@@ -81,7 +81,10 @@ def test_fused_plain_unfused_repeated_resumed_and_not_split(ranks, tmp_path: Pat
     assert losses["fused"] == losses["plain"] == losses["again"]
     assert weights["fused"] == weights["plain"] == weights["again"]
     # As many forwards as layers, micro-batches and iterations, and one validation.
-    assert found["fused"][2][-1] == f"  ulysses: {2 * 4 * (5 + 1)} forward calls fused"
+    calls = 2 * 4 * (5 + 1)
+    for layer in ("ulysses", "qkv", "proj"):
+        assert f"  {layer}: {calls} forward calls fused" in found["fused"][2]
+    assert not any("of ulysses" in line for line in found["fused"][2])
     assert not any("ulysses" in line for line in found["unfused"][2])
     assert losses["unfused"] == pytest.approx(losses["fused"], abs=1e-6)
     assert losses["replicas"] == pytest.approx(losses["fused"], abs=1e-5)
@@ -107,7 +110,8 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "identical: True"
-    assert re.search(r"commfuse: +ulysses: [1-9]\d* forward calls fused", done.stdout)
+    for layer in ("ulysses", "qkv", "proj"):
+        assert re.search(rf"commfuse: +{layer}: [1-9]\d* forward calls fused", done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,20 @@ def test_blocks_are_summed_in_fp32(main_grad) -> None:
     assert (result is None) == (main_grad is not None)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16])
+def test_a_sum_from_elsewhere_is_rounded_once(main_grad, blocks: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+    if main_grad is not None:
+        weight.main_grad = torch.full((1, 1), 1.0, dtype=main_grad)
+    gradient = WeightGradient(weight, main_grad=main_grad is not None, blocks=blocks)
+    gradient.take(torch.full((1, 1), 257.0))
+    result = gradient.result()
+    found = result if main_grad is None else weight.main_grad
+    # 257 is no bf16 number; with the 1 that was there it is one.
+    assert found.item() == (256.0 if main_grad is None else 258.0)
+
+
 def test_flags_of_megatron_are_honoured() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
     weight.main_grad = torch.zeros(2, 3)

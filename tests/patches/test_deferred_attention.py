@@ -41,6 +41,15 @@ def test_its_shape_costs_nothing() -> None:
     assert attend.runs == 0
 
 
+def test_its_shape_where_heads_are_exchanged_for_rows() -> None:
+    q = torch.zeros(6, 1, 2, 4)
+    deferred = DeferredAttention.of(
+        q, q, q, causal=True, scale=None, attend=lambda: torch.ones(2, 1, 24), ranks=3
+    )
+    assert tuple(deferred.shape) == (2, 1, 24)
+    assert torch.equal(deferred + 0, torch.ones(2, 1, 24))
+
+
 USES = {
     "an operator": lambda x: x + 1,
     "an operator with it on the right": lambda x: 1 + x,

@@ -59,6 +59,7 @@ class Registered:
 
 INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
 LINEAR = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
+LAYER = "megatron.core.transformer.attention.Attention.forward"
 
 
 class TestRefusals:
@@ -166,6 +167,11 @@ class TestSchedule:
         assert options.ulysses is not None
         assert options.ulysses.schedule == Schedule("shifted", lanes=3, chunks=2)
 
+    def test_the_weight_gradient_of_projections_in_the_exchange(self) -> None:
+        options = commfuse_options(ulysses("--commfuse-wgrad", "blocks"))
+        assert options.ulysses is not None
+        assert options.ulysses.wgrad == "blocks"
+
     @pytest.mark.parametrize(
         ("local", "node_size"), [("8", None), ("4", 2), ("2", 1), ("1", None), ("3", None)]
     )
@@ -181,18 +187,18 @@ class TestSchedule:
 class TestPatches:
     def test_beside_the_linears(self) -> None:
         found = Registered(ulysses(transformer_impl="local"))
-        assert found.times(f"{MINDSPEED_ULYSSES}.forward") == 1
+        assert found.times(f"{MINDSPEED_ULYSSES}.forward") == found.times(LAYER) == 1
         assert found.times(LINEAR) == 1
         assert found.times(INITIALIZE) == 2  # lanes of two groups
 
     @pytest.mark.parametrize("size", [1, None])
     def test_without_tensor_parallelism_nothing_else(self, size: int | None) -> None:
         found = Registered(ulysses(transformer_impl="local", tensor_model_parallel_size=size))
-        assert found.times(f"{MINDSPEED_ULYSSES}.forward") == 1
+        assert found.times(f"{MINDSPEED_ULYSSES}.forward") == found.times(LAYER) == 1
         assert found.times(LINEAR) == 0
         assert found.times(INITIALIZE) == 1
 
     def test_without_the_flag_nothing_of_it(self) -> None:
         found = Registered(real_arguments(transformer_impl="local", **LAYOUT))
-        assert found.times(f"{MINDSPEED_ULYSSES}.forward") == 0
+        assert found.times(f"{MINDSPEED_ULYSSES}.forward") == found.times(LAYER) == 0
         assert found.times(INITIALIZE) == 1

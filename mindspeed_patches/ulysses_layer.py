@@ -1,0 +1,169 @@
+"""What of a self-attention layer lets its projections join the exchange of heads.
+
+Megatron's ``SelfAttention`` makes q, k and v of its rows, embeds positions, attends and projects.
+For as long as one call lasts, its projections and its core attention get other ``forward`` methods
+(:func:`replaced`), and it believes to have the heads of this rank only: so hooks of the modules run
+as ever (those of the distributed optimizer wait for weights), and so does what Megatron does
+between the projections, for the whole sequence instead of the rows of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = [
+    "forward_arguments",
+    "layer_obstacle",
+    "proj_obstacle",
+    "qkv_method",
+    "qkv_obstacle",
+    "replaced",
+]
+
+_AFTER_THE_ROWS = (
+    "attention_mask",
+    "key_value_states",
+    "inference_context",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "attention_bias",
+    "packed_seq_params",
+    "sequence_len_offset",
+)
+
+_OWN_FORWARD = "its forward was replaced by someone else"
+
+
+def forward_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What ``Attention.forward`` is given after the hidden states, by name."""
+    names = _AFTER_THE_ROWS[: len(args)]
+    return dict(zip(names, args, strict=True)) | kwargs
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give one object other attributes, its class none; what it had comes back at the end."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
+
+
+def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
+    """Why neither projection of a layer joins the exchange, or ``None``.
+
+    Args:
+        given: from :func:`forward_arguments`.
+    """
+    config = layer.config
+    if config.tensor_model_parallel_size > 1:
+        return (
+            f"a tensor-parallel group of {config.tensor_model_parallel_size} shares the weights of "
+            "the projections, which have to be whole"
+        )
+    if "forward" in vars(layer.core_attention):
+        return _OWN_FORWARD
+    if layer.checkpoint_core_attention and layer.training:
+        return "selective recomputation runs the core attention by itself"
+    if given.get("inference_context") is not None or given.get("inference_params") is not None:
+        return "inference keeps keys of other calls"
+    if getattr(config, "cpu_offloading", False):
+        return "cpu_offloading needs Transformer Engine's layers"
+    return None
+
+
+def qkv_obstacle(
+    layer: Any,
+    rows: int,
+    size: int,
+    given: dict[str, Any],
+    layers: Collection[str],
+) -> str | None:
+    """Why the projection to q, k and v does not feed the exchange, or ``None``.
+
+    Args:
+        rows: of the sequence on this rank.
+        size: how many ranks exchange heads.
+        given: from :func:`forward_arguments`.
+        layers: names of the layers to fuse.
+    """
+    from megatron.core.transformer.attention import SelfAttention
+
+    groups, head = layer.num_query_groups_per_partition, layer.hidden_size_per_attention_head
+    if "qkv" not in layers:
+        return "qkv is not in the list of layers to fuse"
+    if type(layer).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
+        return f"{type(layer).__name__} makes q, k and v in its own way"
+    if groups % size:
+        return (
+            f"{groups} query groups are not divisible by {size} ranks: key heads are repeated "
+            "before the exchange"
+        )
+    linear = layer.linear_qkv
+    if "forward" in vars(linear):
+        return _OWN_FORWARD
+    if qkv_method(linear) is None:
+        return f"{type(linear).__name__} is not a column-parallel layer that is known"
+    features = (layer.num_attention_heads_per_partition + 2 * groups) * head
+    if linear.weight is None or linear.weight.shape[0] != features:
+        return f"its weight has not {features} rows for q, k and v"
+    if getattr(linear, "gather_output", False) or getattr(linear, "skip_bias_add", False):
+        return "its output or its bias is wanted apart"
+    norms = (getattr(layer, name, None) for name in ("q_layernorm", "k_layernorm"))
+    weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
+    if any(weight.numel() != head for weight in weights):
+        return "queries or keys are normalized over several heads"
+    return _positions_obstacle(rows, given)
+
+
+def _positions_obstacle(rows: int, given: dict[str, Any]) -> str | None:
+    if any(given.get(name) is not None for name in ("rotary_pos_cos", "rotary_pos_sin")):
+        return "cosine and sine of the positions are given apart"
+    found = given.get("rotary_pos_emb")
+    for part in found if isinstance(found, tuple) else (found,):
+        if part is None:
+            continue
+        if not isinstance(part, torch.Tensor) or part.requires_grad:
+            return "its positional embedding is no constant tensor"
+        if part.shape[0] != rows:
+            return f"its rotary embedding has {part.shape[0]} positions for {rows} rows"
+    return None
+
+
+def qkv_method(linear: Any) -> str | None:
+    """The method of a column-parallel layer that multiplies; ``None`` if it is unknown."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    if type(linear).forward is ColumnParallelLinear.forward:
+        return "forward"
+    # MindSpeed's layer with the norm in front: it calls this one of its attributes.
+    return "_linear_forward_impl" if "_linear_forward_impl" in vars(linear) else None
+
+
+def proj_obstacle(layer: Any, layers: Collection[str]) -> str | None:
+    """Why the projection of the output does not use the exchange, or ``None``."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    linear = layer.linear_proj
+    if "proj" not in layers:
+        return "proj is not in the list of layers to fuse"
+    if "forward" in vars(linear):
+        return _OWN_FORWARD
+    if type(linear).forward is not RowParallelLinear.forward:
+        return f"{type(linear).__name__} is not Megatron's row-parallel layer"
+    if not linear.input_is_parallel:
+        return "the input has to be scattered first"
+    features = layer.num_attention_heads_per_partition * layer.hidden_size_per_attention_head
+    if linear.weight.shape[1] != features:
+        return f"its weight has not {features} columns"
+    return None
