@@ -28,14 +28,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
-from torch.profiler import ProfilerActivity, profile
 
 from commfuse_npu import ops
+from commfuse_npu.bench.peak_memory import peak_bytes
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.transport import BufferPool, Transport
 
-__all__ = ["Memory", "main", "measure", "peak_bytes"]
+__all__ = ["Memory", "main", "measure"]
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,6 @@ class _WithoutScores:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         new_k, new_v = torch.zeros_like(k), torch.zeros_like(v)
         return torch.zeros_like(q), sums["grad_k"].add_(new_k), sums["grad_v"].add_(new_v)
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that ``call`` has allocated at once, beyond what there was before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    now = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]:
@@ -130,7 +118,7 @@ def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]
             with nullcontext() if scores else _without_scores():
                 transport.buffers = BufferPool(keep_bytes=0)
                 for form, call in forms.items():
-                    peaks[form] = peak_bytes(call)
+                    peaks[form] = peak_bytes(call, "cpu")
                 transport.buffers = BufferPool()
                 forms["fused"]()
             label = name if scores else f"{name}, no scores"

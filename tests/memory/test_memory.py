@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.measure_memory import peak_bytes
+from commfuse_npu.bench.peak_memory import peak_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def test_the_peak_is_of_what_lives_at_once() -> None:
         two, three = torch.ones(1 << 18), torch.ones(1 << 19)
         del two, three
 
-    assert 3 << 20 <= peak_bytes(call) < (3 << 20) + 4096
+    assert 3 << 20 <= peak_bytes(call, "cpu") < (3 << 20) + 4096
 
 
 def test_fused_attention_needs_no_more_than_two_blocks_above_the_plain_one(tmp_path: Path) -> None:

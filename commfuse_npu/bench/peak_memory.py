@@ -1,0 +1,31 @@
+"""The most memory that a call has at once, beyond what there was before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["peak_bytes"]
+
+
+def peak_bytes(call: Callable[[], object], device_type: str) -> int:
+    """Allocations of torch, results included; on a device those of its caching allocator."""
+    if device_type != "cpu":
+        # Read, not run: torch.npu has the memory functions of torch.cuda.
+        device = getattr(torch, device_type)
+        device.synchronize()
+        before = device.memory_allocated()
+        device.reset_peak_memory_stats()
+        call()
+        device.synchronize()
+        return int(device.max_memory_allocated()) - int(before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    now = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak

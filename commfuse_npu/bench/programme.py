@@ -1,0 +1,116 @@
+"""What is measured: quick, full, or what the options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+__all__ = ["DEFAULT_GFLOPS", "LINKS", "Link", "Sweep", "full", "quick", "with_options"]
+
+Link = Literal["mesh", "mesh-tc", "shared-nic", "unpaced"]
+
+LINKS: dict[str, str] = {
+    "mesh": "a link per pair of ranks (paced sockets)",
+    "mesh-tc": "a link per pair of ranks (network namespaces, tc htb)",
+    "shared-nic": "one card per rank (network namespaces, tc tbf)",
+    "unpaced": "loopback without a rate",
+    "npu": "the links between the NPUs",
+}
+assert set(get_args(Link)) < set(LINKS)
+
+DEFAULT_GFLOPS = 60.0
+"""Modelled speed of a rank whose GEMMs sleep: that of one core, so that both modes compare."""
+
+_ALL_RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Works measured by one group of processes over one kind of link.
+
+    Attributes:
+        gflops: let GEMMs sleep, at this speed; ``None`` for real ones.
+        variants: patterns of names.
+    """
+
+    ranks: int
+    works: tuple[str, ...]
+    ratios: tuple[float, ...]
+    rounds: int
+    variants: tuple[str, ...] = ("*",)
+    gflops: float | None = None
+    link: Link = "mesh"
+    dtype: str = "fp32"
+
+    @property
+    def mode(self) -> str:
+        if self.gflops is None:
+            return "real GEMMs"
+        return f"sleeping GEMMs ({self.gflops:g} GFLOPS modelled)"
+
+
+def quick() -> list[Sweep]:
+    """Less than 3 minutes on 2 cores: the single layers and the MLP, two ratios, few variants."""
+    some = ("collective", "coc-4", "slices-4", "ring", "megatron*", "ours-c?")
+    ratios = (0.5, 1.0)
+    single = ("all-gather", "reduce-scatter")
+    return [
+        Sweep(2, (*single, "mlp"), ratios, 3, some),
+        Sweep(2, single, ratios, 3, some, gflops=DEFAULT_GFLOPS),
+        Sweep(4, single, ratios, 3, (*some, "ours-c4-block"), gflops=DEFAULT_GFLOPS),
+    ]
+
+
+def full() -> list[Sweep]:
+    """Less than 25 minutes on 2 cores: everything."""
+    single, ratios = ("all-gather", "reduce-scatter"), _ALL_RATIOS
+    asleep = DEFAULT_GFLOPS
+    return [
+        Sweep(2, single, ratios, 7),
+        Sweep(2, ("mlp",), ratios, 5),
+        Sweep(2, ("attention", "layer"), (0.0, 0.5, 1.0), 3),
+        Sweep(2, (*single, "mlp"), (0.5, 1.0), 5, dtype="bf16"),
+        Sweep(2, single, (0.25, 0.5, 1.0, 2.0), 5, gflops=asleep),
+        Sweep(4, single, (0.25, 0.5, 1.0, 2.0), 5, gflops=asleep),
+        Sweep(4, ("mlp",), (0.5, 1.0), 3, gflops=asleep),
+        Sweep(4, single, (0.5, 1.0), 3, gflops=asleep, link="shared-nic"),
+    ]
+
+
+def with_options(
+    sweeps: Sequence[Sweep],
+    *,
+    ranks: Sequence[int] | None,
+    works: Sequence[str] | None,
+    ratios: Sequence[float] | None,
+    variants: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    links: Sequence[Link] | None,
+    rounds: int | None,
+    gflops: float | None,
+) -> list[Sweep]:
+    """The programme with what the options say in place of its own.
+
+    ``ranks``, ``dtypes``, ``links`` or ``gflops`` make a programme of their own out of the first
+    sweep: every combination of them.  The others replace a value in every sweep.
+    """
+    chosen = list(sweeps)
+    if ranks or dtypes or links or gflops is not None:
+        model = replace(chosen[0], gflops=gflops)
+        chosen = [
+            replace(model, ranks=size, link=link, dtype=dtype)
+            for size in ranks or (2,)
+            for link in links or ("mesh",)
+            for dtype in dtypes or ("fp32",)
+        ]
+    if works:
+        chosen = [replace(sweep, works=tuple(works)) for sweep in chosen]
+    if ratios:
+        chosen = [replace(sweep, ratios=tuple(ratios)) for sweep in chosen]
+    if variants:
+        chosen = [replace(sweep, variants=tuple(variants)) for sweep in chosen]
+    if rounds:
+        chosen = [replace(sweep, rounds=rounds) for sweep in chosen]
+    # Sweeps that became equal are measured once.
+    return list(dict.fromkeys(chosen))

@@ -1,0 +1,76 @@
+"""A progress bar on the terminal, or a line now and then where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+__all__ = ["Progress"]
+
+_WIDTH = 24
+_LINE_EVERY = 20.0
+
+
+class Progress:
+    """Counts steps of about equal length and guesses how long the rest takes.
+
+    Args:
+        total: how many steps there will be.
+        stream: where it is drawn; stderr by default.
+    """
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self._total, self._done = max(1, total), 0
+        self._stream = stream or sys.stderr
+        self._start = self._last_line = time.monotonic()
+        self._what = ""
+        self._shown = 0
+
+    def say(self, what: str) -> None:
+        """What is being done now."""
+        self._what = what
+        self._draw()
+
+    def step(self, steps: int = 1) -> None:
+        """So much more is done."""
+        self._done = min(self._total, self._done + steps)
+        self._draw()
+
+    def late(self, limit: float) -> bool:
+        """Whether more of ``limit`` seconds has passed than of the steps, and a fifth beside.
+
+        The fifth is for the start, which takes seconds before the first step is done.
+        """
+        passed = time.monotonic() - self._start
+        return passed > limit * (0.2 + 0.8 * self._done / self._total)
+
+    def close(self) -> None:
+        """Leave the terminal's line."""
+        if self._shown:
+            self._stream.write("\n")
+            self._stream.flush()
+        self._shown = 0
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        passed = now - self._start
+        left = passed / self._done * (self._total - self._done) if self._done else None
+        text = f"{self._done}/{self._total} {_clock(passed)}"
+        text += f" left {_clock(left)}" if left is not None else ""
+        text += f"  {self._what}"
+        if not self._stream.isatty():
+            if now - self._last_line >= _LINE_EVERY:
+                self._last_line = now
+                self._stream.write(text + "\n")
+                self._stream.flush()
+            return
+        filled = _WIDTH * self._done // self._total
+        line = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {text}"[:119]
+        self._stream.write("\r" + line.ljust(self._shown))
+        self._stream.flush()
+        self._shown = len(line)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

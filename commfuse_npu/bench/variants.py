@@ -1,0 +1,119 @@
+"""The ways to run a work, by name.
+
+=================  ===============================================================================
+``p2p``            blocking: a direct exchange with all peers at once, then the GEMM (or the other
+                   way round).  **The reference**: at line rate, so nobody's algorithm is beaten.
+``collective``     blocking: torch's collective.  gloo's reduce-scatter sends an all-reduce's bytes.
+``coc-K``          the rows in K slices, a collective per slice, pipelined with the GEMMs: what
+                   MindSpeed's CoC does, written from its description.
+``slices-K``       the same with direct exchanges in place of the collectives.
+``ring``           blocks passed on between neighbours, partial sums accumulated on the way.
+``megatron``       forward blocking; backward in Megatron's order: the input is gathered during
+                   dgrad, the reduce-scatter runs during wgrad.  With torch's collectives.
+``megatron-p2p``   the same with direct exchanges.
+``ours-cK``        this project's ops, K chunks per block, chunks interleaved over the peers, as
+                   many lanes as there are peers.  ``-block``: in block order.  ``-lL``: L lanes.
+=================  ===============================================================================
+
+Besides these every round measures ``compute`` (no communication at all) and ``communication`` (the
+same collectives by blocking direct exchange, no computation).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from commfuse_npu.plan import Order, Schedule
+
+__all__ = [
+    "COMMUNICATION",
+    "COMPUTE",
+    "REFERENCE",
+    "Variant",
+    "applies_to",
+    "chosen",
+    "of_group",
+]
+
+COMPUTE, COMMUNICATION, REFERENCE = "compute", "communication", "p2p"
+
+Kind = Literal["compute", "communication", "blocking", "sliced", "megatron", "fused"]
+
+_CHUNKS = (1, 2, 4, 8)
+_SLICES = (2, 4, 8)
+_WITH_BACKWARD = ("mlp", "attention", "layer")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a work.
+
+    Attributes:
+        direct: carried by direct exchanges rather than by torch's collectives.
+        slices: for ``sliced``.
+        schedule: for ``fused``.
+    """
+
+    name: str
+    kind: Kind
+    direct: bool = True
+    slices: int = 1
+    schedule: Schedule | None = None
+
+    @property
+    def family(self) -> str:
+        """What comes before the first number: variants of a family differ in their parameters."""
+        return self.name.split("-c")[0].rstrip("-0123456789")
+
+
+def of_group(size: int) -> list[Variant]:
+    """All variants for a group of ``size`` ranks, the reference first."""
+    found = [
+        Variant(REFERENCE, "blocking"),
+        Variant("collective", "blocking", direct=False),
+        *(Variant(f"coc-{k}", "sliced", direct=False, slices=k) for k in _SLICES),
+        *(Variant(f"slices-{k}", "sliced", slices=k) for k in _SLICES),
+        Variant("ring", "fused", schedule=Schedule("ring", 1, 1)),
+        Variant("megatron", "megatron", direct=False),
+        Variant("megatron-p2p", "megatron"),
+    ]
+    for chunks in _CHUNKS:
+        # With one chunk, or one peer, there is only one order.
+        both = chunks > 1 and size > 2
+        orders: tuple[Order, ...] = ("interleaved", "block") if both else ("interleaved",)
+        for order in orders:
+            for lanes in range(size - 1, 0, -1):
+                name = f"ours-c{chunks}" + ("-block" if order == "block" else "")
+                name += f"-l{lanes}" if lanes < size - 1 else ""
+                schedule = Schedule("shifted", lanes, chunks, order)
+                found.append(Variant(name, "fused", schedule=schedule))
+    return found
+
+
+def applies_to(variant: Variant, work: str) -> bool:
+    """Megatron's order is about the backward; without one it is the blocking form."""
+    return variant.kind != "megatron" or work in _WITH_BACKWARD
+
+
+def chosen(patterns: Sequence[str], size: int) -> list[Variant]:
+    """The variants whose names match one of the patterns (``ours-*``), and the reference.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    everything = of_group(size)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatch(variant.name, pattern) for variant in everything):
+            raise ValueError(
+                f"no variant for {size} ranks is called {pattern!r}; choose from "
+                f"{', '.join(variant.name for variant in everything)}"
+            )
+    return [
+        variant
+        for variant in everything
+        if variant.name == REFERENCE
+        or any(fnmatch.fnmatch(variant.name, pattern) for pattern in patterns)
+    ]

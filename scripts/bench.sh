@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# How much communication is hidden, on links with a rate, and against whom.
+#
+#   bash scripts/bench.sh --quick                            less than 3 minutes
+#   bash scripts/bench.sh --json bench.json --plot bench.png less than 25 minutes
+#   bash scripts/bench.sh --help                             all options
+#
+# The Markdown table goes to stdout, progress to stderr. Sets up .venv by itself. As root, a shared
+# network card is measured too, in network namespaces.
+set -eu
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment cpu
+
+exec python -m commfuse_npu.cli bench "$@"
