@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from commfuse_npu import doctor
+from commfuse_npu.bench import arguments as bench_arguments
 from commfuse_npu.plan import Kind, Order, Own, Plan, PlanError, Schedule
+from commfuse_npu.simulate import arguments as simulate_arguments
 from commfuse_npu.verify import counter_examples, lane_counter_examples
 
 __all__ = ["main"]
@@ -56,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.epilog = "After -- a command line of pretrain_gpt.py: commfuse-npu doctor -- torchrun ..."
 
+    bench_arguments.add_to(
+        commands.add_parser("bench", help="how much communication is hidden, and against whom?")
+    )
+    simulate_arguments.add_to(
+        commands.add_parser("simulate", help="what would it bring on a described cluster?")
+    )
+
     words = list(sys.argv[1:] if arguments is None else arguments)
     launch: list[str] = []
     if words[:1] == ["doctor"] and "--" in words:
@@ -65,6 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if given.command == "doctor":
         return doctor.main(given.config, launch, given.json)
+    if given.command == "simulate":
+        from commfuse_npu.simulate import command as simulate_command  # it needs PyYAML
+
+        return simulate_command.main(given)
+    if given.command == "bench":
+        from commfuse_npu.bench import command  # it needs PyYAML, which the others do not
+
+        return command.run(given)
     try:
         return _plan(given) if given.command == "plan" else _verify(given)
     except PlanError as error:

@@ -1,0 +1,142 @@
+"""``commfuse-npu simulate``: from options to tables, a picture and a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from commfuse_npu.model_config import ConfigError, ModelConfig
+from commfuse_npu.plan import PlanError
+from commfuse_npu.simulate.chrome_trace import chrome_trace
+from commfuse_npu.simulate.disturbance import Disturbance
+from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
+from commfuse_npu.simulate.report import heading, scale, table
+from commfuse_npu.simulate.step import Step
+from commfuse_npu.simulate.sweep import Layout, Options, Point, of_hardware, sweep, training
+
+__all__ = ["main"]
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the subcommand; see :mod:`.arguments` for the options."""
+    try:
+        return _main(given)
+    except (ConfigError, HardwareError, PlanError, ValueError, OSError, ImportError) as error:
+        for line in str(error).splitlines():
+            print(f"commfuse-npu simulate: error: {line}", file=sys.stderr)
+        return 2
+
+
+def _main(given: argparse.Namespace) -> int:
+    hardware = Hardware.load(find_config(given.hardware, "hardware"))
+    model_path = find_config(given.model)
+    model = ModelConfig.load(model_path)
+    layouts = _layouts(given, model)
+    sequences = given.sequence_lengths or [model.seq_length]
+    options = Options(
+        micro_batch=given.micro_batch,
+        micro_batches=given.micro_batches,
+        lanes=given.lanes,
+        chunks=tuple(dict.fromkeys(given.chunks)),
+        patterns=tuple(word.strip() for word in given.variants.split(",") if word.strip()),
+        recompute=given.recompute,
+        disturbance=Disturbance(
+            seed=given.seed,
+            noise=given.noise,
+            slow_links=given.slow_links,
+            slow_link_factor=given.slow_link_factor,
+            stragglers=given.stragglers,
+            straggler_factor=given.straggler_factor,
+        ),
+        corners=not given.typical,
+    )
+    first = layouts[0]
+    sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP " + ", ".join(
+        str(layout.dp) for layout in layouts
+    )
+    title = f"{model_path.stem}, {hardware.path.stem}, {sizes}"
+    print(heading(hardware, model_path.stem, sizes))
+    points: list[Point] = []
+    try:
+        for point in sweep(model, hardware, layouts, sequences, options):
+            print("\n" + table(point), flush=True)
+            points.append(point)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
+    print("\n" + scale(points))
+    if given.json:
+        _write_json(given, hardware, points)
+    if given.plot:
+        from commfuse_npu.simulate.plot import draw
+
+        draw([point for point in points if point.npus == points[0].npus], title, given.plot)
+    if given.trace:
+        _write_trace(given, model, hardware, first, sequences[0], options, points[0])
+    return 0
+
+
+def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
+    tp = given.tp or model.tensor_model_parallel_size
+    cp = given.cp or model.context_parallel_size
+    pp = given.pp or model.pipeline_model_parallel_size
+    one = tp * cp * pp
+    if given.npus is None:
+        fits = model.world_size % one == 0
+        return [Layout(tp, cp, given.dp or (model.world_size // one if fits else 1), pp)]
+    if given.dp is not None:
+        raise ValueError("--npus and --dp say the same twice; give one of them")
+    for npus in given.npus:
+        if npus % one:
+            raise ValueError(
+                f"--npus {npus} is not divisible by TP*CP*PP = {tp}*{cp}*{pp} = {one}; choose "
+                f"{max(one, npus // one * one)} or {npus // one * one + one}"
+            )
+    return [Layout(tp, cp, npus // one, pp) for npus in given.npus]
+
+
+def _write_json(given: argparse.Namespace, hardware: Hardware, points: list[Point]) -> None:
+    content = {
+        "simulated": True,
+        "model": given.model,
+        "hardware": {
+            "file": str(hardware.path),
+            "name": hardware.name,
+            "figures": {
+                name: {"low": f.low, "typical": f.typical, "high": f.high, "source": f.source}
+                for name, f in hardware.figures.items()
+            },
+        },
+        "points": [
+            {
+                "sequence": point.sequence,
+                "npus": point.npus,
+                "micro_batches": point.micro_batches,
+                "ratio": point.ratio._asdict(),
+                "simulated_in": point.simulated_in,
+                "variants": [outcome.as_json() for outcome in point.outcomes],
+            }
+            for point in points
+        ],
+    }
+    given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_trace(
+    given: argparse.Namespace,
+    model: ModelConfig,
+    hardware: Hardware,
+    layout: Layout,
+    sequence: int,
+    options: Options,
+    point: Point,
+) -> None:
+    best = min(point.outcomes, key=lambda outcome: outcome.step.typical).variant
+    name = given.trace_variant or best
+    known = {variant.name: variant for variant in of_hardware(hardware, layout.tp, options)}
+    if name not in known:
+        raise ValueError(f"--trace-variant {name} is unknown; choose one of {', '.join(known)}")
+    step = Step(hardware.machine(), training(model, layout, sequence, options), options.disturbance)
+    parts = [(part, step.layer(known[name], part)) for part in ("forward", "backward")]
+    given.trace.write_text(json.dumps(chrome_trace(parts)), encoding="utf-8")

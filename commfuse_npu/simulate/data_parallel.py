@@ -1,0 +1,69 @@
+"""Data parallelism with a distributed optimizer: buckets of gradients out, of parameters in.
+
+The gradients of a bucket (fp32) are reduce-scattered while the backward of earlier layers runs; its
+parameters (bf16) are all-gathered while the forward of earlier layers runs.  Buckets go one after
+the other; what remains exposed is the end of the first and the beginning of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["BUCKET_PARAMETERS", "GRADIENT_BYTES", "buckets", "exposed_gather", "exposed_scatter"]
+
+BUCKET_PARAMETERS = 40_000_000
+"""Megatron's default, at least a million per rank of the group."""
+GRADIENT_BYTES = 4
+"""Gradients are summed in fp32."""
+
+
+def buckets(layer_parameters: Sequence[float], ranks: int) -> list[list[int]]:
+    """Layers by bucket, in the order of the backward: a bucket is closed when it is large enough.
+
+    Args:
+        layer_parameters: of each layer on one NPU, from the first layer to the last.
+    """
+    limit = max(BUCKET_PARAMETERS, 1_000_000 * ranks)
+    found: list[list[int]] = [[]]
+    held = 0.0
+    for layer in reversed(range(len(layer_parameters))):
+        found[-1].append(layer)
+        held += layer_parameters[layer]
+        if held >= limit:
+            found.append([])
+            held = 0.0
+    return [bucket for bucket in found if bucket]
+
+
+def exposed_scatter(
+    layers: Sequence[float], order: Sequence[Sequence[int]], transfers: Sequence[float]
+) -> float:
+    """Seconds after the backward until the last bucket is summed.
+
+    Args:
+        layers: seconds of each layer's backward, from the first layer to the last.
+        order: layers of each bucket, in the order in which they become ready.
+        transfers: seconds of each bucket.
+    """
+    time = link = 0.0
+    for bucket, transfer in zip(order, transfers, strict=True):
+        time += sum(layers[layer] for layer in bucket)
+        link = max(link, time) + transfer
+    return max(0.0, link - time)
+
+
+def exposed_gather(
+    layers: Sequence[float], order: Sequence[Sequence[int]], transfers: Sequence[float]
+) -> float:
+    """Seconds that the first forward waits for parameters; buckets arrive in forward order.
+
+    Args:
+        layers: seconds of each layer's forward.
+        order, transfers: as for :func:`exposed_scatter`, in the order of the backward.
+    """
+    time = link = work = 0.0
+    for bucket, transfer in zip(reversed(order), reversed(transfers), strict=True):
+        link += transfer
+        seconds = sum(layers[layer] for layer in bucket)
+        time, work = max(time, link) + seconds, work + seconds
+    return time - work

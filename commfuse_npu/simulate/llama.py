@@ -1,0 +1,195 @@
+"""A Llama layer under tensor and sequence parallelism, as operations of one rank.
+
+Legend: ``S`` sequence of a context-parallel rank, ``B`` micro-batch, ``H`` hidden, ``F``
+feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one rank, ``1/n``::
+
+    forward   norm | x arrives -> qkv | rotary | attention | proj -> sum | norm
+                   | x arrives -> fc1 | SwiGLU | fc2 -> sum
+    backward  the same from the end: gradients arrive -> dgrad, wgrad of fc2 and proj; dgrad -> sum,
+              x arrives again -> wgrad of fc1 and qkv
+
+FLOP of attention (causal, forward): ``2 * B * S^2 * H`` for all ranks, two products over half of
+the scores; the backward takes 2.5 times that (five products instead of two, as flash attention
+recomputes the scores).  Element-wise work costs its memory traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.simulate.machine import ITEM_BYTES, Machine
+from commfuse_npu.simulate.rank import Gather, Rank, Scatter, Work
+
+__all__ = ["BACKWARD_ATTENTION", "LayerShape", "backward", "forward", "head_backward",
+           "head_forward"]  # fmt: skip
+
+BACKWARD_ATTENTION = 2.5
+"""FLOP of attention's backward in those of its forward."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer for one tensor-parallel group.
+
+    Attributes:
+        sequence: tokens of a sequence on one context-parallel rank.
+        attended: tokens of the whole sequence, over all context-parallel ranks.
+        batch: sequences of a micro-batch.
+        hidden, feed_forward, qkv, vocabulary: whole widths, over all tensor-parallel ranks.
+        ranks: of the tensor-parallel group; it divides all of them.
+    """
+
+    sequence: int
+    attended: int
+    batch: int
+    hidden: int
+    feed_forward: int
+    qkv: int
+    vocabulary: int
+    ranks: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole activation."""
+        return self.sequence * self.batch
+
+    @property
+    def block(self) -> int:
+        """Rows of one rank's block under sequence parallelism."""
+        return self.rows // self.ranks
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the hidden activation, which is all that is ever sent."""
+        return self.hidden * ITEM_BYTES
+
+    @property
+    def attention_flops(self) -> float:
+        """Of one rank, forward."""
+        parts = self.ranks * (self.attended // self.sequence)
+        return 2.0 * self.batch * self.attended**2 * self.hidden / parts
+
+    def attention(self, machine: Machine, factor: float = 1.0) -> Work:
+        """Seconds of attention of a run of query rows, times ``factor``.
+
+        Causal: later rows see more keys.  With context parallelism each rank has a part from both
+        ends of the sequence, so that there all rows cost the same.
+        """
+        uniform = self.attended != self.sequence
+        whole = machine.attention(self.attention_flops * factor)
+
+        def seconds(run: slice) -> float:
+            start, stop = run.start / self.rows, run.stop / self.rows
+            share = stop - start if uniform else stop**2 - start**2
+            queries = (run.stop - run.start) / self.batch
+            return whole * share * (1 + machine.gemm_half_rows / queries)
+
+        return seconds
+
+
+def _gemm(machine: Machine, inner: float, outer: float) -> Work:
+    def seconds(run: slice) -> float:
+        return machine.gemm(run.stop - run.start, inner, outer)
+
+    return seconds
+
+
+def _elementwise(rank: Rank, name: str, rows: float, *widths: float) -> None:
+    """Work that reads and writes so many numbers per row."""
+    rank.compute(name, rank.machine.memory(rows * sum(widths) * ITEM_BYTES))
+
+
+def _causal(rank: Rank) -> Schedule | None:
+    """The variant's schedule, in the order for blocks of queries that cost differently."""
+    schedule = rank.variant.schedule
+    return schedule and schedule.for_causal_blocks(rank.size)
+
+
+def forward(rank: Rank, shape: LayerShape, attention: float | None = None) -> None:
+    """Add a layer's forward.
+
+    Args:
+        attention: seconds of attention with what context parallelism leaves exposed; by default
+            that of the shape.
+    """
+    machine, n, block, row = rank.machine, shape.ranks, shape.block, shape.row_bytes
+    h, f, qkv = shape.hidden, shape.feed_forward / n, shape.qkv / n
+    _elementwise(rank, "norm", block, h, h)
+    rank.gather_then_work(
+        "qkv", block, row, _gemm(machine, h, qkv), copied_row_bytes=qkv * ITEM_BYTES, inner=h
+    )
+    _elementwise(rank, "rotary", shape.rows, qkv, qkv)
+    attend, proj = shape.attention(machine), _gemm(machine, h / n, h)
+    if rank.variant.attention and attention is None and n > 1:
+        scatter = Scatter(rank, "attention and proj", block, row, schedule=_causal(rank))
+        scatter.produce(lambda run: attend(run) + proj(run))
+        scatter.finish()
+    else:
+        whole = attend(slice(0, shape.rows)) if attention is None else attention
+        rank.compute("attention", whole)
+        rank.work_then_scatter("proj", block, row, proj, inner=h // n)
+    _elementwise(rank, "residual, norm", block, h, h, h, h)
+    rank.gather_then_work(
+        "fc1", block, row, _gemm(machine, h, 2 * f), copied_row_bytes=2 * f * ITEM_BYTES, inner=h
+    )
+    _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
+    rank.work_then_scatter("fc2", block, row, _gemm(machine, f, h), inner=int(f))
+    _elementwise(rank, "residual", block, h, h, h)
+
+
+def backward(rank: Rank, shape: LayerShape, attention: float | None = None) -> None:
+    """Add a layer's backward; see :func:`forward`."""
+    machine, n, block, row = rank.machine, shape.ranks, shape.block, shape.row_bytes
+    h, f, qkv = shape.hidden, shape.feed_forward / n, shape.qkv / n
+
+    def wgrad(inputs: float, outputs: float) -> float:
+        # dw = dy^T @ x: the rows are summed over; its own rows are the outputs.
+        return machine.gemm(outputs, shape.rows, inputs)
+
+    rank.row_backward(
+        "fc2", block, row, _gemm(machine, h, f), wgrad(f, h), copied_row_bytes=f * ITEM_BYTES,
+        inner=h,
+    )  # fmt: skip
+    _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
+    rank.column_backward("fc1", block, row, _gemm(machine, 2 * f, h), wgrad(h, 2 * f))
+    _elementwise(rank, "norm backward", block, h, h, h, h)
+    attend = shape.attention(machine, BACKWARD_ATTENTION)
+    proj, proj_wgrad = _gemm(machine, h, h / n), wgrad(h / n, h)
+    if rank.variant.attention and attention is None and n > 1:
+        gather = Gather(
+            rank, "proj and attention", block, row, in_place=True, schedule=_causal(rank)
+        )
+        gather.consume(lambda run: proj(run) + attend(run))
+        rank.compute("proj wgrad", proj_wgrad, gather.finish())
+    else:
+        rank.row_backward(
+            "proj", block, row, proj, proj_wgrad, copied_row_bytes=h / n * ITEM_BYTES, inner=h
+        )
+        whole = attend(slice(0, shape.rows)) if attention is None else attention
+        rank.compute("attention backward", whole)
+    _elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
+    rank.column_backward("qkv", block, row, _gemm(machine, qkv, h), wgrad(h, qkv))
+    _elementwise(rank, "norm backward", block, h, h, h, h)
+
+
+def head_forward(rank: Rank, shape: LayerShape) -> None:
+    """Add the final norm, the output layer and the loss (logits in fp32, three passes)."""
+    machine, block, v = rank.machine, shape.block, shape.vocabulary / shape.ranks
+    _elementwise(rank, "norm", block, shape.hidden, shape.hidden)
+    rank.gather_then_work(
+        "output", block, shape.row_bytes, _gemm(machine, shape.hidden, v),
+        copied_row_bytes=v * ITEM_BYTES, inner=shape.hidden,
+    )  # fmt: skip
+    _elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
+
+
+def head_backward(rank: Rank, shape: LayerShape) -> None:
+    """Add their backward."""
+    machine, block, v = rank.machine, shape.block, shape.vocabulary / shape.ranks
+    _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
+    rank.column_backward(
+        "output", block, shape.row_bytes, _gemm(machine, v, shape.hidden),
+        machine.gemm(v, shape.rows, shape.hidden),
+    )  # fmt: skip
+    _elementwise(rank, "norm backward", block, *[shape.hidden] * 4)

@@ -1,0 +1,34 @@
+"""Device memory that a variant needs for communication, besides a layer's inputs and results.
+
+The largest of a layer's operations counts, the backward of a column-parallel linear: it holds the
+gathered input, and the gradient of all rows or what a pipeline holds of it.
+"""
+
+from __future__ import annotations
+
+from commfuse_npu.simulate.llama import LayerShape
+from commfuse_npu.simulate.variants import Variant
+
+__all__ = ["buffers", "lanes"]
+
+
+def buffers(variant: Variant, shape: LayerShape) -> float:
+    """Bytes of gathered tensors, partial sums and scratch."""
+    if variant.kind == "compute" or shape.ranks == 1:
+        return 0.0
+    whole = float(shape.rows * shape.row_bytes)
+    if variant.kind == "sliced":
+        # And what the reordering copy writes.
+        return 3 * whole
+    if variant.schedule is None:
+        return 2 * whole
+    plan = variant.schedule.plan("reduce_scatter", 0, shape.ranks)
+    piece = -(-shape.block // plan.chunks) * shape.row_bytes
+    return whole + 2 * plan.window * piece
+
+
+def lanes(variant: Variant) -> int:
+    """Communicators: one for plain collectives, one per lane for plans."""
+    if variant.kind == "compute":
+        return 0
+    return variant.schedule.lanes if variant.schedule else 1

@@ -1,0 +1,151 @@
+"""What one rank does: operations in the order in which its host launches them.
+
+Two kinds: work for the compute engine, and exchanges on a lane.  The order on an engine or a lane
+is the order of the list, as on a stream.  As with torch's process groups, an exchange starts after
+the work that was launched before it, and work starts after the exchanges that it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["COMPUTE", "Message", "Operation", "Program", "fold"]
+
+COMPUTE = "compute"
+
+Key = tuple[object, ...]
+
+
+class Message(NamedTuple):
+    """One transfer; both of its ends write down the same message.  ``size`` is in bytes."""
+
+    key: Key
+    source: int
+    target: int
+    size: float
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One launch.
+
+    Attributes:
+        engine: ``compute``, the name of a lane, or ``None`` for what no lane keeps in order.
+        seconds: work at full speed; 0 for exchanges.
+        sends, receives: messages; the operation is done when all of them are.
+        after: indices of operations of the same rank that have to be done before.
+        launches: how many launches of the host it takes; 0 inside a kernel or a collective.
+    """
+
+    name: str
+    engine: str | None
+    seconds: float
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    after: tuple[int, ...]
+    launches: int
+
+
+class Program:
+    """Built operation by operation.
+
+    Args:
+        batched: whether the send and the receive of a step complete as a unit (HCCL).  Without
+            (gloo) a receive waits for no lane, and a send holds its lane until it is done.
+    """
+
+    def __init__(self, batched: bool = True) -> None:
+        self.batched = batched
+        self.operations: list[Operation] = []
+        self._last_compute: int | None = None
+        self._prefixes = 0
+
+    def unique(self, name: str) -> tuple[str, int]:
+        """A prefix of keys that no other operation of this program uses; the same on every rank."""
+        self._prefixes += 1
+        return name, self._prefixes
+
+    def compute(
+        self, name: str, seconds: float, after: Iterable[int] = (), launches: int = 1
+    ) -> int:
+        """Add work of so many seconds that waits for the exchanges ``after``; returns its index."""
+        self.operations.append(Operation(name, COMPUTE, seconds, (), (), tuple(after), launches))
+        self._last_compute = len(self.operations) - 1
+        return self._last_compute
+
+    def exchange(
+        self,
+        name: str,
+        lane: str,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        *,
+        after: Iterable[int] = (),
+        launches: int = 1,
+        early_receive: bool = False,
+        wait_for_work: bool = True,
+    ) -> tuple[int, ...]:
+        """Add transfers on a lane; returns what has to be waited for to use what is received.
+
+        Args:
+            early_receive: the receives need nothing to be done before (gloo: they are posted
+                ahead); only without ``batched``.
+            wait_for_work: whether work launched before has to be done; not inside a kernel.
+        """
+        needs = set(after)
+        if wait_for_work and self._last_compute is not None:
+            needs.add(self._last_compute)
+        ordered = tuple(sorted(needs))
+        if self.batched:
+            self.operations.append(
+                Operation(name, lane, 0.0, tuple(sends), tuple(receives), ordered, launches)
+            )
+            return (len(self.operations) - 1,)
+        received: tuple[int, ...] = ()
+        if receives:
+            early = () if early_receive else ordered
+            self.operations.append(Operation(name, None, 0.0, (), tuple(receives), early, launches))
+            received = (len(self.operations) - 1,)
+        if sends:
+            self.operations.append(Operation(name, lane, 0.0, tuple(sends), (), ordered, launches))
+            if not receives:
+                received = (len(self.operations) - 1,)
+        return received
+
+    @property
+    def seconds(self) -> float:
+        """All work of the compute engine, at full speed."""
+        return sum(operation.seconds for operation in self.operations)
+
+    @property
+    def sent(self) -> float:
+        """Bytes sent by this rank."""
+        return sum(message.size for op in self.operations for message in op.sends)
+
+
+def fold(program: Program) -> Program:
+    """The program of rank 0, standing for all ranks of a symmetric group.
+
+    What rank 0 receives in a step is the image of what it sends in that step, so the receive takes
+    the message of the send.  Keys end with the rank that sends.
+
+    Raises:
+        ValueError: a step sends and receives different amounts; such a group is not symmetric.
+    """
+    sent = {message.key[:-1]: message for op in program.operations for message in op.sends}
+    folded = Program(program.batched)
+    for op in program.operations:
+        receives = []
+        for message in op.receives:
+            image = sent.get(message.key[:-1])
+            if image is None or image.size != message.size:
+                raise ValueError(f"{op.name}: what is received is not the image of what is sent")
+            receives.append(image)
+        folded.operations.append(
+            Operation(
+                op.name, op.engine, op.seconds, op.sends, tuple(receives), op.after, op.launches
+            )
+        )
+    return folded

@@ -1,0 +1,94 @@
+"""The ways to run a tensor-parallel layer, by name.
+
+=====================  ===========================================================================
+``compute``            no communication at all: what everything is measured against
+``plain-mesh``         every collective blocking, all its transfers at once.  **The reference.**
+``plain-ring``         every collective blocking, n-1 steps between neighbours
+``megatron``           Megatron's order, with plain collectives: in the backward of a
+                       column-parallel layer the input is gathered during dgrad, and the sum of
+                       dgrad is scattered during wgrad
+``coc-K``              what CoC does, as MindSpeed describes it: K slices of rows, a collective
+                       per slice on a stream of its own, pipelined with the GEMMs; then a copy that
+                       puts rows in order
+``mc2``                a fused kernel, taken as ideal: GEMM and transfers overlap tile by tile, and
+                       one tile remains at one end.  Its limits: 2, 4 or 8 ranks of one node and
+                       inner dimensions of 256 to 65534 (else plain), and Megatron's order in the
+                       backward of column-parallel layers
+``ring``               this project's pipeline over neighbours only
+``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``-attention``: attention
+                       is split by queries and pipelined with its output projection
+=====================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from commfuse_npu.plan import Schedule
+
+__all__ = ["COMPUTE_ONLY", "REFERENCE", "Variant", "direct", "variants"]
+
+Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "fused"]
+
+_SLICES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a layer.
+
+    Attributes:
+        ring: whether plain collectives go around a ring instead of straight to every peer.
+        slices: for ``sliced``.
+        schedule: for ``fused``.
+        attention: for ``fused``, whether attention is part of the pipeline.
+    """
+
+    name: str
+    kind: Kind
+    ring: bool = False
+    slices: int = 1
+    schedule: Schedule | None = None
+    attention: bool = False
+
+
+COMPUTE_ONLY = Variant("compute", "compute")
+REFERENCE = Variant("plain-mesh", "plain")
+
+
+def direct(size: int, members_per_node: int) -> Schedule:
+    """Transfers straight to every peer, the own node first if the group spans nodes."""
+    if 1 < members_per_node < size:
+        return Schedule("two_level", max(1, size - 1), node_size=members_per_node)
+    return Schedule("shifted", max(1, size - 1))
+
+
+def variants(
+    size: int, members_per_node: int, lanes: int, chunks: tuple[int, ...] = (1, 2, 4)
+) -> list[Variant]:
+    """All variants for a group, the reference first.
+
+    Args:
+        lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk, the options' defaults, are
+            there besides.
+    """
+    base = direct(size, members_per_node)
+
+    def fused(lanes: int, chunks: int, attention: bool = False) -> Variant:
+        name = f"commfuse-c{chunks}-l{lanes}" + ("-attention" if attention else "")
+        schedule = replace(base, lanes=lanes, chunks=chunks)
+        return Variant(name, "fused", schedule=schedule, attention=attention)
+
+    found = [
+        REFERENCE,
+        Variant("plain-ring", "plain", ring=True),
+        Variant("megatron", "megatron"),
+        *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
+        Variant("mc2", "kernel"),
+        Variant("ring", "fused", schedule=Schedule("ring", 1, 1)),
+        fused(min(2, max(1, size - 1)), 1),
+        *(fused(lanes, k) for k in chunks),
+        fused(lanes, chunks[-1], attention=True),
+    ]
+    return list({variant.name: variant for variant in found}.values())
