@@ -9,9 +9,13 @@ import pytest
 from tests.distributed.ranks import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(n)``: n processes, shared by the tests of a session."""
+    """``ranks(n)``: n processes, shared by the tests of a module.
+
+    They end with it: each process group that is left has a thread that gloo wakes a hundred times a
+    second, and those of a few modules take a core of their own.
+    """
     groups: dict[int, Ranks] = {}
 
     def of_size(size: int) -> Ranks:

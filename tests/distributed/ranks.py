@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
-_context = multiprocessing.get_context("spawn")
+# torch is imported once, in the process that the ranks are forked from.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed"])
 _GRACE = 12.0
 
 

@@ -86,8 +86,8 @@ def test_replicas_repeated_and_resumed(ranks, tmp_path: Path) -> None:
     for name in ("plain", "overlap"):
         assert losses[name, "--commfuse-dp"] == losses[name, "--no-commfuse-dp"]
         assert weights[name, "--commfuse-dp"] == weights[name, "--no-commfuse-dp"]
-    # When something is transferred makes no difference to what is computed.
-    assert losses["plain", "--commfuse-dp"] == losses["overlap", "--commfuse-dp"]
+    # Buckets make other shards, over which the gradient norm is summed: other rounding.
+    assert losses["plain", "--commfuse-dp"] == pytest.approx(losses["overlap", "--commfuse-dp"])
     assert losses["plain", "--commfuse-dp"][-1] < losses["plain", "--commfuse-dp"][0]
     assert weights["overlap", "saved"] == weights["overlap", "--commfuse-dp"]
     assert losses["overlap", "resumed"] == losses["overlap", "saved"][3:]
