@@ -10,9 +10,6 @@ k when this one does, so what enters this rank is what leaves it.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 from commfuse_npu.plan import Plan
 from commfuse_npu.simulate.machine import Level, Machine
 
@@ -61,18 +58,6 @@ class Links:
                 )
         self.members_per_node = max(1, node // stride) if self.spans_nodes else size
         """Ranks of the group in a node."""
-
-    def without_cost(self) -> Links:
-        """The same with links that take no time, for closed forms and for a lower bound."""
-        machine = self.machine
-        free = replace(machine.inside, rate=math.inf, latency=0.0)
-        between = machine.between and replace(machine.between, rate=math.inf, latency=0.0)
-        return Links(
-            replace(machine, inside=free, between=between, transfer_slowdown=0.0),
-            self.size,
-            self.stride,
-            folded=self.folded,
-        )
 
     def _node(self, rank: int) -> int:
         return rank * self.stride // self.machine.npus_per_node

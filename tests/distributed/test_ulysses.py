@@ -556,30 +556,35 @@ def test_other_rows_on_another_rank_are_noticed(ranks: Any) -> None:
 # ----------------------------------------------------------------- order of work
 
 
+def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
+    """Note sends, waits, attention and GEMMs from now on, a word each."""
+    for owner, name, word in (
+        (Exchange, "send", "send"),
+        (Exchange, "wait_receive", "wait"),
+        (blocked_attention.AttentionRuns, "forward", "attend"),
+        (blocked_attention.AttentionRuns, "backward", "attend"),
+        (head_linear._Grouped, "_split", "gemm"),
+        (head_linear._Grouped, "_collect", "gemm"),
+        (WeightGradient, "add", "wgrad"),
+    ):
+        original = getattr(owner, name)
+
+        def logged(*args: Any, original: Any = original, word: str = word) -> Any:
+            # finish() waits again for what has long arrived.
+            if word != "wait" or events[-1] != word:
+                events.append(word)
+            return original(*args)
+
+        patch.setattr(owner, name, logged)
+
+
 def recorded(rank: int, op: str) -> tuple[list[str], list[str]]:
     """What runs while transfers are under way, in the forward and in the backward of an op."""
     case = Case(op, "MHA", causal=False, options=LinearOptions(Schedule(chunks=1)))
     size, events = dist.get_world_size(), []
     transport()
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, word in (
-            (Exchange, "send", "send"),
-            (Exchange, "wait_receive", "wait"),
-            (blocked_attention.AttentionRuns, "forward", "attend"),
-            (blocked_attention.AttentionRuns, "backward", "attend"),
-            (head_linear._Grouped, "_split", "gemm"),
-            (head_linear._Grouped, "_collect", "gemm"),
-            (WeightGradient, "add", "wgrad"),
-        ):
-            original = getattr(owner, name)
-
-            def logged(*args: Any, original: Any = original, word: str = word) -> Any:
-                # finish() waits again for what has long arrived.
-                if word != "wait" or events[-1] != word:
-                    events.append(word)
-                return original(*args)
-
-            patch.setattr(owner, name, logged)
+        note_order(patch, events)
         given = inputs(rank, size, case)
         y = layer(case, size, fused(case), **_leaves(given))
         forward = list(events)

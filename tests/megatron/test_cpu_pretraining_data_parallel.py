@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from scripts.cpu_pretraining.checkpoint import find_checkpoint, shape_of_run
 from scripts.cpu_pretraining.data import load_corpus
 from scripts.cpu_pretraining.interrupt import StopRequest
 from scripts.cpu_pretraining.usage_error import UsageError
+from tests.megatron.command_line import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -118,24 +116,10 @@ def test_with_tensor_parallelism(ranks, tmp_path: Path) -> None:
 
 
 def test_compare_from_the_command_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "scripts.cpu_pretraining.launch", *TINY.split()),
-            *("--compare", "--commfuse-dp", *OVERLAP.split(), "--runs-dir", str(tmp_path)),
-            *("--train-iters", "2", "--eval-interval", "0", "--num-layers", "1", "--bf16"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "identical: True"
+    printed = compare(tmp_path, *TINY.split(), "--commfuse-dp", *OVERLAP.split())
     # Nothing but the buckets is fused, so that Megatron's own run ends with the same bits, too.
-    assert "largest loss difference 0, weights equal bit for bit" in done.stdout
-    assert re.search(r"commfuse: +gradients: [1-9]\d* buckets fused", done.stdout)
+    assert "largest loss difference 0, weights equal bit for bit" in printed
+    assert re.search(r"commfuse: +gradients: [1-9]\d* buckets fused", printed)
 
 
 @pytest.mark.parametrize(

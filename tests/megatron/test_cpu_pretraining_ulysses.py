@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from scripts.cpu_pretraining.checkpoint import FACTS_FILE, STATE_FILE, find_chec
 from scripts.cpu_pretraining.data import load_corpus
 from scripts.cpu_pretraining.interrupt import StopRequest
 from scripts.cpu_pretraining.usage_error import UsageError
+from tests.megatron.command_line import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -95,23 +93,9 @@ def test_fused_plain_unfused_repeated_resumed_and_not_split(ranks, tmp_path: Pat
 
 
 def test_compare_from_the_command_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "scripts.cpu_pretraining.launch", *TINY.split(), *FUSED),
-            *("--compare", "--runs-dir", str(tmp_path)),
-            *("--train-iters", "2", "--eval-interval", "0", "--num-layers", "1", "--bf16"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "identical: True"
+    printed = compare(tmp_path, *TINY.split(), *FUSED)
     for layer in ("ulysses", "qkv", "proj"):
-        assert re.search(rf"commfuse: +{layer}: [1-9]\d* forward calls fused", done.stdout)
+        assert re.search(rf"commfuse: +{layer}: [1-9]\d* forward calls fused", printed)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.ulysses import UlyssesWrappers
+from mindspeed_patches.wrappers import LAYERS
 
 MODULE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
 LENGTH, BATCH, DIMENSION = 16, 2, 8
@@ -118,11 +119,14 @@ def lanes(ranks: int) -> Transport:
 
 
 @contextmanager
-def wrapped(case: Case, form: str) -> Iterator[LinearWrappers]:
+def wrapped(
+    options: LinearOptions, form: str, layers: tuple[str, ...] = LAYERS
+) -> Iterator[LinearWrappers]:
+    """What counts calls, while attention under Ulysses and the layers around it are wrapped."""
     from megatron.core import parallel_state
 
-    linears, manager = LinearWrappers(), PatchManager()
-    ulysses = UlyssesWrappers(linears, LinearOptions(case.schedule), form)
+    linears, manager = LinearWrappers(layers=layers), PatchManager()
+    ulysses = UlyssesWrappers(linears, options, form)
     ulysses.register(manager, MODULE)
     ulysses.transport = lanes(dist.get_world_size())
     # The lanes of another test over the same ranks serve, whatever group they were made for.
@@ -140,7 +144,7 @@ def compared(rank: int, cases: list[Case]) -> None:
         for case in cases:
             results = {}
             for form in ("fused", "plain"):
-                with wrapped(case, form) as linears:
+                with wrapped(LinearOptions(case.schedule), form) as linears:
                     results[form] = run(case, size)
                     assert linears.calls == {("ulysses", form): 1 + case.recompute}, case
             unfused = run(case, size)
@@ -180,7 +184,7 @@ def test_four_ranks_that_share_key_heads(ranks) -> None:
 
 def dropout_keeps_its_own_forward(rank: int) -> int:
     case = Case(config={"attention_dropout": 0.1})
-    with megatron(), wrapped(case, "fused") as linears:
+    with megatron(), wrapped(LinearOptions(case.schedule), "fused") as linears:
         assert all(torch.isfinite(x).all() for x in run(case, 2))
         return linears.calls["ulysses", "attention dropout is 0.1"]
 

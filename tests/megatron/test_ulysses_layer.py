@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import LinearOptions, head_linear
-from commfuse_npu.ops.blocked_attention import AttentionRuns
-from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.transport import Exchange
-from mindspeed_patches import LinearWrappers, PatchManager, whole_positions
-from mindspeed_patches.ulysses import UlyssesWrappers
+from mindspeed_patches import LinearWrappers, whole_positions
 from mindspeed_patches.ulysses_exchange import rows_to_heads
 from mindspeed_patches.ulysses_layer import (
     forward_arguments,
@@ -31,7 +26,9 @@ from mindspeed_patches.ulysses_layer import (
 )
 from mindspeed_patches.whole_positions import WholePositions
 from mindspeed_patches.wrappers import LAYERS
-from tests.megatron.test_ulysses import MODULE, lanes, megatron
+from tests.distributed.test_ulysses import note_order
+from tests.megatron import test_ulysses
+from tests.megatron.test_ulysses import lanes, megatron
 
 LENGTH, BATCH, DIMENSION, HIDDEN = 16, 2, 8, 24
 ALL = ("qkv", "ulysses", "proj")
@@ -183,21 +180,8 @@ def run(case: Case, context_parallel: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@contextmanager
-def wrapped(case: Case, form: str = "fused") -> Iterator[LinearWrappers]:
-    from megatron.core import parallel_state
-
-    linears, manager = LinearWrappers(layers=case.layers), PatchManager()
-    ulysses = UlyssesWrappers(linears, case.options, form)
-    ulysses.register(manager, MODULE)
-    ulysses.transport = lanes(dist.get_world_size())
-    # The lanes of another test over the same ranks serve, whatever group they were made for.
-    ulysses.transport.group = parallel_state.get_context_parallel_group()
-    manager.apply_patches()
-    try:
-        yield linears
-    finally:
-        manager.remove_patches()
+def wrapped(case: Case, form: str = "fused") -> AbstractContextManager[LinearWrappers]:
+    return test_ulysses.wrapped(case.options, form, case.layers)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, case: Case, what: str) -> None:
@@ -479,23 +463,7 @@ def recorded(rank: int) -> tuple[list[str], list[str]]:
         layer, rows = build(case, 2), own_rows(2)
         x = torch.randn(LENGTH // 2, BATCH, HIDDEN).requires_grad_()
         call(case, layer, x, rows)  # the ranks compare what they do, once
-        for owner, name, word in (
-            (Exchange, "send", "send"),
-            (Exchange, "wait_receive", "wait"),
-            (AttentionRuns, "forward", "attend"),
-            (AttentionRuns, "backward", "attend"),
-            (head_linear._Grouped, "_split", "gemm"),
-            (head_linear._Grouped, "_collect", "gemm"),
-            (WeightGradient, "add", "wgrad"),
-        ):
-            original = getattr(owner, name)
-
-            def logged(*args: Any, original: Any = original, word: str = word) -> Any:
-                if word != "wait" or events[-1] != word:
-                    events.append(word)
-                return original(*args)
-
-            patch.setattr(owner, name, logged)
+        note_order(patch, events)
         y = call(case, layer, x, rows)
         forward = list(events)
         events.clear()
