@@ -319,7 +319,7 @@ class _Running:
         """Scratch for one piece, shared by the positions that are a window apart."""
         key = purpose, position % self.plan.window
         if key not in self._slots:
-            self._slots[key] = self._take(-(-self._block[0] // self.plan.chunks))
+            self._slots[key] = self._take(self.plan.slot_rows(key[1], self._block[0]))
         return self._slots[key]
 
     def _part(

@@ -39,11 +39,15 @@ __all__ = [
     "Step",
     "Transfer",
     "split",
+    "taper_down",
 ]
 
 Kind = Literal["gather", "reduce_scatter", "all_to_all"]
 Shape = Literal["shifted", "ring", "two_level"]
 Order = Literal["block", "interleaved"]
+
+
+_MOST_TAPER = 8.0
 
 
 class PlanError(ValueError):
@@ -102,9 +106,33 @@ class Step:
     receive: Transfer | None
 
 
+@lru_cache(maxsize=1024)
 def split(rows: int, parts: int) -> tuple[int, ...]:
     """Boundaries ``(0, ..., rows)`` of ``parts`` runs whose lengths differ by one at most."""
     return tuple(rows * part // parts for part in range(parts + 1))
+
+
+_ROW_UNIT = 16
+"""Tapered pieces are whole multiples of this where rows allow: matrix units work on 16 x 16."""
+
+
+@lru_cache(maxsize=1024)
+def taper_down(rows: int, parts: int, taper: float) -> tuple[int, ...]:
+    """Boundaries ``(0, ..., rows)`` of runs each ``taper`` times as long as the next one.
+
+    At least a row each if there are as many, and whole multiples of 16 rows if they are.
+    """
+    if rows < parts:
+        return split(rows, parts)
+    unit = _ROW_UNIT if rows % _ROW_UNIT == 0 and rows // _ROW_UNIT >= parts else 1
+    units = rows // unit
+    weights = [taper ** (parts - 1 - part) for part in range(parts)]
+    bounds, before, total = [0], 0.0, sum(weights)
+    for part, weight in enumerate(weights, 1):
+        before += weight
+        wanted = round(units * (before / total))
+        bounds.append(max(bounds[-1] + 1, min(wanted, units - (parts - part))))
+    return tuple(bound * unit for bound in bounds)
 
 
 @dataclass(frozen=True)
@@ -157,9 +185,26 @@ class Plan:
     def window(self) -> int:
         """How many transfers may be posted ahead of the oldest one that is not yet used.
 
-        It bounds the scratch memory: two blocks, or one piece more than there are lanes.
+        It bounds the scratch memory: two blocks where blocks arrive, one for what arrives and one
+        for what leaves where they are reduced; or one piece more than there are lanes.
         """
-        return min(len(self.transfers), max(2 * self.chunks, self.lanes + 1))
+        return self._window
+
+    @cached_property
+    def _window(self) -> int:
+        chunks, taper = self.chunks, self.schedule.taper
+        blocks = 1 if self.kind == "reduce_scatter" else 2
+        if taper == 1:
+            return min(len(self.transfers), max(blocks * chunks, self.lanes + 1))
+        # As many of the longest as make so many blocks together.
+        shares = [taper**-chunk for chunk in range(chunks)]
+        peers = max(1, self.size - 1)
+        longest_first = [share / sum(shares) for share in shares for _ in range(peers)]
+        window, scratch = 0, 0.0
+        while window < len(longest_first) and scratch + longest_first[window] <= blocks + 1e-9:
+            scratch += longest_first[window]
+            window += 1
+        return min(len(self.transfers), max(window, self.lanes + 1))
 
     def block(self, piece: Piece) -> int:
         """Which of the ``n`` blocks of the whole tensor a computed piece belongs to."""
@@ -181,8 +226,37 @@ class Plan:
         """Rows of ``piece`` inside its block of ``block_rows`` rows."""
         if piece.chunk is None:
             return slice(0, block_rows)
-        bounds = split(block_rows, self.chunks)
+        bounds = self._bounds(block_rows)
         return slice(bounds[piece.chunk], bounds[piece.chunk + 1])
+
+    def slot_rows(self, slot: int, block_rows: int) -> int:
+        """Rows of the longest piece among the transfers ``slot``, ``slot + window``, ..."""
+        bounds = self._bounds(block_rows)
+        return max(bounds[chunk + 1] - bounds[chunk] for chunk in self._slot_chunks[slot])
+
+    @cached_property
+    def _slot_chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks that pass through each slot."""
+        return tuple(
+            tuple(
+                {
+                    transfer.piece.chunk or 0
+                    for step in self.transfers[slot :: self._window]
+                    for transfer in (step.send, step.receive)
+                    if transfer is not None
+                }
+            )
+            for slot in range(self._window)
+        )
+
+    def _bounds(self, block_rows: int) -> tuple[int, ...]:
+        """Boundaries of the chunks of a block."""
+        if self.schedule.taper == 1:
+            return split(block_rows, self.chunks)
+        down = taper_down(block_rows, self.chunks, self.schedule.taper)
+        if self.own == "first":
+            return down
+        return tuple(block_rows - bound for bound in reversed(down))
 
     def computed_rows(self, block_rows: int) -> list[slice]:
         """The runs of rows that are computed one by one, in order: one GEMM each."""
@@ -222,6 +296,10 @@ class Schedule:
             chunk j of every peer before chunk j+1 of any, so that with several lanes the first
             pieces arrive early instead of all blocks together, late.
         node_size: ranks per node for ``two_level``; the group must be whole nodes.
+        taper: how many times longer each chunk of a block is than the one that follows it where
+            blocks arrive, and than the one before it where they are made.  With 1 all are equal.
+            Little work is then left after the last transfer, and little is needed before the
+            first: the exposed rest of ``chunks`` pieces is that of 2^(chunks-1) with 2.
         costs: for ``shifted``, what computing the block of each rank takes, in times that a
             transfer of a block takes.  Blocks that cost differently (causal attention) are then
             taken in the order of distances that leaves the least waiting, see :meth:`distances`.
@@ -236,6 +314,7 @@ class Schedule:
     order: Order = "interleaved"
     node_size: int | None = None
     costs: tuple[float, ...] | None = None
+    taper: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -258,6 +337,10 @@ class Schedule:
                 f"node_size {self.node_size} has no meaning for the shape {self.shape!r}; "
                 "leave it out or choose two_level"
             )
+        if not 1 <= self.taper <= _MOST_TAPER:
+            raise PlanError(
+                f"taper is {self.taper}; from 1 (chunks of one length) to {_MOST_TAPER:g}"
+            )
         if self.costs is not None:
             if self.shape != "shifted":
                 raise PlanError(
@@ -270,8 +353,9 @@ class Schedule:
     def __str__(self) -> str:
         node = f", {self.node_size} ranks per node" if self.node_size else ""
         costs = ", blocks that cost differently" if self.costs else ""
+        taper = f", tapered by {self.taper:g}" if self.taper != 1 else ""
         return (
-            f"{self.shape}, {self.lanes} lanes, {self.chunks} chunks, {self.order} order"
+            f"{self.shape}, {self.lanes} lanes, {self.chunks} chunks{taper}, {self.order} order"
             f"{node}{costs}"
         )
 

@@ -256,7 +256,9 @@ class Buckets:
             )
         elements = bucket.numel() // transport.size
         schedule = self._options.schedule
-        schedule = replace(schedule, chunks=max(1, min(schedule.chunks, elements)))
+        # Buckets hide behind layers, not behind their own pieces: nothing is gained by tapering.
+        chunks = max(1, min(schedule.chunks, elements))
+        schedule = replace(schedule, chunks=chunks, taper=1.0)
         combination = (name, elements, bucket.dtype, schedule, facts)
         if combination not in line.agreed or transport.check == "always":
             # The ranks are about to wait for each other here; one that waits for a bucket instead

@@ -23,8 +23,8 @@ def buffers(variant: Variant, shape: LayerShape) -> float:
     if variant.schedule is None:
         return 2 * whole
     plan = variant.schedule.plan("reduce_scatter", 0, shape.ranks)
-    piece = -(-shape.block // plan.chunks) * shape.row_bytes
-    return whole + 2 * plan.window * piece
+    slots = sum(plan.slot_rows(slot, shape.block) for slot in range(plan.window))
+    return whole + 2 * slots * shape.row_bytes
 
 
 def lanes(variant: Variant) -> int:

@@ -205,6 +205,7 @@ def schedules() -> Iterator[Schedule]:
     for shape, lanes, chunks in product(("shifted", "ring"), (1, 3), (1, 2, 3)):
         yield Schedule(shape, lanes, chunks)
     yield Schedule("shifted", 2, 2, "block")
+    yield Schedule("shifted", 2, 3, taper=2)
     yield Schedule("shifted", 2, 40)  # more chunks than rows
 
 

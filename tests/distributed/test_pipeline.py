@@ -120,6 +120,8 @@ def schedules(size: int) -> list[Schedule]:
             )
         ),
         *(nodes if size % 2 == 0 else []),
+        *(Schedule("shifted", lanes, 3, taper=2) for lanes in (1, 3)),
+        Schedule("ring", 2, 3, taper=1.5),
     ]
 
 

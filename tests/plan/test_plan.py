@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from commfuse_npu.plan import Piece, PlanError, Schedule, split
+from commfuse_npu.plan import Piece, PlanError, Schedule, split, taper_down
 
 
 def computed(schedule: Schedule, kind: str, rank: int, size: int, **options: str) -> list[int]:
@@ -92,6 +95,56 @@ def test_rows_of_pieces_cover_the_tensor_once() -> None:
 def test_split_is_even() -> None:
     assert split(7, 3) == (0, 2, 4, 7)
     assert split(2, 4) == (0, 0, 1, 1, 2)
+
+
+def test_tapered_pieces_shrink_where_they_arrive_and_grow_where_they_are_made() -> None:
+    schedule = Schedule(chunks=4, taper=2)
+    gather, scatter = (schedule.plan(kind, 0, 2) for kind in ("gather", "reduce_scatter"))
+    down = [run.stop - run.start for run in gather.computed_rows(1920)]
+    assert down == [1920, 1024, 512, 256, 128], "the own block first, never cut"
+    assert [run.stop - run.start for run in scatter.computed_rows(1920)] == [
+        128, 256, 512, 1024, 1920
+    ]  # fmt: skip
+
+
+@given(rows=st.integers(1, 3000), parts=st.integers(1, 9), taper=st.floats(1.01, 8), own_first=...)
+def test_tapered_pieces_cover_a_block_once_and_none_is_empty(
+    rows: int, parts: int, taper: float, own_first: bool
+) -> None:
+    bounds = taper_down(rows, parts, taper)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    assert (bounds[0], bounds[-1], len(sizes)) == (0, rows, parts)
+    assert all(size >= 0 for size in sizes)
+    if rows >= parts:
+        assert min(sizes) >= 1
+    if rows % 16 == 0 and rows >= 16 * parts:
+        assert all(size % 16 == 0 for size in sizes)
+    plan = Schedule(chunks=parts, taper=taper).plan(
+        "all_to_all", 1, 3, "first" if own_first else "last"
+    )
+    seen = sorted(row for run in plan.computed_rows(rows) for row in range(run.start, run.stop))
+    assert seen == list(range(3 * rows))
+
+
+@given(
+    size=st.integers(2, 9), lanes=st.integers(1, 8), chunks=st.integers(1, 8),
+    taper=st.floats(1, 8),
+)  # fmt: skip
+def test_scratch_of_tapered_pieces_is_two_blocks_at_most(
+    size: int, lanes: int, chunks: int, taper: float
+) -> None:
+    rows = 1 << 20
+    for kind in ("gather", "reduce_scatter"):
+        plan = Schedule(lanes=lanes, chunks=chunks, taper=taper).plan(kind, 0, size)
+        slots = [plan.slot_rows(slot, rows) for slot in range(plan.window)]
+        longest = max(slots)
+        assert sum(slots) <= max(2 * rows, (lanes + 1) * longest) + len(slots) * 16
+
+
+@pytest.mark.parametrize("taper", [0.5, 0, -1, 9, float("nan")])
+def test_a_taper_out_of_range_is_refused(taper: float) -> None:
+    with pytest.raises(PlanError, match=f"taper is {taper}; from 1 .* to 8"):
+        Schedule(chunks=2, taper=taper)
 
 
 def test_scratch_memory_is_bounded_by_two_blocks_or_the_lanes() -> None:

@@ -33,6 +33,7 @@ def schedules(size: int, lanes: int, chunks: int) -> Iterator[Schedule]:
     for order in ("block", "interleaved"):
         yield Schedule("shifted", lanes, chunks, order)
         yield Schedule("ring", lanes, chunks, order)
+        yield Schedule("shifted", lanes, chunks, order, taper=1.5)
         for node in nodes(size):
             yield Schedule("two_level", lanes, chunks, order, node)
 
