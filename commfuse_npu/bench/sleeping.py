@@ -3,38 +3,30 @@
 With four ranks on two cores a real GEMM measures how the ranks share the cores, not how transfers
 hide.  A sleeping one takes its modelled time, 2 m n k / rate, and no CPU; the transfers, their
 copies and the host's own work stay real.  What such a GEMM returns is undefined.
+
+A sleep ends late, by what the system takes to wake the process: 0.03 to 0.1 ms, and more while the
+cores are busy with other ranks, which a GEMM on an engine of its own would not notice.  The next
+sleep is shorter by that much, so that many small GEMMs sleep as long together as one large one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
 
 __all__ = ["SleepingGemms"]
 
-_aten = torch.ops.aten
-# With the place of the first factor among the arguments.
-_PRODUCTS: dict[Any, int] = {
-    _aten.mm.default: 0,
-    _aten.mm.out: 0,
-    _aten.bmm.default: 0,
-    _aten.bmm.out: 0,
-    _aten.addmm.default: 1,
-    _aten.addmm.out: 1,
-    _aten.addmm_.default: 1,
-}
-_IN_PLACE: set[Any] = {_aten.addmm_.default}
 
+class SleepingGemms:
+    """Inside the ``with`` block matrix products of torch on the CPU sleep, in a backward too.
 
-class SleepingGemms(TorchDispatchMode):
-    """Inside the ``with`` block matrix products of torch sleep, in a backward too.
-
-    Caught are the kernels that this project's calls end in; ``matmul`` and ``@`` are made of them.
+    The kernels that this project's calls end in are replaced in torch's dispatcher, for the whole
+    process; ``matmul`` and ``@`` are made of them, and nothing else is slowed down.
 
     Args:
         gflops: the modelled speed of one rank, in 1e9 operations per second.
@@ -44,31 +36,66 @@ class SleepingGemms(TorchDispatchMode):
     """
 
     def __init__(self, gflops: float) -> None:
-        super().__init__()
         self._rate = gflops * 1e9
+        self._late = 0.0
         self.products = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = _PRODUCTS.get(func)
-        if first is None:
-            return func(*args, **kwargs)
+    def __enter__(self) -> Self:
+        kernels = {
+            "mm": self._product,
+            "mm.out": self._product,
+            "bmm": self._product,
+            "bmm.out": self._product,
+            "addmm": self._sum,
+            "addmm.out": self._sum,
+            "addmm_": self._sum_in_place,
+        }
+        self._library: Any = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*[Oo]verrid", category=UserWarning)
+            for name, kernel in kernels.items():
+                self._library.impl(name, kernel, "CPU")
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self._library._destroy()
+
+    def _product(
+        self, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         start = time.perf_counter()
-        self.products += 1
-        a, b = args[first], args[first + 1]
         shape = (*a.shape[:-1], b.shape[-1])
-        seconds = 2.0 * math.prod(shape) * a.shape[-1] / self._rate
-        if func in _IN_PLACE:
-            out = args[0]
-        else:
-            out = kwargs.get("out")
-            out = a.new_empty(shape) if out is None else out
-        # The call itself and the allocation are part of the GEMM, as they are of a real one.
-        time.sleep(max(0.0, start + seconds - time.perf_counter()))
+        out = a.new_empty(shape) if out is None else out
+        # The allocation is part of the GEMM, as it is of a real one.
+        self._sleep(start, 2.0 * math.prod(shape) * a.shape[-1])
         return out
+
+    def _sum(
+        self,
+        total: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._product(a, b, out=out)
+
+    def _sum_in_place(
+        self,
+        total: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
+    ) -> torch.Tensor:
+        return self._product(a, b, out=total)
+
+    def _sleep(self, start: float, operations: float) -> None:
+        self.products += 1
+        end = start + operations / self._rate - self._late
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(left)
+        self._late = -left

@@ -169,10 +169,22 @@ def test_scattered_slices_travel_while_the_next_is_computed(log) -> None:
 # ------------------------------------------------------------------- sleeping GEMMs
 
 
+class _Clock:
+    """Time that passes in sleeps only, each of which ends late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: float = 0.0) -> None:
+        self.slept: list[float] = []
+        self._now, self._late = 0.0, late
+        monkeypatch.setattr("time.sleep", self._sleep)
+        monkeypatch.setattr("time.perf_counter", lambda: self._now)
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self._now += seconds + self._late
+
+
 def test_gemms_sleep_for_their_modelled_time(monkeypatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    clock = _Clock(monkeypatch)
     a, b = torch.ones(10, 20), torch.ones(20, 30)
     with SleepingGemms(1.0) as gemms:
         out = torch.full((10, 30), 5.0)
@@ -185,8 +197,26 @@ def test_gemms_sleep_for_their_modelled_time(monkeypatch) -> None:
         assert (a + a).sum() == 400
     assert gemms.products == 6
     one = 2 * 10 * 20 * 30 / 1e9
-    assert slept == pytest.approx([one, one, one, 4 * one, one, one])
+    assert clock.slept == pytest.approx([one, one, one, 4 * one, one, one])
     assert torch.equal(out, torch.full((10, 30), 5.0))
+    assert torch.equal(a @ b, torch.full((10, 30), 20.0)), "and real ones afterwards"
+
+
+def test_what_a_sleep_took_too_long_is_taken_off_the_next(monkeypatch) -> None:
+    a, b = torch.ones(10, 20), torch.ones(20, 30)
+    one = 2 * 10 * 20 * 30 / 1e9
+    clock = _Clock(monkeypatch, late=0.75 * one)
+    with SleepingGemms(1.0):
+        a @ b
+        a @ b
+        a @ b
+    assert clock.slept == pytest.approx([one, 0.25 * one, 0.25 * one])
+    clock = _Clock(monkeypatch, late=1.5 * one)
+    with SleepingGemms(1.0):
+        a @ b
+        a @ b  # no time is left for this one, and half of the next is gone
+        a @ b
+    assert clock.slept == pytest.approx([one, 0.5 * one])
 
 
 def test_gemms_sleep_in_a_backward_too() -> None:
