@@ -9,7 +9,8 @@ any CPU, which is what a link of an accelerator is like.
 Each process group has sockets of its own, so two groups would be two links: what is compared has
 to send all its bulk data between two ranks over one group, in one direction at least.
 
-Congestion control is set to ``reno``: others (bbr) set the pacing rate themselves.
+Congestion control is set to ``reno``: others (bbr) set the pacing rate themselves.  Send buffers
+are made small, with a rate and without one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from dataclasses import dataclass
 __all__ = ["UNLIMITED", "Pacing", "connected_sockets", "pace"]
 
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module does not name it
+_SEND_BUFFER = 256 << 10
+"""In bytes.  What fits is copied by the thread that sends, which is the one that computes: with
+the megabytes that Linux allows by itself the host does the work of a network card.  The rest is
+copied by gloo's own thread as the link takes it."""
+
 UNLIMITED = 2**64 - 1
 """The kernel's own value for "no limit"."""
 
@@ -77,6 +83,7 @@ def pace(bytes_per_second: float | None) -> Pacing:
     try:
         for one in sockets:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
             one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
             kept = one.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
             # Kernels before 4.20 keep 32 bits, some sandboxes accept the option and do nothing.
