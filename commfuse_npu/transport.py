@@ -161,6 +161,7 @@ class Transport:
         blocked_seconds: host time spent in waits since the start.  On HCCL a wait holds the
             stream, not the host, so there this counts next to nothing; profile the device instead.
         operations: how many plans were started.
+        remembered: what higher rooms keep per group of ranks; nothing here uses it.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class Transport:
         self.buffers = BufferPool()
         self.blocked_seconds = 0.0
         self.operations = 0
+        self.remembered: dict[Hashable, Any] = {}
         self.device_type = _device_type(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
@@ -379,18 +381,35 @@ class Transport:
         """
         if self._broken is not None:
             raise self.error()
-        if self.device_type != "cpu":
-            torch.get_device_module(self.device_type).current_stream().synchronize()
+        self.synchronise()
         if self.size > 1:
             self._compare(name, (("operation", name),))
 
-    def _compare(self, name: str, signature: tuple[tuple[str, Hashable], ...]) -> None:
+    def synchronise(self) -> None:
+        """Let the host wait for the device's current stream."""
+        if self.device_type != "cpu":
+            torch.get_device_module(self.device_type).current_stream().synchronize()
+
+    def share(self, name: str, value: Any) -> list[Any]:
+        """What every rank gives here, in the order of the ranks; small things, by pickle.
+
+        Raises:
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        if self.size == 1:
+            return [value]
         everyone: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(everyone, signature, group=self._control)
+            dist.all_gather_object(everyone, value, group=self._control)
         except RuntimeError as error:
             self.fail(f"comparing {name} with the other ranks: {error}")
             raise self.error() from error
+        return everyone
+
+    def _compare(self, name: str, signature: tuple[tuple[str, Hashable], ...]) -> None:
+        everyone = self.share(name, signature)
         for rank, other in enumerate(everyone):
             if other != signature:
                 mine, theirs = dict(signature), dict(other)

@@ -100,7 +100,7 @@ def attention_linear_reduce_scatter(
             q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
             options=options,
         )  # fmt: skip
-    job = Job(transport, _options_for(options, q, transport.size, causal), name)
+    job = Job.of(transport, _options_for(options, q, transport.size, causal), name)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v, weight):
         y = _AttentionLinearReduceScatter.apply(*tensors, weight, job, causal, scale)

@@ -123,7 +123,7 @@ def linear_all_to_all(
             x, weight, bias, group=transport.group, rows=rows, options=options
         )
     transport.agree(f"{name} rows", rows=heads.bounds)
-    job = Job(transport, options_for_rows(options, _rows(x)), name)
+    job = Job.of(transport, options_for_rows(options, _rows(x)), name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, weight, bias):
         y = _LinearAllToAll.apply(flat, weight, bias, job, heads)
@@ -271,7 +271,7 @@ def all_to_all_linear(
     x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_all_to_all_linear(x, weight, bias, group=transport.group, options=options)
-    job = Job(transport, options_for_rows(options, _rows(x) // transport.size), name)
+    job = Job.of(transport, options_for_rows(options, _rows(x) // transport.size), name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, weight, bias):
         y = _AllToAllLinear.apply(flat, weight, bias, job)

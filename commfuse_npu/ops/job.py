@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan import Kind, Own, Plan
+from commfuse_npu.plan import Kind, Own, Plan, Schedule
 from commfuse_npu.transport import Transport
 
 __all__ = ["Job", "any_grad", "options_for_rows", "takes_plain_path"]
@@ -19,14 +19,27 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class Job:
-    """One call; forward and backward have the same."""
+    """One call; forward and backward have the same.
+
+    Attributes:
+        backward: the schedule of the backward's own collective.
+        again: that of a gather which is repeated in the backward, behind other work.
+    """
 
     transport: Transport
     options: LinearOptions
     name: str
+    backward: Schedule
+    again: Schedule
 
-    def plan(self, kind: Kind, own: Own | None = None) -> Plan:
-        return self.options.schedule.plan(kind, self.transport.rank, self.transport.size, own)
+    @classmethod
+    def of(cls, transport: Transport, options: LinearOptions, name: str) -> Job:
+        """With one schedule for everything."""
+        return cls(transport, options, name, options.schedule, options.schedule)
+
+    def plan(self, kind: Kind, own: Own | None = None, schedule: Schedule | None = None) -> Plan:
+        schedule = schedule or self.options.schedule
+        return schedule.plan(kind, self.transport.rank, self.transport.size, own)
 
 
 def options_for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:

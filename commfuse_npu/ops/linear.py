@@ -25,8 +25,10 @@ differently than all rows together.  Weight gradients are one GEMM over all rows
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -43,8 +45,9 @@ from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.pipeline import Gather, ReduceScatter
-from commfuse_npu.plan import Kind, split
+from commfuse_npu.plan import Kind, Schedule, split
 from commfuse_npu.transport import Transport
+from commfuse_npu.tuning import Problem, tuned
 
 __all__ = [
     "all_gather_linear",
@@ -101,9 +104,16 @@ def all_gather_linear(
     x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
-    job = Job(transport, options_for_rows(options, _rows(x)), name)
+    needs_grad = torch.is_grad_enabled() and any_grad(x, weight, bias)
+    forward, backward = (
+        Problem("gather", _rows(x), weight.shape[1], weight.shape[0], x.dtype),
+        Problem("reduce_scatter", _rows(x), weight.shape[0], weight.shape[1], x.dtype),
+    )
+    job = _job(name, transport, options, forward, backward if needs_grad else None, x.device)
+    if job is None:
+        return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any_grad(x, weight, bias):
+    if needs_grad:
         y = _AllGatherLinear.apply(flat, weight, bias, job)
     else:
         y, _ = _all_gather_gemm(flat.contiguous(), weight, bias, job, keep=False)
@@ -199,7 +209,7 @@ class _AllGatherLinear(torch.autograd.Function):
                     ReduceScatter(
                         grad_x,
                         transport=job.transport,
-                        plan=job.plan("reduce_scatter"),
+                        plan=job.plan("reduce_scatter", schedule=job.backward),
                         reduce_dtype=job.options.reduce_dtype,
                         name=f"{job.name} dgrad",
                         options=(job.options, needs_x, needs_weight),
@@ -212,7 +222,7 @@ class _AllGatherLinear(torch.autograd.Function):
                     Gather(
                         x,
                         transport=job.transport,
-                        plan=job.plan("gather"),
+                        plan=job.plan("gather", schedule=job.again),
                         gathered=whole,
                         # On HCCL the dgrad blocks would queue behind the whole gather: post a
                         # step of it per block instead. On gloo the host keeps the lanes anyway.
@@ -236,8 +246,8 @@ class _AllGatherLinear(torch.autograd.Function):
                 gather.finish()
             if wgrad is not None and whole is not None:
                 # The last dgrad blocks travel while this runs.
-                runs = job.plan("gather").computed_rows(rows) if blocks else [slice(None)]
-                for run in runs:
+                regathered = job.plan("gather", schedule=job.again)
+                for run in regathered.computed_rows(rows) if blocks else [slice(None)]:
                     wgrad.add(grad[run], whole[run])
             if scatter is not None:
                 scatter.finish()
@@ -292,9 +302,17 @@ def linear_reduce_scatter(
     x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
-    job = Job(transport, options_for_rows(options, _rows(x) // transport.size), name)
+    needs_grad = torch.is_grad_enabled() and any_grad(x, weight)
+    rows = _rows(x) // transport.size
+    forward, backward = (
+        Problem("reduce_scatter", rows, weight.shape[1], weight.shape[0], x.dtype),
+        Problem("gather", rows, weight.shape[0], weight.shape[1], x.dtype),
+    )
+    job = _job(name, transport, options, forward, backward if needs_grad else None, x.device)
+    if job is None:
+        return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any_grad(x, weight):
+    if needs_grad:
         y = _LinearReduceScatter.apply(flat, weight, job)
     else:
         y = _gemm_reduce_scatter(flat.contiguous(), weight, job)
@@ -375,7 +393,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         with Gather(
             grad,
             transport=job.transport,
-            plan=job.plan("gather"),
+            plan=job.plan("gather", schedule=job.backward),
             gathered=whole,
             name=f"{job.name} backward",
             options=(job.options, needs_x, needs_weight),
@@ -436,7 +454,7 @@ def linear_all_reduce(
     x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=_rows(x), at_least=transport.size):
         return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
-    job = Job(transport, options_for_rows(options, _rows(x) // transport.size), name)
+    job = Job.of(transport, options_for_rows(options, _rows(x) // transport.size), name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, weight):
         y = _LinearAllReduce.apply(flat, weight, job)
@@ -572,6 +590,67 @@ class _LinearAllReduce(torch.autograd.Function):
 
 
 # ----------------------------------------------------------- what all three share
+
+
+def _job(
+    name: str,
+    transport: Transport,
+    options: LinearOptions,
+    forward: Problem,
+    backward: Problem | None,
+    device: torch.device,
+) -> Job | None:
+    """How a layer with these two halves runs; ``None`` for the plain path, in both."""
+    options = options_for_rows(options, forward.block_rows)
+    if options.tuning is None:
+        return Job.of(transport, options, name)
+    fixed = replace(options, tuning=None)
+    forth = tuned(
+        transport, forward, options.schedule, options.tuning,
+        _trial(transport, forward, fixed, device),
+    )  # fmt: skip
+    back = forth
+    if backward is not None:
+        back = tuned(
+            transport, backward, options.schedule, options.tuning,
+            _trial(transport, backward, fixed, device),
+        )  # fmt: skip
+    if forth is None and back is None:
+        return None
+    # The plain path of one half only is nearest to whole blocks, all under way at once.
+    simple = replace(options.schedule, chunks=1, taper=1.0)
+    return Job(transport, replace(fixed, schedule=forth or simple), name, back or simple, simple)
+
+
+def _trial(
+    transport: Transport, problem: Problem, options: LinearOptions, device: torch.device
+) -> Callable[[Schedule | None], object]:
+    """Do the work of ``problem`` on made-up numbers, with a schedule or on the plain path."""
+    name = f"tuning {problem.kind}"
+
+    @cache
+    def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = problem.block_rows * (1 if problem.kind == "gather" else transport.size)
+        x = torch.full((rows, problem.inputs), 0.5, dtype=problem.dtype, device=device)
+        weight = torch.full(
+            (problem.outputs, problem.inputs), 0.5, dtype=problem.dtype, device=device
+        )
+        return x, weight
+
+    @torch.no_grad()
+    def run(schedule: Schedule | None) -> object:
+        x, weight = numbers()
+        if schedule is None:
+            plain = (
+                plain_all_gather_linear if problem.kind == "gather" else plain_linear_reduce_scatter
+            )
+            return plain(x, weight, group=transport.group, options=options)
+        job = Job.of(transport, replace(options, schedule=schedule), name)
+        if problem.kind == "gather":
+            return _all_gather_gemm(x, weight, None, job, keep=options.keep_gathered)
+        return _gemm_reduce_scatter(x, weight, job)
+
+    return run
 
 
 def _rows(x: torch.Tensor) -> int:

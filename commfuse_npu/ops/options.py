@@ -9,6 +9,7 @@ import torch
 
 from commfuse_npu.ops.weight_gradient import Wgrad
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tuning import Tuning
 
 __all__ = ["LinearOptions"]
 
@@ -27,6 +28,10 @@ class LinearOptions:
             :data:`~commfuse_npu.ops.weight_gradient.Wgrad`.
         main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
             ``gradient_accumulation_fusion``.
+        tuning: try at the first call with a shape which chunks, and how many of the schedule's
+            lanes, are fastest, and whether the plain path is; see :mod:`commfuse_npu.tuning`.  For
+            :func:`all_gather_linear` and :func:`linear_reduce_scatter`; the other ops use the
+            schedule as it is.
     """
 
     schedule: Schedule = Schedule()
@@ -34,6 +39,7 @@ class LinearOptions:
     reduce_dtype: torch.dtype | None = None
     wgrad: Wgrad = "whole"
     main_grad: bool = False
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         if self.wgrad not in get_args(Wgrad):

@@ -118,7 +118,7 @@ def attention_all_to_all(
         return plain_attention_all_to_all(
             q, k, v, group=transport.group, causal=causal, scale=scale, options=options
         )
-    job = Job(transport, options_for_rows(options, q.shape[0] // transport.size), name)
+    job = Job.of(transport, options_for_rows(options, q.shape[0] // transport.size), name)
     job = _by_cost(job, causal)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v):
@@ -311,7 +311,7 @@ def attention_all_to_all_linear(
             q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
             options=options,
         )  # fmt: skip
-    job = Job(transport, options_for_rows(options, q.shape[0] // transport.size), name)
+    job = Job.of(transport, options_for_rows(options, q.shape[0] // transport.size), name)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v, weight, bias):
         y: torch.Tensor = _AttentionAllToAllLinear.apply(*tensors, weight, bias, job, causal, scale)

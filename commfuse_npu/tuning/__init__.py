@@ -1,0 +1,16 @@
+"""Which schedule is fastest here: tried out at first use, remembered on disk.
+
+How many chunks pay depends on the shape, the group, the links and the speed of the GEMMs together,
+and whether fusing pays at all does too: without anything to gain, smaller GEMMs and more messages
+only cost.  So a few schedules and the plain collective run on the real shape, interleaved, until
+the slower ones are out (:mod:`.trials`); rank 0 decides for all.
+
+The answer is a matter of this machine and these versions (:mod:`.cache`), and it decides in which
+pieces GEMMs run, which some GEMM libraries round differently.  Where two runs have to give the same
+bits, leave it off and fix the schedule.
+"""
+
+from commfuse_npu.tuning.cache import default_folder
+from commfuse_npu.tuning.tuner import Problem, Tuning, decisions, tuned
+
+__all__ = ["Problem", "Tuning", "decisions", "default_folder", "tuned"]

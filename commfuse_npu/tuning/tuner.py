@@ -1,0 +1,162 @@
+"""One question per shape, asked once per group, answered for all of its ranks alike."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commfuse_npu.plan import Kind, Schedule
+from commfuse_npu.transport import Transport
+from commfuse_npu.tuning import cache
+from commfuse_npu.tuning.candidates import candidates
+from commfuse_npu.tuning.trials import fastest
+
+__all__ = ["Problem", "Tuning", "decisions", "tuned"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Try schedules out at first use.
+
+    Args:
+        folder: where answers are kept between runs, ``None`` for nowhere.  Rank 0's counts.
+    """
+
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A GEMM whose input is gathered or whose output is reduce-scattered.
+
+    Args:
+        block_rows: rows of one rank's block.
+        inputs, outputs: features of the GEMM, ``k`` and ``n``.
+        dtype: of the GEMM, ``torch.float32`` and so on.
+    """
+
+    kind: Kind
+    block_rows: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+
+
+def tuned(
+    transport: Transport,
+    problem: Problem,
+    schedule: Schedule,
+    tuning: Tuning,
+    run: Callable[[Schedule | None], object],
+) -> Schedule | None:
+    """The fastest way to do ``problem``: a schedule, or ``None`` for the plain path.
+
+    A collective over the group at the first call for a problem; later ones look it up.
+
+    Args:
+        schedule: see :func:`~commfuse_npu.tuning.candidates.candidates`.
+        run: does the work once, with a schedule or plainly (``None``), on numbers of its own.
+
+    Raises:
+        MismatchError, TransportError: see :meth:`Transport.start`.
+    """
+    answers = decisions(transport)
+    key = problem, schedule
+    if key not in answers:
+        answers[key] = _answer(transport, problem, schedule, tuning, run)
+    return answers[key]
+
+
+def decisions(transport: Transport) -> dict[tuple[Problem, Schedule], Schedule | None]:
+    """What was decided for a group so far.  Emptied, alike on all ranks, it is decided again."""
+    answers: dict[tuple[Problem, Schedule], Schedule | None]
+    answers = transport.remembered.setdefault(__name__, {})
+    return answers
+
+
+def _answer(
+    transport: Transport,
+    problem: Problem,
+    schedule: Schedule,
+    tuning: Tuning,
+    run: Callable[[Schedule | None], object],
+) -> Schedule | None:
+    name = f"tuning {problem.kind} of {problem.block_rows} rows"
+    transport.agree(name, path="tuning", problem=problem, schedule=schedule)
+    folder = None if tuning.folder is None else Path(tuning.folder)
+    question = _question(transport, problem, schedule)
+    alternatives: list[Schedule | None] = [
+        None,
+        *candidates(schedule, transport.size, problem.block_rows),
+    ]
+    known = None
+    if transport.rank == 0 and folder is not None:
+        known = cache.read(folder, question, alternatives)
+    known = transport.share(name, known)[0]
+    if known is not None:
+        return alternatives[known]
+
+    def run_round(order: Sequence[int]) -> list[float]:
+        mine = [_timed(transport, name, partial(run, alternatives[n])) for n in order]
+        # A work is done when the last rank is done.
+        return [max(times) for times in zip(*transport.share(name, mine), strict=True)]
+
+    chosen, medians = fastest(len(alternatives), run_round)
+    answer = alternatives[transport.share(name, chosen)[0]]
+    seconds = {
+        _name(alternatives[n]): median for n, median in enumerate(medians) if median is not None
+    }
+    if transport.rank == 0:
+        listed = ", ".join(f"{what}: {1e3 * median:.2f} ms" for what, median in seconds.items())
+        _logger.info("%s: %s (%s)", problem, _name(answer), listed)
+        if folder is not None:
+            cache.write(folder, question, answer, seconds)
+    return answer
+
+
+def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float:
+    transport.confirm(name)
+    start = time.perf_counter()
+    call()
+    transport.synchronise()
+    return time.perf_counter() - start
+
+
+def _name(schedule: Schedule | None) -> str:
+    return "plain" if schedule is None else str(schedule)
+
+
+def _question(transport: Transport, problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """Everything that the answer depends on, as JSON would give it back."""
+    return {
+        "machine": [platform.node(), platform.machine(), _processor(transport.device_type)],
+        "versions": {name: _version(name) for name in ("commfuse-npu", "torch", "torch-npu")},
+        "group": list(transport.ranks),
+        "threads": torch.get_num_threads(),
+        "problem": {**asdict(problem), "dtype": str(problem.dtype)},
+        "schedule": asdict(schedule),
+    }
+
+
+def _processor(device_type: str) -> str:
+    if device_type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device_type).get_device_name())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,178 @@
+"""Schedules that are tried out: what the ranks decide, and what is computed with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_npu import Schedule, Transport
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    linear_reduce_scatter,
+    plain_all_gather_linear,
+    plain_linear_reduce_scatter,
+)
+from commfuse_npu.tuning import Tuning, decisions, tuner
+
+ROWS, INPUTS, OUTPUTS = 64, 32, 48
+
+
+def _pretend(
+    patch: pytest.MonkeyPatch, seconds: Callable[[Schedule | None], float], ran: list[object]
+) -> None:
+    """Let a trial take this long; it is carried out all the same."""
+
+    def timed(transport: Transport, name: str, call: Any) -> float:
+        call()
+        (schedule,) = call.args
+        ran.append(schedule)
+        return seconds(schedule)
+
+    patch.setattr(tuner, "_timed", timed)
+
+
+def _layer(
+    link: Transport, op: str, options: LinearOptions
+) -> tuple[list[torch.Tensor], list[Schedule | None]]:
+    generator = torch.Generator().manual_seed(link.rank)
+    rows = ROWS if op == "column" else ROWS * link.size
+    x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
+    weight = torch.randn(OUTPUTS, INPUTS, generator=generator).requires_grad_()
+    call: Any = all_gather_linear if op == "column" else linear_reduce_scatter
+    y = call(x, weight, transport=link, options=options)
+    grads = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+    return [y.detach(), *grads], list(decisions(link).values())
+
+
+def _wanted(rank: int, op: str, chunks: int | None, folder: str | None) -> Any:
+    """Let ``chunks`` (``None``: the plain path) win on rank 0, and something else elsewhere."""
+    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    options = LinearOptions(Schedule(lanes=2), tuning=Tuning(folder))
+    ran: list[object] = []
+
+    def seconds(schedule: Schedule | None) -> float:
+        mine = None if schedule is None else schedule.chunks
+        # The slowest rank counts: what rank 1 alone finds fast does not win.
+        return 1.0 if mine == chunks else 2.0 if rank == 1 and mine == 1 else 3.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        _pretend(patch, seconds, ran)
+        found, decided = _layer(link, op, options)
+        tried = len(ran)
+        again, _ = _layer(link, op, options)
+    assert len(ran) == tried, "asked once"
+    assert all(map(torch.equal, found, again))
+    link.close()
+    return found, decided, tried
+
+
+def _fixed(rank: int, op: str, schedule: Schedule | None) -> list[torch.Tensor]:
+    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    generator = torch.Generator().manual_seed(rank)
+    rows = ROWS if op == "column" else ROWS * link.size
+    x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
+    weight = torch.randn(OUTPUTS, INPUTS, generator=generator).requires_grad_()
+    plain: Any = plain_all_gather_linear if op == "column" else plain_linear_reduce_scatter
+    same: dict[str, Any] = {}
+    if schedule is not None:
+        same = {"options": LinearOptions(schedule), "same_gemms": True}
+    y = plain(x, weight, group=link.group, **same)
+    grads = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+    link.close()
+    return [y.detach(), *grads]
+
+
+@pytest.mark.parametrize("op", ["column", "row"])
+@pytest.mark.parametrize("chunks", [None, 4])
+def test_all_ranks_take_what_is_fastest_and_compute_the_same(
+    ranks, op: str, chunks: int | None
+) -> None:
+    of_ranks = ranks(3).run(_wanted, op, chunks, None)
+    decided = of_ranks[0][1]
+    assert len(decided) == 2, "a forward and a backward"
+    for schedule in decided:
+        assert (schedule and schedule.chunks) == chunks
+    reference = ranks(3).run(_fixed, op, decided[0])
+    for (found, others, _), wanted in zip(of_ranks, reference, strict=True):
+        assert others == decided
+        assert all(map(torch.equal, found, wanted))
+
+
+def _cached(rank: int, folder: str, damage: bool) -> Any:
+    if damage and rank == 0:
+        for path in Path(folder).iterdir():
+            path.write_text("{")
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commfuse_npu.tuning").addHandler(handler)
+    try:
+        # Rank 1 names a folder of its own: rank 0's counts.
+        of_rank = folder if rank == 0 else folder + " of nobody"
+        _, decided, tried = _wanted(rank, "column", 2, of_rank)
+    finally:
+        logging.getLogger("commfuse_npu.tuning").removeHandler(handler)
+    return decided, tried, lines, Path(of_rank).exists()
+
+
+def test_what_was_found_is_kept_for_the_next_run_unless_it_is_damaged(ranks, tmp_path) -> None:
+    folder = str(tmp_path / "kept")
+    first = ranks(2).run(_cached, folder, False)
+    assert all(tried > 0 and not lines for _, tried, lines, _ in first)
+    second = ranks(2).run(_cached, folder, False)
+    assert [tried for _, tried, _, _ in second] == [0, 0]
+    assert [decided for decided, *_ in second] == [decided for decided, *_ in first]
+    assert [there for *_, there in second] == [True, False]
+    third = ranks(2).run(_cached, folder, True)
+    assert all(tried > 0 for _, tried, _, _ in third)
+    assert ["passed over" in line for line in third[0][2]] == [True, True]
+    assert not third[1][2]
+
+
+def _halves(rank: int, fast_forward: bool) -> Any:
+    """One half of a layer is fastest plainly, the other one with four chunks."""
+    link = Transport.create(lanes=1, timeout=timedelta(seconds=20))
+    options = LinearOptions(Schedule(lanes=1), tuning=Tuning())
+    asked: list[object] = []
+
+    def seconds(schedule: Schedule | None) -> float:
+        forward = not decisions(link)
+        wanted = 4 if forward == fast_forward else None
+        return 1.0 if (schedule and schedule.chunks) == wanted else 2.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        _pretend(patch, seconds, asked)
+        found, decided = _layer(link, "row", options)
+    link.close()
+    return found, [schedule and schedule.chunks for schedule in decided]
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_a_layer_of_which_one_half_is_worth_fusing_is_fused(ranks, fast_forward: bool) -> None:
+    whole = ranks(2).run(_fixed, "row", None)
+    for (found, decided), wanted in zip(ranks(2).run(_halves, fast_forward), whole, strict=True):
+        assert decided == ([4, None] if fast_forward else [None, 4])
+        for ours, reference in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, reference)
+
+
+def _ranks_that_differ(rank: int) -> str:
+    link = Transport.create(lanes=2, timeout=timedelta(seconds=5))
+    schedule = replace(Schedule(lanes=2), order="interleaved" if rank else "block")
+    with pytest.raises(RuntimeError) as caught:
+        _layer(link, "column", LinearOptions(schedule, tuning=Tuning()))
+    return str(caught.value)
+
+
+def test_ranks_that_start_from_different_schedules_are_told(ranks) -> None:
+    for message in ranks(2).run(_ranks_that_differ):
+        assert "do not call the same" in message
+        assert "schedule" in message

@@ -1,0 +1,36 @@
+"""What is tried, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.tuning.candidates import candidates
+from commfuse_npu.verify import verify
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule(lanes=3), Schedule("ring", lanes=2), Schedule("two_level", 3, node_size=2)],
+)
+def test_all_are_plans_that_hold_within_the_lanes_that_there_are(schedule: Schedule) -> None:
+    found = candidates(schedule, 4, 1024)
+    assert len(found) == len(set(found)) > 3
+    for one in found:
+        assert one.lanes <= schedule.lanes
+        assert (one.shape, one.node_size, one.order) == (
+            schedule.shape, schedule.node_size, schedule.order,
+        )  # fmt: skip
+        for kind in ("gather", "reduce_scatter"):
+            verify([one.plan(kind, rank, 4) for rank in range(4)])
+
+
+def test_the_simplest_comes_first() -> None:
+    first = candidates(Schedule(lanes=8), 4, 1024)[0]
+    assert (first.lanes, first.chunks, first.taper) == (3, 1, 1.0)
+
+
+def test_two_ranks_taper_and_small_blocks_are_not_cut() -> None:
+    assert any(one.taper > 1 for one in candidates(Schedule(), 2, 1024))
+    assert [one.chunks for one in candidates(Schedule(), 2, 31)] == [1]
+    assert {one.chunks for one in candidates(Schedule(lanes=1), 8, 64)} == {1, 2, 4}

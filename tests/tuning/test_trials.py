@@ -1,0 +1,57 @@
+"""Which alternative wins, on times that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commfuse_npu.tuning.trials import fastest
+
+
+class _Runs:
+    """Every run takes what the alternative takes, and a first run is slow."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self.seconds = seconds
+        self.orders: list[list[int]] = []
+
+    def __call__(self, order: Sequence[int]) -> list[float]:
+        self.orders.append(list(order))
+        slow = 100.0 if len(self.orders) == 1 else 1.0
+        return [self.seconds[one] * slow for one in order]
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=20))
+def test_the_fastest_wins_or_a_simpler_one_that_is_as_fast(seconds: list[float]) -> None:
+    runs = _Runs(seconds)
+    chosen, medians = fastest(len(seconds), runs)
+    best = min(seconds)
+    assert seconds[chosen] <= best * 1.005
+    assert all(earlier > best * 1.005 for earlier in seconds[:chosen])
+    assert medians[chosen] == seconds[chosen], "the first run, which is slow, does not count"
+
+
+def test_the_slower_half_is_not_run_again_and_every_round_has_its_order() -> None:
+    runs = _Runs([5.0, 1.0, 4.0, 2.0, 3.0, 7.0, 6.0, 8.0])
+    chosen, medians = fastest(8, runs)
+    assert chosen == 1
+    sizes = [len(order) for order in runs.orders]
+    assert sizes == [8, 8, 4, 3, 3, 3]
+    assert all(sorted(order) == [1, 2, 3, 4] for order in runs.orders[2:3])
+    assert all(sorted(order) == [1, 3, 4] for order in runs.orders[3:])
+    assert medians == [None, 1.0, None, 2.0, 3.0, None, None, None]
+    assert runs.orders[1] != list(range(8)), "shuffled"
+
+
+def test_one_slow_round_does_not_decide() -> None:
+    rounds: list[int] = []
+
+    def run(order: Sequence[int]) -> list[float]:
+        rounds.append(len(order))
+        disturbed = len(rounds) == 5
+        return [9.0 if disturbed and one == 0 else 1.0 + 0.1 * one for one in order]
+
+    assert fastest(2, run)[0] == 0
+    assert len(rounds) > 5
