@@ -27,8 +27,9 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.ops.blocked_attention import blocked_attention
 from commfuse_npu.transport import BufferPool, Transport
+from commfuse_npu.tuning import Tuning
 
-__all__ = ["Form", "Groups", "PlainForm", "form_of"]
+__all__ = ["Form", "Groups", "PlainForm", "form_of", "options_of"]
 
 
 class Form(Protocol):
@@ -144,11 +145,17 @@ class PlainForm:
         )  # fmt: skip
 
 
+def options_of(variant: Variant) -> LinearOptions:
+    """The product's options for a variant of it.  What was found out is not kept between runs."""
+    assert variant.schedule is not None
+    tuning = Tuning() if variant.tuned else None
+    return LinearOptions(variant.schedule, wgrad=variant.wgrad, tuning=tuning)
+
+
 def form_of(variant: Variant, groups: Groups) -> Form:
     """The layers of a variant.  ``communication`` has none: it computes nothing."""
     if variant.kind == "fused":
-        assert variant.schedule is not None
-        return _FusedForm(groups.transport, LinearOptions(variant.schedule))
+        return _FusedForm(groups.transport, options_of(variant))
     if variant.kind == "compute":
         return _BaselineForm(Blocking(NoTransfers(groups.transport.rank, groups.transport.size)))
     carrier: Carrier = (

@@ -26,6 +26,8 @@ _LEGEND = f"""\
 - `collective`, `coc-K` and `megatron` use torch's collectives; gloo's reduce-scatter sends an
   all-reduce's bytes."""
 
+_OURS = ("ours", "auto")
+
 _COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
     *("speed-up", "CPU", "waiting", "MiB", "bits"),
@@ -88,6 +90,9 @@ def _table(setting: Setting, rows: Sequence[Result]) -> Iterator[str]:
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
     yield ""
+    for row in rows:
+        if row.check.chosen:
+            yield f"Chosen by {row.variant}: {'; '.join(row.check.chosen)}.\n"
     yield from _who_is_ahead(rows)
 
 
@@ -101,8 +106,8 @@ def _rounds(row: Result) -> str:
 
 
 def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
-    ours = [row for row in rows if row.variant.startswith("ours")]
-    others = [row for row in rows if not row.variant.startswith("ours")]
+    ours = [row for row in rows if row.variant.startswith(_OURS)]
+    others = [row for row in rows if not row.variant.startswith(_OURS)]
     if ours and others:
         mine = min(ours, key=lambda row: row.median_ms)
         best = min(others, key=lambda row: row.median_ms)
@@ -186,6 +191,7 @@ def _row(result: Result) -> dict[str, Any]:
         "bitwise_equal": check.equal,
         "bitwise_equal_same_gemms": check.equal_same_gemms,
         "max_difference": check.max_difference,
+        "chosen": list(check.chosen),
         "rounds": result.rounds,
         "disturbed_rounds": result.disturbed_rounds,
         "repeated_rounds": result.repeated_rounds,

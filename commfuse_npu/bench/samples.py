@@ -42,12 +42,14 @@ class Check:
         equal_same_gemms: the same bits as the plain collectives with the GEMMs cut alike; only of
             this project's forms.
         peak_bytes: the most memory at once, results included.
+        chosen: what tuning chose, per half of a layer.
     """
 
     equal: bool
     max_difference: float
     equal_same_gemms: bool | None
     peak_bytes: int
+    chosen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,4 +75,5 @@ def worst_check(checks: Sequence[Check]) -> Check:
         max(check.max_difference for check in checks),
         None if None in same else all(same),
         max(check.peak_bytes for check in checks),
+        checks[0].chosen,
     )

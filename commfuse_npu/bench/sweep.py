@@ -72,8 +72,10 @@ def steps_of(sweep: Sweep) -> int:
     """Steps of the progress bar: variants checked, and runs in rounds."""
     total = 0
     for work in sweep.works:
-        variants = len(_variants(sweep, work)) + 2
-        total += variants * (1 + len(sweep.ratios) * sweep.rounds) + _CALIBRATION_ROUNDS
+        variants = _variants(sweep, work)
+        tuned = sum(variant.tuned for variant in variants)
+        total += len(variants) - tuned + 1 + len(sweep.ratios) * tuned + _CALIBRATION_ROUNDS
+        total += (len(variants) + 2) * len(sweep.ratios) * sweep.rounds
     return total
 
 
@@ -169,7 +171,8 @@ class Group:
         self._ranks.ask("set_up", work, shape, sweep.dtype, conditions.seed, sweep.gflops)
         variants = self._that_fit(_variants(sweep, work), shape)
         checks: dict[str, Check] = {}
-        for variant in (_COMPUTE, *variants):
+        fixed = [variant for variant in variants if not variant.tuned]
+        for variant in (_COMPUTE, *fixed):
             checks[variant.name] = worst_check(self._ranks.ask("check", variant))
             progress.step()
         compute = self._compute_seconds()
@@ -189,6 +192,11 @@ class Group:
         for ratio in self._possible(sweep.ratios):
             rate = rate_for(ratio, compute, on_link)
             self._pace(rate)
+            for variant in variants:
+                if variant.tuned:
+                    progress.say(f"{label}: ratio {ratio:g}, tuning")
+                    checks[variant.name] = worst_check(self._ranks.ask("tune", variant))
+                    progress.step()
             progress.say(f"{label}: ratio {ratio:g}")
             rounds = sweep.rounds
             if rounds > _FEW_ROUNDS and progress.late(conditions.limit):

@@ -12,7 +12,11 @@
                    dgrad, the reduce-scatter runs during wgrad.  With torch's collectives.
 ``megatron-p2p``   the same with direct exchanges.
 ``ours-cK``        this project's ops, K chunks per block, chunks interleaved over the peers, as
-                   many lanes as there are peers.  ``-block``: in block order.  ``-lL``: L lanes.
+                   many lanes as there are peers.  ``-tT``: each T times as long as the next.
+                   ``-block``: in block order.  ``-lL``: L lanes.  ``-wgrad``: weight gradients
+                   made of the blocks as they arrive, which rounds differently.
+``auto``           this project's ops with the schedule that is fastest when it is tried out at the
+                   first use over this link, or the plain path (:mod:`commfuse_npu.tuning`).
 =================  ===============================================================================
 
 Besides these every round measures ``compute`` (no communication at all) and ``communication`` (the
@@ -23,10 +27,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from commfuse_npu.plan import Order, Schedule
+
+Wgrad = Literal["whole", "blocks"]
 
 __all__ = [
     "COMMUNICATION",
@@ -43,6 +49,7 @@ COMPUTE, COMMUNICATION, REFERENCE = "compute", "communication", "p2p"
 Kind = Literal["compute", "communication", "blocking", "sliced", "megatron", "fused"]
 
 _CHUNKS = (1, 2, 4, 8)
+_TAPERED = ((2, 1.5), (4, 1.5), (4, 2.0), (6, 1.5))
 _SLICES = (2, 4, 8)
 _WITH_BACKWARD = ("mlp", "attention", "layer")
 
@@ -55,6 +62,8 @@ class Variant:
         direct: carried by direct exchanges rather than by torch's collectives.
         slices: for ``sliced``.
         schedule: for ``fused``.
+        tuned: take the schedule as what may be varied.
+        wgrad: how weight gradients are made.
     """
 
     name: str
@@ -62,6 +71,8 @@ class Variant:
     direct: bool = True
     slices: int = 1
     schedule: Schedule | None = None
+    tuned: bool = False
+    wgrad: Wgrad = "whole"
 
     @property
     def family(self) -> str:
@@ -90,12 +101,19 @@ def of_group(size: int) -> list[Variant]:
                 name += f"-l{lanes}" if lanes < size - 1 else ""
                 schedule = Schedule("shifted", lanes, chunks, order)
                 found.append(Variant(name, "fused", schedule=schedule))
+    every = Schedule("shifted", max(1, size - 1))
+    found.append(Variant("auto", "fused", schedule=every, tuned=True))
+    four = replace(every, chunks=4)
+    found.append(Variant("ours-c4-wgrad", "fused", schedule=four, wgrad="blocks"))
+    for chunks, taper in _TAPERED:
+        schedule = Schedule("shifted", max(1, size - 1), chunks, taper=taper)
+        found.append(Variant(f"ours-c{chunks}-t{taper:g}", "fused", schedule=schedule))
     return found
 
 
 def applies_to(variant: Variant, work: str) -> bool:
-    """Megatron's order is about the backward; without one it is the blocking form."""
-    return variant.kind != "megatron" or work in _WITH_BACKWARD
+    """Whether a variant is about this work: some are about the backward only."""
+    return work in _WITH_BACKWARD or (variant.kind != "megatron" and variant.wgrad == "whole")
 
 
 def chosen(patterns: Sequence[str], size: int) -> list[Variant]:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ import torch.distributed as dist
 from commfuse_npu.bench import wire
 from commfuse_npu.bench.carriers import DirectExchange
 from commfuse_npu.bench.clock import now, synchronise
-from commfuse_npu.bench.forms import Form, Groups, PlainForm, form_of
+from commfuse_npu.bench.forms import Form, Groups, PlainForm, form_of, options_of
 from commfuse_npu.bench.peak_memory import peak_bytes
 from commfuse_npu.bench.samples import Check, Sample, WireSpeed
 from commfuse_npu.bench.shapes import Shape
 from commfuse_npu.bench.sleeping import SleepingGemms
 from commfuse_npu.bench.variants import COMPUTE, REFERENCE, Variant
 from commfuse_npu.bench.works import Work
-from commfuse_npu.ops import LinearOptions
+from commfuse_npu.tuning import decisions
 
 __all__ = ["Worker"]
 
@@ -99,6 +100,18 @@ class Worker:
             self._reference = [result.clone() for result in results]
         return self._checked(work, variant, self._reference, memory)
 
+    def tune(self, variant: Variant) -> Check:
+        """Let a variant try out what is fastest over the link as it is now, then check it."""
+        decided = decisions(self._groups.transport)
+        decided.clear()
+        with self._gemms():
+            self._ready().run(self._form(variant))
+        chosen = tuple(
+            f"{problem.kind} {problem.inputs} x {problem.outputs}: {schedule or 'plain'}"
+            for (problem, _), schedule in decided.items()
+        )
+        return replace(self.check(variant), chosen=chosen)
+
     def _checked(
         self, work: Work, variant: Variant, reference: list[torch.Tensor], memory: bool
     ) -> Check:
@@ -113,8 +126,8 @@ class Worker:
         if variant.name == COMPUTE:
             return Check(False, 0.0, None, peak)
         same: bool | None = None
-        if variant.schedule is not None:
-            options = LinearOptions(variant.schedule)
+        if variant.schedule is not None and not variant.tuned:
+            options = options_of(variant)
             plain = work.run(PlainForm(self._groups.collectives, options))
             same = _all_equal(results, plain)
         return Check(
