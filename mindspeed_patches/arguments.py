@@ -17,6 +17,7 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
+from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
 from mindspeed_patches.wrappers import LAYERS
 
@@ -28,7 +29,9 @@ DEFAULTS: dict[str, Any] = {
     "commfuse_schedule": "auto",
     "commfuse_lanes": 2,
     "commfuse_chunks": 1,
+    "commfuse_taper": 1.0,
     "commfuse_order": "interleaved",
+    "commfuse_tuning": "off",
     "commfuse_reduce_dtype": "none",
     "commfuse_wgrad": "whole",
     "commfuse_keep_gathered": False,
@@ -80,7 +83,18 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument("--commfuse-lanes", type=whole(1), help="transfers in flight")
     parser.add_argument("--commfuse-chunks", type=whole(1), help="sub-blocks per block")
+    parser.add_argument(
+        "--commfuse-taper",
+        type=float,
+        help="each sub-block is so many times as long as the next to arrive",
+    )
     parser.add_argument("--commfuse-order", choices=("block", "interleaved"))
+    parser.add_argument(
+        "--commfuse-tuning",
+        choices=("off", "on"),
+        help="on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
+        "shape, and remember it on disk; off: as given, the same in every run",
+    )
     parser.add_argument(
         "--commfuse-reduce-dtype",
         choices=("none", "float32"),
@@ -154,6 +168,12 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             f"--commfuse-attention needs proj among --commfuse-layers "
             f"{','.join(given.commfuse_layers)}: it is fused with the output projection; add it"
         )
+    if given.commfuse_tuning == "on" and (given.commfuse_chunks, given.commfuse_taper) != (1, 1):
+        raise ValueError(
+            f"--commfuse-tuning on finds the chunks itself, and --commfuse-chunks "
+            f"{given.commfuse_chunks} --commfuse-taper {given.commfuse_taper:g} name them; leave "
+            "one or the other out"
+        )
     tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
     context_parallel = int(getattr(args, "context_parallel_size", None) or 1)
     exchange = schedule_for(given, context_parallel, stride=tensor_parallel)
@@ -163,6 +183,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=torch.float32 if given.commfuse_reduce_dtype == "float32" else None,
             wgrad=given.commfuse_wgrad,
+            tuning=Tuning(str(default_folder())) if given.commfuse_tuning == "on" else None,
         ),
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
@@ -244,6 +265,7 @@ def schedule_for(given: argparse.Namespace, size: int, stride: int = 1) -> Sched
         lanes=given.commfuse_lanes,
         chunks=given.commfuse_chunks,
         order=given.commfuse_order,
+        taper=given.commfuse_taper,
         node_size=min(local, size) if shape == "two_level" else None,
     )
     most = schedule.chunks if shape == "ring" else max(1, size - 1)

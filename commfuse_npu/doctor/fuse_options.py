@@ -28,7 +28,9 @@ class FuseOptions:
     schedule: Literal["auto", "shifted", "ring", "two_level"] = "auto"
     lanes: int = 2
     chunks: int = 1
+    taper: float = 1.0
     order: Order = "interleaved"
+    tuning: Literal["off", "on"] = "off"
     min_kib: int = 0
     attention: bool = False
     ulysses: bool = False
@@ -51,7 +53,9 @@ class FuseOptions:
         )
         parser.add_argument("--commfuse-lanes", dest="lanes", type=int)
         parser.add_argument("--commfuse-chunks", dest="chunks", type=int)
+        parser.add_argument("--commfuse-taper", dest="taper", type=float)
         parser.add_argument("--commfuse-order", dest="order", choices=get_args(Order))
+        parser.add_argument("--commfuse-tuning", dest="tuning", choices=("off", "on"))
         parser.add_argument("--commfuse-min-kib", dest="min_kib", type=int)
         parser.add_argument(
             "--commfuse-attention", dest="attention", action=argparse.BooleanOptionalAction
@@ -102,6 +106,7 @@ def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:
         lanes=options.lanes,
         chunks=options.chunks,
         order=options.order,
+        taper=options.taper,
         node_size=min(local, size) if shape == "two_level" else None,
     )
     most = schedule.chunks if shape == "ring" else max(1, size - 1)

@@ -38,6 +38,16 @@ def check_transfers(
             "and still holds the largest transfer",
         )
     ]
+    if launch.fuse.tuning == "on":
+        found.append(
+            _about(
+                "tuning",
+                "note",
+                f"up to 8 chunks and {schedule.lanes} lanes are tried at the first use of a shape",
+                action="the figures above are those of whole blocks; --commfuse-tuning off and the "
+                "options that it logged give the same schedule in every run",
+            )
+        )
     if needed > megabytes:
         found.append(
             _about(

@@ -207,6 +207,7 @@ def test_schedules_are_those_of_the_feature(monkeypatch, local, schedule, lanes)
         commfuse_lanes=lanes,
         commfuse_chunks=2,
         commfuse_order="interleaved",
+        commfuse_taper=1.0,
     )
     assert schedule_of(config, options) == schedule_for(given, 8)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from commfuse_npu import Schedule
+from commfuse_npu.tuning import Tuning
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import Feature, FeaturesManager, PatchManager
@@ -190,6 +191,7 @@ class TestOptions:
             "commfuse_schedule": "ring",
             "commfuse_lanes": "3",
             "commfuse_chunks": "4",
+            "commfuse_taper": "1.5",
             "commfuse_order": "block",
             "commfuse_reduce_dtype": "float32",
             "commfuse_wgrad": "blocks",
@@ -206,9 +208,29 @@ class TestOptions:
         assert options.layers == ("qkv", "fc1")
         assert options.min_bytes == 16 * 1024
         linear = options.linear
-        assert linear.schedule == Schedule("ring", lanes=3, chunks=4, order="block")
+        assert linear.schedule == Schedule("ring", lanes=3, chunks=4, order="block", taper=1.5)
         assert (linear.reduce_dtype, linear.wgrad) == (torch.float32, "blocks")
         assert linear.keep_gathered
+
+    @pytest.mark.parametrize("early", [False, True])
+    def test_tuning_keeps_what_it_finds_in_the_users_cache(self, early, monkeypatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+        args = (
+            argparse.Namespace(tensor_model_parallel_size="2", commfuse_tuning="on")
+            if early
+            else real_arguments("--commfuse-tuning", "on")
+        )
+        assert commfuse_options(args).linear.tuning == Tuning("/somewhere/commfuse_npu")
+        assert commfuse_options(real_arguments()).linear.tuning is None
+
+    def test_tuning_and_chunks_exclude_each_other(self) -> None:
+        args = real_arguments("--commfuse-tuning", "on", "--commfuse-chunks", "4")
+        with pytest.raises(ValueError, match=r"--commfuse-chunks 4 .* leave one or the other out"):
+            commfuse_options(args)
+
+    def test_a_taper_out_of_range_is_named(self) -> None:
+        with pytest.raises(ValueError, match=r"taper is 0\.5; from 1"):
+            commfuse_options(real_arguments("--commfuse-taper", "0.5"))
 
     def test_lanes_that_nothing_would_use_are_not_made(self) -> None:
         args = real_arguments("--commfuse-lanes", "7", tensor_model_parallel_size=4)
