@@ -3,6 +3,7 @@
 #
 #   bash scripts/pretrain_llama_cpu.sh                       2 processes, about two minutes
 #   bash scripts/pretrain_llama_cpu.sh --compare             plain and fused: the same bits?
+#   bash scripts/pretrain_llama_cpu.sh --compare --link-rate 60   over links of 60 MB/s: how fast?
 #   bash scripts/pretrain_llama_cpu.sh --help                all options
 #
 # Defaults are in configs/llama_tiny.yaml. Sets up .venv by itself.

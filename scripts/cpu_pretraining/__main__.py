@@ -1,7 +1,8 @@
 """`torchrun --nproc_per_node N -m scripts.cpu_pretraining`: read, check, then train.
 
 What can go wrong in the request is found before Megatron is imported and before process groups
-exist: a mistake is answered in a second by rank 0 with exit code 2.
+exist: a mistake is answered in a second by rank 0 with exit code 2. Only whether connections can
+have the rate of `--link-rate` shows when there are some.
 
 Exit codes: 0 done, 1 failed or not identical (`--compare`), 2 wrong request, 130 stopped by
 Ctrl-C and 143 by SIGTERM, both with a checkpoint. torchrun itself answers 1 for all but 0.
@@ -38,8 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, corpus, found = _checked_request(argv)
     except UsageError as error:
         exit_with_usage_error(error)
-    with listen_for_stop() as stop:
-        return _run(args, corpus, found, stop)
+    try:
+        with listen_for_stop() as stop:
+            return _run(args, corpus, found, stop)
+    except UsageError as error:
+        # What only the kernel could refuse: on every rank alike.
+        exit_with_usage_error(error)
 
 
 def _checked_request(
@@ -127,6 +132,8 @@ def _pretrain(
     )
     if first:
         print("\n".join(outcome.linears))
+        if outcome.speed is not None:
+            print(f"tokens/s: {outcome.speed}")
         print(f"sha256 of all weights: {outcome.weights_sha256}", flush=True)
     if outcome.stopped_by:
         if first:

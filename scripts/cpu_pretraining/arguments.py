@@ -19,6 +19,7 @@ import yaml
 
 from mindspeed_patches.arguments import add_arguments, whole
 
+from .speed import WARM_UP_ITERATIONS
 from .usage_error import UsageError, is_first_process
 
 __all__ = ["parse_arguments"]
@@ -49,6 +50,20 @@ def _number(minimum: float, maximum: float = float("inf")) -> Any:
     return convert
 
 
+def _link_rate(text: str) -> float:
+    lowest, highest = 0.001, 100_000.0
+    value = float(text)
+    if not lowest <= value <= highest:
+        raise argparse.ArgumentTypeError(
+            f"{value:g} MB/s is not in [{lowest:g}, {highest:g}]; give 50, for example, or leave "
+            "--link-rate out for the loopback as it is"
+        )
+    return value
+
+
+_link_rate.__name__ = "number of megabytes per second"
+
+
 def _run_name(text: str) -> str:
     if text in ("", ".", "..") or "/" in text or os.sep in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a folder name; use letters, digits, _-.")
@@ -73,6 +88,14 @@ def _parser() -> _Parser:
     )
     group.add_argument("--sequence-parallel", action=flag, help="off by itself when TP is 1")
     group.add_argument("--distributed-timeout-minutes", type=whole(1))
+    group.add_argument(
+        "--link-rate",
+        type=_link_rate,
+        metavar="MB/S",
+        help="megabytes per second of each pair of ranks and direction, by pacing the connections: "
+        "a wire to hide (Linux only; default: loopback as it is). Layers that are not fused pay "
+        "more than their due: gloo's reduce-scatter sends an all-reduce's bytes",
+    )
 
     group = parser.add_argument_group("model")
     group.add_argument("--num-layers", type=whole(1))
@@ -131,8 +154,8 @@ def _parser() -> _Parser:
     return parser
 
 
-# Requests for one run; a file that always resumes or always compares would surprise.
-_COMMAND_LINE_ONLY = {"resume": False, "compare": False}
+# Requests for one run; a file that always resumes, compares or slows down would surprise.
+_COMMAND_LINE_ONLY = {"resume": False, "compare": False, "link_rate": None}
 _MAY_BE_NULL = {"data_path", "lr_warmup_iters", "ddp_bucket_size"}
 
 
@@ -212,6 +235,8 @@ def parse_arguments(
     _check_layout(args, world_size)
     _check_model(args)
     _check_training(args)
+    if args.link_rate is not None:
+        _check_link_rate(args)
     args.num_microbatches = args.global_batch_size // (
         args.micro_batch_size * args.data_parallel_size
     )
@@ -338,4 +363,26 @@ def _check_training(args: argparse.Namespace) -> None:
             "--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
             "transfers anything; choose 2 or more, --commfuse-ulysses with context parallelism, or "
             "--commfuse-dp with --data-parallel-size of at least 2"
+        )
+
+
+def _check_link_rate(args: argparse.Namespace) -> None:
+    asked = f"--link-rate {args.link_rate:g}"
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    if tp * cp * args.data_parallel_size == 1:
+        raise UsageError(
+            f"{asked} needs links, but there is 1 process; choose --tensor-model-parallel-size 2 "
+            "or more, or leave --link-rate out"
+        )
+    lanes = min(args.commfuse_lanes, args.commfuse_chunks)
+    if args.use_commfuse and args.commfuse_schedule == "ring" and lanes > 1:
+        raise UsageError(
+            f"{asked} is per connection, and --commfuse-schedule ring would have {lanes} of them "
+            "per pair of ranks, a lane each; choose --commfuse-lanes 1, or another schedule"
+        )
+    if args.compare and args.train_iters <= WARM_UP_ITERATIONS:
+        raise UsageError(
+            f"--compare {asked} measures after {WARM_UP_ITERATIONS} warm-up iterations, but "
+            f"--train-iters is {args.train_iters}; choose --train-iters "
+            f"{WARM_UP_ITERATIONS + 1} or more"
         )

@@ -4,6 +4,10 @@
 "commfuse" runs the fused layers; "megatron" runs Megatron's own layers, whose GEMMs are not split.
 Plain and fused must agree in every loss and every weight. Megatron's are shown for information: a
 GEMM that is not split may round differently.
+
+Their tokens per second are shown too. The trainings run one after the other, so whatever else the
+machine does may fall on one of them: repeat before believing a ratio. With `--link-rate` there is
+a wire to hide, without it there is none.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch.distributed as dist
 
 from .data import Corpus
 from .interrupt import StopRequest, exit_code
+from .link_rate import COLLECTIVES_NOTE
 from .training import Outcome, train
 
 __all__ = ["COMPARED_MODES", "compare"]
@@ -69,10 +74,26 @@ def _report(outcomes: dict[str, Outcome]) -> list[str]:
     for mode, outcome in outcomes.items():
         lines.append(f"sha256 of all weights, {mode}: {outcome.weights_sha256}")
     lines += [f"commfuse: {line}" for line in fused.linears]
+    lines += _speeds(outcomes)
     difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
     same = fused.weights_sha256 == megatron.weights_sha256
     lines.append(
         f"commfuse against Megatron's unsplit GEMMs: largest loss difference {difference:.3g}, "
         f"weights {'equal' if same else 'not equal'} bit for bit"
     )
+    return lines
+
+
+def _speeds(outcomes: dict[str, Outcome]) -> list[str]:
+    """Tokens per second of each mode, and how they compare; nothing if all was warm-up."""
+    speeds = {mode: outcome.speed for mode, outcome in outcomes.items() if outcome.speed}
+    fused = speeds.get("commfuse")
+    if fused is None or len(speeds) < len(COMPARED_MODES):
+        return []
+    lines = [f"tokens/s, {mode}: {speed}" for mode, speed in speeds.items()]
+    for mode in ("plain", "megatron"):
+        ratio = fused.tokens_per_second / speeds[mode].tokens_per_second
+        lines.append(f"tokens/s, commfuse / {mode}: {ratio:.3f}")
+    if fused.link_rate is not None:
+        lines.append(COLLECTIVES_NOTE)
     return lines

@@ -7,7 +7,7 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from .data import Corpus, global_batch_samples
 from .exposed_time import ExposedTime, measure_exposed_time
 from .interrupt import StopRequest
 from .linears import LinearsInUse, tensor_parallel_linears
+from .link_rate import paced_links
 from .megatron_on_cpu import cuda_means_cpu
 from .metrics import MetricsLog, plot_loss
 from .model import Trainee, build_trainee, model_flops_per_iteration
+from .speed import Speed, speed_of
 
 __all__ = ["Outcome", "TrainingDiverged", "train"]
 
@@ -36,13 +38,17 @@ class TrainingDiverged(RuntimeError):
 
 @dataclass
 class Outcome:
-    """How a training ended: its losses by iteration, the weights' hash, and why it stopped."""
+    """How a training ended: its losses by iteration, the weights' hash, and why it stopped.
+
+    `speed` is `None` if no iteration came after the warm-up.
+    """
 
     losses: dict[int, float] = field(default_factory=dict)
     weights_sha256: str = ""
     linears: list[str] = field(default_factory=list)
     stopped_by: int = 0
     iteration: int = 0
+    speed: Speed | None = None
 
 
 def train(
@@ -60,14 +66,17 @@ def train(
     Writes below `folder` (rank 0, except for checkpoints). Needs process groups and
     `megatron_on_cpu()`. Collective: all ranks call it with the same arguments.
 
-    Raises `TrainingDiverged` if the loss becomes infinite or not a number.
+    Raises `TrainingDiverged` if the loss becomes infinite or not a number, and `UsageError` if the
+    connections cannot have the `--link-rate` that was asked for.
     """
     model_parallel_cuda_manual_seed(args.seed)
     with tensor_parallel_linears(mode, args) as linears, measure_exposed_time() as collectives:
         loop = _Loop(args, corpus, build_trainee(args), linears, collectives, folder)
         if resume_from is not None:
             loop.restore(resume_from)
-        return loop.run(stop, checkpoints)
+        # Not before: what sets the model up is not part of the training and needs no wire.
+        with paced_links(args.link_rate) as pace:
+            return loop.run(stop, checkpoints, pace)
 
 
 class _Loop:
@@ -105,16 +114,20 @@ class _Loop:
 
     # -- the loop ----------------------------------------------------------------------------
 
-    def run(self, stop: StopRequest, checkpoints: bool) -> Outcome:
+    def run(self, stop: StopRequest, checkpoints: bool, pace: Callable[[], int]) -> Outcome:
         args, outcome = self.args, Outcome(iteration=self.iteration)
         metrics = self._metrics_log()
         bar = _progress_bar(args.train_iters, self.iteration, self.first)
         since_line: list[float] = []
+        entries: list[dict[str, Any]] = []
         while self.iteration < args.train_iters and not outcome.stopped_by:
             entry, outcome.stopped_by = self._iteration(stop)
             outcome.losses[self.iteration] = entry["lm_loss"]
             outcome.iteration = self.iteration
             since_line.append(entry["elapsed_ms"])
+            entries.append(entry)
+            if len(entries) == 1:
+                self._pace_again(pace, bar)
             if metrics:
                 metrics.append(entry)
             last = self.iteration == args.train_iters or bool(outcome.stopped_by)
@@ -131,6 +144,9 @@ class _Loop:
         if bar is not None:
             bar.close()
         self._finish_parameters()
+        outcome.speed = speed_of(
+            entries, tokens=args.global_batch_size * args.seq_length, link_rate=args.link_rate
+        )
         outcome.linears = self.linears.describe()
         outcome.weights_sha256 = self._weights_sha256()
         if self.first:
@@ -138,6 +154,14 @@ class _Loop:
             if problem:
                 print(problem, flush=True)
         return outcome
+
+    def _pace_again(self, pace: Callable[[], int], bar: Any) -> None:
+        """Some connections may have come with the first use of their group."""
+        connections = pace()
+        if self.first and connections:
+            _print_line(
+                f" links: {connections} connections of rank 0 at {self.args.link_rate:g} MB/s", bar
+            )
 
     def _due(self, interval: int, last: bool, always_last: bool = False) -> bool:
         if last and (interval or always_last):

@@ -1,0 +1,72 @@
+"""Tokens per second of a training, as one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+__all__ = ["WARM_UP_ITERATIONS", "Speed", "speed_of"]
+
+WARM_UP_ITERATIONS = 3
+"""Iterations that do not count: buffers, threads and the kernels of the GEMMs come with them."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the iterations of a run after the first `WARM_UP_ITERATIONS`.
+
+    Attributes:
+        seconds: wall time per iteration.
+        blocked: seconds of it, mean over the ranks, blocked in tensor- and context-parallel
+            communication (`exposed_time`).
+        tokens: per iteration, over all ranks.
+        first, last: the iterations that count.
+        link_rate: megabytes per second of `--link-rate`, `None` without.
+    """
+
+    seconds: float
+    blocked: float
+    tokens: int
+    first: int
+    last: int
+    link_rate: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks, of the median iteration."""
+        return self.tokens / self.seconds
+
+    def __str__(self) -> str:
+        link = "over loopback"
+        if self.link_rate is not None:
+            link = f"over links of {self.link_rate:g} MB/s"
+        return (
+            f"{self.tokens_per_second:.0f} {link} ({self.seconds:.3f} s per iteration, of which "
+            f"{self.blocked:.3f} s blocked in communication; medians of iterations {self.first} to "
+            f"{self.last})"
+        )
+
+
+def speed_of(
+    entries: Sequence[dict[str, Any]], *, tokens: int, link_rate: float | None
+) -> Speed | None:
+    """The speed of a run with these entries of `metrics.jsonl`; `None` if all were warm-up.
+
+    Args:
+        entries: one per iteration of this process, in order, validations left out.
+        tokens: per iteration, over all ranks.
+        link_rate: in megabytes per second, `None` without.
+    """
+    counted = entries[WARM_UP_ITERATIONS:]
+    if not counted:
+        return None
+    return Speed(
+        seconds=median(entry["elapsed_ms"] for entry in counted) / 1e3,
+        blocked=median(entry["exposed_ms"] for entry in counted) / 1e3,
+        tokens=tokens,
+        first=counted[0]["iteration"],
+        last=counted[-1]["iteration"],
+        link_rate=link_rate,
+    )

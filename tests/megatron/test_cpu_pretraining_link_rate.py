@@ -1,0 +1,235 @@
+"""`--link-rate`: connections have the rate while the training lasts, or there is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from commfuse_npu.bench import wire
+from scripts.cpu_pretraining import __main__ as command
+from scripts.cpu_pretraining.arguments import parse_arguments
+from scripts.cpu_pretraining.speed import Speed, speed_of
+from scripts.cpu_pretraining.usage_error import UsageError
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's option")
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = (
+    "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
+    "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 2 --fp32 "
+    "--train-iters 5 --lr-warmup-iters 1 --eval-interval 0 --distributed-timeout-minutes 2"
+)
+RATE = 300_000_000
+
+
+def parse(options: str, world_size: int | None = None) -> Any:
+    return parse_arguments([*TINY.split(), *options.split()], world_size=world_size)
+
+
+def test_no_rate_unless_asked_for() -> None:
+    assert parse("").link_rate is None
+    assert parse("--link-rate 0.5").link_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--link-rate 0", r"--link-rate: 0 MB/s is not in \[0.001, 100000\]; give 50, .+ or leave"),
+        ("--link-rate -5", r"-5 MB/s is not in \[0.001, 100000\]"),
+        ("--link-rate nan", r"nan MB/s is not in \[0.001, 100000\]"),
+        ("--link-rate inf", r"inf MB/s is not in \[0.001, 100000\]"),
+        ("--link-rate fast", r"invalid number of megabytes per second value: 'fast'"),
+        (
+            "--link-rate 50 --tensor-model-parallel-size 1",
+            "--link-rate 50 needs links, but there is 1 process; choose --tensor-model-parallel-si",
+        ),
+        (
+            "--link-rate 50 --commfuse-schedule ring --commfuse-chunks 2",
+            "--link-rate 50 is per connection, .+ have 2 of them .+; choose --commfuse-lanes 1, or",
+        ),
+        (
+            "--link-rate 50 --compare --train-iters 3",
+            "after 3 warm-up iterations, but --train-iters is 3; choose --train-iters 4 or more",
+        ),
+    ],
+)
+def test_errors_name_value_limit_and_way_out(options: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(options)
+
+
+def test_a_ring_with_one_connection_per_pair_may_have_a_rate() -> None:
+    for options in ("--commfuse-chunks 1", "--commfuse-chunks 2 --commfuse-lanes 1"):
+        parse(f"--link-rate 50 --commfuse-schedule ring {options}")
+
+
+def test_speed_leaves_the_first_iterations_out() -> None:
+    times = [9000.0, 8000.0, 7000.0, 500.0, 100.0, 200.0]
+    entries = [
+        {"iteration": number, "elapsed_ms": time, "exposed_ms": time / 2}
+        for number, time in enumerate(times, start=11)
+    ]
+    found = speed_of(entries, tokens=100, link_rate=20.0)
+    assert found == Speed(0.2, 0.1, 100, first=14, last=16, link_rate=20.0)
+    assert found.tokens_per_second == 500
+    assert str(found).startswith("500 over links of 20 MB/s (0.200 s per iteration, of which 0.100")
+    assert speed_of(entries[:3], tokens=100, link_rate=None) is None
+
+
+def test_a_refused_rate_ends_the_command_as_a_wrong_request(monkeypatch, capsys) -> None:
+    def refused(*_: Any) -> int:
+        raise UsageError("the reason")
+
+    monkeypatch.setattr(command, "_checked_request", lambda _: (None, None, None))
+    monkeypatch.setattr(command, "_run", refused)
+    with pytest.raises(SystemExit) as ended:
+        command.main([])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "cpu_pretraining: error: the reason\n"
+
+
+def rates() -> set[int]:
+    """What the kernel says about this process's connections."""
+    found = set()
+    for one in wire.connected_sockets():
+        with one:
+            option = one.getsockopt(socket.SOL_SOCKET, wire._SO_MAX_PACING_RATE, 8)
+            found.add(int.from_bytes(option, sys.byteorder))
+    return found
+
+
+def training(work: Callable[[Any, Any], Any], options: str) -> Any:
+    """What `work` gives, of two ranks with Megatron set up."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from scripts.cpu_pretraining.data import load_corpus
+    from scripts.cpu_pretraining.megatron_on_cpu import megatron_on_cpu
+
+    args = parse(options, dist.get_world_size())
+    corpus = load_corpus(
+        str(ROOT / "commfuse_npu"), valid_fraction=0.05, seq_length=32, need_valid=False
+    )
+    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
+    try:
+        with megatron_on_cpu():
+            return work(args, corpus)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def rates_while_training(rank: int, folder: Path, options: str) -> list[set[int]]:
+    """Rates before each iteration and after the training; one connection comes during the first."""
+    from scripts.cpu_pretraining import training as module
+    from scripts.cpu_pretraining.interrupt import StopRequest
+
+    found, late = [], contextlib.ExitStack()
+    iterate = module._Loop._iteration
+
+    def watched(loop: Any, stop: Any) -> Any:
+        found.append(rates())
+        if loop.iteration == 0:
+            server = late.enter_context(socket.create_server(("127.0.0.1", 0)))
+            late.enter_context(socket.create_connection(server.getsockname()))
+        return iterate(loop, stop)
+
+    with late, mock.patch.object(module._Loop, "_iteration", watched):
+        training(
+            lambda args, corpus: module.train(
+                args, corpus, mode="commfuse", folder=folder, stop=StopRequest(), checkpoints=False
+            ),
+            options,
+        )
+        found.append(rates())
+    return found
+
+
+@linux_only
+def test_every_connection_has_the_rate_while_training_and_loses_it(ranks, tmp_path: Path) -> None:
+    two = "--train-iters 2"
+    for found in ranks(2).run(rates_while_training, tmp_path, f"{two} --link-rate 300"):
+        assert found == [{RATE}, {RATE}, {wire.UNLIMITED}]
+    for found in ranks(2).run(rates_while_training, tmp_path, two):
+        assert found == [{wire.UNLIMITED}] * 3
+
+
+def refused_on_rank_one(rank: int, when: str) -> tuple[str, set[int], int]:
+    """The error, the rates that are left, and how often the training was entered."""
+    import torch.distributed as dist
+
+    from scripts.cpu_pretraining import link_rate
+
+    entered = 0
+    with contextlib.ExitStack() as patches:
+
+        def refuse() -> None:
+            if rank == 1:
+                patches.enter_context(mock.patch.object(socket, "TCP_CONGESTION", 9999))
+
+        if when == "before":
+            refuse()
+        try:
+            with link_rate.paced_links(300.0) as pace_again:
+                entered += 1
+                refuse()
+                pace_again()
+        except UsageError as error:
+            message = str(error)
+        else:
+            message = ""
+    dist.barrier()  # Nobody is left behind in a collective.
+    left = rates()
+    wire.pace(None)  # On rank 1, where taking the rate away was refused as well.
+    return message, left, entered
+
+
+@linux_only
+@pytest.mark.parametrize("when", ["before", "after the first iteration"])
+def test_a_refusal_on_one_rank_is_an_error_on_all(ranks, when: str) -> None:
+    outcomes = ranks(2).run(refused_on_rank_one, when)
+    assert outcomes[0][1] == {wire.UNLIMITED}
+    for message, _, entered in outcomes:
+        assert message.startswith(
+            "--link-rate 300 cannot be set on rank 1: the kernel refuses SO_MAX_PACING_RATE or reno"
+        )
+        assert "; leave --link-rate out" in message
+        assert entered == (when != "before")
+
+
+def compared(rank: int, folder: Path) -> tuple[int, str]:
+    from scripts.cpu_pretraining.compare import compare
+    from scripts.cpu_pretraining.interrupt import StopRequest
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = training(
+            lambda args, corpus: compare(args, corpus, folder, StopRequest()),
+            "--compare --link-rate 300",
+        )
+    return code, printed.getvalue()
+
+
+@linux_only
+def test_compare_over_links_says_speeds_ratios_and_identical(ranks, tmp_path: Path) -> None:
+    code, printed = ranks(2).run(compared, tmp_path, timeout=120)[0]
+    lines = printed.splitlines()
+    assert code == 0, printed
+    assert lines[-1] == "identical: True"
+    for mode in ("plain", "commfuse", "megatron"):
+        (line,) = [line for line in lines if line.startswith(f"tokens/s, {mode}: ")]
+        assert " over links of 300 MB/s (" in line
+        assert line.endswith("; medians of iterations 4 to 5)")
+    for mode in ("plain", "megatron"):
+        assert any(line.startswith(f"tokens/s, commfuse / {mode}: ") for line in lines)
+    assert sum(" connections of rank 0 at 300 MB/s" in line for line in lines) == 3
+    assert any("the bytes of an all-reduce" in line for line in lines)
