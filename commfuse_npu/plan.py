@@ -299,7 +299,8 @@ class Schedule:
         taper: how many times longer each chunk of a block is than the one that follows it where
             blocks arrive, and than the one before it where they are made.  With 1 all are equal.
             Little work is then left after the last transfer, and little is needed before the
-            first: the exposed rest of ``chunks`` pieces is that of 2^(chunks-1) with 2.
+            first: with 2, the rest that is exposed halves with every further piece.  Of linear
+            layers only.
         costs: for ``shifted``, what computing the block of each rank takes, in times that a
             transfer of a block takes.  Blocks that cost differently (causal attention) are then
             taken in the order of distances that leaves the least waiting, see :meth:`distances`.

@@ -24,6 +24,12 @@ DEFAULT_GFLOPS = 60.0
 
 _ALL_RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 
+_OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
+_OURS = ("auto", "ours-c?", "ours-c4-wgrad")
+_TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
+_FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-block", "ours-c?-l1", "ours-c4-l2")
+"""Every way at its best, not every combination: lanes and orders differ with several peers only."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -55,10 +61,12 @@ def quick() -> list[Sweep]:
     some = ("collective", "coc-4", "slices-4", "ring", "megatron*", "ours-c?")
     ratios = (0.5, 1.0)
     single = ("all-gather", "reduce-scatter")
+    two = (*some, "ours-c6-t1.5")
     return [
-        Sweep(2, (*single, "mlp"), ratios, 3, some),
-        Sweep(2, single, ratios, 3, some, gflops=DEFAULT_GFLOPS),
-        Sweep(4, single, ratios, 3, (*some, "ours-c4-block"), gflops=DEFAULT_GFLOPS),
+        Sweep(2, single, ratios, 3, (*two, "auto")),
+        Sweep(2, ("mlp",), ratios, 3, two),
+        Sweep(2, single, ratios, 3, two, gflops=DEFAULT_GFLOPS),
+        Sweep(4, single, ratios, 3, (*some, "auto", "ours-c4-block"), gflops=DEFAULT_GFLOPS),
     ]
 
 
@@ -67,14 +75,14 @@ def full() -> list[Sweep]:
     single, ratios = ("all-gather", "reduce-scatter"), _ALL_RATIOS
     asleep = DEFAULT_GFLOPS
     return [
-        Sweep(2, single, ratios, 7),
-        Sweep(2, ("mlp",), ratios, 5),
-        Sweep(2, ("attention", "layer"), (0.0, 0.5, 1.0), 3),
-        Sweep(2, (*single, "mlp"), (0.5, 1.0), 5, dtype="bf16"),
-        Sweep(2, single, (0.25, 0.5, 1.0, 2.0), 5, gflops=asleep),
-        Sweep(4, single, (0.25, 0.5, 1.0, 2.0), 5, gflops=asleep),
-        Sweep(4, ("mlp",), (0.5, 1.0), 3, gflops=asleep),
-        Sweep(4, single, (0.5, 1.0), 3, gflops=asleep, link="shared-nic"),
+        Sweep(2, single, ratios, 7, _TWO_RANKS),
+        Sweep(2, ("mlp",), ratios, 5, _TWO_RANKS),
+        Sweep(2, ("attention", "layer"), (0.0, 0.5, 1.0), 3, _TWO_RANKS),
+        Sweep(2, (*single, "mlp"), (0.5, 1.0), 3, _TWO_RANKS, dtype="bf16"),
+        Sweep(2, single, (0.25, 0.5, 1.0, 2.0), 5, _TWO_RANKS, gflops=asleep),
+        Sweep(4, single, (0.25, 0.5, 1.0, 2.0), 5, _FOUR_RANKS, gflops=asleep),
+        Sweep(4, ("mlp",), (0.5, 1.0), 3, _FOUR_RANKS, gflops=asleep),
+        Sweep(4, single, (0.5, 1.0), 5, _FOUR_RANKS, gflops=asleep, link="shared-nic"),
     ]
 
 

@@ -120,6 +120,10 @@ def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
             f"{'ahead of' if change >= 0 else '**slower than**'} the fastest other, {best.variant}"
             f"{' (within the quartiles)' if within else ''}."
         )
+    best = min(rows, key=lambda row: row.median_ms)
+    for row in rows:
+        if row.check.chosen and row is not best:
+            yield f"{row.variant}: {row.median_ms / best.median_ms - 1:.1%} behind {best.variant}."
     slower = [
         f"{row.variant} ({_percent(1 / row.speedup - 1)})"
         for row in rows

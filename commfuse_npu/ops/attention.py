@@ -29,7 +29,7 @@ from commfuse_npu.ops.attention_arguments import check_self_attention
 from commfuse_npu.ops.blocked_attention import AttentionRuns, KeptRuns, blocked_attention
 from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import reduce_scatter
-from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.job import Job, any_grad, even_chunks, options_for_rows, takes_plain_path
 from commfuse_npu.ops.linear_arguments import check_divisible, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
@@ -157,7 +157,7 @@ def plain_attention_linear_reduce_scatter(
 
 def _options_for(options: LinearOptions, q: torch.Tensor, size: int, causal: bool) -> LinearOptions:
     """No more chunks than rows; under a causal mask blocks in the order that waits least."""
-    options = options_for_rows(options, q.shape[0] // size)
+    options = even_chunks(options_for_rows(options, q.shape[0] // size))
     return (
         replace(options, schedule=options.schedule.for_causal_blocks(size)) if causal else options
     )

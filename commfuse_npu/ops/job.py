@@ -11,7 +11,7 @@ from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Kind, Own, Plan, Schedule
 from commfuse_npu.transport import Transport
 
-__all__ = ["Job", "any_grad", "options_for_rows", "takes_plain_path"]
+__all__ = ["Job", "any_grad", "even_chunks", "options_for_rows", "takes_plain_path"]
 
 _logger = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -48,6 +48,15 @@ def options_for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:
     if chunks == options.schedule.chunks:
         return options
     return replace(options, schedule=replace(options.schedule, chunks=chunks))
+
+
+def even_chunks(options: LinearOptions) -> LinearOptions:
+    """Chunks of one length.
+
+    For attention, which keeps the statistics of each piece of queries for the backward: that runs
+    the other way round, and tapered pieces would have other rows.
+    """
+    return replace(options, schedule=replace(options.schedule, taper=1.0))
 
 
 def any_grad(*tensors: torch.Tensor | None) -> bool:

@@ -35,7 +35,7 @@ from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import all_to_all
 from commfuse_npu.ops.head_exchange import check_projection, check_sequence
 from commfuse_npu.ops.head_linear import LinearOfHeads, beside, blocked_linear_of_heads
-from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.job import Job, any_grad, even_chunks, options_for_rows, takes_plain_path
 from commfuse_npu.ops.linear_arguments import autocast
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
@@ -118,7 +118,9 @@ def attention_all_to_all(
         return plain_attention_all_to_all(
             q, k, v, group=transport.group, causal=causal, scale=scale, options=options
         )
-    job = Job.of(transport, options_for_rows(options, q.shape[0] // transport.size), name)
+    job = Job.of(
+        transport, even_chunks(options_for_rows(options, q.shape[0] // transport.size)), name
+    )
     job = _by_cost(job, causal)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v):
@@ -149,7 +151,7 @@ def plain_attention_all_to_all(
     # Kernels take no empty tensors.
     runs: dict[str, Any] = {} if q.numel() else {"rows": [], "grad_rows": []}
     if same_blocks:
-        schedule = _schedule(options_for_rows(options, block_rows), size, causal)
+        schedule = _schedule(even_chunks(options_for_rows(options, block_rows)), size, causal)
         out = schedule.plan("all_to_all", group.rank(), size, "last")
         back = schedule.plan("all_to_all", group.rank(), size, "first")
         runs["rows"] = out.computed_rows(block_rows)
@@ -311,7 +313,9 @@ def attention_all_to_all_linear(
             q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
             options=options,
         )  # fmt: skip
-    job = Job.of(transport, options_for_rows(options, q.shape[0] // transport.size), name)
+    job = Job.of(
+        transport, even_chunks(options_for_rows(options, q.shape[0] // transport.size)), name
+    )
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v, weight, bias):
         y: torch.Tensor = _AttentionAllToAllLinear.apply(*tensors, weight, bias, job, causal, scale)
@@ -347,7 +351,7 @@ def plain_attention_all_to_all_linear(
     if not same_blocks:
         attended = plain_attention_all_to_all(q, k, v, group=group, causal=causal, scale=scale)
         return blocked_linear(attended, weight, bias, main_grad=options.main_grad)
-    options = options_for_rows(options, block_rows)
+    options = even_chunks(options_for_rows(options, block_rows))
     out = _schedule(options, size, causal).plan("all_to_all", group.rank(), size, "last")
     back = options.schedule.plan("all_to_all", group.rank(), size, "last")
     attended = blocked_attention(

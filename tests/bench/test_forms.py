@@ -35,7 +35,8 @@ def _check_all(rank: int, dtype: str) -> list[tuple[str, str, object]]:
         worker.set_up(work, _shape(worker.size), dtype, 7, None)
         for variant in of_group(worker.size):
             # Fewer lanes change no number, and 8 pieces nothing that 4 do not.
-            if applies_to(variant, work) and "-l" not in variant.name and "8" not in variant.name:
+            skipped = "-l" in variant.name or "8" in variant.name or variant.tuned
+            if applies_to(variant, work) and not skipped:
                 found.append((work, variant.name, worker.check(variant, memory=False)))
     worker._groups.transport.close()
     return found
@@ -51,8 +52,41 @@ def test_every_variant_computes_the_same(ranks, size: int, dtype: str) -> None:
             assert check.max_difference <= limit, where
             # Whole GEMMs, the same additions: the same bits.
             assert check.equal or name not in ("p2p", "collective", "megatron-p2p"), where
+            assert (check.equal_same_gemms is not None) == name.startswith(("ours", "ring")), where
             if name.startswith("ours"):
                 assert check.equal_same_gemms, where
+
+
+def _tuned(rank: int) -> list[tuple[object, list[int]]]:
+    worker = Worker()
+    (auto,) = [variant for variant in of_group(worker.size) if variant.tuned]
+    found: list[tuple[object, list[int]]] = []
+    for work, gflops in (("reduce-scatter", None), ("mlp", 1e6)):
+        worker.set_up(work, _shape(worker.size), "fp32", 7, gflops)
+        check = worker.tune(auto)
+        started = worker._groups.transport.operations
+        worker.round([auto])
+        runs = worker._groups.transport.operations - started
+        worker.tune(auto)
+        again = worker._groups.transport.operations - started - runs
+        found.append((check, [runs, again]))
+    worker._groups.transport.close()
+    return found
+
+
+def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(ranks) -> None:
+    for of_rank in ranks(2).run(_tuned):
+        (layer, operations), (mlp, _) = of_rank
+        assert len(layer.chosen) == 1
+        assert layer.chosen[0].startswith("reduce_scatter 32 x 32: ")
+        assert [text.split(":")[0] for text in mlp.chosen] == [
+            *("gather 32 x 64", "reduce_scatter 64 x 32"),
+            *("reduce_scatter 32 x 32", "gather 32 x 32"),
+        ]
+        assert max(layer.max_difference, mlp.max_difference) <= 1e-4
+        runs, again = operations
+        assert runs <= 1, "a plan, or the plain path"
+        assert again > 5, "asked again, it tries again"
 
 
 def _sums(rank: int) -> bool:

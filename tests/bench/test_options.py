@@ -33,7 +33,8 @@ def test_chunks_orders_and_lanes_have_names() -> None:
     ours = {variant.name: variant.schedule for variant in of_group(4)}
     assert (ours["ours-c4"].lanes, ours["ours-c4"].order) == (3, "interleaved")
     assert (ours["ours-c8-block-l1"].lanes, ours["ours-c8-block-l1"].order) == (1, "block")
-    assert _names(["ours-*"], 2) == [REFERENCE, "ours-c1", "ours-c2", "ours-c4", "ours-c8"]
+    assert (ours["ours-c6-t1.5"].chunks, ours["ours-c6-t1.5"].taper) == (6, 1.5)
+    assert _names(["ours-c?"], 2) == [REFERENCE, "ours-c1", "ours-c2", "ours-c4", "ours-c8"]
 
 
 def test_the_reference_is_always_measured() -> None:

@@ -325,6 +325,7 @@ def test_equals_one_process_and_the_plain_form(ranks: Any, size: int, dtype: tor
 SCHEDULES = (
     Schedule("shifted", lanes=1),
     Schedule("shifted", lanes=3, chunks=4, order="block"),
+    Schedule("shifted", lanes=2, chunks=3, taper=2),
     Schedule("ring", lanes=2, chunks=2),
     Schedule("shifted", lanes=2, chunks=50),
 )
