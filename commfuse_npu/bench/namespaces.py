@@ -6,13 +6,15 @@ joins them.  What a rank sends is shaped at its card by ``tc``:
     shared-nic   one token bucket (tbf) for everything it sends: its peers share the rate
     mesh-tc      a class per destination (htb): every peer has the rate to itself
 
-Nothing outside these namespaces is touched; :meth:`Network.close` removes them.
+Nothing outside these namespaces is touched; :meth:`Network.close` removes them, and the next run
+those of one that was killed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 from types import TracebackType
@@ -22,6 +24,7 @@ __all__ = ["CARD", "Network", "enter", "why_not"]
 CARD = "cfb0"
 """The name of every rank's card, in its own namespace."""
 
+_NAMESPACES = "/run/netns"
 _CLONE_NEWNET = 0x40000000
 _BURST, _QUEUE = 128 << 10, 4 << 20  # bytes; a burst takes the largest packet of a virtual card
 
@@ -54,7 +57,7 @@ def enter(name: str) -> None:
         OSError: it is not permitted, or there is no such namespace.
     """
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns is Python 3.12's
-    with open(f"/run/netns/{name}") as namespace:
+    with open(f"{_NAMESPACES}/{name}") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"setns to {name}: {os.strerror(number)}")
@@ -80,6 +83,7 @@ class Network:
         self._shaped = False
 
     def __enter__(self) -> Network:
+        _remove_left_over()
         try:
             for name in (self._switch, *self.names):
                 _run("ip", "netns", "add", name)
@@ -143,6 +147,14 @@ class Network:
                 *(*tc, "filter", "add", "dev", CARD, "parent", "1:", "protocol", "ip", "prio", "1"),
                 *("u32", "match", "ip", "dst", f"{_address(peer)}/32", "flowid", number),
             )
+
+
+def _remove_left_over() -> None:
+    """Remove the namespaces of a benchmark that was killed and could not do it itself."""
+    for entry in os.listdir(_NAMESPACES) if os.path.isdir(_NAMESPACES) else ():
+        ours = re.fullmatch(r"cfb(\d+)(?:s|probe|r\d+)", entry)
+        if ours and not os.path.exists(f"/proc/{ours[1]}"):
+            subprocess.run(["ip", "netns", "del", entry], capture_output=True)
 
 
 def _address(rank: int) -> str:

@@ -145,6 +145,8 @@ class Group:
     def _pace(self, bytes_per_second: float | None) -> bool:
         if self._network is not None:
             self._network.pace(bytes_per_second)
+            # The cards have the rate, the sockets as small buffers as where they have it.
+            self._ranks.ask("pace", None)
         elif self._link == "mesh":
             problems = {p.problem for p in self._ranks.ask("pace", bytes_per_second)} - {""}
             if problems:

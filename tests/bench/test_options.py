@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 from commfuse_npu import cli
@@ -100,6 +103,19 @@ def test_namespaces_say_what_is_missing(monkeypatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert namespaces.why_not() == "network namespaces need root"
+
+
+def test_namespaces_of_a_killed_run_are_removed_and_no_others(monkeypatch, tmp_path) -> None:
+    gone, alive = 2**22 + 1, os.getpid()  # larger than any pid, and this one
+    for name in (f"cfb{gone}s", f"cfb{gone}r11", f"cfb{alive}r0", f"cfb{gone}x", "cfb", "other"):
+        (tmp_path / name).touch()
+    ran: list[list[str]] = []
+    monkeypatch.setattr(namespaces, "_NAMESPACES", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command))
+    namespaces._remove_left_over()
+    assert sorted(command[-1] for command in ran) == [f"cfb{gone}r11", f"cfb{gone}s"]
+    monkeypatch.setattr(namespaces, "_NAMESPACES", str(tmp_path / "none"))
+    namespaces._remove_left_over()
 
 
 def test_namespaces_that_fail_half_way_are_removed(monkeypatch) -> None:
