@@ -21,6 +21,7 @@ there are, and in which order, is written in the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from typing_extensions import Self
@@ -244,6 +245,9 @@ def consumed_rows(plan: Plan, block_rows: int) -> list[slice]:
     return [_received_rows(plan, p, block_rows) for p in (Piece(plan.rank, plan.rank, None), *mine)]
 
 
+_NO_TRACE = nullcontext()
+
+
 class _Running:
     """What the four have in common: an exchange, its scratch buffers, and how far it is.
 
@@ -303,6 +307,13 @@ class _Running:
         except BaseException as error:
             self._interrupted(error)
             raise
+
+    def _computing(self, piece: Piece | None) -> AbstractContextManager[None]:
+        """Around the work of the caller on a piece, for a trace."""
+        trace = self._transport.trace
+        if trace is None:
+            return _NO_TRACE
+        return trace.span("compute", str(piece), self._exchange.name)
 
     @property
     def _steps(self) -> int:
@@ -396,14 +407,17 @@ class _Inbound(_Running):
         """``(piece, rows)`` in the order of the plan.  A piece is valid until the next one."""
         for step in self.plan.steps:
             if step.index == 0:
-                yield self._own(), self.plan.rows(_computed(step), self._block[0])
+                with self._computing(step.compute):
+                    yield self._own(), self.plan.rows(_computed(step), self._block[0])
                 continue
             # Step k uses what the transfer k-1 brought.
             while self._used < step.index:
                 self._release(step.index)
                 self._arrive()
             if step.compute is not None:
-                yield self._buffers[step.index - 1], self.plan.rows(step.compute, self._block[0])
+                with self._computing(step.compute):
+                    rows = self.plan.rows(step.compute, self._block[0])
+                    yield self._buffers[step.index - 1], rows
             self._consumed = step.index
             self._post()
 
@@ -605,12 +619,14 @@ class _Outbound(_Running):
                 continue
             rows = self.plan.rows(step.compute, self._block[0])
             if step.compute.chunk is None:
-                produce(rows, self._own())
+                with self._computing(step.compute):
+                    produce(rows, self._own())
                 continue
             if self._sent >= self.plan.window:
                 self._exchange.wait_send(self._sent - self.plan.window)
             made = self._slot("out", self._sent)[: self._rows(step.compute)]
-            produce(rows, made)
+            with self._computing(step.compute):
+                produce(rows, made)
             self._complete(step.compute, made)
             self._send_next(made)
 
@@ -753,17 +769,19 @@ class _ExchangeThrough(_ExchangeOut):
         """``(piece, rows)`` of the result, own block first; everything has to be made before."""
         rows = self._block[0]
         own = Piece(self.plan.rank, self.plan.rank, None)
-        yield self._own(), _received_rows(self.plan, own, rows)
+        with self._computing(own):
+            yield self._own(), _received_rows(self.plan, own, rows)
         for step in self.plan.transfers:
             self._pass_on()
             self._use()
             assert step.receive is not None
             piece = step.receive.piece
             if piece.target == self.plan.rank:
-                yield (
-                    self._part(self._out, piece.source, piece),
-                    _received_rows(self.plan, piece, rows),
-                )
+                with self._computing(piece):
+                    yield (
+                        self._part(self._out, piece.source, piece),
+                        _received_rows(self.plan, piece, rows),
+                    )
 
     def _pass_on(self) -> None:
         """Send what has arrived for other ranks: they wait for it, and do not see our work."""

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.plan import Plan, Transfer
+from commfuse_npu.trace import Trace, clock
 
 __all__ = [
     "BufferPool",
@@ -115,13 +116,26 @@ class BufferPool:
 
 
 class _Handle:
-    """A posted operation: waited for once, and its buffer held until then."""
+    """A posted operation: waited for once, and its buffer held until then.
 
-    __slots__ = ("_buffer", "_transport", "_what", "_works")
+    Args:
+        messages: ``(row, name, bytes)`` of what it carries, for a trace.
+    """
+
+    __slots__ = ("_buffer", "_messages", "_operation", "_posted", "_transport", "_what", "_works")
 
     def __init__(
-        self, transport: Transport, works: Sequence[Any], buffer: object, what: object
+        self,
+        transport: Transport,
+        works: Sequence[Any],
+        buffer: object,
+        what: object,
+        operation: str = "",
+        messages: Sequence[tuple[str, str, int]] = (),
     ) -> None:
+        self._operation = operation
+        self._messages = messages
+        self._posted = clock() if messages else 0
         self._transport = transport
         self._works: Sequence[Any] | None = works
         self._buffer: object | None = buffer
@@ -132,6 +146,8 @@ class _Handle:
         if self._works is None:
             return
         works, self._works = self._works, None
+        trace = self._transport.trace
+        began = clock() if trace is not None else 0
         start = time.perf_counter()
         try:
             for work in works:
@@ -145,6 +161,12 @@ class _Handle:
         finally:
             self._transport.blocked_seconds += time.perf_counter() - start
         self._buffer = None
+        if trace is not None:
+            ended = clock()
+            for row, name, size in self._messages:
+                trace.add_in_order(row, name, self._operation, self._posted, ended, size)
+            if self._messages:
+                trace.add("waiting", self._messages[-1][1], self._operation, began, ended)
 
 
 class Transport:
@@ -162,6 +184,7 @@ class Transport:
             stream, not the host, so there this counts next to nothing; profile the device instead.
         operations: how many plans were started.
         remembered: what higher rooms keep per group of ranks; nothing here uses it.
+        trace: where to write down what happens; ``None`` for nowhere.
     """
 
     def __init__(
@@ -185,6 +208,7 @@ class Transport:
         self.blocked_seconds = 0.0
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
+        self.trace: Trace | None = None
         self.device_type = _device_type(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
@@ -390,6 +414,39 @@ class Transport:
         if self.device_type != "cpu":
             torch.get_device_module(self.device_type).current_stream().synchronize()
 
+    def clock_behind(self, pings: int) -> int:
+        """By how many ns the clock of rank 0 is ahead of this rank's, negative if behind.
+
+        A collective of the group.  Every other rank in turn asks rank 0 for its time; the answer
+        that came fastest is taken to be of the middle between question and answer.
+
+        Raises:
+            TransportError: a rank did not answer in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        device = "cpu" if "gloo" in dist.get_backend(self._control) else self.device_type
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        fastest: tuple[int, int] | None = None
+        try:
+            for rank in range(1, self.size):
+                for _ in range(pings):
+                    if self.rank == rank:
+                        asked = clock()
+                        dist.send(token, self.ranks[0], self._control)
+                        dist.recv(token, self.ranks[0], self._control)
+                        there, answered = int(token.item()), clock()
+                        took, middle = answered - asked, (asked + answered) // 2
+                        fastest = min(fastest or (took, 0), (took, there - middle))
+                    elif self.rank == 0:
+                        dist.recv(token, self.ranks[rank], self._control)
+                        token.fill_(clock())
+                        dist.send(token, self.ranks[rank], self._control)
+        except RuntimeError as error:
+            self.fail(f"comparing clocks: {error}")
+            raise self.error() from error
+        return 0 if fastest is None else fastest[1]
+
     def share(self, name: str, value: Any) -> list[Any]:
         """What every rank gives here, in the order of the ranks; small things, by pickle.
 
@@ -527,7 +584,10 @@ class Exchange:
         if not self._transport.batched:
             what = self._what("receiving", transfer, buffer)
             works = self._transport.post_receive(transfer, buffer, self._tag_of(position), what)
-            self._receives.append(_Handle(self._transport, works, buffer, what))
+            messages = self._messages(transfer, buffer)
+            self._receives.append(
+                _Handle(self._transport, works, buffer, what, self.name, messages)
+            )
 
     def send(self, position: int, tensor: torch.Tensor) -> None:
         """Send ``tensor``, which must not change before :meth:`wait_send`."""
@@ -547,7 +607,8 @@ class Exchange:
                 f"{self._what('receiving', receive, buffer)}"
             )
             works = self._transport.post_batch(transfer, tensor, receive, buffer, what)
-            handle = _Handle(self._transport, works, (tensor, buffer), what)
+            messages = (*self._messages(transfer, tensor), *self._messages(receive, buffer))
+            handle = _Handle(self._transport, works, (tensor, buffer), what, self.name, messages)
             self._sends[position] = handle
             self._receives.append(handle)
             return
@@ -571,7 +632,21 @@ class Exchange:
             self._last_sent[lane] = position
             what = self._what("sending", transfer, tensor)
             works = self._transport.post_send(transfer, tensor, self._tag_of(position), what)
-            self._sends[position] = _Handle(self._transport, works, tensor, what)
+            messages = self._messages(transfer, tensor)
+            self._sends[position] = _Handle(
+                self._transport, works, tensor, what, self.name, messages
+            )
+
+    def _messages(
+        self, transfer: Transfer, tensor: torch.Tensor
+    ) -> tuple[tuple[str, str, int], ...]:
+        """For a trace, if there is one."""
+        if self._transport.trace is None:
+            return ()
+        outward = transfer.source == self.plan.rank
+        peer = transfer.target if outward else transfer.source
+        row = f"{'link to' if outward else 'from'} rank {peer}"
+        return ((row, str(transfer.piece), tensor.nbytes),)
 
     def _is_sent(self, position: int) -> bool:
         return self._sends[position]._works is None

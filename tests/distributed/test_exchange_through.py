@@ -50,8 +50,11 @@ def arrivals(plan: Plan) -> list[slice]:
     for step in plan.transfers:
         source, target, chunk = step.receive.piece
         if target == plan.rank:
-            start, stop = (ROWS * part // plan.chunks for part in (chunk, chunk + 1))
-            found.append(slice(source * ROWS + start, source * ROWS + stop))
+            # Pieces get longer the later they are made, if they are not all of one length.
+            taper = plan.schedule.taper
+            down = taper_down(ROWS, plan.chunks, taper) if taper > 1 else split(ROWS, plan.chunks)
+            bounds = [ROWS - bound for bound in reversed(down)] if taper > 1 else down
+            found.append(slice(source * ROWS + bounds[chunk], source * ROWS + bounds[chunk + 1]))
     return found
 
 

@@ -1,0 +1,117 @@
+"""What a trace says of real ranks, and that nothing is written down without one."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_npu import Schedule, Transport, trace, transport
+from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu.trace import Event, Trace, events_of_viewer
+
+HOUR = 3600 * 10**9
+
+
+def _traced(rank: int, path: str, batched: bool) -> int:
+    """A forward and backward of two layers, each rank's clock an hour ahead of the one before."""
+    real = trace.clock
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trace, transport):
+            patch.setattr(module, "clock", lambda: real() + rank * HOUR)
+        link = Transport.create(lanes=2, timeout=timedelta(seconds=20), batched=batched)
+        options = LinearOptions(Schedule(lanes=2, chunks=2))
+        x = torch.ones(8, 16, requires_grad=True)
+        weight = torch.ones(24, 16, requires_grad=True)
+        back = torch.ones(16, 24, requires_grad=True)
+        for traced in (False, True):
+            link.trace = Trace() if traced else None
+            y = all_gather_linear(x, weight, transport=link, options=options)
+            z = linear_reduce_scatter(y, back, transport=link, options=options)
+            z.sum().backward()
+        count = trace.write(link, Path(path))
+        link.close()
+    return count
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
+    ranks, tmp_path, batched: bool
+) -> None:
+    path = tmp_path / "a folder" / "trace.json"
+    counts = ranks(3).run(_traced, str(path), batched)
+    content = json.loads(path.read_text())
+    assert content["otherData"] == {"left out": 0}
+    assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
+    names: dict[tuple[int, int], str] = {}
+    found: dict[tuple[int, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for event in content["traceEvents"]:
+        if event["name"] == "thread_name":
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+    spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    assert counts == [len(spans)] * 3
+    for event in spans:
+        found[event["pid"], names[event["pid"], event["tid"]], event["cat"]].append(event)
+    for operation in ("all_gather_linear", "linear_reduce_scatter", "all_gather_linear dgrad"):
+        for rank in range(3):
+            # Two peers with two chunks each, and the own block.
+            assert len(found[rank, "compute", operation]) == 5
+            for peer in {0, 1, 2} - {rank}:
+                sent = found[rank, f"link to rank {peer}", operation]
+                came = found[peer, f"from rank {rank}", operation]
+                assert [event["name"] for event in sent] == [event["name"] for event in came]
+                assert len(sent) == 2
+                assert {event["args"]["bytes"] for event in sent + came} == {
+                    sent[0]["args"]["bytes"]
+                }
+                for before, after in pairwise(sent):
+                    assert after["ts"] >= before["ts"] + before["dur"] - 0.001, "one at a time"
+                # Clocks that were hours apart: nothing is there before it was sent.
+                for out, into in zip(sent, came, strict=True):
+                    assert into["ts"] + into["dur"] > out["ts"] - 1e5
+                    assert abs(into["ts"] - out["ts"]) < 60e6
+    for rank in range(3):
+        gathered = found[rank, "compute", "all_gather_linear"]
+        assert gathered[0]["name"] == f"block {rank}", "the own block first"
+        waits = {e["name"]: e for e in found[rank, "waiting", "all_gather_linear"]}
+        for event in gathered[1:]:
+            wait = waits[event["name"]]
+            assert event["ts"] >= wait["ts"] + wait["dur"] - 0.001
+
+
+def _untraced(rank: int) -> list[object]:
+    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    asked: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "clock", lambda: asked.append(1) or 0)
+        x, weight = torch.ones(8, 16), torch.ones(24, 16)
+        all_gather_linear(x, weight, transport=link)
+    link.close()
+    return asked
+
+
+def test_without_a_trace_nobody_looks_at_the_clock(ranks) -> None:
+    assert ranks(2).run(_untraced) == [[], []]
+
+
+def test_a_full_trace_counts_what_it_leaves_out() -> None:
+    full = Trace(limit=2)
+    for start in range(5):
+        full.add("compute", "piece", "op", start, start + 1)
+    assert (len(full.events), full.left_out) == (2, 3)
+
+
+def test_rows_of_the_viewer_begin_with_the_work() -> None:
+    rows = ["link to rank 1", "waiting", "compute", "from rank 1"]
+    events = [Event(row, "a", "op", 5_000, 7_500) for row in rows]
+    shown = events_of_viewer([events, []], ["rank 0", "rank 1"])
+    order = [e["args"]["name"] for e in shown if e["name"] == "thread_name"]
+    assert order == ["compute", "waiting", "from rank 1", "link to rank 1"]
+    assert {(e["ts"], e["dur"]) for e in shown if e["ph"] == "X"} == {(0.0, 2.5)}
+    assert [e["args"]["name"] for e in shown if e["name"] == "process_name"] == ["rank 0", "rank 1"]
