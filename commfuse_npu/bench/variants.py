@@ -15,7 +15,7 @@
                    many lanes as there are peers.  ``-tT``: each T times as long as the next.
                    ``-block``: in block order.  ``-lL``: L lanes.  ``-wgrad``: weight gradients
                    made of the blocks as they arrive, which rounds differently.
-``auto``           this project's ops with the schedule that is fastest when it is tried out at the
+``auto[-wgrad]``   this project's ops with the schedule that is fastest when it is tried out at the
                    first use over this link, or the plain path (:mod:`commfuse_npu.tuning`).
 =================  ===============================================================================
 
@@ -102,12 +102,13 @@ def of_group(size: int) -> list[Variant]:
                 schedule = Schedule("shifted", lanes, chunks, order)
                 found.append(Variant(name, "fused", schedule=schedule))
     every = Schedule("shifted", max(1, size - 1))
-    found.append(Variant("auto", "fused", schedule=every, tuned=True))
+    for chunks, taper in _TAPERED:
+        schedule = replace(every, chunks=chunks, taper=taper)
+        found.append(Variant(f"ours-c{chunks}-t{taper:g}", "fused", schedule=schedule))
     four = replace(every, chunks=4)
     found.append(Variant("ours-c4-wgrad", "fused", schedule=four, wgrad="blocks"))
-    for chunks, taper in _TAPERED:
-        schedule = Schedule("shifted", max(1, size - 1), chunks, taper=taper)
-        found.append(Variant(f"ours-c{chunks}-t{taper:g}", "fused", schedule=schedule))
+    found.append(Variant("auto", "fused", schedule=every, tuned=True))
+    found.append(Variant("auto-wgrad", "fused", schedule=every, tuned=True, wgrad="blocks"))
     return found
 
 
