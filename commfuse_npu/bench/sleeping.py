@@ -60,6 +60,10 @@ class SleepingGemms:
     def __exit__(self, *what: object) -> None:
         self._library._destroy()
 
+    def settle(self) -> None:
+        """Forget what the last sleep took too long: something else begins."""
+        self._late = 0.0
+
     def _product(
         self, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -144,8 +144,12 @@ class Worker:
         gc.collect()
         gc.disable()
         try:
-            with self._gemms():
-                samples = [self._timed(variant) for variant in order]
+            with self._gemms() as sleeping:
+                samples = []
+                for variant in order:
+                    if sleeping is not None:
+                        sleeping.settle()
+                    samples.append(self._timed(variant))
         finally:
             gc.enable()
         return samples, time.process_time() - cpu
@@ -176,7 +180,7 @@ class Worker:
         dist.barrier(self._groups.collectives)
         return now(self._device)
 
-    def _gemms(self) -> AbstractContextManager[object]:
+    def _gemms(self) -> AbstractContextManager[SleepingGemms | None]:
         return nullcontext() if self._gflops is None else SleepingGemms(self._gflops)
 
     def _form(self, variant: Variant) -> Form:

@@ -246,11 +246,14 @@ def test_what_a_sleep_took_too_long_is_taken_off_the_next(monkeypatch) -> None:
         a @ b
     assert clock.slept == pytest.approx([one, 0.25 * one, 0.25 * one])
     clock = _Clock(monkeypatch, late=1.5 * one)
-    with SleepingGemms(1.0):
+    with SleepingGemms(1.0) as gemms:
         a @ b
         a @ b  # no time is left for this one, and half of the next is gone
         a @ b
-    assert clock.slept == pytest.approx([one, 0.5 * one])
+        assert clock.slept == pytest.approx([one, 0.5 * one])
+        gemms.settle()
+        a @ b
+    assert clock.slept == pytest.approx([one, 0.5 * one, one])
 
 
 def test_gemms_sleep_in_a_backward_too() -> None:
