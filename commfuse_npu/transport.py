@@ -82,20 +82,34 @@ class BufferPool:
     def __init__(self, keep_bytes: int = 512 << 20) -> None:
         self._keep_bytes = keep_bytes
         self._idle: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor with undefined contents."""
+        """A contiguous tensor with undefined contents; perhaps the first rows of a longer one."""
         shape = tuple(shape)
-        for key, buffer in reversed(self._idle.items()):
-            if (tuple(buffer.shape), buffer.dtype, buffer.device) == (shape, dtype, device):
-                del self._idle[key]
-                return buffer
+        found: torch.Tensor | None = None
+        for buffer in reversed(self._idle.values()):
+            alike = (buffer.shape[1:], buffer.dtype, buffer.device) == (shape[1:], dtype, device)
+            # One that is much too long is worth more to somebody else.
+            if alike and shape[0] <= buffer.shape[0] <= 2 * shape[0]:
+                if found is None or buffer.shape[0] < found.shape[0]:
+                    found = buffer
+                if found.shape[0] == shape[0]:
+                    break
+        if found is not None:
+            del self._idle[id(found)]
+            if found.shape[0] == shape[0]:
+                return found
+            part = found[: shape[0]]
+            self._parts[id(part)] = part, found
+            return part
         # Never an inference tensor: it will be lent to operations outside inference mode too.
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=device)
 
     def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
-        for buffer in buffers:
+        for given in buffers:
+            _, buffer = self._parts.pop(id(given), (given, given))
             self._idle[id(buffer)] = buffer
         idle = self.idle_bytes
         while idle > self._keep_bytes:

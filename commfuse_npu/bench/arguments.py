@@ -59,6 +59,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("what comes out (besides a Markdown table)")
     out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument(
+        "--from",
+        dest="stored",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: show what --json wrote",
+    )
     out.add_argument("--plot", type=Path, metavar="FILE", help="a picture: .png, .svg, .pdf")
     parser.epilog = (
         "Exit codes: 0 measured, 1 a rank failed, 2 options make no sense, 130 Ctrl-C (what was\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from commfuse_npu.bench import namespaces, plot, programme
+from commfuse_npu.bench import namespaces, plot, programme, stored
 from commfuse_npu.bench.processes import RanksError
 from commfuse_npu.bench.progress import Progress
 from commfuse_npu.bench.report import as_json, as_markdown
@@ -37,6 +37,8 @@ class _Terminated(BaseException):
 
 def run(given: argparse.Namespace) -> int:
     """Measure and print; returns the exit code: 0, 1 a rank failed, 2 bad options, 130 Ctrl-C."""
+    if given.stored is not None:
+        return _show_again(given)
     try:
         sweeps = _programme(given)
     except (ValueError, ConfigError) as error:
@@ -70,6 +72,18 @@ def run(given: argparse.Namespace) -> int:
     if results or not code:
         _show(given, conditions, results)
     return code
+
+
+def _show_again(given: argparse.Namespace) -> int:
+    try:
+        machine, results, notes = stored.load(given.stored)
+    except (OSError, ValueError) as error:
+        print(f"commfuse-npu bench: {error}", file=sys.stderr)
+        return 2
+    print(as_markdown(machine, results, notes))
+    if given.plot and results:
+        plot.draw(results, given.plot)
+    return 0
 
 
 def _programme(given: argparse.Namespace) -> list[programme.Sweep]:

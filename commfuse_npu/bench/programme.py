@@ -28,6 +28,16 @@ _OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
 _OURS = ("auto*", "ours-c?", "ours-c4-wgrad")
 _TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
 _FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-block", "ours-c?-l1", "ours-c4-l2")
+_LARGE = (
+    "collective",
+    "coc-4",
+    "slices-4",
+    "slices-8",
+    "ring",
+    "megatron*",
+    "auto*",
+    "ours-c[148]",
+)
 """Every way at its best, not every combination: lanes and orders differ with several peers only."""
 
 
@@ -77,11 +87,11 @@ def full() -> list[Sweep]:
     return [
         Sweep(2, single, ratios, 7, _TWO_RANKS),
         Sweep(2, ("mlp",), ratios, 5, _TWO_RANKS),
-        Sweep(2, ("attention", "layer"), (0.0, 0.5, 1.0), 3, _TWO_RANKS),
-        Sweep(2, (*single, "mlp"), (0.5, 1.0), 3, _TWO_RANKS, dtype="bf16"),
+        Sweep(2, ("attention", "layer"), (0.5, 1.0), 3, _LARGE),
+        Sweep(2, (*single, "mlp"), (0.5, 1.0), 3, _LARGE, dtype="bf16"),
         Sweep(2, single, (0.25, 0.5, 1.0, 2.0), 5, _TWO_RANKS, gflops=asleep),
         Sweep(4, single, (0.25, 0.5, 1.0, 2.0), 5, _FOUR_RANKS, gflops=asleep),
-        Sweep(4, ("mlp",), (0.5, 1.0), 3, _FOUR_RANKS, gflops=asleep),
+        Sweep(4, ("mlp",), (0.5, 1.0), 3, _LARGE, gflops=asleep),
         Sweep(4, single, (0.5, 1.0), 5, _FOUR_RANKS, gflops=asleep, link="shared-nic"),
     ]
 

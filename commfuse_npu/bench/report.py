@@ -9,7 +9,8 @@ from typing import Any
 from commfuse_npu.bench.programme import LINKS
 from commfuse_npu.bench.results import Result, Setting
 from commfuse_npu.bench.shapes import WORKS
-from commfuse_npu.bench.variants import REFERENCE
+from commfuse_npu.bench.summary import summary
+from commfuse_npu.bench.variants import REFERENCE, is_ours
 
 __all__ = ["as_json", "as_markdown"]
 
@@ -26,8 +27,6 @@ _LEGEND = f"""\
 - `collective`, `coc-K` and `megatron` use torch's collectives; gloo's reduce-scatter sends an
   all-reduce's bytes."""
 
-_OURS = ("ours", "auto")
-
 _COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
     *("speed-up", "CPU", "waiting", "MiB", "bits"),
@@ -36,13 +35,13 @@ _HEAD = f"| {' | '.join(_COLUMNS)} |\n|---{'|---:' * (len(_COLUMNS) - 2)}|---|"
 
 
 def as_markdown(machine: Mapping[str, Any], results: Sequence[Result], notes: Sequence[str]) -> str:
-    """A heading per work, a table per ratio, and below each who is ahead of whom.
+    """A summary, then a heading per work, a table per ratio, and below each who is ahead of whom.
 
     Args:
         notes: what was skipped or is otherwise not as asked.
     """
     parts = ["# Overlap benchmark", *_about(machine), *(f"- **{note}**" for note in notes)]
-    parts += ["", _LEGEND]
+    parts += ["", summary(results), _LEGEND]
     for group, of_group in groupby(results, key=lambda result: result.setting.group):
         mode, work, ranks, link, dtype = group
         parts += [
@@ -106,8 +105,8 @@ def _rounds(row: Result) -> str:
 
 
 def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
-    ours = [row for row in rows if row.variant.startswith(_OURS)]
-    others = [row for row in rows if not row.variant.startswith(_OURS)]
+    ours = [row for row in rows if is_ours(row.variant)]
+    others = [row for row in rows if not is_ours(row.variant)]
     if ours and others:
         mine = min(ours, key=lambda row: row.median_ms)
         best = min(others, key=lambda row: row.median_ms)

@@ -194,6 +194,7 @@ class Group:
         for ratio in self._possible(sweep.ratios):
             rate = rate_for(ratio, compute, on_link)
             self._pace(rate)
+            self._ranks.ask("forget_tuning")
             for variant in variants:
                 if variant.tuned:
                     progress.say(f"{label}: ratio {ratio:g}, tuning")

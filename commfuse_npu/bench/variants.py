@@ -41,6 +41,7 @@ __all__ = [
     "Variant",
     "applies_to",
     "chosen",
+    "is_ours",
     "of_group",
 ]
 
@@ -110,6 +111,11 @@ def of_group(size: int) -> list[Variant]:
     found.append(Variant("auto", "fused", schedule=every, tuned=True))
     found.append(Variant("auto-wgrad", "fused", schedule=every, tuned=True, wgrad="blocks"))
     return found
+
+
+def is_ours(name: str) -> bool:
+    """Whether a variant of this name is this project's."""
+    return name.startswith(("ours", "auto"))
 
 
 def applies_to(variant: Variant, work: str) -> bool:

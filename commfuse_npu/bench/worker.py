@@ -100,10 +100,13 @@ class Worker:
             self._reference = [result.clone() for result in results]
         return self._checked(work, variant, self._reference, memory)
 
+    def forget_tuning(self) -> None:
+        """What was fastest is not any more: the link is another one, or the GEMMs."""
+        decisions(self._groups.transport).clear()
+
     def tune(self, variant: Variant) -> Check:
-        """Let a variant try out what is fastest over the link as it is now, then check it."""
+        """Let a variant try out what is fastest, unless another one did already, then check it."""
         decided = decisions(self._groups.transport)
-        decided.clear()
         with self._gemms():
             self._ready().run(self._form(variant))
         chosen = tuple(

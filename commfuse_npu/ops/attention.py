@@ -155,8 +155,16 @@ def plain_attention_linear_reduce_scatter(
     return y if bias is None else y + bias
 
 
+_TUNED_CHUNKS = 4
+"""Instead of trying: attention is long enough to be cut, and on paced links 4 was fastest or within
+the spread at every ratio."""
+
+
 def _options_for(options: LinearOptions, q: torch.Tensor, size: int, causal: bool) -> LinearOptions:
     """No more chunks than rows; under a causal mask blocks in the order that waits least."""
+    if options.tuning is not None:
+        schedule = replace(options.schedule, chunks=_TUNED_CHUNKS)
+        options = replace(options, schedule=schedule, tuning=None)
     options = even_chunks(options_for_rows(options, q.shape[0] // size))
     return (
         replace(options, schedule=options.schedule.for_causal_blocks(size)) if causal else options

@@ -30,8 +30,9 @@ class LinearOptions:
             ``gradient_accumulation_fusion``.
         tuning: try at the first call with a shape which chunks, and how many of the schedule's
             lanes, are fastest, and whether the plain path is; see :mod:`commfuse_npu.tuning`.  For
-            :func:`all_gather_linear` and :func:`linear_reduce_scatter`; the other ops use the
-            schedule as it is.
+            :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it
+            :func:`attention_linear_reduce_scatter` takes 4 chunks; the other ops use the schedule
+            as it is.
     """
 
     schedule: Schedule = Schedule()
