@@ -274,6 +274,7 @@ class _Running:
                 f"with {max(block[0], 1)} at most"
             )
         self.plan = plan
+        self._window = plan.window
         self._block = block
         self._like = like
         self._transport = transport
@@ -328,9 +329,10 @@ class _Running:
 
     def _slot(self, purpose: str, position: int) -> torch.Tensor:
         """Scratch for one piece, shared by the positions that are a window apart."""
-        key = purpose, position % self.plan.window
+        key = purpose, position % self._window
         if key not in self._slots:
-            self._slots[key] = self._take(self.plan.slot_rows(key[1], self._block[0]))
+            rows = self.plan.slot_rows(key[1], self._block[0], self._window)
+            self._slots[key] = self._take(rows)
         return self._slots[key]
 
     def _part(
@@ -378,7 +380,7 @@ class _Inbound(_Running):
 
     def _post(self) -> None:
         transfers = self.plan.transfers
-        limit = self._steps if self._in_place else self._consumed + self.plan.window
+        limit = self._steps if self._in_place else self._consumed + self._window
         if self._ahead is not None:
             limit = min(limit, self._ahead)
         while self._received < min(limit, self._steps):
@@ -587,7 +589,7 @@ class _Outbound(_Running):
         self._post_receives()
 
     def _post_receives(self) -> None:
-        limit = self._steps if self._in_place else self._used + self.plan.window
+        limit = self._steps if self._in_place else self._used + self._window
         while self._received < min(limit, self._steps):
             receive = self.plan.transfers[self._received].receive
             assert receive is not None
@@ -622,8 +624,8 @@ class _Outbound(_Running):
                 with self._computing(step.compute):
                     produce(rows, self._own())
                 continue
-            if self._sent >= self.plan.window:
-                self._exchange.wait_send(self._sent - self.plan.window)
+            if self._sent >= self._window:
+                self._exchange.wait_send(self._sent - self._window)
             made = self._slot("out", self._sent)[: self._rows(step.compute)]
             with self._computing(step.compute):
                 produce(rows, made)
@@ -639,6 +641,11 @@ class _Outbound(_Running):
 class ReduceScatter(_Outbound):
     """A reduce-scatter under way; see :func:`produce_and_reduce`.
 
+    Args:
+        queued: the transfers come after others on the same links, while pieces are made: give each
+            a buffer of its own, so that making them does not wait for the links.  ``n - 1`` blocks
+            for what leaves and up to as many for what arrives, where the collective has ``n``.
+
     Made with its receives posted.  Call :meth:`produce`, do other work while the last transfers are
     under way, and call :meth:`finish` for the sum, divided by ``divisor`` in the dtype of the sum.
     """
@@ -651,6 +658,7 @@ class ReduceScatter(_Outbound):
         plan: Plan,
         reduce_dtype: torch.dtype | None = None,
         divisor: int = 1,
+        queued: bool = False,
         name: str = "reduce_scatter",
         options: Hashable = (),
     ) -> None:
@@ -668,8 +676,10 @@ class ReduceScatter(_Outbound):
             transport=transport,
             plan=plan,
             name=name,
-            options=(reduce_dtype, options),
+            options=(reduce_dtype, queued, options),
         )
+        if queued:
+            self._window = max(1, self._steps)
         self._divisor = divisor
         self._out = out
         self._kernels = kernels_for(out.device)

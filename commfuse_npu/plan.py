@@ -229,25 +229,35 @@ class Plan:
         bounds = self._bounds(block_rows)
         return slice(bounds[piece.chunk], bounds[piece.chunk + 1])
 
-    def slot_rows(self, slot: int, block_rows: int) -> int:
-        """Rows of the longest piece among the transfers ``slot``, ``slot + window``, ..."""
+    def slot_rows(self, slot: int, block_rows: int, window: int | None = None) -> int:
+        """Rows of the longest piece among the transfers ``slot``, ``slot + window``, ...
+
+        Args:
+            window: by default :attr:`window`.
+        """
         bounds = self._bounds(block_rows)
-        return max(bounds[chunk + 1] - bounds[chunk] for chunk in self._slot_chunks[slot])
+        chunks = self._slot_chunks(self._window if window is None else window)[slot]
+        return max(bounds[chunk + 1] - bounds[chunk] for chunk in chunks)
+
+    def _slot_chunks(self, window: int) -> tuple[tuple[int, ...], ...]:
+        """The chunks that pass through each slot."""
+        if window not in self._chunks_of_slots:
+            self._chunks_of_slots[window] = tuple(
+                tuple(
+                    {
+                        transfer.piece.chunk or 0
+                        for step in self.transfers[slot::window]
+                        for transfer in (step.send, step.receive)
+                        if transfer is not None
+                    }
+                )
+                for slot in range(window)
+            )
+        return self._chunks_of_slots[window]
 
     @cached_property
-    def _slot_chunks(self) -> tuple[tuple[int, ...], ...]:
-        """The chunks that pass through each slot."""
-        return tuple(
-            tuple(
-                {
-                    transfer.piece.chunk or 0
-                    for step in self.transfers[slot :: self._window]
-                    for transfer in (step.send, step.receive)
-                    if transfer is not None
-                }
-            )
-            for slot in range(self._window)
-        )
+    def _chunks_of_slots(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        return {}
 
     def _bounds(self, block_rows: int) -> tuple[int, ...]:
         """Boundaries of the chunks of a block."""

@@ -211,6 +211,8 @@ class _AllGatherLinear(torch.autograd.Function):
                         transport=job.transport,
                         plan=job.plan("reduce_scatter", schedule=job.backward),
                         reduce_dtype=job.options.reduce_dtype,
+                        # Behind the gather: dgrad goes on meanwhile, and wgrad need not wait.
+                        queued=x is not None,
                         name=f"{job.name} dgrad",
                         options=(job.options, needs_x, needs_weight),
                     )

@@ -232,7 +232,7 @@ class Rank:
                 if self.machine.batched and self.variant.schedule
                 else None,
             )
-            scatter = Scatter(self, f"{name} dgrad", rows, row_bytes)
+            scatter = Scatter(self, f"{name} dgrad", rows, row_bytes, queued=True)
             scatter.produce(dgrad, between=gather.advance)
             self.compute(f"{name} wgrad", wgrad, gather.finish())
             scatter.finish()
@@ -412,6 +412,7 @@ class Scatter(_Exchange):
 
     Args:
         schedule: instead of the variant's.
+        queued: behind other transfers; every piece has a buffer of its own.
     """
 
     def __init__(
@@ -422,9 +423,11 @@ class Scatter(_Exchange):
         row_bytes: float,
         *,
         schedule: Schedule | None = None,
+        queued: bool = False,
     ) -> None:
         super().__init__(rank, "reduce_scatter", name, rows, row_bytes, schedule)
-        self._registered = min(self._steps, self.plan.window)
+        self._window = self._steps if queued else self.plan.window
+        self._registered = min(self._steps, self._window)
 
     def _add(self, position: int) -> None:
         receive = self.plan.transfers[position].receive
@@ -439,10 +442,10 @@ class Scatter(_Exchange):
         if not self.plan.forwards or receive.piece.target == self.plan.rank:
             self._add(self.used)
         self.used += 1
-        self._registered = min(self._steps, self.used + self.plan.window)
+        self._registered = min(self._steps, self.used + self._window)
 
     def produce(self, work: Work, between: Callable[[], None] | None = None) -> None:
-        window = self.plan.window
+        window = self._window
         for step in self.plan.steps:
             piece = step.compute
             if piece is None:

@@ -107,3 +107,35 @@ def test_row(ranks, wgrad: str) -> None:
         expected = ["send backward"] * 2 + work + (["wait backward", *work]) * 2
         assert backward[: len(expected)] == expected
         assert backward.count("wgrad") == (3 if wgrad == "blocks" else 1)
+
+
+def _waits_between_dgrads(rank: int) -> list[str]:
+    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    options = LinearOptions(Schedule(lanes=2, chunks=4))
+    x = torch.ones(8, 8, requires_grad=True)
+    weight = torch.ones(8, 8, requires_grad=True)
+    y = all_gather_linear(x, weight, transport=link, options=options)
+    events: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, word in (
+            (Exchange, "wait_send", "wait"),
+            (module, "gemm_into", "dgrad"),
+            (WeightGradient, "add", "wgrad"),
+        ):
+            original = getattr(owner, name)
+
+            def logged(*args, original=original, word=word):
+                events.append(word)
+                return original(*args)
+
+            patch.setattr(owner, name, logged)
+        y.sum().backward()
+    return events
+
+
+def test_dgrad_does_not_wait_for_links_that_are_busy_with_the_input(ranks) -> None:
+    for events in ranks(3).run(_waits_between_dgrads):
+        # Two peers with four chunks each, the own block: their sends queue behind the input's.
+        assert events[:9] == ["dgrad"] * 9
+        assert events.count("dgrad") == 9
+        assert "wgrad" in events
