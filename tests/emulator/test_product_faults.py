@@ -1,0 +1,112 @@
+"""Faults planted in the product, which gloo would not show or would show by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.pipeline import gather_and_consume
+from commfuse_npu.plan import Schedule
+from commfuse_npu.transport import Exchange, Transport
+
+Fault = Callable[[int, Transport, pytest.MonkeyPatch], None]
+
+
+def none(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
+    """The product as it is."""
+
+
+def single_operations(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
+    """As on gloo: each transfer for itself, receives first."""
+    link.batched = False
+
+
+def lanes_swapped_on_one_rank(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
+    if rank == 1:
+        link._lanes = link._lanes[::-1]
+
+
+def collective_on_a_lane(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
+    """Somebody else's all-reduce, before the plan on one rank and in the middle of it on others."""
+    post = link.post_batch
+
+    def first_or_later(*args: Any) -> Any:
+        token = torch.ones(1)
+        if rank == 0:
+            dist.all_reduce(token, group=link._lanes[0], async_op=True)
+        works = post(*args)
+        if rank != 0:
+            dist.all_reduce(token, group=link._lanes[0], async_op=True)
+        return works
+
+    patch.setattr(link, "post_batch", first_or_later)
+
+
+def one_step_skipped(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 keeps the data of its last step to itself."""
+    post = link.post_batch
+
+    def all_but_the_last(send: Any, *args: Any) -> Any:
+        return [] if rank == 1 and send.step == 1 else post(send, *args)
+
+    patch.setattr(link, "post_batch", all_but_the_last)
+
+
+def arrivals_not_waited_for(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Exchange, "wait_receive", lambda self, position: None)
+
+
+def gathered(rank: int, fault: Fault) -> tuple[str, torch.Tensor]:
+    """The error of a gather with a fault in it, and what was consumed."""
+    link = Transport.create(lanes=2, timeout=timedelta(seconds=10), batched=True)
+    plan = Schedule(lanes=2).plan("gather", rank, link.size)
+    got = torch.zeros(2 * link.size)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(rank, link, patch)
+        try:
+            gather_and_consume(
+                torch.full((2,), float(rank)),
+                lambda piece, rows: got[rows].copy_(piece),
+                transport=link,
+                plan=plan,
+            )
+        except RuntimeError as error:
+            return str(error), got
+    return "", got
+
+
+WHOLE = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_without_a_fault(emulated: Any) -> None:
+    for error, got in emulated(3).run(gathered, none):
+        assert error == ""
+        assert got.tolist() == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (single_operations, ["deadlock: a cycle of ranks 0 -> 2 -> 1 -> 0", "pair communicator"]),
+        (lanes_swapped_on_one_rank, ["deadlock: ", "has not posted"]),
+        (collective_on_a_lane, ["deadlock: a cycle of ranks", "queued behind its batch"]),
+        (one_step_skipped, ["deadlock: ranks 0 -> 1", "rank 1 has not posted the send"]),
+    ],
+)
+def test_wrong_orders_are_reported(emulated: Any, fault: Fault, words: list[str]) -> None:
+    outcomes = emulated(3).outcomes(gathered, fault, timeout=20)
+    errors = [outcome.value[0] for outcome in outcomes]
+    for word in words:
+        assert any(word in error for error in errors), errors
+    assert errors[0] != ""
+
+
+def test_data_used_before_their_arrival_are_wrong(emulated: Any) -> None:
+    for outcome in emulated(3).outcomes(gathered, arrivals_not_waited_for):
+        _, got = outcome.value
+        assert got.isnan().sum() == 4, "the blocks of the others are not there yet"
