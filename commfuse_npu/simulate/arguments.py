@@ -62,6 +62,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--trace-variant", help="whose; by default the one with the shortest step", metavar="NAME"
     )
+    check = parser.add_argument_group("how well it predicts (instead of all of the above)")
+    check.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="what `commfuse-npu bench --json` wrote: fit to it at one ratio, predict the rest",
+    )
+    check.add_argument(
+        "--fit-ratio", type=float, default=0.5, help="wire time / computing time; %(default)s"
+    )
     parser.epilog = "Exit codes: 0 simulated, 2 options or files make no sense."
 
 

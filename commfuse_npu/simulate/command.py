@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 
+from commfuse_npu.bench.stored import load
 from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.plan import PlanError
+from commfuse_npu.simulate.calibrate import predictions, report
 from commfuse_npu.simulate.chrome_trace import chrome_trace
 from commfuse_npu.simulate.disturbance import Disturbance
 from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
@@ -29,6 +31,10 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _main(given: argparse.Namespace) -> int:
+    if given.against is not None:
+        _, results, _ = load(given.against)
+        print(report(list(predictions(results, given.fit_ratio)), given.fit_ratio))
+        return 0
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)

@@ -1,0 +1,283 @@
+"""How well the simulator predicts what the benchmark measured: fit at one ratio, predict the rest.
+
+The benchmark's links have a rate that is known, so only what computing and transferring cost a host
+has to be found: five figures per table of results (:data:`_FITTED`), from the times of a few
+variants at one ratio, by least squares in the logarithms.  Every other time is then predicted from
+them: other ratios, and variants that the fit has not seen.
+
+What the simulator has no form for is left out: torch's own collectives (gloo's algorithms), weight
+gradients by blocks, attention.  With fewer lanes than peers it is too slow on gloo, up to twice: a
+lane is free there when the kernel has taken the data, and here when they have arrived, as on HCCL.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from commfuse_npu.bench.results import Result, Setting
+from commfuse_npu.bench.shapes import ITEM_BYTES
+from commfuse_npu.bench.variants import of_group
+from commfuse_npu.simulate.group import Group
+from commfuse_npu.simulate.machine import Level, LinkTopology, Machine
+from commfuse_npu.simulate.rank import Rank, Work
+from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
+
+__all__ = ["Prediction", "predictions", "report"]
+
+FITTED_ON = ("p2p", "ours-c1", "ours-c8", "slices-4")
+"""Variants whose times at the one ratio are known to the fit, besides the computation alone."""
+
+_UNPACED_RATE = 1e9
+"""Bytes per second over loopback without a rate; transfers cost the CPU then, not the link."""
+
+_FITTED = {
+    "cube_flops": (1e8, 1e13),
+    "gemm_half_rows": (0.01, 2000.0),
+    "hbm_bandwidth": (1e8, 1e12),
+    "launch_overhead": (1e-7, 5e-3),
+    "transfer_slowdown": (1e-4, 0.9),
+}
+"""With the range in which each is looked for."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A time that was measured, and what the simulator says; in ms.
+
+    Attributes:
+        fitted: whether the fit knew this time.
+    """
+
+    setting: Setting
+    variant: str
+    measured: float
+    predicted: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, in shares of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def predictions(results: Sequence[Result], ratio: float) -> Iterator[Prediction]:
+    """Fit each table of results at ``ratio`` and predict all of it.
+
+    Raises:
+        ValueError: nothing was measured at this ratio that the simulator has a form for.
+    """
+    known = [r for r in results if r.setting.work in _WORKS and _variant(r) is not None]
+    found = False
+    for _, rows in groupby(known, key=lambda result: result.setting.group):
+        table = list(rows)
+        at_ratio = [r for r in table if r.setting.ratio == ratio]
+        if not at_ratio:
+            continue
+        found = True
+        machine = _fitted(at_ratio)
+        for result in table:
+            yield Prediction(
+                result.setting,
+                result.variant,
+                result.median_ms,
+                1e3 * _seconds(machine, result),
+                result.setting.ratio == ratio and result.variant in FITTED_ON,
+            )
+    if not found:
+        ratios = sorted({r.setting.ratio for r in known})
+        choices = ", ".join(f"{known_ratio:g}" for known_ratio in ratios)
+        raise ValueError(f"nothing at ratio {ratio:g} to fit; choose one of {choices}")
+
+
+def _fitted(at_ratio: Sequence[Result]) -> Machine:
+    """The machine whose simulated times are nearest to the measured ones."""
+    rows = [result for result in at_ratio if result.variant in FITTED_ON]
+    measured = np.log([rows[0].compute_ms, *(row.median_ms for row in rows)])
+    names = list(_FITTED)
+    low, high = (np.log([_FITTED[name][end] for name in names]) for end in (0, 1))
+
+    def machine(point: np.ndarray) -> Machine:
+        values: dict[str, Any] = dict(zip(names, map(float, np.exp(point)), strict=True))
+        return replace(_START, **values)
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        found = machine(point)
+        alone = 1e3 * _seconds(found, rows[0], COMPUTE_ONLY)
+        return np.log([alone, *(1e3 * _seconds(found, row) for row in rows)]) - measured
+
+    # Levenberg and Marquardt's steps, with differences for derivatives.
+    point = np.log([getattr(_START, name) for name in names])
+    # The computation alone says most about the speed of GEMMs: begin there.
+    point[0] += residuals(point)[0]
+    error, damping = residuals(point), 1e-2
+    for _ in range(_STEPS):
+        slopes = np.stack(
+            [(residuals(point + _DELTA * unit) - error) / _DELTA for unit in np.eye(len(names))], 1
+        )
+        normal = slopes.T @ slopes
+        step = np.linalg.solve(normal + damping * np.eye(len(names)), -slopes.T @ error)
+        tried = np.clip(point + np.clip(step, -1, 1), low, high)
+        after = residuals(tried)
+        if after @ after < error @ error:
+            point, error, damping = tried, after, damping / 3
+        else:
+            damping *= 4
+    return machine(point)
+
+
+_STEPS, _DELTA = 25, 0.02
+_START = Machine(
+    npus_per_node=8,
+    cube_flops=6e10,
+    gemm_efficiency=1.0,
+    gemm_half_rows=10.0,
+    attention_efficiency=1.0,
+    hbm_bandwidth=5e9,
+    transfer_slowdown=0.05,
+    launch_overhead=1e-4,
+    inside=Level("full_mesh", _UNPACED_RATE, 5e-5),
+    between=None,
+    batched=False,
+)
+
+
+def _seconds(machine: Machine, result: Result, variant: Variant | None = None) -> float:
+    setting = result.setting
+    rate = setting.bytes_per_second or _UNPACED_RATE
+    topology: LinkTopology = "switched" if setting.link == "shared-nic" else "full_mesh"
+    machine = replace(machine, inside=replace(machine.inside, rate=rate, topology=topology))
+    chosen = variant or _variant(result)
+    assert chosen is not None
+    return Group(machine, setting.ranks).play(chosen, _WORKS[setting.work](setting)).seconds
+
+
+def _variant(result: Result) -> Variant | None:
+    """The simulator's form of a benchmark's variant, if it has one."""
+    name = result.variant
+    if name == "p2p":
+        return REFERENCE
+    if name == "megatron-p2p":
+        return Variant("megatron", "megatron")
+    found = next((v for v in of_group(result.setting.ranks) if v.name == name), None)
+    if found is None or not found.direct or found.tuned or found.wgrad != "whole":
+        return None
+    if found.kind == "sliced":
+        return Variant(name, "sliced", slices=found.slices)
+    return Variant(name, "fused", schedule=found.schedule) if found.kind == "fused" else None
+
+
+# ------------------------------------------------------------------------ the works
+
+
+def _sizes(setting: Setting) -> tuple[int, int, int, int]:
+    """Rows of a block, hidden, this rank's part of the MLP, bytes of a row."""
+    found = re.search(r"S (\d+), H (\d+), FFN (\d+)", setting.shape)
+    if found is None:
+        raise ValueError(f"a shape {setting.shape!r}; S, H and FFN are needed")
+    sequence, hidden, ffn = map(int, found.groups())
+    row_bytes = hidden * ITEM_BYTES[setting.dtype]
+    return sequence // setting.ranks, hidden, ffn // setting.ranks, row_bytes
+
+
+def _gemm(machine: Machine, inner: int, outer: int) -> Work:
+    return lambda run: machine.gemm(run.stop - run.start, inner, outer)
+
+
+def _all_gather(setting: Setting) -> Callable[[Rank], None]:
+    rows, hidden, ffn, row_bytes = _sizes(setting)
+    copied = 2 * ffn * ITEM_BYTES[setting.dtype]
+
+    def build(rank: Rank) -> None:
+        work = _gemm(rank.machine, hidden, 2 * ffn)
+        rank.gather_then_work("fc1", rows, row_bytes, work, copied_row_bytes=copied)
+
+    return build
+
+
+def _reduce_scatter(setting: Setting) -> Callable[[Rank], None]:
+    rows, hidden, ffn, row_bytes = _sizes(setting)
+
+    def build(rank: Rank) -> None:
+        rank.work_then_scatter("fc2", rows, row_bytes, _gemm(rank.machine, ffn, hidden))
+
+    return build
+
+
+def _mlp(setting: Setting) -> Callable[[Rank], None]:
+    rows, hidden, ffn, row_bytes = _sizes(setting)
+    item = ITEM_BYTES[setting.dtype]
+    everything = rows * setting.ranks
+
+    def build(rank: Rank) -> None:
+        machine = rank.machine
+        _all_gather(setting)(rank)
+        # silu(gate) * up: reads two, writes one, and one in between; the backward twice that.
+        rank.compute("swiglu", machine.memory(everything * 4 * ffn * item))
+        _reduce_scatter(setting)(rank)
+        rank.row_backward(
+            "fc2", rows, row_bytes, _gemm(machine, hidden, ffn),
+            machine.gemm(everything, hidden, ffn), copied_row_bytes=ffn * item, inner=0,
+        )  # fmt: skip
+        rank.compute("swiglu backward", machine.memory(everything * 8 * ffn * item))
+        rank.column_backward(
+            "fc1", rows, row_bytes, _gemm(machine, 2 * ffn, hidden),
+            machine.gemm(everything, hidden, 2 * ffn),
+        )  # fmt: skip
+
+    return build
+
+
+_WORKS: Mapping[str, Callable[[Setting], Callable[[Rank], None]]] = {
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "mlp": _mlp,
+}
+
+
+# ------------------------------------------------------------------------ the report
+
+
+def report(found: Sequence[Prediction], ratio: float) -> str:
+    """A table per table of the benchmark, and the errors of what the fit had not seen."""
+    lines = [
+        f"Fitted at ratio {ratio:g} on the computation alone and {', '.join(FITTED_ON)};",
+        "everything else is predicted. Times in ms; * was fitted.",
+    ]
+    for group, rows in groupby(found, key=lambda one: one.setting.group):
+        table = list(rows)
+        mode, work, ranks, link, dtype = group
+        lines += ["", f"## {work}, {ranks} ranks, {mode}, {dtype}, {link}", ""]
+        names = list(dict.fromkeys(one.variant for one in table))
+        lines += [f"| ratio | {' | '.join(names)} |", f"|---:{'|---:' * len(names)}|"]
+        for wanted, of_ratio in groupby(table, key=lambda one: one.setting.ratio):
+            cells = {
+                one.variant: f"{one.measured:.1f} / {one.predicted:.1f} ({100 * one.error:+.0f} %)"
+                f"{'*' if one.fitted else ''}"
+                for one in of_ratio
+            }
+            lines.append(
+                f"| {wanted:g} | " + " | ".join(cells.get(name, "-") for name in names) + " |"
+            )
+        lines += ["", f"measured / predicted; {_errors(table)}"]
+    lines += ["", f"All: {_errors(found)}"]
+    return "\n".join(lines)
+
+
+def _errors(found: Sequence[Prediction]) -> str:
+    new = [one for one in found if not one.fitted]
+    if not new:
+        return "nothing was predicted"
+    errors = [abs(one.error) for one in new]
+    worst = max(new, key=lambda one: abs(one.error))
+    return (
+        f"error of {len(new)} predicted times: median {100 * statistics.median(errors):.1f} %, "
+        f"worst {100 * abs(worst.error):.1f} % ({worst.variant} at ratio {worst.setting.ratio:g}, "
+        f"{worst.setting.work}), {sum(error <= 0.1 for error in errors)} within 10 %"
+    )
