@@ -6,8 +6,9 @@ variants at one ratio, by least squares in the logarithms.  Every other time is 
 them: other ratios, and variants that the fit has not seen.
 
 What the simulator has no form for is left out: torch's own collectives (gloo's algorithms), weight
-gradients by blocks, attention.  With fewer lanes than peers it is too slow on gloo, up to twice: a
-lane is free there when the kernel has taken the data, and here when they have arrived, as on HCCL.
+gradients by blocks, attention, and fewer lanes than peers, which gloo has not: there the host keeps
+lanes in order, whenever it comes to a wait, and a lane is free when the kernel has taken the data.
+The simulator's lanes are those of HCCL.
 """
 
 from __future__ import annotations
@@ -167,6 +168,9 @@ def _variant(result: Result) -> Variant | None:
         return Variant("megatron", "megatron")
     found = next((v for v in of_group(result.setting.ranks) if v.name == name), None)
     if found is None or not found.direct or found.tuned or found.wgrad != "whole":
+        return None
+    schedule = found.schedule
+    if schedule and schedule.shape != "ring" and schedule.lanes < result.setting.ranks - 1:
         return None
     if found.kind == "sliced":
         return Variant(name, "sliced", slices=found.slices)

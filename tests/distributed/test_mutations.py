@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -116,12 +117,18 @@ def used_before_it_arrives(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(transport.Exchange, "finish", late)
 
 
+def _longest(running: Any) -> int:
+    """The slot into which every piece fits."""
+    rows, window = running._block[0], running._window
+    return max(range(window), key=lambda slot: running.plan.slot_rows(slot, rows, window))
+
+
 def overwritten_before_it_is_sent(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Stale send buffers: one for all pieces, without a wait before it is used again."""
     slot = pipeline._Running._slot
 
     def same(self, purpose, position):
-        return slot(self, purpose, 0 if purpose == "out" else position)
+        return slot(self, purpose, _longest(self) if purpose == "out" else position)
 
     patch.setattr(pipeline._Running, "_slot", same)
 
@@ -130,7 +137,7 @@ def shared_receive_slot(patch: pytest.MonkeyPatch, rank: int) -> None:
     slot = pipeline._Running._slot
 
     def same(self, purpose, position):
-        return slot(self, purpose, 0 if purpose == "in" else position)
+        return slot(self, purpose, _longest(self) if purpose == "in" else position)
 
     patch.setattr(pipeline._Running, "_slot", same)
 

@@ -71,6 +71,12 @@ def test_what_has_no_form_is_left_out_and_a_ratio_that_is_not_there_refused() ->
     ]
     results = [*_measured("mlp", 0.5), *other]
     assert {one.variant for one in predictions(results, 0.5)} == set(VARIANTS)
+    four = [
+        replace(row, setting=replace(row.setting, ranks=4), variant=name)
+        for row in _measured("all-gather", 0.5, ("ours-c1",))
+        for name in ("p2p", "ours-c1", "ours-c4", "ours-c4-l1", "ring")
+    ]
+    assert {one.variant for one in predictions(four, 0.5)} == {"p2p", "ours-c1", "ours-c4", "ring"}
     with pytest.raises(ValueError, match=r"nothing at ratio 3 to fit; choose one of 0\.5"):
         list(predictions(results, 3))
 
