@@ -41,7 +41,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+def set_up_process(rank: int, size: int, port: int) -> None:
+    """What torch.distributed wants to know, and one thread."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -52,9 +53,14 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
+
+
+def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+    set_up_process(rank, size, port)
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     while True:
         message = pipe.recv()

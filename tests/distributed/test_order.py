@@ -16,6 +16,7 @@ from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_sca
 from commfuse_npu.ops import linear as module
 from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.transport import Exchange
+from tests.distributed.calls import watch_calls
 
 
 def recorded(
@@ -28,23 +29,20 @@ def recorded(
     x = torch.ones(4 if column else 4 * link.size, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)
     events: list[str] = []
+
+    def note(word: str, exchange: object) -> None:
+        part = f" {exchange.name.split()[-1]}" if isinstance(exchange, Exchange) else ""
+        if not events or events[-1] != word + part or word != "wait":
+            events.append(word + part)
+
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, word in (
+        calls = (
             (Exchange, "send", "send"),
             (Exchange, "wait_receive", "wait"),
             (WeightGradient, "add", "wgrad"),
             (module, "gemm_into", "gemm"),
-        ):
-            original = getattr(owner, name)
-
-            def logged(*args, original=original, word=word):
-                exchange = args[0]
-                part = f" {exchange.name.split()[-1]}" if isinstance(exchange, Exchange) else ""
-                if not events or events[-1] != word + part or word != "wait":
-                    events.append(word + part)
-                return original(*args)
-
-            patch.setattr(owner, name, logged)
+        )
+        watch_calls(patch, calls, note)
         call = all_gather_linear if column else linear_reduce_scatter
         y = call(x, weight, transport=link, options=options)
         forward = list(events)
@@ -117,18 +115,12 @@ def _waits_between_dgrads(rank: int) -> list[str]:
     y = all_gather_linear(x, weight, transport=link, options=options)
     events: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, word in (
+        calls = (
             (Exchange, "wait_send", "wait"),
             (module, "gemm_into", "dgrad"),
             (WeightGradient, "add", "wgrad"),
-        ):
-            original = getattr(owner, name)
-
-            def logged(*args, original=original, word=word):
-                events.append(word)
-                return original(*args)
-
-            patch.setattr(owner, name, logged)
+        )
+        watch_calls(patch, calls, lambda word, _: events.append(word))
         y.sum().backward()
     return events
 

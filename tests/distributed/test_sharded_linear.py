@@ -19,6 +19,7 @@ from commfuse_npu.ops.sharded_linear import ShardedOptions, plain_sharded_linear
 from commfuse_npu.pipeline import Gather, ReduceScatter
 from commfuse_npu.plan import Schedule
 from commfuse_npu.transport import Exchange, Transport
+from tests.distributed.calls import watch_calls
 
 # The package exports the function of this name.
 module = import_module("commfuse_npu.ops.sharded_linear")
@@ -307,22 +308,20 @@ def order_of_backward(rank: int, batched: bool) -> list[str]:
     shard = torch.ones(4, 8, requires_grad=True)
     y = sharded_linear(x, shard, transport=link, options=options)
     events: list[str] = []
+
+    def note(word: str, caller: Any) -> None:
+        what = caller.name.split()[-1] if isinstance(caller, Exchange) else ""
+        events.append(f"{word} {what}".strip())
+
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, word in (
+        calls = (
             (Exchange, "send", "send"),
             (Exchange, "wait_receive", "wait"),
             (Exchange, "receive", "receive"),
             (module, "_wgrad_into", "wgrad"),
             (module._InputGradient, "add", "dgrad"),
-        ):
-            original = getattr(owner, name)
-
-            def logged(*args: Any, original: Any = original, word: str = word) -> Any:
-                what = args[0].name.split()[-1] if isinstance(args[0], Exchange) else ""
-                events.append(f"{word} {what}".strip())
-                return original(*args)
-
-            patch.setattr(owner, name, logged)
+        )
+        watch_calls(patch, calls, note)
         y.sum().backward()
     return events
 

@@ -6,7 +6,6 @@ other end hangs the next operation of its communicator on the real HCCL, so it f
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,28 +14,18 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import Outcome, Ranks, _context, _free_port
+from tests.distributed.ranks import Outcome, Ranks, _context, _free_port, set_up_process
 from tests.emulator.referee_thread import RefereeThread
 from tests.emulator.settings import Settings
 
 
 def _work(rank: int, size: int, port: int, pipe: Connection, line: Connection) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        OMP_NUM_THREADS="1",
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-    import torch
+    set_up_process(rank, size, port)
     import torch.distributed as dist
 
     from tests.emulator.backend import BACKEND, register
     from tests.emulator.link import Link
 
-    torch.set_num_threads(1)
     link = Link(line, Settings())
     register(link, size)
     dist.init_process_group(BACKEND, timeout=timedelta(seconds=60))
