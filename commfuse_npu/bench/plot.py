@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.bench.results import Result
-from commfuse_npu.bench.variants import REFERENCE
+from commfuse_npu.bench.variants import REFERENCE, is_ours
 
 __all__ = ["draw"]
 
@@ -19,10 +19,11 @@ _COLORMAPS = {
     "ring": "Purples",
     "megatron": "Greens",
     "megatron-p2p": "Greens",
+    "auto": "autumn_r",
     "collective": "Greys",
     REFERENCE: "Greys",
 }
-_MARKERS = {"ours": "o", "coc": "s", "slices": "D", "ring": "^", "collective": "x"}
+_MARKERS = {"ours": "o", "auto": "*", "coc": "s", "slices": "D", "ring": "^", "collective": "x"}
 _DASHES = ("-", "--", ":", "-.")
 _LOWEST = -0.5
 
@@ -110,7 +111,7 @@ def _styles(names: Sequence[str]) -> list[dict[str, Any]]:
                 "color": mpl.colormaps[_COLORMAPS.get(family, "Greys")](shade),
                 "marker": _MARKERS.get(family, "."),
                 "linestyle": _DASHES[("block" in name) + 2 * ("-l" in name)],
-                "linewidth": 1.8 if family == "ours" else 1.2,
+                "linewidth": 1.8 if is_ours(name) else 1.2,
                 "markersize": 4,
             }
         )
@@ -118,7 +119,7 @@ def _styles(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _family(name: str) -> str:
-    for family in ("ours", "coc", "slices"):
+    for family in ("ours", "auto", "coc", "slices"):
         if name.startswith(family):
             return family
     return name
