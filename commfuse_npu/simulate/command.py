@@ -9,7 +9,6 @@ import sys
 from commfuse_npu.bench.stored import load
 from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.plan import PlanError
-from commfuse_npu.simulate.calibrate import predictions, report
 from commfuse_npu.simulate.chrome_trace import chrome_trace
 from commfuse_npu.simulate.disturbance import Disturbance
 from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
@@ -32,6 +31,8 @@ def main(given: argparse.Namespace) -> int:
 
 def _main(given: argparse.Namespace) -> int:
     if given.against is not None:
+        from commfuse_npu.simulate.calibrate import predictions, report  # it needs numpy
+
         _, results, _ = load(given.against)
         print(report(list(predictions(results, given.fit_ratio)), given.fit_ratio))
         return 0
