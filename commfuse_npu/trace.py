@@ -21,14 +21,13 @@ of many: the answer was read half way) and shows everything on rank 0's.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from commfuse_npu.json_file import write_whole
 
 if TYPE_CHECKING:
     from commfuse_npu.transport import Transport
@@ -124,12 +123,7 @@ def write(transport: Transport, path: Path) -> int:
             "displayTimeUnit": "ms",
             "otherData": {"left out": sum(left for _, left, _ in gathered)},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(content, file)
-        os.replace(file.name, path)
+        write_whole(path, content)
     return sum(map(len, events))
 
 

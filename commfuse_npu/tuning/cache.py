@@ -11,12 +11,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from commfuse_npu.json_file import write_whole
 from commfuse_npu.plan import Schedule
 
 __all__ = ["default_folder", "read", "write"]
@@ -73,20 +73,10 @@ def write(
         "answer": _described(answer),
         "seconds": dict(seconds),
     }
-    temporary = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Another job may read meanwhile: the file appears whole or not at all.
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, suffix=".part", delete=False, encoding="utf-8"
-        ) as file:
-            temporary = Path(file.name)
-            json.dump(content, file, indent=1)
-        temporary.replace(path)
+        write_whole(path, content, indent=1)
     except OSError as error:
         _logger.warning("the chosen schedule is not remembered in %s: %s", path, error)
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def _path(folder: Path, question: Mapping[str, Any]) -> Path:
