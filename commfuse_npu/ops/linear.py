@@ -105,11 +105,8 @@ def all_gather_linear(
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight, bias)
-    forward, backward = (
-        Problem("gather", _rows(x), weight.shape[1], weight.shape[0], x.dtype),
-        Problem("reduce_scatter", _rows(x), weight.shape[0], weight.shape[1], x.dtype),
-    )
-    job = _job(name, transport, options, forward, backward if needs_grad else None, x.device)
+    kinds: tuple[Kind, Kind] = ("gather", "reduce_scatter")
+    job = _job(name, transport, options, kinds, _rows(x), weight, needs_grad)
     if job is None:
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
     flat = x.reshape(-1, x.shape[-1])
@@ -305,12 +302,8 @@ def linear_reduce_scatter(
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight)
-    rows = _rows(x) // transport.size
-    forward, backward = (
-        Problem("reduce_scatter", rows, weight.shape[1], weight.shape[0], x.dtype),
-        Problem("gather", rows, weight.shape[0], weight.shape[1], x.dtype),
-    )
-    job = _job(name, transport, options, forward, backward if needs_grad else None, x.device)
+    kinds: tuple[Kind, Kind] = ("reduce_scatter", "gather")
+    job = _job(name, transport, options, kinds, _rows(x) // transport.size, weight, needs_grad)
     if job is None:
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
     flat = x.reshape(-1, x.shape[-1])
@@ -598,30 +591,38 @@ def _job(
     name: str,
     transport: Transport,
     options: LinearOptions,
-    forward: Problem,
-    backward: Problem | None,
-    device: torch.device,
+    kinds: tuple[Kind, Kind],
+    rows: int,
+    weight: torch.Tensor,
+    needs_grad: bool,
 ) -> Job | None:
-    """How a layer with these two halves runs; ``None`` for the plain path, in both."""
-    options = options_for_rows(options, forward.block_rows)
+    """How a layer runs; ``None`` for the plain path, forward and backward.
+
+    Args:
+        kinds: of the forward and of the backward.
+        rows: of one rank's block.
+    """
+    options = options_for_rows(options, rows)
     if options.tuning is None:
         return Job.of(transport, options, name)
+    outputs, inputs = weight.shape
+    halves = [Problem(kinds[0], rows, inputs, outputs, weight.dtype)]
+    if needs_grad:
+        halves.append(Problem(kinds[1], rows, outputs, inputs, weight.dtype))
     fixed = replace(options, tuning=None)
-    forth = tuned(
-        transport, forward, options.schedule, options.tuning,
-        _trial(transport, forward, fixed, device),
-    )  # fmt: skip
-    back = forth
-    if backward is not None:
-        back = tuned(
-            transport, backward, options.schedule, options.tuning,
-            _trial(transport, backward, fixed, device),
-        )  # fmt: skip
-    if forth is None and back is None:
+    found = [
+        tuned(
+            transport, half, options.schedule, options.tuning,
+            _trial(transport, half, fixed, weight.device),
+        )
+        for half in halves
+    ]  # fmt: skip
+    if not any(found):
         return None
     # The plain path of one half only is nearest to whole blocks, all under way at once.
     simple = replace(options.schedule, chunks=1, taper=1.0)
-    return Job(transport, replace(fixed, schedule=forth or simple), name, back or simple, simple)
+    forth, back = (schedule or simple for schedule in (found[0], found[-1]))
+    return Job(transport, replace(fixed, schedule=forth), name, back, simple)
 
 
 def _trial(
