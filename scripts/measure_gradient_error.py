@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +25,7 @@ from commfuse_npu.collectives import all_gather_rows
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.ops.buckets import plain_reduce_scatter_bucket
 from commfuse_npu.transport import Transport
+from scripts.free_port import free_port
 
 __all__ = ["Errors", "main", "measure"]
 
@@ -116,10 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{what} of {args.dtype} gradients against fp64, {args.elements} elements per shard")
     print(f"{'ranks':>5}  {'':<24} {'mean error':>12} {'largest':>12}  bits of the collective")
     for size in args.ranks:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        spawn(_rank, args=(port, size, args.elements, args.dtype, args.average), nprocs=size)
+        spawn(_rank, args=(free_port(), size, args.elements, args.dtype, args.average), nprocs=size)
 
 
 if __name__ == "__main__":

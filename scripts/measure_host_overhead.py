@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.plan import Schedule
 from commfuse_npu.transport import Transport
+from scripts.free_port import free_port
 
 __all__ = ["Overhead", "main", "measure"]
 
@@ -103,10 +103,7 @@ def main() -> int:
     if given.calls < 1:
         parser.error(f"--calls is {given.calls}; give a whole number from 1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(_rank, (given.ranks, port, given.calls), nprocs=given.ranks)
+    spawn(_rank, (given.ranks, free_port(), given.calls), nprocs=given.ranks)
     return 0
 
 

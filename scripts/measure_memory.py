@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -34,6 +33,7 @@ from commfuse_npu.bench.peak_memory import peak_bytes
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.transport import BufferPool, Transport
+from scripts.free_port import free_port
 
 __all__ = ["Memory", "main", "measure"]
 
@@ -197,11 +197,8 @@ def main(argv: list[str] | None = None) -> None:
             )
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shape = (args.sequence, args.hidden, args.heads, args.chunks)
-    spawn(_rank, args=(port, args.ranks, shape, args.json), nprocs=args.ranks)
+    spawn(_rank, args=(free_port(), args.ranks, shape, args.json), nprocs=args.ranks)
 
 
 if __name__ == "__main__":
