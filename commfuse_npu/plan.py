@@ -181,17 +181,13 @@ class Plan:
         """Whether messages are passed on by ranks in between (ring) instead of sent directly."""
         return self.schedule.shape == "ring"
 
-    @property
+    @cached_property
     def window(self) -> int:
         """How many transfers may be posted ahead of the oldest one that is not yet used.
 
         It bounds the scratch memory: two blocks where blocks arrive, one for what arrives and one
         for what leaves where they are reduced; or one piece more than there are lanes.
         """
-        return self._window
-
-    @cached_property
-    def _window(self) -> int:
         chunks, taper = self.chunks, self.schedule.taper
         blocks = 1 if self.kind == "reduce_scatter" else 2
         if taper == 1:
@@ -236,7 +232,7 @@ class Plan:
             window: by default :attr:`window`.
         """
         bounds = self._bounds(block_rows)
-        chunks = self._slot_chunks(self._window if window is None else window)[slot]
+        chunks = self._slot_chunks(self.window if window is None else window)[slot]
         return max(bounds[chunk + 1] - bounds[chunk] for chunk in chunks)
 
     def _slot_chunks(self, window: int) -> tuple[tuple[int, ...], ...]:

@@ -119,10 +119,11 @@ def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
             f"{'ahead of' if change >= 0 else '**slower than**'} the fastest other, {best.variant}"
             f"{' (within the quartiles)' if within else ''}."
         )
-    best = min(rows, key=lambda row: row.median_ms)
+    first = min(rows, key=lambda row: row.median_ms)
     for row in rows:
-        if row.check.chosen and row is not best:
-            yield f"{row.variant}: {row.median_ms / best.median_ms - 1:.1%} behind {best.variant}."
+        if row.check.chosen and row is not first:
+            behind = row.median_ms / first.median_ms - 1
+            yield f"{row.variant}: {behind:.1%} behind {first.variant}."
     slower = [
         f"{row.variant} ({_percent(1 / row.speedup - 1)})"
         for row in rows

@@ -75,11 +75,6 @@ class Variant:
     tuned: bool = False
     wgrad: Wgrad = "whole"
 
-    @property
-    def family(self) -> str:
-        """What comes before the first number: variants of a family differ in their parameters."""
-        return self.name.split("-c")[0].rstrip("-0123456789")
-
 
 def of_group(size: int) -> list[Variant]:
     """All variants for a group of ``size`` ranks, the reference first."""

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 
-from commfuse_npu.bench.stored import load
 from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.plan import PlanError
 from commfuse_npu.simulate.chrome_trace import chrome_trace
@@ -31,6 +30,7 @@ def main(given: argparse.Namespace) -> int:
 
 def _main(given: argparse.Namespace) -> int:
     if given.against is not None:
+        from commfuse_npu.bench.stored import load
         from commfuse_npu.simulate.calibrate import predictions, report  # it needs numpy
 
         _, results, _ = load(given.against)
