@@ -1,9 +1,11 @@
 """How well the simulator predicts what the benchmark measured: fit at one ratio, predict the rest.
 
 The benchmark's links have a rate that is known, so only what computing and transferring cost a host
-has to be found: five figures per table of results (:data:`_FITTED`), from the times of a few
-variants at one ratio, by least squares in the logarithms.  Every other time is then predicted from
-them: other ratios, and variants that the fit has not seen.
+has to be found: the speed of each work's GEMMs and four figures of the machine (:data:`_FITTED`),
+from the times of a few variants of all works at one ratio, by least squares in the logarithms.
+Every other time is then predicted from them: other ratios, and variants that the fit has not seen.
+A transfer takes computing time per byte, on a CPU, whatever its rate: the share of the speed that
+it takes falls with the rate.
 
 What the simulator has no form for is left out: torch's own collectives (gloo's algorithms), weight
 gradients by blocks, attention, and fewer lanes than peers, which gloo has not: there the host keeps
@@ -38,14 +40,20 @@ FITTED_ON = ("p2p", "ours-c1", "ours-c8", "slices-4")
 _UNPACED_RATE = 1e9
 """Bytes per second over loopback without a rate; transfers cost the CPU then, not the link."""
 
+_GEMM_SPEED = "cube_flops", (1e8, 1e13)
 _FITTED = {
-    "cube_flops": (1e8, 1e13),
     "gemm_half_rows": (0.01, 2000.0),
     "hbm_bandwidth": (1e8, 1e12),
     "launch_overhead": (1e-7, 5e-3),
-    "transfer_slowdown": (1e-4, 0.9),
+    "transfer_slowdown": (1e-4, 10.0),
 }
-"""With the range in which each is looked for."""
+"""With the range in which each is looked for; ``transfer_slowdown`` at the rate of loopback.
+
+The works share them.  Of one work alone they could not be told apart: what an MLP's activation
+takes is also what its GEMMs do not, and only the latter hide a transfer.
+"""
+
+_MOST_SLOWDOWN = 0.9
 
 
 @dataclass(frozen=True)
@@ -69,21 +77,22 @@ class Prediction:
 
 
 def predictions(results: Sequence[Result], ratio: float) -> Iterator[Prediction]:
-    """Fit each table of results at ``ratio`` and predict all of it.
+    """Fit the works of each machine at ``ratio`` and predict all of them.
+
+    A machine is what has the same ranks, links, dtype and way of running GEMMs.
 
     Raises:
         ValueError: nothing was measured at this ratio that the simulator has a form for.
     """
     known = [r for r in results if r.setting.work in _WORKS and _variant(r) is not None]
-    found = False
-    for _, rows in groupby(known, key=lambda result: result.setting.group):
-        table = list(rows)
-        at_ratio = [r for r in table if r.setting.ratio == ratio]
-        if not at_ratio:
-            continue
-        found = True
-        machine = _fitted(at_ratio)
-        for result in table:
+    fits: dict[tuple[object, ...], dict[str, Machine]] = {}
+    for result in known:
+        key = _machine_of(result.setting)
+        if key not in fits:
+            alike = (r for r in known if _machine_of(r.setting) == key)
+            fits[key] = _fitted([r for r in alike if r.setting.ratio == ratio])
+        machine = fits[key].get(result.setting.work)
+        if machine is not None:
             yield Prediction(
                 result.setting,
                 result.variant,
@@ -91,32 +100,43 @@ def predictions(results: Sequence[Result], ratio: float) -> Iterator[Prediction]
                 1e3 * _seconds(machine, result),
                 result.setting.ratio == ratio and result.variant in FITTED_ON,
             )
-    if not found:
+    if not any(fits.values()):
         ratios = sorted({r.setting.ratio for r in known})
         choices = ", ".join(f"{known_ratio:g}" for known_ratio in ratios)
         raise ValueError(f"nothing at ratio {ratio:g} to fit; choose one of {choices}")
 
 
-def _fitted(at_ratio: Sequence[Result]) -> Machine:
-    """The machine whose simulated times are nearest to the measured ones."""
-    rows = [result for result in at_ratio if result.variant in FITTED_ON]
-    measured = np.log([rows[0].compute_ms, *(row.median_ms for row in rows)])
-    names = list(_FITTED)
-    low, high = (np.log([_FITTED[name][end] for name in names]) for end in (0, 1))
+def _machine_of(setting: Setting) -> tuple[object, ...]:
+    return setting.mode, setting.ranks, setting.link, setting.dtype
 
-    def machine(point: np.ndarray) -> Machine:
-        values: dict[str, Any] = dict(zip(names, map(float, np.exp(point)), strict=True))
-        return replace(_START, **values)
+
+def _fitted(at_ratio: Sequence[Result]) -> dict[str, Machine]:
+    """For each work the machine whose simulated times are nearest to the measured ones."""
+    rows = [result for result in at_ratio if result.variant in FITTED_ON]
+    firsts = {row.setting.work: row for row in reversed(rows)}
+    if not firsts:
+        return {}
+    measured = np.log([row.compute_ms for row in firsts.values()] + [r.median_ms for r in rows])
+    names = [_GEMM_SPEED[0]] * len(firsts) + list(_FITTED)
+    ranges = [_GEMM_SPEED[1]] * len(firsts) + list(_FITTED.values())
+    low, high = (np.log([one[end] for one in ranges]) for end in (0, 1))
+
+    def machines(point: np.ndarray) -> dict[str, Machine]:
+        values = [float(value) for value in np.exp(point)]
+        shared: dict[str, Any] = dict(zip(_FITTED, values[len(firsts) :], strict=True))
+        speeds = zip(firsts, values[: len(firsts)], strict=True)
+        return {work: replace(_START, cube_flops=speed, **shared) for work, speed in speeds}
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        found = machine(point)
-        alone = 1e3 * _seconds(found, rows[0], COMPUTE_ONLY)
-        return np.log([alone, *(1e3 * _seconds(found, row) for row in rows)]) - measured
+        found = machines(point)
+        alone = [_seconds(found[work], row, COMPUTE_ONLY) for work, row in firsts.items()]
+        whole = [_seconds(found[row.setting.work], row) for row in rows]
+        return np.log(1e3 * np.array(alone + whole)) - measured
 
     # Levenberg and Marquardt's steps, with differences for derivatives.
     point = np.log([getattr(_START, name) for name in names])
     # The computation alone says most about the speed of GEMMs: begin there.
-    point[0] += residuals(point)[0]
+    point[: len(firsts)] += residuals(point)[: len(firsts)]
     error, damping = residuals(point), 1e-2
     for _ in range(_STEPS):
         slopes = np.stack(
@@ -130,7 +150,7 @@ def _fitted(at_ratio: Sequence[Result]) -> Machine:
             point, error, damping = tried, after, damping / 3
         else:
             damping *= 4
-    return machine(point)
+    return machines(point)
 
 
 _STEPS, _DELTA = 25, 0.02
@@ -141,7 +161,7 @@ _START = Machine(
     gemm_half_rows=10.0,
     attention_efficiency=1.0,
     hbm_bandwidth=5e9,
-    transfer_slowdown=0.05,
+    transfer_slowdown=0.5,
     launch_overhead=1e-4,
     inside=Level("full_mesh", _UNPACED_RATE, 5e-5),
     between=None,
@@ -153,7 +173,11 @@ def _seconds(machine: Machine, result: Result, variant: Variant | None = None) -
     setting = result.setting
     rate = setting.bytes_per_second or _UNPACED_RATE
     topology: LinkTopology = "switched" if setting.link == "shared-nic" else "full_mesh"
-    machine = replace(machine, inside=replace(machine.inside, rate=rate, topology=topology))
+    machine = replace(
+        machine,
+        inside=replace(machine.inside, rate=rate, topology=topology),
+        transfer_slowdown=min(_MOST_SLOWDOWN, machine.transfer_slowdown * rate / _UNPACED_RATE),
+    )
     chosen = variant or _variant(result)
     assert chosen is not None
     return Group(machine, setting.ranks).play(chosen, _WORKS[setting.work](setting)).seconds

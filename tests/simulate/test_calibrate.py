@@ -21,7 +21,7 @@ TRUTH = replace(
     cube_flops=4.3e10,
     gemm_half_rows=31.0,
     hbm_bandwidth=2.2e9,
-    transfer_slowdown=0.11,
+    transfer_slowdown=1.1,
     launch_overhead=2.5e-4,
 )
 """A machine that was made up; the fit is not told."""
