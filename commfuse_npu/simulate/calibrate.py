@@ -7,10 +7,10 @@ Every other time is then predicted from them: other ratios, and variants that th
 A transfer takes computing time per byte, on a CPU, whatever its rate: the share of the speed that
 it takes falls with the rate.
 
-What the simulator has no form for is left out: torch's own collectives (gloo's algorithms), weight
-gradients by blocks, attention, and fewer lanes than peers, which gloo has not: there the host keeps
-lanes in order, whenever it comes to a wait, and a lane is free when the kernel has taken the data.
-The simulator's lanes are those of HCCL.
+What the simulator has no form for is left out: torch's own collectives (gloo's algorithms),
+attention, which a CPU computes with another loss from splitting, and fewer lanes than peers, which
+gloo has not: there the host keeps lanes in order, whenever it comes to a wait, and a lane is free
+when the kernel has taken the data.  The simulator's lanes are those of HCCL.
 """
 
 from __future__ import annotations
@@ -191,14 +191,16 @@ def _variant(result: Result) -> Variant | None:
     if name == "megatron-p2p":
         return Variant("megatron", "megatron")
     found = next((v for v in of_group(result.setting.ranks) if v.name == name), None)
-    if found is None or not found.direct or found.tuned or found.wgrad != "whole":
+    if found is None or not found.direct or found.tuned:
         return None
     schedule = found.schedule
     if schedule and schedule.shape != "ring" and schedule.lanes < result.setting.ranks - 1:
         return None
     if found.kind == "sliced":
         return Variant(name, "sliced", slices=found.slices)
-    return Variant(name, "fused", schedule=found.schedule) if found.kind == "fused" else None
+    if found.kind != "fused":
+        return None
+    return Variant(name, "fused", schedule=found.schedule, wgrad=found.wgrad)
 
 
 # ------------------------------------------------------------------------ the works
@@ -233,7 +235,10 @@ def _reduce_scatter(setting: Setting) -> Callable[[Rank], None]:
     rows, hidden, ffn, row_bytes = _sizes(setting)
 
     def build(rank: Rank) -> None:
-        rank.work_then_scatter("fc2", rows, row_bytes, _gemm(rank.machine, ffn, hidden))
+        rank.work_then_scatter(
+            "fc2", rows, row_bytes, _gemm(rank.machine, ffn, hidden),
+            copied_row_bytes=ffn * ITEM_BYTES[setting.dtype],
+        )  # fmt: skip
 
     return build
 
@@ -251,12 +256,12 @@ def _mlp(setting: Setting) -> Callable[[Rank], None]:
         _reduce_scatter(setting)(rank)
         rank.row_backward(
             "fc2", rows, row_bytes, _gemm(machine, hidden, ffn),
-            machine.gemm(everything, hidden, ffn), copied_row_bytes=ffn * item, inner=0,
+            _gemm(machine, hidden, ffn), copied_row_bytes=ffn * item, inner=0,
         )  # fmt: skip
         rank.compute("swiglu backward", machine.memory(everything * 8 * ffn * item))
         rank.column_backward(
             "fc1", rows, row_bytes, _gemm(machine, 2 * ffn, hidden),
-            machine.gemm(everything, hidden, 2 * ffn),
+            _gemm(machine, hidden, 2 * ffn), copied_row_bytes=2 * ffn * item,
         )  # fmt: skip
 
     return build

@@ -21,11 +21,13 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.simulate.rank import Gather, Rank, Scatter, Work
 
-__all__ = ["BACKWARD_ATTENTION", "LayerShape", "backward", "forward", "head_backward",
-           "head_forward"]  # fmt: skip
+__all__ = ["BACKWARD_ATTENTION", "SUM_BYTES", "LayerShape", "backward", "forward",
+           "head_backward", "head_forward"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
+SUM_BYTES = 4
+"""Weight gradients by blocks are summed in fp32."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,20 @@ def _gemm(machine: Machine, inner: float, outer: float) -> Work:
     return seconds
 
 
+def _wgrad(rank: Rank, shape: LayerShape, inputs: float, outputs: float) -> Work:
+    """``dw = dy^T @ x`` for a run of rows, which are summed over; dw's own rows are the outputs.
+
+    Of some rows only it is added to a sum in fp32, which is read and written.
+    """
+
+    def seconds(run: slice) -> float:
+        rows = run.stop - run.start
+        result_bytes = ITEM_BYTES if rows == shape.rows else 2 * SUM_BYTES
+        return rank.machine.gemm(outputs, rows, inputs, result_bytes=result_bytes)
+
+    return seconds
+
+
 def _elementwise(rank: Rank, name: str, rows: float, *widths: float) -> None:
     """Work that reads and writes so many numbers per row."""
     rank.compute(name, rank.machine.memory(rows * sum(widths) * ITEM_BYTES))
@@ -128,13 +144,17 @@ def forward(rank: Rank, shape: LayerShape, attention: float | None = None) -> No
     else:
         whole = attend(slice(0, shape.rows)) if attention is None else attention
         rank.compute("attention", whole)
-        rank.work_then_scatter("proj", block, row, proj, inner=h // n)
+        rank.work_then_scatter(
+            "proj", block, row, proj, copied_row_bytes=h / n * ITEM_BYTES, inner=h // n
+        )
     _elementwise(rank, "residual, norm", block, h, h, h, h)
     rank.gather_then_work(
         "fc1", block, row, _gemm(machine, h, 2 * f), copied_row_bytes=2 * f * ITEM_BYTES, inner=h
     )
     _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
-    rank.work_then_scatter("fc2", block, row, _gemm(machine, f, h), inner=int(f))
+    rank.work_then_scatter(
+        "fc2", block, row, _gemm(machine, f, h), copied_row_bytes=f * ITEM_BYTES, inner=int(f)
+    )
     _elementwise(rank, "residual", block, h, h, h)
 
 
@@ -143,33 +163,40 @@ def backward(rank: Rank, shape: LayerShape, attention: float | None = None) -> N
     machine, n, block, row = rank.machine, shape.ranks, shape.block, shape.row_bytes
     h, f, qkv = shape.hidden, shape.feed_forward / n, shape.qkv / n
 
-    def wgrad(inputs: float, outputs: float) -> float:
-        # dw = dy^T @ x: the rows are summed over; its own rows are the outputs.
-        return machine.gemm(outputs, shape.rows, inputs)
+    def wgrad(inputs: float, outputs: float) -> Work:
+        return _wgrad(rank, shape, inputs, outputs)
 
     rank.row_backward(
         "fc2", block, row, _gemm(machine, h, f), wgrad(f, h), copied_row_bytes=f * ITEM_BYTES,
         inner=h,
     )  # fmt: skip
     _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
-    rank.column_backward("fc1", block, row, _gemm(machine, 2 * f, h), wgrad(h, 2 * f))
+    rank.column_backward(
+        "fc1", block, row, _gemm(machine, 2 * f, h), wgrad(h, 2 * f),
+        copied_row_bytes=2 * f * ITEM_BYTES,
+    )  # fmt: skip
     _elementwise(rank, "norm backward", block, h, h, h, h)
     attend = shape.attention(machine, BACKWARD_ATTENTION)
     proj, proj_wgrad = _gemm(machine, h, h / n), wgrad(h / n, h)
+    whole = rank.variant.wgrad == "whole"
     if rank.variant.attention and attention is None and n > 1:
         gather = Gather(
-            rank, "proj and attention", block, row, in_place=True, schedule=_causal(rank)
+            rank, "proj and attention", block, row, in_place=whole, schedule=_causal(rank)
         )
-        gather.consume(lambda run: proj(run) + attend(run))
-        rank.compute("proj wgrad", proj_wgrad, gather.finish())
+        gather.consume(lambda run: proj(run) + attend(run) + (0.0 if whole else proj_wgrad(run)))
+        waits = gather.finish()
+        if whole:
+            rank.compute("proj wgrad", proj_wgrad(slice(0, shape.rows)), waits)
     else:
         rank.row_backward(
             "proj", block, row, proj, proj_wgrad, copied_row_bytes=h / n * ITEM_BYTES, inner=h
         )
-        whole = attend(slice(0, shape.rows)) if attention is None else attention
-        rank.compute("attention backward", whole)
+        seconds = attend(slice(0, shape.rows)) if attention is None else attention
+        rank.compute("attention backward", seconds)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
-    rank.column_backward("qkv", block, row, _gemm(machine, qkv, h), wgrad(h, qkv))
+    rank.column_backward(
+        "qkv", block, row, _gemm(machine, qkv, h), wgrad(h, qkv), copied_row_bytes=qkv * ITEM_BYTES
+    )
     _elementwise(rank, "norm backward", block, h, h, h, h)
 
 
@@ -190,6 +217,6 @@ def head_backward(rank: Rank, shape: LayerShape) -> None:
     _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
     rank.column_backward(
         "output", block, shape.row_bytes, _gemm(machine, v, shape.hidden),
-        machine.gemm(v, shape.rows, shape.hidden),
+        _wgrad(rank, shape, shape.hidden, v), copied_row_bytes=v * ITEM_BYTES,
     )  # fmt: skip
     _elementwise(rank, "norm backward", block, *[shape.hidden] * 4)

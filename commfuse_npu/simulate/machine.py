@@ -53,12 +53,18 @@ class Machine:
     between: Level | None
     batched: bool
 
-    def gemm(self, rows: float, inner: float, outer: float) -> float:
-        """Seconds of ``[rows, inner] @ [inner, outer]``; 0 without rows."""
-        if rows <= 0:
+    def gemm(
+        self, rows: float, inner: float, outer: float, *, result_bytes: float = ITEM_BYTES
+    ) -> float:
+        """Seconds of ``[rows, inner] @ [inner, outer]``; 0 without rows.
+
+        Args:
+            result_bytes: read and written per number of the result.
+        """
+        if rows <= 0 or inner <= 0:
             return 0.0
         flops = 2.0 * (rows + self.gemm_half_rows) * inner * outer
-        traffic = ITEM_BYTES * (rows * inner + inner * outer + rows * outer)
+        traffic = ITEM_BYTES * (rows * inner + inner * outer) + result_bytes * rows * outer
         return max(flops / (self.cube_flops * self.gemm_efficiency), traffic / self.hbm_bandwidth)
 
     def attention(self, flops: float) -> float:

@@ -6,7 +6,8 @@ gathered input, and the gradient of all rows or what a pipeline holds of it.
 
 from __future__ import annotations
 
-from commfuse_npu.simulate.llama import LayerShape
+from commfuse_npu.plan import Plan
+from commfuse_npu.simulate.llama import SUM_BYTES, LayerShape
 from commfuse_npu.simulate.variants import Variant
 
 __all__ = ["buffers", "lanes"]
@@ -22,9 +23,18 @@ def buffers(variant: Variant, shape: LayerShape) -> float:
         return 3 * whole
     if variant.schedule is None:
         return 2 * whole
-    plan = variant.schedule.plan("reduce_scatter", 0, shape.ranks)
-    slots = sum(plan.slot_rows(slot, shape.block) for slot in range(plan.window))
-    return whole + 2 * slots * shape.row_bytes
+    scattered = 2 * _scratch(variant.schedule.plan("reduce_scatter", 0, shape.ranks), shape)
+    if variant.wgrad == "whole":
+        return whole + scattered
+    # The input is used as it arrives and never whole; the gradient is summed in fp32.
+    widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
+    summed = SUM_BYTES * shape.hidden * widest
+    return _scratch(variant.schedule.plan("gather", 0, shape.ranks), shape) + scattered + summed
+
+
+def _scratch(plan: Plan, shape: LayerShape) -> float:
+    rows = sum(plan.slot_rows(slot, shape.block) for slot in range(plan.window))
+    return float(rows * shape.row_bytes)
 
 
 def lanes(variant: Variant) -> int:

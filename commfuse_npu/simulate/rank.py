@@ -151,12 +151,15 @@ class Rank:
         row_bytes: float,
         work: Work,
         *,
+        copied_row_bytes: float = 0.0,
         inner: int = 0,
         behind: Callable[[], None] | None = None,
     ) -> None:
         """Work on blocks and reduce-scatter the result, which the next work needs.
 
         Args:
+            copied_row_bytes: of the input, which slicing by rows needs in another order.
+            inner: the inner dimension of the GEMM, which fused kernels limit.
             behind: work that needs not the sum; it hides the end of the transfers, except in the
                 ``plain`` variants, which wait first.
         """
@@ -172,7 +175,7 @@ class Rank:
         if kind == "sliced" and self.size > 1:
             # A slice holds rows of every block, so the input is reordered first.
             if self.variant.slices > 1:
-                traffic = 2 * rows * self.size * row_bytes
+                traffic = 2 * rows * self.size * copied_row_bytes
                 self.compute(f"{name} reorder", self.machine.memory(traffic))
             for start, stop in pairwise(split(rows, self.variant.slices)):
                 self.compute(name, work(slice(start * self.size, stop * self.size)))
@@ -217,24 +220,35 @@ class Rank:
         rows: int,
         row_bytes: float,
         dgrad: Work,
-        wgrad: float,
+        wgrad: Work,
+        *,
+        copied_row_bytes: float,
     ) -> None:
-        """dgrad blocks -> sum; the input arrives again -> wgrad, which takes ``wgrad`` seconds."""
-        kind = self.variant.kind
+        """dgrad blocks -> sum; the input arrives again -> wgrad.
+
+        Args:
+            copied_row_bytes: of the gradient that arrives, as for :meth:`work_then_scatter`.
+        """
+        kind, everything = self.variant.kind, slice(0, rows * self.size)
+        blocks = self.variant.wgrad == "blocks"
         if kind == "fused" and self.size > 1:
             gather = Gather(
                 self,
                 f"{name} re-gather",
                 rows,
                 row_bytes,
-                in_place=True,
+                in_place=not blocks,
                 ahead=self.variant.schedule.lanes
                 if self.machine.batched and self.variant.schedule
                 else None,
             )
             scatter = Scatter(self, f"{name} dgrad", rows, row_bytes, queued=True)
             scatter.produce(dgrad, between=gather.advance)
-            self.compute(f"{name} wgrad", wgrad, gather.finish())
+            if blocks:
+                gather.consume(wgrad)
+                gather.finish()
+            else:
+                self.compute(f"{name} wgrad", wgrad(everything), gather.finish())
             scatter.finish()
             return
         waits = self.collective(f"{name} re-gather", "gather", rows, row_bytes)
@@ -242,10 +256,13 @@ class Rank:
             self.need(waits)
 
         def behind() -> None:
-            self.compute(f"{name} wgrad", wgrad, waits)
+            self.compute(f"{name} wgrad", wgrad(everything), waits)
 
         # A fused kernel has no form for this backward: inner is left out.
-        self.work_then_scatter(f"{name} dgrad", rows, row_bytes, dgrad, behind=behind)
+        self.work_then_scatter(
+            f"{name} dgrad", rows, row_bytes, dgrad, copied_row_bytes=copied_row_bytes,
+            behind=behind,
+        )  # fmt: skip
 
     def row_backward(
         self,
@@ -253,12 +270,18 @@ class Rank:
         rows: int,
         row_bytes: float,
         dgrad: Work,
-        wgrad: float,
+        wgrad: Work,
         *,
         copied_row_bytes: float,
         inner: int,
     ) -> None:
-        """Gradient blocks arrive -> dgrad, then wgrad over all of them."""
+        """Gradient blocks arrive -> dgrad, then wgrad over all of them, or of each."""
+        everything = slice(0, rows * self.size)
+        if self.variant.kind == "fused" and self.size > 1 and self.variant.wgrad == "blocks":
+            gather = Gather(self, f"{name} dgrad, wgrad", rows, row_bytes, in_place=False)
+            gather.consume(lambda run: dgrad(run) + wgrad(run))
+            gather.finish()
+            return
         waits = self.gather_then_work(
             f"{name} dgrad",
             rows,
@@ -268,7 +291,7 @@ class Rank:
             copied_row_bytes=copied_row_bytes,
             inner=inner,
         )
-        self.compute(f"{name} wgrad", wgrad, waits)
+        self.compute(f"{name} wgrad", wgrad(everything), waits)
 
 
 _TILES = 16

@@ -16,7 +16,9 @@
                        backward of column-parallel layers
 ``ring``               this project's pipeline over neighbours only
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``-attention``: attention
-                       is split by queries and pipelined with its output projection
+                       is split by queries and pipelined with its output projection;
+                       ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: a
+                       weight gradient per arriving block, which changes its rounding
 =====================  ===========================================================================
 """
 
@@ -27,9 +29,12 @@ from typing import Literal
 
 from commfuse_npu.plan import Schedule
 
-__all__ = ["COMPUTE_ONLY", "REFERENCE", "Variant", "direct", "variants"]
+__all__ = ["COMPUTE_ONLY", "REFERENCE", "Variant", "Wgrad", "direct", "fused", "variants"]
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "fused"]
+
+Wgrad = Literal["whole", "blocks"]
+"""As :data:`commfuse_npu.ops.weight_gradient.Wgrad`, which needs torch."""
 
 _SLICES = (2, 4, 8)
 
@@ -43,6 +48,7 @@ class Variant:
         slices: for ``sliced``.
         schedule: for ``fused``.
         attention: for ``fused``, whether attention is part of the pipeline.
+        wgrad: for ``fused``, how weight gradients are made.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Variant:
     slices: int = 1
     schedule: Schedule | None = None
     attention: bool = False
+    wgrad: Wgrad = "whole"
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -64,6 +71,26 @@ def direct(size: int, members_per_node: int) -> Schedule:
     return Schedule("shifted", max(1, size - 1))
 
 
+def fused(
+    base: Schedule,
+    lanes: int,
+    chunks: int,
+    *,
+    taper: float = 1.0,
+    attention: bool = False,
+    wgrad: Wgrad = "whole",
+) -> Variant:
+    """This project's ops.
+
+    Args:
+        base: the schedule apart from lanes, chunks and taper; see :func:`direct`.
+    """
+    name = f"commfuse-c{chunks}-l{lanes}" + (f"-t{taper:g}" if taper != 1 else "")
+    name += ("-attention" if attention else "") + ("-wgrad" if wgrad == "blocks" else "")
+    schedule = replace(base, lanes=lanes, chunks=chunks, taper=taper)
+    return Variant(name, "fused", schedule=schedule, attention=attention, wgrad=wgrad)
+
+
 def variants(
     size: int, members_per_node: int, lanes: int, chunks: tuple[int, ...] = (1, 2, 4)
 ) -> list[Variant]:
@@ -74,12 +101,6 @@ def variants(
             there besides.
     """
     base = direct(size, members_per_node)
-
-    def fused(lanes: int, chunks: int, attention: bool = False) -> Variant:
-        name = f"commfuse-c{chunks}-l{lanes}" + ("-attention" if attention else "")
-        schedule = replace(base, lanes=lanes, chunks=chunks)
-        return Variant(name, "fused", schedule=schedule, attention=attention)
-
     found = [
         REFERENCE,
         Variant("plain-ring", "plain", ring=True),
@@ -87,8 +108,11 @@ def variants(
         *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
         Variant("mc2", "kernel"),
         Variant("ring", "fused", schedule=Schedule("ring", 1, 1)),
-        fused(min(2, max(1, size - 1)), 1),
-        *(fused(lanes, k) for k in chunks),
-        fused(lanes, chunks[-1], attention=True),
+        fused(base, min(2, max(1, size - 1)), 1),
+        *(fused(base, lanes, k) for k in chunks),
+        fused(base, lanes, 6, taper=1.5),
+        fused(base, lanes, chunks[-1], wgrad="blocks"),
+        fused(base, lanes, chunks[-1], attention=True),
+        fused(base, lanes, chunks[-1], attention=True, wgrad="blocks"),
     ]
     return list({variant.name: variant for variant in found}.values())

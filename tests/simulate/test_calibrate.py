@@ -67,7 +67,7 @@ def test_other_ratios_and_variants_of_a_machine_follow_from_one_ratio(work: str)
 def test_what_has_no_form_is_left_out_and_a_ratio_that_is_not_there_refused() -> None:
     other = [
         replace(_measured("mlp", 0.5)[0], variant=name)
-        for name in ("collective", "coc-4", "auto", "ours-c4-wgrad")
+        for name in ("collective", "coc-4", "auto", "auto-wgrad")
     ]
     results = [*_measured("mlp", 0.5), *other]
     assert {one.variant for one in predictions(results, 0.5)} == set(VARIANTS)

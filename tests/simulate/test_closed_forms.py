@@ -13,8 +13,8 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.simulate.group import Group
 from commfuse_npu.simulate.llama import LayerShape
 from commfuse_npu.simulate.machine import Level, Machine
-from commfuse_npu.simulate.rank import Rank
-from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
+from commfuse_npu.simulate.rank import Rank, Work
+from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, Wgrad, variants
 from tests.simulate.machines import ideal
 
 ROWS = 840
@@ -25,8 +25,13 @@ times = st.floats(0.001, 1000.0)
 chunks_ = st.integers(1, 8)
 
 
-def fused(lanes: int, chunks: int = 1, shape: str = "shifted") -> Variant:
-    return Variant("fused", "fused", schedule=Schedule(shape, lanes, chunks))
+def fused(lanes: int, chunks: int = 1, shape: str = "shifted", wgrad: Wgrad = "whole") -> Variant:
+    return Variant("fused", "fused", schedule=Schedule(shape, lanes, chunks), wgrad=wgrad)
+
+
+def rows_of(size: int, seconds: float) -> Work:
+    """Work that takes so long for all rows."""
+    return lambda run: (run.stop - run.start) * seconds / (ROWS * size)
 
 
 def gather(machine: Machine, size: int, variant: Variant, compute: float, block: float) -> float:
@@ -237,10 +242,20 @@ def test_a_nic_of_a_node_is_shared_and_one_of_an_npu_is_not() -> None:
 
 def column(size: int, variant: Variant, dgrad: float, wgrad: float, block: float) -> float:
     def build(rank: Rank) -> None:
-        row = dgrad / (ROWS * size)
         rank.column_backward(
-            "x", ROWS, block / ROWS, lambda run: (run.stop - run.start) * row, wgrad
-        )
+            "x", ROWS, block / ROWS, rows_of(size, dgrad), rows_of(size, wgrad),
+            copied_row_bytes=0,
+        )  # fmt: skip
+
+    return Group(ideal(), size).play(variant, build).seconds
+
+
+def row(size: int, variant: Variant, dgrad: float, wgrad: float, block: float) -> float:
+    def build(rank: Rank) -> None:
+        rank.row_backward(
+            "x", ROWS, block / ROWS, rows_of(size, dgrad), rows_of(size, wgrad),
+            copied_row_bytes=0, inner=256,
+        )  # fmt: skip
 
     return Group(ideal(), size).play(variant, build).seconds
 
@@ -255,6 +270,21 @@ def test_a_column_backward_overlaps_as_its_variant_says(d: float, w: float, t: f
     )
     # One lane: the gather, then the one block of dgrad that is sent; wgrad needs the gather only.
     assert column(2, fused(1), d, w, t) == pytest.approx(max(max(d, t) + w, max(d / 2, t) + t))
+    # By blocks the half of wgrad that needs no transfer hides the gather, too.
+    assert column(2, fused(1, wgrad="blocks"), d, w, t) == pytest.approx(
+        max(max(d + w / 2, t) + w / 2, max(d / 2, t) + t)
+    )
+
+
+@few
+@given(d=times, w=times, t=times)
+def test_a_row_backward_hides_its_gather_behind_what_it_may_compute(
+    d: float, w: float, t: float
+) -> None:
+    assert row(2, REFERENCE, d, w, t) == pytest.approx(t + d + w)
+    assert row(2, fused(1), d, w, t) == pytest.approx(max(d / 2, t) + d / 2 + w)
+    blocks = row(2, fused(1, wgrad="blocks"), d, w, t)
+    assert blocks == pytest.approx(max((d + w) / 2, t) + (d + w) / 2)
 
 
 # ------------------------------------------------------------------- scratch memory

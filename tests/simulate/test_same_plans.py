@@ -58,7 +58,7 @@ def test_a_column_backward_posts_a_step_of_the_gather_per_block(batched: bool) -
     # On HCCL the blocks of dgrad would otherwise queue behind the whole gather.
     variant = Variant("fused", "fused", schedule=Schedule(lanes=1))
     rank = Rank(replace(ideal(), batched=batched), 0, 4, 4, variant)
-    rank.column_backward("fc", ROWS, 1.0, lambda run: 1.0, 1.0)
+    rank.column_backward("fc", ROWS, 1.0, lambda run: 1.0, lambda run: 1.0, copied_row_bytes=0)
     posted = [op.name.split()[1] for op in rank.finish().operations if op.sends]
     gather, scatter = "re-gather", "dgrad"
     if batched:
