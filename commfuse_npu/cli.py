@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from commfuse_npu import doctor
+from commfuse_npu import doctor, plan_command
 from commfuse_npu.bench import arguments as bench_arguments
 from commfuse_npu.plan import Kind, Order, Own, Plan, PlanError, Schedule
 from commfuse_npu.simulate import arguments as simulate_arguments
@@ -30,16 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="commfuse-npu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    plan = commands.add_parser("plan", help="draw the plan of one rank")
-    plan.add_argument("kind", choices=[kind for kind, _ in _KINDS[:3]])
-    plan.add_argument("--ranks", type=int, default=4)
-    plan.add_argument("--rank", type=int, default=0)
-    plan.add_argument("--own", choices=("first", "last"), help="for all_to_all")
-    plan.add_argument("--shape", default="shifted")
-    plan.add_argument("--lanes", type=int, default=2)
-    plan.add_argument("--chunks", type=int, default=1)
-    plan.add_argument("--order", default="interleaved")
-    plan.add_argument("--node-size", type=int)
+    plan_command.add_to(
+        commands.add_parser("plan", help="draw a plan, or recommend one for a model and a cluster")
+    )
 
     verify = commands.add_parser("verify", help="prove the plans of all groups up to a size")
     verify.add_argument("--min-ranks", type=int, default=1)
@@ -82,17 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from commfuse_npu.bench import command  # it needs PyYAML, which the others do not
 
         return command.run(given)
+    if given.command == "plan":
+        return plan_command.main(given)
     try:
-        return _plan(given) if given.command == "plan" else _verify(given)
+        return _verify(given)
     except PlanError as error:
         print(f"commfuse-npu {given.command}: {error}", file=sys.stderr)
         return 2
-
-
-def _plan(given: argparse.Namespace) -> int:
-    schedule = Schedule(given.shape, given.lanes, given.chunks, given.order, given.node_size)
-    print(schedule.plan(given.kind, given.rank, given.ranks, given.own).draw())
-    return 0
 
 
 def _schedules(size: int, chunks: int) -> Iterator[Schedule]:

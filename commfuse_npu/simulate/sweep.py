@@ -22,15 +22,17 @@ from commfuse_npu.simulate.memory import buffers, lanes
 from commfuse_npu.simulate.step import Recompute, Step, Training
 from commfuse_npu.simulate.variants import REFERENCE, Variant, variants
 
-__all__ = ["Layout", "Options", "Outcome", "Point", "Range", "of_hardware", "sweep", "training"]
+__all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "best_lanes",
+           "of_hardware", "sweep", "training"]  # fmt: skip
 
-_CORNERS: tuple[tuple[Choice, Choice], ...] = (
+CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("typical", "typical"),
     ("favourable", "favourable"),
     ("favourable", "unfavourable"),
     ("unfavourable", "favourable"),
     ("unfavourable", "unfavourable"),
 )
+"""Which ends of the ranges: of computation, of links."""
 
 
 class Range(NamedTuple):
@@ -192,6 +194,13 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     )
 
 
+def best_lanes(hardware: Hardware, tp: int) -> int:
+    """All peers at once where each has a link of its own, else 2: they would share."""
+    mesh = hardware.topologies["inside"] == "full_mesh"
+    inside = Group(hardware.machine(), tp).members_per_node == tp
+    return max(1, tp - 1 if mesh and inside else min(2, tp - 1))
+
+
 def of_hardware(hardware: Hardware, tp: int, options: Options) -> list[Variant]:
     """The variants that are asked for.
 
@@ -199,9 +208,7 @@ def of_hardware(hardware: Hardware, tp: int, options: Options) -> list[Variant]:
         ConfigError: a pattern that names none.
     """
     group = Group(hardware.machine(), tp)
-    mesh = hardware.topologies["inside"] == "full_mesh"
-    best = tp - 1 if mesh and group.members_per_node == tp else 2
-    wanted = max(1, min(options.lanes or best, max(1, tp - 1)))
+    wanted = max(1, min(options.lanes or best_lanes(hardware, tp), tp - 1))
     found = variants(tp, group.members_per_node, wanted, options.chunks)
     for pattern in options.patterns:
         if not any(fnmatch.fnmatch(variant.name, pattern) for variant in found):
@@ -258,7 +265,7 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
     chosen = of_hardware(hardware, what.tp, options)
     found: dict[str, list[_Simulated]] = {variant.name: [] for variant in chosen}
     ratios = []
-    for compute, links in _CORNERS if options.corners else _CORNERS[:1]:
+    for compute, links in CORNERS if options.corners else CORNERS[:1]:
         machine = hardware.machine(compute, links)
         step = Step(machine, what, options.disturbance)
         ideal, free = step.compute_only(), step.compute_only(free=False)

@@ -1,0 +1,318 @@
+"""Which layout and which schedule for a model on a cluster?
+
+Every layout that fits the model, the NPUs and their memory is simulated with a few schedules of
+CommFuse, at typical figures; the best layouts then with all of them.  A recommendation names the
+shortest step, the next best layout, and what is fastest without CommFuse, each on all five machines
+of the hardware's ranges (see :mod:`.sweep`): how often the order stays the same says how much it is
+worth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from commfuse_npu.model_config import ConfigError, ModelConfig
+from commfuse_npu.simulate.footprint import Footprint, footprint, limit
+from commfuse_npu.simulate.group import Group
+from commfuse_npu.simulate.hardware import Hardware
+from commfuse_npu.simulate.step import Recompute, Step, Training
+from commfuse_npu.simulate.sweep import CORNERS, Layout, Options, Range, best_lanes, training
+from commfuse_npu.simulate.variants import (
+    COMPUTE_ONLY,
+    REFERENCE,
+    Variant,
+    Wgrad,
+    direct,
+    fused,
+    variants,
+)
+
+__all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "recommend"]
+
+_CONTEXTS = (1, 2, 4, 8, 16)
+_DEFAULTS = Options()
+_REFINED = 3
+"""So many layouts are tried with all schedules."""
+
+
+class NoLayoutError(ValueError):
+    """No layout fits; the message counts why."""
+
+
+class Fixed(NamedTuple):
+    """Sizes that are not to be chosen; ``None`` leaves one open."""
+
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    recompute: Recompute | None = None
+
+
+_OPEN = Fixed()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with a way to run its tensor-parallel layers.
+
+    Attributes:
+        seconds: of a step, at typical figures.
+        memory: of the fullest NPU.
+    """
+
+    layout: Layout
+    training: Training
+    variant: Variant
+    seconds: float
+    memory: Footprint
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.training.recompute
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What was found.
+
+    Attributes:
+        ranked: the best candidate of every layout that fits, shortest step first, with CommFuse
+            where there is anything to fuse.
+        schedules: all candidates of the best layout, shortest step first.
+        other: the shortest step without CommFuse, over all layouts.
+        refused: how many layouts do not fit, by reason.
+        ratio: communication / computation of a layer of the best layout, plain collectives.
+        steps: seconds on the five machines, of what :meth:`beats` compares.
+    """
+
+    ranked: tuple[Candidate, ...]
+    schedules: tuple[Candidate, ...]
+    other: Candidate
+    refused: Counter[str]
+    ratio: Range
+    steps: dict[Candidate, tuple[float, ...]]
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The best candidate of the next layout; without one, the next schedule."""
+        following = (*self.ranked[1:], *self.schedules[1:])
+        return following[0] if following else None
+
+    @property
+    def fused(self) -> Candidate | None:
+        """The best candidate that has something to fuse."""
+        return next((one for one in self.ranked if one.variant.schedule), None)
+
+    def beats(self, candidate: Candidate) -> int:
+        """On how many of the five machines the best candidate's step is shorter."""
+        pairs = zip(self.steps[self.best], self.steps[candidate], strict=True)
+        return sum(mine < theirs for mine, theirs in pairs)
+
+
+def recommend(
+    model: ModelConfig,
+    hardware: Hardware,
+    npus: int,
+    *,
+    sequence: int | None = None,
+    options: Options = _DEFAULTS,
+    fixed: Fixed = _OPEN,
+    other_rounding: bool = False,
+    progress: Callable[[Layout], None] = lambda layout: None,
+) -> Recommendation:
+    """Search.
+
+    Args:
+        npus: how many there are; all are used.
+        sequence: tokens; the model's by default.
+        options: micro-batch, and number of micro-batches, if they are not the model's.
+        fixed: sizes that are given.
+        other_rounding: whether schedules may be chosen that change the rounding of weight
+            gradients (``--commfuse-wgrad blocks``).
+        progress: called with every layout that is simulated.
+
+    Raises:
+        NoLayoutError: none fits.
+        ValueError: the machine has not so many NPUs.
+    """
+    most = hardware.npus_per_node * hardware.nodes
+    if not 1 <= npus <= most:
+        raise ValueError(
+            f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
+            f"{hardware.npus_per_node}; choose from 1 to {most}"
+        )
+    sequence = sequence or model.seq_length
+    refused: Counter[str] = Counter()
+    found: dict[Layout, list[Candidate]] = {}
+    others: list[Candidate] = []
+    for layout in _layouts(model, hardware, npus, fixed):
+        try:
+            what = _fitting(model, hardware, layout, sequence, options, fixed.recompute)
+        except ConfigError as error:
+            refused[_kind(str(error))] += 1
+            continue
+        if what is None:
+            refused["more memory than an NPU has"] += 1
+            continue
+        progress(layout)
+        lanes = best_lanes(hardware, layout.tp)
+        few = [v for v in _fused(hardware, layout, other_rounding) if _is_quick(v, lanes)]
+        found[layout] = _played(model, hardware, layout, what, few)
+        others += _played(model, hardware, layout, what, _others(hardware, layout.tp))
+    found = {layout: rows for layout, rows in found.items() if rows}
+    if not found:
+        reasons = "; ".join(f"{count} x {why}" for why, count in refused.most_common())
+        raise NoLayoutError(
+            f"no layout of {npus} NPUs fits {sequence} tokens: {reasons or 'none was left open'}; "
+            "take more NPUs, a shorter --sequence-length, or leave sizes open"
+        )
+
+    def first(rows: Sequence[Candidate]) -> Candidate:
+        return min(rows, key=lambda one: one.seconds)
+
+    ordered = sorted(found, key=lambda layout: first(found[layout]).seconds)
+    for layout in ordered[:_REFINED]:
+        what = found[layout][0].training
+        known = {one.variant for one in found[layout]}
+        rest = [v for v in _fused(hardware, layout, other_rounding) if v not in known]
+        found[layout] += _played(model, hardware, layout, what, rest)
+    ranked = sorted((first(rows) for rows in found.values()), key=lambda one: one.seconds)
+    schedules = tuple(sorted(found[ranked[0].layout], key=lambda one: one.seconds))
+    other = first(others)
+    compared = {ranked[0], other, *ranked[1:2], *schedules[1:2]}
+    compared |= set([one for one in ranked if one.variant.schedule][:1])
+    steps = {one: _on_all_machines(hardware, one) for one in compared}
+    return Recommendation(
+        tuple(ranked), schedules, other, refused, _ratio(hardware, ranked[0]), steps
+    )
+
+
+def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) -> Iterator[Layout]:
+    """Every way to divide the NPUs; whether the model can be divided so is asked later.
+
+    Tensor parallelism stays inside a node unless it is given.
+    """
+    tps = [fixed.tp] if fixed.tp else _divisors(min(npus, hardware.npus_per_node))
+    cps = [fixed.cp] if fixed.cp else _CONTEXTS
+    pps = [fixed.pp] if fixed.pp else _divisors(model.num_layers)
+    stages = model.pipeline_model_parallel_size
+    if not fixed.pp and stages not in pps:
+        pps.append(stages)
+    for tp in tps:
+        for cp in cps:
+            for pp in pps:
+                if npus % (tp * cp * pp) == 0:
+                    yield Layout(tp, cp, npus // (tp * cp * pp), pp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _kind(problem: str) -> str:
+    """A reason without its numbers, to be counted."""
+    first = problem.splitlines()[0].split(";")[0]
+    return " ".join(word for word in first.split() if not any(c.isdigit() for c in word))
+
+
+def _fitting(
+    model: ModelConfig,
+    hardware: Hardware,
+    layout: Layout,
+    sequence: int,
+    options: Options,
+    recompute: Recompute | None,
+) -> Training | None:
+    """The training in this layout, recomputing only if it must; ``None`` if memory is short.
+
+    Raises:
+        ConfigError: the model cannot be laid out so.
+    """
+    choices: tuple[Recompute, ...] = (recompute,) if recompute else ("none", "full")
+    for choice in choices:
+        what = training(model, layout, sequence, replace(options, recompute=choice))
+        if footprint(model, what, REFERENCE, hardware).total <= limit(hardware):
+            return what
+    return None
+
+
+def _fused(hardware: Hardware, layout: Layout, other_rounding: bool) -> list[Variant]:
+    """CommFuse's schedules; for one rank what there is instead."""
+    tp = layout.tp
+    if tp == 1:
+        return [REFERENCE]
+    base = direct(tp, Group(hardware.machine(), tp).members_per_node)
+    best = best_lanes(hardware, tp)
+    wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
+    found = [
+        fused(base, lanes, chunks, taper=taper, wgrad=wgrad)
+        for lanes in sorted({1, min(2, tp - 1), best})
+        for chunks, taper in ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (4, 2.0))
+        for wgrad in wgrads
+    ]
+    if layout.cp == 1:  # else attention has transfers of its own
+        found += [
+            fused(base, best, chunks, attention=True, wgrad=wgrad)
+            for chunks in (1, 2, 4)
+            for wgrad in wgrads
+        ]
+    return found
+
+
+def _is_quick(variant: Variant, lanes: int) -> bool:
+    """Whether it is one of the few schedules that every layout is tried with."""
+    schedule = variant.schedule
+    if schedule is None:
+        return True
+    simple = not variant.attention and schedule.taper == 1 and schedule.chunks <= 4
+    return simple and schedule.lanes == lanes
+
+
+def _others(hardware: Hardware, tp: int) -> list[Variant]:
+    members = Group(hardware.machine(), tp).members_per_node
+    found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
+    return [one for one in found if one.kind in ("megatron", "sliced", "kernel") or tp == 1]
+
+
+def _played(
+    model: ModelConfig,
+    hardware: Hardware,
+    layout: Layout,
+    what: Training,
+    chosen: Sequence[Variant],
+) -> list[Candidate]:
+    """What fits into memory, with its step at typical figures."""
+    step = Step(hardware.machine(), what)
+    found = []
+    for variant in chosen:
+        memory = footprint(model, what, variant, hardware)
+        if memory.total <= limit(hardware):
+            seconds = step.time(variant).seconds
+            found.append(Candidate(layout, what, variant, seconds, memory))
+    return found
+
+
+def _on_all_machines(hardware: Hardware, candidate: Candidate) -> tuple[float, ...]:
+    return tuple(
+        Step(hardware.machine(compute, links), candidate.training).time(candidate.variant).seconds
+        for compute, links in CORNERS
+    )
+
+
+def _ratio(hardware: Hardware, candidate: Candidate) -> Range:
+    found = []
+    for compute, links in CORNERS:
+        step = Step(hardware.machine(compute, links), candidate.training)
+        plain, ideal = (
+            step.layer(variant, "forward").seconds + step.layer(variant, "backward").seconds
+            for variant in (REFERENCE, COMPUTE_ONLY)
+        )
+        found.append(plain / ideal - 1)
+    return Range.of(found)
