@@ -40,6 +40,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="per step and replica; by default what the model's global batch gives",
     )
     what.add_argument("--recompute", choices=("none", "full"), default="none")
+    what.add_argument(
+        "--data-parallel",
+        choices=("blocking", "overlapped", "commfuse"),
+        default="overlapped",
+        help="exchange of gradients and parameters: Megatron's without overlap, with it, or "
+        "--commfuse-dp; default %(default)s",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--variants", default="*", help="names or patterns: 'coc-*,commfuse-*'")
     how.add_argument("--lanes", type=_whole, help="of CommFuse; by default what suits the links")

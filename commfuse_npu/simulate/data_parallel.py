@@ -3,13 +3,25 @@
 The gradients of a bucket (fp32) are reduce-scattered while the backward of earlier layers runs; its
 parameters (bf16) are all-gathered while the forward of earlier layers runs.  Buckets go one after
 the other; what remains exposed is the end of the first and the beginning of the second.
+
+======================  ========================================================================
+``blocking``            Megatron without ``--overlap-grad-reduce`` and ``--overlap-param-gather``:
+                        everything is exposed
+``overlapped``          with both of them; a collective adds while it copies, which is free here
+``commfuse``            ``--commfuse-dp``: the same transfers; partial sums are added one after the
+                        other when all layers are done, see :mod:`commfuse_npu.ops.buckets`
+======================  ========================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-__all__ = ["BUCKET_PARAMETERS", "GRADIENT_BYTES", "buckets", "exposed_gather", "exposed_scatter"]
+__all__ = ["BUCKET_PARAMETERS", "GRADIENT_BYTES", "DataParallel", "buckets", "exposed_gather",
+           "exposed_scatter"]  # fmt: skip
+
+DataParallel = Literal["blocking", "overlapped", "commfuse"]
 
 BUCKET_PARAMETERS = 40_000_000
 """Megatron's default, at least a million per rank of the group."""
@@ -36,7 +48,10 @@ def buckets(layer_parameters: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def exposed_scatter(
-    layers: Sequence[float], order: Sequence[Sequence[int]], transfers: Sequence[float]
+    layers: Sequence[float],
+    order: Sequence[Sequence[int]],
+    transfers: Sequence[float],
+    sums: Sequence[float] = (),
 ) -> float:
     """Seconds after the backward until the last bucket is summed.
 
@@ -44,12 +59,18 @@ def exposed_scatter(
         layers: seconds of each layer's backward, from the first layer to the last.
         order: layers of each bucket, in the order in which they become ready.
         transfers: seconds of each bucket.
+        sums: seconds of adding up each bucket after the backward, if transfers do not add.
     """
     time = link = 0.0
+    arrivals = []
     for bucket, transfer in zip(order, transfers, strict=True):
         time += sum(layers[layer] for layer in bucket)
         link = max(link, time) + transfer
-    return max(0.0, link - time)
+        arrivals.append(link)
+    end = time
+    for arrival, seconds in zip(arrivals, sums or [0.0] * len(arrivals), strict=True):
+        end = max(end, arrival) + seconds
+    return end - time
 
 
 def exposed_gather(

@@ -20,6 +20,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.simulate import llama
 from commfuse_npu.simulate.data_parallel import (
     GRADIENT_BYTES,
+    DataParallel,
     buckets,
     exposed_gather,
     exposed_scatter,
@@ -48,6 +49,7 @@ class Training:
         sequence, micro_batch: tokens and sequences of a micro-batch.
         micro_batches: per step and data-parallel replica.
         ulysses: whether context parallelism exchanges heads instead of passing keys around.
+        data_parallel: how gradients and parameters are exchanged.
     """
 
     layers: tuple[int, ...]
@@ -66,6 +68,7 @@ class Training:
     dp: int
     ulysses: bool = False
     recompute: Recompute = "none"
+    data_parallel: DataParallel = "overlapped"
 
     @property
     def npus(self) -> int:
@@ -246,15 +249,20 @@ class Step:
         parameters = [training.layer_parameters / training.tp] * layers
         order = buckets(parameters, ranks)
         sizes = [sum(parameters[layer] for layer in bucket) / ranks for bucket in order]
+        how = training.data_parallel
+        ring = variant.ring and how != "commfuse"
         out = [
-            self._collective(group, "reduce_scatter", size * GRADIENT_BYTES, variant.ring)
+            self._collective(group, "reduce_scatter", size * GRADIENT_BYTES, ring) for size in sizes
+        ]
+        back = [self._collective(group, "gather", size * ITEM_BYTES, ring) for size in sizes]
+        if how == "blocking":
+            return sum(out), sum(back)
+        sums = [
+            (ranks - 1) * self.machine.memory(3 * size * GRADIENT_BYTES) if how == "commfuse" else 0
             for size in sizes
         ]
-        back = [
-            self._collective(group, "gather", size * ITEM_BYTES, variant.ring) for size in sizes
-        ]
         return (
-            exposed_scatter([backward] * layers, order, out),
+            exposed_scatter([backward] * layers, order, out, sums),
             exposed_gather([forward] * layers, order, back),
         )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from commfuse_npu.model_config import ConfigError, ModelConfig
+from commfuse_npu.simulate.data_parallel import DataParallel
 from commfuse_npu.simulate.disturbance import Disturbance
 from commfuse_npu.simulate.group import UNDISTURBED, Group
 from commfuse_npu.simulate.hardware import Choice, Hardware
@@ -137,6 +138,7 @@ class Options:
     chunks: tuple[int, ...] = (1, 2, 4)
     patterns: tuple[str, ...] = ("*",)
     recompute: Recompute = "none"
+    data_parallel: DataParallel = "overlapped"
     disturbance: Disturbance = UNDISTURBED
     corners: bool = True
 
@@ -191,6 +193,7 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         dp=layout.dp,
         ulysses=model.context_parallel_algo == "ulysses_cp_algo",
         recompute=options.recompute,
+        data_parallel=options.data_parallel,
     )
 
 

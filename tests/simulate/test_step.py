@@ -72,6 +72,25 @@ def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
     assert exposed_scatter([1.0] * 3, order, [0.0] * 3) == 0.0
 
 
+def test_sums_after_the_backward_come_one_after_the_other() -> None:
+    order = [[2], [1], [0]]
+    # The first two have arrived; the third is waited for.
+    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [1.0] * 3) == 3 + 1
+    assert exposed_scatter([5.0] * 3, order, [0.5] * 3, [1.0] * 3) == 3
+    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [4.0] * 3) == 12
+
+
+def test_data_parallelism_costs_what_is_not_hidden() -> None:
+    times = {}
+    for how in ("blocking", "overlapped", "commfuse"):
+        base = step(4096)
+        here = Step(base.machine, replace(base.training, data_parallel=how))
+        times[how] = here.time(REFERENCE)
+    assert times["blocking"].data_parallel > times["commfuse"].data_parallel
+    assert times["commfuse"].data_parallel > times["overlapped"].data_parallel > 0
+    assert times["blocking"].seconds > times["overlapped"].seconds
+
+
 def step(npus: int, hardware: Hardware = ROCE, **options: object) -> Step:
     layout = Layout(tp=8, cp=1, dp=npus // 32, pp=4)
     what = training(LLAMA, layout, 8192, replace(Options(micro_batches=4), **options))
