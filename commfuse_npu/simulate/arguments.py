@@ -41,6 +41,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--recompute", choices=("none", "full"), default="none")
     what.add_argument(
+        "--ulysses",
+        choices=("none", "plain", "fused"),
+        default="none",
+        help="context parallelism by exchanging heads; fused: CommFuse's variants with "
+        "--commfuse-ulysses; none: as the model's file says",
+    )
+    what.add_argument(
         "--data-parallel",
         choices=("blocking", "overlapped", "commfuse"),
         default="overlapped",

@@ -48,6 +48,7 @@ def _main(given: argparse.Namespace) -> int:
         chunks=tuple(dict.fromkeys(given.chunks)),
         patterns=tuple(word.strip() for word in given.variants.split(",") if word.strip()),
         recompute=given.recompute,
+        ulysses=given.ulysses,
         data_parallel=given.data_parallel,
         disturbance=Disturbance(
             seed=given.seed,

@@ -16,12 +16,13 @@ recomputes the scores).  Element-wise work costs its memory traffic.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.simulate.rank import Gather, Rank, Scatter, Work
 
-__all__ = ["BACKWARD_ATTENTION", "SUM_BYTES", "LayerShape", "backward", "forward",
+__all__ = ["BACKWARD_ATTENTION", "SUM_BYTES", "Attended", "LayerShape", "backward", "forward",
            "head_backward", "head_forward"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
@@ -122,19 +123,34 @@ def _causal(rank: Rank) -> Schedule | None:
     return schedule and schedule.for_causal_blocks(rank.size)
 
 
-def forward(rank: Rank, shape: LayerShape, attention: float | None = None) -> None:
+class Attended(NamedTuple):
+    """Attention under context parallelism, which is played by itself.
+
+    Attributes:
+        seconds: with what its transfers leave exposed.
+        waiting: for how many of them the compute engine stands still.
+        projects: whether the projections before and after it are in it.
+    """
+
+    seconds: float
+    waiting: float = 0.0
+    projects: bool = False
+
+
+def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
     """Add a layer's forward.
 
     Args:
-        attention: seconds of attention with what context parallelism leaves exposed; by default
-            that of the shape.
+        attention: by default that of the shape.
     """
     machine, n, block, row = rank.machine, shape.ranks, shape.block, shape.row_bytes
     h, f, qkv = shape.hidden, shape.feed_forward / n, shape.qkv / n
     _elementwise(rank, "norm", block, h, h)
-    rank.gather_then_work(
-        "qkv", block, row, _gemm(machine, h, qkv), copied_row_bytes=qkv * ITEM_BYTES, inner=h
-    )
+    outside = attention is None or not attention.projects
+    if outside:
+        rank.gather_then_work(
+            "qkv", block, row, _gemm(machine, h, qkv), copied_row_bytes=qkv * ITEM_BYTES, inner=h
+        )
     _elementwise(rank, "rotary", shape.rows, qkv, qkv)
     attend, proj = shape.attention(machine), _gemm(machine, h / n, h)
     if rank.variant.attention and attention is None and n > 1:
@@ -142,11 +158,12 @@ def forward(rank: Rank, shape: LayerShape, attention: float | None = None) -> No
         scatter.produce(lambda run: attend(run) + proj(run))
         scatter.finish()
     else:
-        whole = attend(slice(0, shape.rows)) if attention is None else attention
+        whole = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention", whole)
-        rank.work_then_scatter(
-            "proj", block, row, proj, copied_row_bytes=h / n * ITEM_BYTES, inner=h // n
-        )
+        if outside:
+            rank.work_then_scatter(
+                "proj", block, row, proj, copied_row_bytes=h / n * ITEM_BYTES, inner=h // n
+            )
     _elementwise(rank, "residual, norm", block, h, h, h, h)
     rank.gather_then_work(
         "fc1", block, row, _gemm(machine, h, 2 * f), copied_row_bytes=2 * f * ITEM_BYTES, inner=h
@@ -158,7 +175,7 @@ def forward(rank: Rank, shape: LayerShape, attention: float | None = None) -> No
     _elementwise(rank, "residual", block, h, h, h)
 
 
-def backward(rank: Rank, shape: LayerShape, attention: float | None = None) -> None:
+def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
     """Add a layer's backward; see :func:`forward`."""
     machine, n, block, row = rank.machine, shape.ranks, shape.block, shape.row_bytes
     h, f, qkv = shape.hidden, shape.feed_forward / n, shape.qkv / n
@@ -179,6 +196,7 @@ def backward(rank: Rank, shape: LayerShape, attention: float | None = None) -> N
     attend = shape.attention(machine, BACKWARD_ATTENTION)
     proj, proj_wgrad = _gemm(machine, h, h / n), wgrad(h / n, h)
     whole = rank.variant.wgrad == "whole"
+    outside = attention is None or not attention.projects
     if rank.variant.attention and attention is None and n > 1:
         gather = Gather(
             rank, "proj and attention", block, row, in_place=whole, schedule=_causal(rank)
@@ -188,15 +206,18 @@ def backward(rank: Rank, shape: LayerShape, attention: float | None = None) -> N
         if whole:
             rank.compute("proj wgrad", proj_wgrad(slice(0, shape.rows)), waits)
     else:
-        rank.row_backward(
-            "proj", block, row, proj, proj_wgrad, copied_row_bytes=h / n * ITEM_BYTES, inner=h
-        )
-        seconds = attend(slice(0, shape.rows)) if attention is None else attention
+        if outside:
+            rank.row_backward(
+                "proj", block, row, proj, proj_wgrad, copied_row_bytes=h / n * ITEM_BYTES, inner=h
+            )
+        seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention backward", seconds)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
-    rank.column_backward(
-        "qkv", block, row, _gemm(machine, qkv, h), wgrad(h, qkv), copied_row_bytes=qkv * ITEM_BYTES
-    )
+    if outside:
+        rank.column_backward(
+            "qkv", block, row, _gemm(machine, qkv, h), wgrad(h, qkv),
+            copied_row_bytes=qkv * ITEM_BYTES,
+        )  # fmt: skip
     _elementwise(rank, "norm backward", block, h, h, h, h)
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
-from commfuse_npu.plan import Kind, Piece, Plan, Schedule, Step, split
+from commfuse_npu.plan import Kind, Own, Piece, Plan, Schedule, Step, split
 from commfuse_npu.simulate.machine import Machine
 from commfuse_npu.simulate.program import Key, Message, Program
 from commfuse_npu.simulate.variants import Variant, direct
 
-__all__ = ["Gather", "Rank", "Scatter", "Work"]
+__all__ = ["AllToAll", "Gather", "Rank", "Scatter", "Work"]
 
 Work = Callable[[slice], float]
 """Seconds of work on a run of rows of the whole tensor."""
@@ -316,18 +315,19 @@ class _Exchange:
     def __init__(
         self,
         rank: Rank,
-        kind: Literal["gather", "reduce_scatter"],
+        kind: Kind,
         name: str,
         rows: int,
         row_bytes: float,
         schedule: Schedule | None,
+        own: Own | None = None,
     ) -> None:
         schedule = schedule or rank.variant.schedule
         assert schedule is not None
         # As the ops do: no more chunks than a block has rows.
         schedule = replace(schedule, chunks=min(schedule.chunks, max(1, rows)))
         self.rank, self.name, self.rows, self.row_bytes = rank, name, rows, row_bytes
-        self.plan: Plan = schedule.plan(kind, rank.rank, rank.size)
+        self.plan: Plan = schedule.plan(kind, rank.rank, rank.size, own)
         self.posted: list[tuple[int, ...]] = []
         self.used = 0
         self._prefix = rank.program.unique(name)
@@ -494,3 +494,47 @@ class Scatter(_Exchange):
         """Add what has not been added yet."""
         while self.used < self._steps:
             self._use()
+
+
+class AllToAll(_Exchange):
+    """A block for every rank in exchange for one of its; everything that arrives has its place.
+
+    Args:
+        own: when the own block is worked on: ``last`` before it is sent, ``first`` when it comes.
+    """
+
+    def __init__(
+        self, rank: Rank, name: str, rows: int, row_bytes: float, own: Own, schedule: Schedule
+    ) -> None:
+        super().__init__(rank, "all_to_all", name, rows, row_bytes, schedule, own)
+
+    def produce(self, work: Work) -> None:
+        """Make the blocks and send each off, the own one last."""
+        for step in self.plan.steps:
+            if step.compute is None:
+                continue
+            run = self.plan.rows(step.compute, self.rows)
+            self.rank.compute(f"{self.name} {step.compute}", work(run))
+            if step.compute.chunk is not None:
+                self._post()
+
+    def consume(self, work: Work) -> None:
+        """Use the blocks, the own one first, then as they arrive; posts what is not posted yet."""
+        while len(self.posted) < self._steps:
+            self._post()
+        mine = self.plan.rank
+        self._use(Piece(mine, mine, None), work, ())
+        for place, step in enumerate(self.plan.transfers):
+            assert step.receive is not None
+            if step.receive.piece.target == mine:
+                self._use(step.receive.piece, work, self.posted[place])
+
+    def _use(self, piece: Piece, work: Work, after: tuple[int, ...]) -> None:
+        assert piece.source is not None
+        inside, start = self.plan.inside(piece, self.rows), piece.source * self.rows
+        run = slice(start + inside.start, start + inside.stop)
+        self.rank.compute(f"{self.name} use {piece}", work(run), after)
+
+    def finish(self) -> tuple[int, ...]:
+        """What to wait for until everything is there."""
+        return tuple(index for posted in self.posted for index in posted)

@@ -12,7 +12,7 @@ share links (between nodes they mostly do not), and switches do not block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -27,11 +27,12 @@ from commfuse_npu.simulate.data_parallel import (
 )
 from commfuse_npu.simulate.disturbance import Disturbance
 from commfuse_npu.simulate.group import UNDISTURBED, Group, Played
-from commfuse_npu.simulate.llama import BACKWARD_ATTENTION, LayerShape
+from commfuse_npu.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape
 from commfuse_npu.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.simulate.pipeline_parallel import one_forward_one_backward
 from commfuse_npu.simulate.rank import Gather, Rank
-from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
+from commfuse_npu.simulate.ulysses import Ulysses
+from commfuse_npu.simulate.variants import COMPUTE_ONLY, Variant
 
 __all__ = ["Recompute", "Step", "StepTime", "Training"]
 
@@ -49,6 +50,7 @@ class Training:
         sequence, micro_batch: tokens and sequences of a micro-batch.
         micro_batches: per step and data-parallel replica.
         ulysses: whether context parallelism exchanges heads instead of passing keys around.
+        fuse_ulysses: whether CommFuse's variants fuse these exchanges.
         data_parallel: how gradients and parameters are exchanged.
     """
 
@@ -67,6 +69,7 @@ class Training:
     cp: int
     dp: int
     ulysses: bool = False
+    fuse_ulysses: bool = False
     recompute: Recompute = "none"
     data_parallel: DataParallel = "overlapped"
 
@@ -129,6 +132,7 @@ class Step:
     training: Training
     disturbance: Disturbance = UNDISTURBED
     _collectives: dict[tuple[str, float, bool], float] = field(default_factory=dict)
+    _attentions: dict[tuple[bool, int], tuple[Attended, Attended]] = field(default_factory=dict)
 
     @cached_property
     def group(self) -> Group:
@@ -137,9 +141,9 @@ class Step:
 
     def layer(self, variant: Variant, part: Literal["forward", "backward"]) -> Played:
         """Play one layer of one micro-batch."""
-        attention = self._attention
+        attended = self._attended(variant)
         build = llama.forward if part == "forward" else llama.backward
-        seconds = attention[part == "backward"] if attention else None
+        seconds = attended[part == "backward"] if attended else None
         return self.group.play(variant, lambda rank: build(rank, self.training.shape, seconds))
 
     def time(self, variant: Variant, *, free: bool = False) -> StepTime:
@@ -174,39 +178,59 @@ class Step:
             exposed = max(ends) - end + tails[0][1]
             end += exposed
         waiting = forward.waiting + backward.waiting
+        waiting += sum(one.waiting for one in self._attended(variant) or ())
         return StepTime(end + self._optimizer, f, b, waiting, exposed)
 
     def compute_only(self, *, free: bool = True) -> StepTime:
-        """The step if tensor-parallel transfers took no time, and with ``free`` all others too."""
+        """The step if transfers inside layers took no time, and with ``free`` all others too."""
         return self.time(COMPUTE_ONLY, free=free)
 
     # ------------------------------------------------------------------- parts
 
-    @cached_property
-    def _attention(self) -> tuple[float, float] | None:
-        """Seconds of attention forward and backward under context parallelism.
-
-        Not fused by any variant here: keys and values go around a ring during attention, or heads
-        are exchanged before and after it.
-        """
-        training, machine = self.training, self.machine
+    def _attended(self, variant: Variant) -> tuple[Attended, Attended] | None:
+        """Attention forward and backward under context parallelism."""
+        training = self.training
         if training.cp == 1:
             return None
+        fused = training.ulysses and training.fuse_ulysses and variant.schedule
+        chunks = variant.schedule.chunks if fused and variant.schedule else 0
+        key = variant.kind == "compute", chunks
+        if key not in self._attentions:
+            make = self._ulysses if training.ulysses else self._around_a_ring
+            self._attentions[key] = make(*key)
+        return self._attentions[key]
+
+    def _ulysses(self, free: bool, chunks: int) -> tuple[Attended, Attended]:
+        """Heads are exchanged before and after attention, fused if there are ``chunks``."""
+        training = self.training
+        group = Group(self.machine, training.cp, stride=training.tp)
+        schedule = None
+        if chunks:
+            # As for tensor parallelism: all peers at once only where each has its own link.
+            mesh = self.machine.inside.topology == "full_mesh"
+            alone = mesh and group.members_per_node == training.cp
+            lanes = training.cp - 1 if alone else min(2, training.cp - 1)
+            schedule = replace(group.direct, lanes=lanes, chunks=chunks)
+        ulysses = Ulysses(training.shape, schedule)
+        variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
+        found = []
+        for build in (ulysses.forward, ulysses.backward):
+            # Under a causal mask the ranks begin with blocks that cost differently.
+            played = group.play(
+                COMPUTE_ONLY if free else variant, build, whole=schedule is not None
+            )
+            found.append(Attended(played.seconds, played.waiting, ulysses.projects))
+        return found[0], found[1]
+
+    def _around_a_ring(self, free: bool, _: int) -> tuple[Attended, Attended]:
+        """Keys and values go around a ring while they are attended to."""
+        training, machine = self.training, self.machine
         shape = training.shape
         group = Group(machine, training.cp, stride=training.tp)
         kv = shape.rows * 2 * training.key_value / training.tp * ITEM_BYTES
         times = []
         for factor, passed in ((1.0, 1), (BACKWARD_ATTENTION, 2)):
             whole = shape.attention(machine, factor)(slice(0, shape.rows))
-            if training.ulysses:
-                sent = shape.rows * shape.qkv / training.tp * ITEM_BYTES
-                back = shape.rows * shape.hidden / training.tp * ITEM_BYTES
-                whole += sum(
-                    group.collective("all_to_all", size / training.cp, REFERENCE)
-                    for size in (sent, back)
-                )
-                times.append(whole)
-                continue
             ring = Variant("ring", "fused", schedule=Schedule("ring", 1, 1))
 
             def build(rank: Rank, seconds: float = whole, size: float = kv * passed) -> None:
@@ -214,7 +238,8 @@ class Step:
                 gather.consume(lambda _: seconds / training.cp)
                 rank.need(gather.finish())
 
-            times.append(group.play(ring, build).seconds)
+            played = None if free else group.play(ring, build)
+            times.append(Attended(played.seconds, played.waiting) if played else Attended(whole))
         return times[0], times[1]
 
     def _embedding(self, variant: Variant) -> float:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.simulate.data_parallel import DataParallel
@@ -59,8 +59,8 @@ class Outcome:
         shorter: share of the time of ``plain-mesh`` that a step is shorter; negative if longer.
         layer: seconds of a layer, forward and backward.
         exposed: seconds of a step that there would not be if no transfer took time.
-        removed: share of the tensor-parallel overhead of ``plain-mesh`` that is gone; negative if
-            there is more of it.
+        removed: share of what the transfers inside layers (tensor and context parallelism) add to
+            ``plain-mesh`` that is gone; negative if there is more of it.
         waiting_removed: share of the time in which its compute engine waits that is gone.  This
             leaves out what splitting costs the GEMMs.
         mfu: model FLOP per second as a share of the peak.
@@ -129,6 +129,8 @@ class Options:
         lanes: of CommFuse; ``None``: all peers at once on a full mesh, else 2.
         chunks: of CommFuse.
         patterns: names of variants, ``commfuse-*``; the reference is always there.
+        ulysses: context parallelism by exchanging heads, whatever the model's file says, and
+            whether CommFuse's variants fuse that.
         corners: whether ranges are wanted, or only typical figures.
     """
 
@@ -138,6 +140,7 @@ class Options:
     chunks: tuple[int, ...] = (1, 2, 4)
     patterns: tuple[str, ...] = ("*",)
     recompute: Recompute = "none"
+    ulysses: Literal["none", "plain", "fused"] = "none"
     data_parallel: DataParallel = "overlapped"
     disturbance: Disturbance = UNDISTURBED
     corners: bool = True
@@ -156,6 +159,7 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     stages = model.num_layer_list
     if layout.pp != model.pipeline_model_parallel_size:
         stages = None
+    algorithm = model.context_parallel_algo if options.ulysses == "none" else "ulysses_cp_algo"
     fitted = replace(
         model,
         seq_length=sequence,
@@ -166,6 +170,7 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=model.sequence_parallel or layout.tp > 1,
+        context_parallel_algo=algorithm,
         num_layer_list=stages,
         npus_per_node=layout.npus,
         nnodes=1,
@@ -191,7 +196,8 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         tp=layout.tp,
         cp=layout.cp,
         dp=layout.dp,
-        ulysses=model.context_parallel_algo == "ulysses_cp_algo",
+        ulysses=fitted.context_parallel_algo == "ulysses_cp_algo",
+        fuse_ulysses=options.ulysses == "fused",
         recompute=options.recompute,
         data_parallel=options.data_parallel,
     )

@@ -16,7 +16,7 @@ from commfuse_npu.simulate.hardware import Hardware
 from commfuse_npu.simulate.pipeline_parallel import one_forward_one_backward
 from commfuse_npu.simulate.step import Step
 from commfuse_npu.simulate.sweep import Layout, Options, sweep, training
-from commfuse_npu.simulate.variants import REFERENCE, variants
+from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, variants
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROCE = Hardware.load(CONFIGS / "hardware" / "ascend_910b_roce.yaml")
@@ -150,6 +150,23 @@ def test_context_parallelism_splits_the_attention(ulysses: bool) -> None:
     split = Step(alone.machine, what)
     free, half = alone.compute_only(), split.compute_only()
     assert 0.4 < half.layer_forward / free.layer_forward < 0.75
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
+def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
+    server = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
+    model = ModelConfig.load(CONFIGS / "llama2_7b.yaml")
+    times = {}
+    for how in ("plain", "fused"):
+        options = Options(micro_batch=1, micro_batches=2, ulysses=how)
+        here = Step(server.machine(), training(model, Layout(tp, cp, 1, 1), 32768, options))
+        fused = next(one for one in variants(tp, tp, 1) if one.name.startswith("commfuse-c2"))
+        times[how] = [here.time(one) for one in (COMPUTE_ONLY, REFERENCE, fused)]
+    free, plain, fused_time = times["fused"]
+    assert times["plain"][:2] == [free, plain]
+    assert free.seconds < fused_time.seconds < times["plain"][2].seconds
+    assert fused_time.waiting < times["plain"][2].waiting <= plain.waiting
+    assert free.waiting < 0.01 * free.layer_forward
 
 
 @pytest.mark.parametrize(
