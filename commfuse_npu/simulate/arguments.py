@@ -74,6 +74,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="Chrome trace of one layer, typical figures"
     )
     out.add_argument(
+        "--beside",
+        type=Path,
+        metavar="FILE",
+        help="a measured trace to put into that of --trace, rank by rank",
+    )
+    out.add_argument(
         "--trace-variant", help="whose; by default the one with the shortest step", metavar="NAME"
     )
     check = parser.add_argument_group("how well it predicts (instead of all of the above)")
@@ -82,6 +88,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="what `commfuse-npu bench --json` wrote: fit to it at one ratio, predict the rest",
+    )
+    check.add_argument(
+        "--calibrated",
+        type=Path,
+        metavar="FILE",
+        help="write the machine that was fitted, two ranks in fp32, for --hardware",
     )
     check.add_argument(
         "--fit-ratio", type=float, default=0.5, help="wire time / computing time; %(default)s"

@@ -28,11 +28,12 @@ from commfuse_npu.bench.results import Result, Setting
 from commfuse_npu.bench.shapes import ITEM_BYTES
 from commfuse_npu.bench.variants import of_group
 from commfuse_npu.simulate.group import Group
+from commfuse_npu.simulate.hardware import find_config
 from commfuse_npu.simulate.machine import Level, LinkTopology, Machine
 from commfuse_npu.simulate.rank import Rank, Work
 from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 
-__all__ = ["Prediction", "predictions", "report"]
+__all__ = ["Prediction", "described", "predictions", "report"]
 
 FITTED_ON = ("p2p", "ours-c1", "ours-c8", "slices-4")
 """Variants whose times at the one ratio are known to the fit, besides the computation alone."""
@@ -104,6 +105,62 @@ def predictions(results: Sequence[Result], ratio: float) -> Iterator[Prediction]
         ratios = sorted({r.setting.ratio for r in known})
         choices = ", ".join(f"{known_ratio:g}" for known_ratio in ratios)
         raise ValueError(f"nothing at ratio {ratio:g} to fit; choose one of {choices}")
+
+
+def described(results: Sequence[Result], ratio: float, source: str) -> str:
+    """The machine of two ranks in fp32 over a mesh as a description for ``configs/hardware``.
+
+    What is not fitted is taken from ``cpu_paced.yaml``.
+
+    Args:
+        source: what the results are called, for the description.
+
+    Raises:
+        ValueError: nothing of the kind was measured at this ratio.
+    """
+    import yaml
+
+    wanted = ("real GEMMs", 2, "mesh", "fp32")
+    rows = [
+        r
+        for r in results
+        if _machine_of(r.setting) == wanted
+        and r.setting.ratio == ratio
+        and r.setting.work in _WORKS
+        and _variant(r) is not None
+    ]
+    machines = list(_fitted(rows).values())
+    if not machines:
+        raise ValueError(f"no {', '.join(map(str, wanted))} at ratio {ratio:g} to describe")
+    content = yaml.safe_load(find_config("cpu_paced", "hardware").read_text(encoding="utf-8"))
+    rates = sorted(row.setting.bytes_per_second or _UNPACED_RATE for row in rows)
+    slowdowns = [
+        min(_MOST_SLOWDOWN, machines[0].transfer_slowdown * rate / _UNPACED_RATE) for rate in rates
+    ]
+    figures = {
+        ("npu", "cube_flops"): [machine.cube_flops for machine in machines],
+        ("npu", "gemm_half_rows"): [machines[0].gemm_half_rows],
+        ("npu", "hbm_bandwidth"): [machines[0].hbm_bandwidth],
+        ("npu", "transfer_slowdown"): slowdowns,
+        ("host", "launch_overhead"): [machines[0].launch_overhead],
+        ("inside", "rate"): rates,
+    }
+    content["name"] = f"one CPU host, paced loopback (gloo), fitted to {source}"
+    for (section, name), values in figures.items():
+        content[section][name] = {
+            "low": float(min(values)),
+            "typical": float(statistics.median(values)),
+            "high": float(max(values)),
+            "source": f"fitted to {source} at ratio {ratio:g}",
+        }
+    for section, name in (("npu", "hbm_efficiency"), ("inside", "efficiency")):
+        content[section][name] = {
+            "low": 1.0,
+            "typical": 1.0,
+            "high": 1.0,
+            "source": "in the fitted",
+        }
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
 
 
 def _machine_of(setting: Setting) -> tuple[object, ...]:

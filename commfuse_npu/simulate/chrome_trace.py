@@ -7,7 +7,7 @@ from typing import Any
 
 from commfuse_npu.simulate.group import Played
 
-__all__ = ["chrome_trace"]
+__all__ = ["beside", "chrome_trace"]
 
 
 def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
@@ -56,6 +56,22 @@ def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
             )  # fmt: skip
         offset += played.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def beside(simulated: dict[str, Any], measured: Any) -> dict[str, Any]:
+    """Both traces in one: the measured processes follow the simulated ones.
+
+    Raises:
+        ValueError: ``measured`` is not a trace as :func:`commfuse_npu.trace.write` makes them.
+    """
+    events = measured.get("traceEvents") if isinstance(measured, dict) else None
+    if not isinstance(events, list) or not all(
+        isinstance(event, dict) and isinstance(event.get("pid"), int) for event in events
+    ):
+        raise ValueError("it is not a trace: a mapping with traceEvents, each with a number as pid")
+    first = 1 + max((event["pid"] for event in simulated["traceEvents"]), default=-1)
+    moved = [{**event, "pid": first + event["pid"]} for event in events]
+    return {**simulated, "traceEvents": [*simulated["traceEvents"], *moved]}
 
 
 def _event(

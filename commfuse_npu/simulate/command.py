@@ -8,7 +8,7 @@ import sys
 
 from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.plan import PlanError
-from commfuse_npu.simulate.chrome_trace import chrome_trace
+from commfuse_npu.simulate.chrome_trace import beside, chrome_trace
 from commfuse_npu.simulate.disturbance import Disturbance
 from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
 from commfuse_npu.simulate.report import heading, scale, table
@@ -31,11 +31,20 @@ def main(given: argparse.Namespace) -> int:
 def _main(given: argparse.Namespace) -> int:
     if given.against is not None:
         from commfuse_npu.bench.stored import load
-        from commfuse_npu.simulate.calibrate import predictions, report  # it needs numpy
+        from commfuse_npu.simulate.calibrate import (  # it needs numpy
+            described,
+            predictions,
+            report,
+        )
 
         _, results, _ = load(given.against)
         print(report(list(predictions(results, given.fit_ratio)), given.fit_ratio))
+        if given.calibrated:
+            text = described(results, given.fit_ratio, given.against.name)
+            given.calibrated.write_text(text, encoding="utf-8")
         return 0
+    if given.beside and not given.trace:
+        raise ValueError("--beside puts a measured trace into that of --trace; give both")
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)
@@ -148,4 +157,10 @@ def _write_trace(
         raise ValueError(f"--trace-variant {name} is unknown; choose one of {', '.join(known)}")
     step = Step(hardware.machine(), training(model, layout, sequence, options), options.disturbance)
     parts = [(part, step.layer(known[name], part)) for part in ("forward", "backward")]
-    given.trace.write_text(json.dumps(chrome_trace(parts)), encoding="utf-8")
+    trace = chrome_trace(parts)
+    if given.beside:
+        try:
+            trace = beside(trace, json.loads(given.beside.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"--beside {given.beside}: {error}") from error
+    given.trace.write_text(json.dumps(trace), encoding="utf-8")

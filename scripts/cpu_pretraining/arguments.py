@@ -97,6 +97,14 @@ def _parser() -> _Parser:
         "more than their due: gloo's reduce-scatter sends an all-reduce's bytes",
     )
 
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what the fused layers of rank 0's group did in the second and third iteration, "
+        "for chrome://tracing and Perfetto",
+    )
+
     group = parser.add_argument_group("model")
     group.add_argument("--num-layers", type=whole(1))
     group.add_argument("--hidden-size", type=whole(1))
@@ -155,7 +163,7 @@ def _parser() -> _Parser:
 
 
 # Requests for one run; a file that always resumes, compares or slows down would surprise.
-_COMMAND_LINE_ONLY = {"resume": False, "compare": False, "link_rate": None}
+_COMMAND_LINE_ONLY = {"resume": False, "compare": False, "link_rate": None, "trace": None}
 _MAY_BE_NULL = {"data_path", "lr_warmup_iters", "ddp_bucket_size"}
 
 
@@ -237,6 +245,8 @@ def parse_arguments(
     _check_training(args)
     if args.link_rate is not None:
         _check_link_rate(args)
+    if args.trace is not None:
+        _check_trace(args)
     args.num_microbatches = args.global_batch_size // (
         args.micro_batch_size * args.data_parallel_size
     )
@@ -363,6 +373,19 @@ def _check_training(args: argparse.Namespace) -> None:
             "--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
             "transfers anything; choose 2 or more, --commfuse-ulysses with context parallelism, or "
             "--commfuse-dp with --data-parallel-size of at least 2"
+        )
+
+
+def _check_trace(args: argparse.Namespace) -> None:
+    asked = f"--trace {args.trace}"
+    if args.compare or not args.use_commfuse:
+        raise UsageError(
+            f"{asked} is of fused layers; choose --use-commfuse, and leave --compare out"
+        )
+    if args.train_iters < 2:
+        raise UsageError(
+            f"{asked} begins after the first iteration, but --train-iters is {args.train_iters}; "
+            "choose 2 or more"
         )
 
 

@@ -49,6 +49,11 @@ class LinearsInUse:
         transports = [user.transport for user in users if user is not None]
         return sum(lanes.blocked_seconds for lanes in transports if lanes is not None)
 
+    @property
+    def transport(self) -> Transport | None:
+        """Of the fused layers; ``None`` if none is."""
+        return self._wrappers.transport if self._wrappers and self._mode == "commfuse" else None
+
     def describe(self) -> list[str]:
         """Which layers took which path, and by which plan, for people."""
         if self._wrappers is None:

@@ -18,6 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from commfuse_npu.trace import Trace, write
+
 from .checkpoint import FoundCheckpoint, load_state, save_state, shape_of_run
 from .data import Corpus, global_batch_samples
 from .exposed_time import ExposedTime, measure_exposed_time
@@ -30,6 +32,9 @@ from .model import Trainee, build_trainee, model_flops_per_iteration
 from .speed import Speed, speed_of
 
 __all__ = ["Outcome", "TrainingDiverged", "train"]
+
+_TRACED = 2
+"""Iterations in a trace."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -128,6 +133,9 @@ class _Loop:
             entries.append(entry)
             if len(entries) == 1:
                 self._pace_again(pace, bar)
+                self._begin_trace()
+            elif len(entries) == 1 + _TRACED:
+                self._end_trace(bar)
             if metrics:
                 metrics.append(entry)
             last = self.iteration == args.train_iters or bool(outcome.stopped_by)
@@ -141,6 +149,7 @@ class _Loop:
                 self._validate(metrics, bar)
             if checkpoints and self._due(args.save_interval, last, always_last=True):
                 self._save(bar)
+        self._end_trace(bar)
         if bar is not None:
             bar.close()
         self._finish_parameters()
@@ -162,6 +171,26 @@ class _Loop:
             _print_line(
                 f" links: {connections} connections of rank 0 at {self.args.link_rate:g} MB/s", bar
             )
+
+    def _begin_trace(self) -> None:
+        transport = self.linears.transport
+        if self.args.trace and transport is not None and 0 in transport.ranks:
+            transport.trace = Trace()
+
+    def _end_trace(self, bar: Any) -> None:
+        """Write what was traced, if it was; a collective of the traced group."""
+        transport = self.linears.transport
+        if transport is None or transport.trace is None:
+            return
+        try:
+            count = write(transport, self.args.trace)
+        except OSError as error:
+            # The training is worth more than its trace.
+            _print_line(f" trace: cannot write {self.args.trace}: {error.strerror}", bar)
+        else:
+            if self.first:
+                _print_line(f" trace: {count} events in {self.args.trace}", bar)
+        transport.trace = None
 
     def _due(self, interval: int, last: bool, always_last: bool = False) -> bool:
         if last and (interval or always_last):

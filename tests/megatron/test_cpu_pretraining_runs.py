@@ -146,6 +146,33 @@ def test_resume_after_a_kill_equals_the_uninterrupted_run(
     assert not list(checkpoints.glob(".*"))
 
 
+def test_two_iterations_are_traced(tmp_path: Path) -> None:
+    file = tmp_path / "traces" / "real.json"
+    done = run(2, "--runs-dir", str(tmp_path), "--use-commfuse", "--trace", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = json.loads(file.read_text())["traceEvents"]
+    assert f"trace: {sum(e['ph'] == 'X' for e in events)} events in {file}" in done.stdout
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank 0, measured", "rank 1, measured"]
+    work = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    for operation, layers in (("all_gather_linear", 5), ("linear_reduce_scatter", 4)):
+        pieces = [e for e in work if e["cat"] == operation]
+        # 2 ranks, 2 iterations of 4 micro-batches, the own block and the other one.
+        assert len(pieces) == 2 * 2 * 4 * layers * 2
+    # Watching changes nothing.
+    plain = run(2, "--runs-dir", str(tmp_path), "--name", "fused", "--use-commfuse")
+    assert weights_hash(done.stdout) == weights_hash(plain.stdout)
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file = tmp_path / "file" / "real.json"
+    done = run(2, "--runs-dir", str(tmp_path), "--use-commfuse", "--trace", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"trace: cannot write {file}" in done.stdout
+    assert weights_hash(done.stdout)
+
+
 def test_resume_refuses_another_shape(uninterrupted: tuple[Path, str]) -> None:
     # As rank 0 of two: the refusal comes before the ranks meet, so the other one is not needed.
     folder, _ = uninterrupted

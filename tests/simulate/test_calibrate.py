@@ -14,6 +14,7 @@ from commfuse_npu.bench.results import Result, Setting
 from commfuse_npu.bench.samples import Check
 from commfuse_npu.simulate import calibrate
 from commfuse_npu.simulate.calibrate import FITTED_ON, predictions
+from commfuse_npu.simulate.hardware import Hardware
 from commfuse_npu.simulate.variants import COMPUTE_ONLY
 
 TRUTH = replace(
@@ -79,6 +80,24 @@ def test_what_has_no_form_is_left_out_and_a_ratio_that_is_not_there_refused() ->
     assert {one.variant for one in predictions(four, 0.5)} == {"p2p", "ours-c1", "ours-c4", "ring"}
     with pytest.raises(ValueError, match=r"nothing at ratio 3 to fit; choose one of 0\.5"):
         list(predictions(results, 3))
+
+
+def test_the_fitted_machine_becomes_a_description(tmp_path: Path) -> None:
+    bench, described = tmp_path / "bench.json", tmp_path / "here.yaml"
+    works = ("all-gather", "reduce-scatter", "mlp")
+    results = [row for work in works for row in _measured(work, 0.5)]
+    bench.write_text(json.dumps(as_json({}, results, [])))
+    assert cli.main(["simulate", "--against", str(bench), "--calibrated", str(described)]) == 0
+    machine = Hardware.load(described).machine()
+    for name in ("cube_flops", "gemm_half_rows", "hbm_bandwidth", "launch_overhead"):
+        assert getattr(machine, name) == pytest.approx(getattr(TRUTH, name), rel=0.02), name
+    assert machine.inside.rate == 1e8 / 0.5
+    # Per byte: at a fifth of the rate a fifth of the share.
+    assert machine.transfer_slowdown == pytest.approx(TRUTH.transfer_slowdown * 0.2, rel=0.05)
+    assert "bench.json" in described.read_text()
+    other = [replace(row, setting=replace(row.setting, dtype="bf16")) for row in results]
+    with pytest.raises(ValueError, match=r"no real GEMMs, 2, mesh, fp32 at ratio 0\.5 to describe"):
+        calibrate.described(other, 0.5, "bench.json")
 
 
 def test_the_command_prints_a_table_and_the_errors(
