@@ -186,12 +186,17 @@ class Plan:
         """How many transfers may be posted ahead of the oldest one that is not yet used.
 
         It bounds the scratch memory: two blocks where blocks arrive, one for what arrives and one
-        for what leaves where they are reduced; or one piece more than there are lanes.
+        for what leaves where they are reduced; or one piece more than there are lanes.  A ring that
+        goes round by round keeps what arrived for a whole round, a block's pieces, before it adds
+        to it and passes it on.
         """
         chunks, taper = self.chunks, self.schedule.taper
         blocks = 1 if self.kind == "reduce_scatter" else 2
+        least = self.lanes + 1
+        if self.forwards and self.schedule.order == "block":
+            least = max(least, chunks)
         if taper == 1:
-            return min(len(self.transfers), max(blocks * chunks, self.lanes + 1))
+            return min(len(self.transfers), max(blocks * chunks, least))
         # As many of the longest as make so many blocks together.
         shares = [taper**-chunk for chunk in range(chunks)]
         peers = max(1, self.size - 1)
@@ -200,7 +205,7 @@ class Plan:
         while window < len(longest_first) and scratch + longest_first[window] <= blocks + 1e-9:
             scratch += longest_first[window]
             window += 1
-        return min(len(self.transfers), max(window, self.lanes + 1))
+        return min(len(self.transfers), max(window, least))
 
     def block(self, piece: Piece) -> int:
         """Which of the ``n`` blocks of the whole tensor a computed piece belongs to."""

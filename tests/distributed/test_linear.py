@@ -206,6 +206,7 @@ def schedules() -> Iterator[Schedule]:
         yield Schedule(shape, lanes, chunks)
     yield Schedule("shifted", 2, 2, "block")
     yield Schedule("shifted", 2, 3, taper=2)
+    yield Schedule("ring", 1, 4, "block", taper=2)
     yield Schedule("shifted", 2, 40)  # more chunks than rows
 
 

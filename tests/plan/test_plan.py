@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_npu.plan import Piece, PlanError, Schedule, split, taper_down
+from commfuse_npu.plan import Order, Piece, PlanError, Schedule, split, taper_down
 
 
 def computed(schedule: Schedule, kind: str, rank: int, size: int, **options: str) -> list[int]:
@@ -152,6 +152,19 @@ def test_scratch_memory_is_bounded_by_two_blocks_or_the_lanes() -> None:
         for lanes in (1, 2, 7):
             plan = Schedule(lanes=lanes, chunks=chunks).plan("reduce_scatter", 0, 8)
             assert plan.window <= max(2 * chunks, lanes + 1)
+
+
+@given(
+    size=st.integers(2, 9), lanes=st.integers(1, 4), chunks=st.integers(1, 8),
+    taper=st.floats(1, 8), order=st.sampled_from(("block", "interleaved")),
+)  # fmt: skip
+def test_what_a_ring_carries_is_sent_before_its_slot_is_used_again(
+    size: int, lanes: int, chunks: int, taper: float, order: Order
+) -> None:
+    plan = Schedule("ring", lanes, chunks, order, taper=taper).plan("reduce_scatter", 0, size)
+    sent = {step.send.piece: place for place, step in enumerate(plan.transfers)}
+    for piece, arrived in plan.arrival.items():
+        assert sent.get(piece, arrived) - arrived <= plan.window
 
 
 def test_group_of_one_computes_and_sends_nothing() -> None:
