@@ -121,10 +121,9 @@ class Ranks:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
-                rank = waiting[pipe]
+            for rank in [rank for pipe, rank in waiting.items() if pipe in ready]:
                 try:
-                    outcomes[rank] = pipe.recv()
+                    outcomes[rank] = self._pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
                     if not may_die:
                         self.kill()
