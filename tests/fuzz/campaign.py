@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections import Counter
@@ -21,6 +22,8 @@ from tests.fuzz.strategy import cases
 __all__ = ["Compare", "Figures", "campaign", "failure_of"]
 
 _CASE_SECONDS = 60.0
+_SHRINKING_SECONDS = 60.0
+"""A failure that hangs until a wait is over would else be made small for many minutes."""
 
 
 _ROUND = 10
@@ -75,14 +78,19 @@ def campaign(group: Ranks, wanted: int, seed: int, compare: Compare = complaints
     """
     figures = Figures()
     known: dict[Case, str] = {}
+    shrink_until = math.inf
 
     def fused_is_plain(case: Case) -> None:
-        if case not in known and (figures.cases < wanted or figures.failure):
+        nonlocal shrink_until
+        enough = time.monotonic() > shrink_until if figures.failure else figures.cases == wanted
+        if case not in known and not enough:
             known[case] = failure_of(group, case, compare)
             if not figures.failure:
                 figures.cases += 1
                 figures.tried.update((what, str(which)) for what, which in options_in(case))
         if known.get(case):
+            if not figures.failure:
+                shrink_until = time.monotonic() + _SHRINKING_SECONDS
             # The last one that is tried is the smallest.
             figures.smallest, figures.failure = case, known[case]
             raise AssertionError(figures.failure)

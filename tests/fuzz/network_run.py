@@ -12,7 +12,7 @@ from commfuse_npu import ops
 from commfuse_npu.ops import LinearOptions, ShardedOptions
 from tests.fuzz.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
 from tests.fuzz.lanes import transport_of
-from tests.fuzz.values import Found, arriving, drawn, fitting, sliced_parameter
+from tests.fuzz.values import Found, arriving, drawn, fitting, parameter_of
 
 __all__ = ["run_network"]
 
@@ -45,7 +45,7 @@ class _Call:
             outputs = features = size * layer.outputs + -(-size // 2) * layer.shared
         whose = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
         shape = (outputs, inputs)
-        weight = sliced_parameter(
+        weight = parameter_of(
             drawn(case.seed, f"{self.name} weight {whose}", shape, case.dtype),
             layer.weight_layout,
             layer.weight_grad,

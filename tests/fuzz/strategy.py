@@ -36,7 +36,7 @@ _EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8
 
 
 def cases(size: int) -> st.SearchStrategy[Case]:
-    """Cases for a group of ``size`` ranks; one in nine is of buckets, as of each op."""
+    """Cases for a group of ``size`` ranks; one in ten is of buckets, as many begin with each op."""
     kinds = [_networks(size, op) for op in _OPS]
     return st.one_of(*kinds, _bucket_runs(size))
 

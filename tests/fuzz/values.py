@@ -13,7 +13,7 @@ import torch
 
 from tests.fuzz.case import Layout
 
-__all__ = ["Found", "arriving", "drawn", "fitting", "laid_out", "sliced_parameter"]
+__all__ = ["Found", "arriving", "drawn", "fitting", "laid_out", "parameter_of"]
 
 Found = dict[str, torch.Tensor | None]
 """What came out of a run, by name."""
@@ -42,7 +42,7 @@ def laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return x.contiguous()
 
 
-def sliced_parameter(x: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.nn.Parameter:
+def parameter_of(x: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.nn.Parameter:
     return torch.nn.Parameter(laid_out(x, layout), requires_grad=requires_grad)
 
 
