@@ -39,7 +39,7 @@ def test_figures_and_exit_code(
     assert "seed 7" in said
     assert (f"wrong: {CASE!r}" in said) == (failing > 0)
     text = file.read_text("utf-8")
-    assert text.startswith("<!-- fuzz: begin -->")
+    assert text.startswith("<!-- begin: fuzz -->")
     assert "--cases 200 --seed 7" in text
     assert "200 different cases in 50 s" in text
     assert ("1 failure." in text) == (failing > 0)
