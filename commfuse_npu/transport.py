@@ -28,8 +28,9 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.plan import Plan, Transfer
+from commfuse_npu.roll_call import MissingRankError, roll_call
 from commfuse_npu.trace import Trace, clock
 
 __all__ = [
@@ -62,8 +64,54 @@ class TransportError(RuntimeError):
     """A transfer failed or timed out.  The transport cannot be used any more."""
 
 
+def _everyone(value: Any, group: dist.ProcessGroup, timeout: timedelta) -> list[Any]:
+    """What every rank of the group gives here, by rank; on gloo an error says whose is missing.
+
+    HCCL would open a communicator per pair of ranks for that, in an order that hangs.
+    """
+    if dist.get_backend(group) == "gloo":
+        return roll_call(value, group, timeout)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+@contextmanager
+def _making(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
 class MismatchError(TransportError):
     """The ranks of a group called different operations, or with different shapes or options."""
+
+
+def _expect_all_made(
+    problem: TransportError | None, world: dist.ProcessGroup, timeout: timedelta
+) -> None:
+    """Raise on every process if one of them could not make its lanes.
+
+    Those that wait in a lane for a process that failed only learn of it at their own time limit;
+    the others wait that long for them here.
+    """
+    try:
+        problems = _everyone(None if problem is None else str(problem), world, 2 * timeout)
+    except RuntimeError as error:
+        here = "" if problem is None else f"{problem}; "
+        raise TransportError(f"Transport.create: {here}{error}") from error
+    met: defaultdict[str, list[str]] = defaultdict(list)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            met[text].append(str(rank))
+    if met:
+        # What fewest met is likely the cause; the others waited in vain.
+        rarest = sorted(met.items(), key=lambda item: len(item[1]))
+        listed = "; ".join(f"peer {', '.join(ranks)}: {text}" for text, ranks in rarest)
+        raise TransportError(
+            f"Transport.create: no transport, lanes could not be made everywhere ({listed})"
+        ) from problem
 
 
 class BufferPool:
@@ -262,11 +310,15 @@ class Transport:
         Raises:
             ValueError: lanes is not a positive whole number.
             MismatchError: the processes ask for different numbers of lanes.
+            TransportError: a process could not make a lane, or did not come; on every process, and
+                with what each of them met.  At the latest after three times ``timeout``: one for
+                the lane, two for the processes that are still busy with it.
         """
         if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
             raise ValueError(f"lanes is {lanes!r}; it must be a whole number from 1")
-        group = group if group is not None else dist.group.WORLD
-        if group is None:
+        world = dist.group.WORLD
+        group = group if group is not None else world
+        if group is None or world is None:
             raise RuntimeError(
                 "torch.distributed is not initialised; call init_process_group before "
                 "Transport.create"
@@ -275,27 +327,42 @@ class Transport:
         if batched is None:
             batched = _device_type(backend) != "cpu"
         mine = (tuple(dist.get_process_group_ranks(group)), lanes)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        with _making("Transport.create, before lane 0: comparing with the other processes"):
+            everyone = _everyone(mine, world, timeout)
         if len({count for _, count in everyone}) > 1:
             counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
-            raise MismatchError(f"the processes ask for different numbers of lanes ({counts})")
+            raise MismatchError(
+                "Transport.create: the processes ask for different numbers of lanes "
+                f"({counts}). None was made; ask for as many on all of them"
+            )
         made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
-        for ranks in sorted({ranks for ranks, _ in everyone}):
-            channels = [
-                dist.new_group(
-                    list(ranks), timeout=timeout, backend=backend, pg_options=lane_options
-                )
-                for _ in range(lanes)
-            ]
-            control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-            if control is None:
-                # MindSpeed's --disable-gloo-group makes none; the device's backend serves as well.
-                control = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-            made[ranks] = channels, control
-        channels, control = made[mine[0]]
-        transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
-        transport._warm_up()
+        problem: TransportError | None = None
+        try:
+            for ranks in sorted({ranks for ranks, _ in everyone}):
+                channels = []
+                for lane in range(lanes):
+                    with _making(f"lane {lane} of {lanes}"):
+                        channels.append(
+                            dist.new_group(
+                                list(ranks),
+                                timeout=timeout,
+                                backend=backend,
+                                pg_options=lane_options,
+                            )
+                        )
+                with _making("the group for comparisons"):
+                    control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+                    if control is None:
+                        # MindSpeed's --disable-gloo-group makes none; the device's backend
+                        # serves as well.
+                        control = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                made[ranks] = channels, control
+            channels, control = made[mine[0]]
+            transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
+            transport._warm_up()
+        except TransportError as error:
+            problem = error
+        _expect_all_made(problem, world, timeout)
         return transport
 
     @property
@@ -304,13 +371,14 @@ class Transport:
 
     def _warm_up(self) -> None:
         """Create now what is created at first use: HCCL's communicators, gloo's connections."""
-        for lane in self._lanes:
+        for index, lane in enumerate(self._lanes):
             token = torch.ones(1, device=self.device_type)
-            dist.all_reduce(token, group=lane)
+            with _making(f"warming up lane {index} of {len(self._lanes)}"):
+                dist.all_reduce(token, group=lane)
             if int(token.item()) != self.size:
                 raise TransportError(
-                    f"warming up a lane gave {token.item()} instead of {self.size}: "
-                    "its ranks are not those of the group"
+                    f"warming up lane {index} of {len(self._lanes)} gave {token.item()} instead of "
+                    f"{self.size}: its ranks are not those of the group"
                 )
 
     def close(self) -> None:
@@ -408,7 +476,7 @@ class Transport:
 
         For a place that no rank may pass if one of them failed before it.  Transfers may be under
         way; what was waited for is done.  On a device the host first waits for the current stream,
-        where a failed transfer shows; elsewhere it costs two small messages per rank.
+        where a failed transfer shows; elsewhere it costs two small messages to each other rank.
 
         Args:
             name: the place, for errors.
@@ -471,13 +539,12 @@ class Transport:
             raise self.error()
         if self.size == 1:
             return [value]
-        everyone: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(everyone, value, group=self._control)
+            return _everyone(value, self._control, self.timeout)
         except RuntimeError as error:
-            self.fail(f"comparing {name} with the other ranks: {error}")
+            left_over = [error.left_over] if isinstance(error, MissingRankError) else []
+            self.fail(f"comparing {name} with the other ranks, before step 0: {error}", *left_over)
             raise self.error() from error
-        return everyone
 
     def _compare(self, name: str, signature: tuple[tuple[str, Hashable], ...]) -> None:
         everyone = self.share(name, signature)
@@ -490,7 +557,7 @@ class Transport:
                     if mine.get(what) != theirs.get(what)
                 )
                 self.fail(
-                    f"rank {self.rank} and rank {rank} of the group do not call the same: "
+                    f"{name}: rank {self.rank} and peer {rank} of the group do not call the same: "
                     f"{differing}. Nothing was sent; call it alike on all ranks"
                 )
                 raise self.error(MismatchError)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,6 +81,8 @@ def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) ->
         assert isinstance(outcome.error, MismatchError), outcome
         with pytest.raises(MismatchError, match=words):
             raise outcome.error
+        named = r"linear\S*( \S+)?: rank (.) and peer (?!\2). of the group do not call the same"
+        assert re.search(named, str(outcome.error))
         assert "Nothing was sent; call it alike on all ranks" in str(outcome.error)
 
 
@@ -452,6 +456,55 @@ def lanes_have_to_be_a_number(rank: int) -> None:
 
 def test_lanes_are_checked(ranks) -> None:
     ranks(2).run(lanes_have_to_be_a_number)
+
+
+def absent_from_the_start(rank: int) -> None:
+    transport = link()
+    if rank != 1:
+        all_gather_linear(*layer(4), transport=transport)
+
+
+def test_a_rank_that_does_not_come_to_the_first_call_is_named(ranks) -> None:
+    outcomes = ranks(3).outcomes(absent_from_the_start, timeout=20)
+    assert outcomes[1].error is None
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, TransportError), outcomes[rank]
+        for part in ("all_gather_linear", "before step 0", "no answer from peer 1"):
+            assert part in str(outcomes[rank].error)
+
+
+def no_second_lane(rank: int) -> None:
+    new_group, made = dist.new_group, []
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        if rank == 1 and len(made) == 2:
+            raise RuntimeError("Too many open files")
+        return new_group(*args, **kwargs)
+
+    with mock.patch.object(dist, "new_group", limited):
+        link()
+
+
+def test_a_lane_that_one_rank_cannot_make_is_told_to_all(ranks) -> None:
+    for outcome in ranks(3).outcomes(no_second_lane, timeout=30):
+        assert isinstance(outcome.error, TransportError), outcome
+        # The cause comes before what the others met because of it.
+        assert "could not be made everywhere (peer 1: lane 1 of 2: Too many open files; " in str(
+            outcome.error
+        )
+
+
+def nobody_has_a_lane(rank: int) -> None:
+    with mock.patch.object(dist, "new_group", side_effect=RuntimeError(f"not on {rank // 2}")):
+        link()
+
+
+def test_what_fewest_ranks_met_comes_first(ranks) -> None:
+    for outcome in ranks(3).outcomes(nobody_has_a_lane, timeout=30):
+        words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
+        with pytest.raises(TransportError, match=words):
+            raise outcome.error
 
 
 def closed(rank: int) -> None:
