@@ -1,0 +1,85 @@
+"""``python -m scripts.faults``: plant faults, see what every rank reports, and judge it.
+
+Exit code 0 if every row is as it has to be, 1 if one is not, 2 for a wrong request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from scripts.faults.catalogue import scenarios
+from scripts.faults.finding import Finding, finding_of, table
+from scripts.faults.judge import MARGIN_SECONDS
+from scripts.faults.processes import Player
+from scripts.faults.scenario import TIMEOUT
+from scripts.faults.training import accidents, play_trainings
+from scripts.markdown_section import replace_section
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Play the rows; prints each when it is done."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.faults", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one row of each kind")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="rows with one of these texts in their names"
+    )
+    parser.add_argument("--list", action="store_true", help="print the rows' names and stop")
+    args = parser.parse_args(argv)
+    chosen = [row for row in scenarios(quick=args.quick) if _wanted(row.name, args.only)]
+    trainings = [row for row in accidents(quick=args.quick) if _wanted(row.name, args.only)]
+    if not chosen and not trainings:
+        parser.error(f"no row has one of {args.only} in its name; see --list")
+    if args.list:
+        names = [row.name for row in chosen] + [row.name for row in trainings]
+        print("\n".join(names))
+        return 0
+    began = time.monotonic()
+    findings: list[Finding] = []
+    with Player() as player:
+        for scenario in chosen:
+            findings.append(_printed(finding_of(player.play(scenario))))
+    for finding in play_trainings(trainings):
+        findings.append(_printed(finding))
+    wrong = sum(bool(finding.problems) for finding in findings)
+    summary = (
+        f"{len(findings) - wrong} of {len(findings)} rows as they have to be, in "
+        f"{time.monotonic() - began:.0f} s."
+    )
+    print(summary)
+    if args.markdown:
+        replace_section(args.markdown, "faults", f"{_conditions()} {summary}\n\n{table(findings)}")
+    return 1 if wrong else 0
+
+
+def _wanted(name: str, texts: Sequence[str] | None) -> bool:
+    return texts is None or any(text in name for text in texts)
+
+
+def _printed(finding: Finding) -> Finding:
+    print(f"{'ok ' if not finding.problems else 'BAD'} {finding.name}")
+    for line in (*finding.reported, *(f"! {problem}" for problem in finding.problems)):
+        print(f"      {line}")
+    sys.stdout.flush()
+    return finding
+
+
+def _conditions() -> str:
+    return (
+        f"Measured on CPU with torch {torch.__version__.split('+')[0]}, gloo over loopback, "
+        f"{platform.system()}. Limit of a wait: {TIMEOUT.total_seconds():g} s; a row may take "
+        f"{MARGIN_SECONDS:g} s more."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
