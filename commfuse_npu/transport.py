@@ -546,6 +546,34 @@ class Transport:
             self.fail(f"comparing {name} with the other ranks, before step 0: {error}", *left_over)
             raise self.error() from error
 
+    def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` over the ranks, in place: the group's own collective, within ``timeout``.
+
+        A group made by somebody else has another limit, half an hour unless they chose one.
+
+        Args:
+            name: what is summed, for errors.
+
+        Raises:
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        try:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            assert work is not None
+            if self.batched:
+                work.wait()
+            else:
+                work.wait(self.timeout)
+        except RuntimeError as error:
+            self.fail(
+                f"{name}: not every rank came here: {error}. One of them failed or does something "
+                "else; no rank may go on",
+                tensor,
+            )
+            raise self.error() from error
+
     def _compare(self, name: str, signature: tuple[tuple[str, Hashable], ...]) -> None:
         everyone = self.share(name, signature)
         for rank, other in enumerate(everyone):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.ops.sharded_module import ShardedLinear
 from commfuse_npu.transport import Transport
@@ -34,7 +33,7 @@ def clip_gradient_norm(
 
     Raises:
         ValueError: ``max_norm`` is not above 0.
-        TransportError: the transport was broken before.
+        TransportError: a rank did not come in time, or the transport was broken before.
     """
     if not max_norm > 0:
         raise ValueError(
@@ -51,7 +50,7 @@ def clip_gradient_norm(
     square = torch.zeros((), dtype=dtype, device=transport.device_type)
     _add_squares(square, [grad for grad, sharded in gradients if sharded])
     if transport.size > 1:
-        dist.all_reduce(square, group=transport.group)
+        transport.all_reduce("clip_gradient_norm", square)
     _add_squares(square, [grad for grad, sharded in gradients if not sharded])
     norm = square.sqrt()
     if math.isfinite(max_norm) and bool(torch.isfinite(norm)):

@@ -553,7 +553,7 @@ def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.T
         if rest.start < rest.stop:
             gemm_into(y[rest], x[rest], transposed)
             total = y[rest].to(job.options.reduce_dtype or y.dtype)
-            dist.all_reduce(total, group=transport.group)
+            transport.all_reduce(f"{job.name} rest", total)
             y[rest].copy_(total)
         if gather is not None:
             gather.finish()

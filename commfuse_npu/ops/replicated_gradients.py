@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.ops.sharded_module import ShardedLinear
 from commfuse_npu.transport import Transport
@@ -102,20 +101,7 @@ def _all_reduce(
     for parameter, total in zip(parameters, sums, strict=True):
         if parameter.grad is not None:
             total.copy_(parameter.grad.detach().reshape(-1))
-    try:
-        work = dist.all_reduce(flat, group=transport.group, async_op=True)
-        assert work is not None
-        if transport.batched:
-            work.wait()
-        else:
-            work.wait(transport.timeout)
-    except RuntimeError as error:
-        transport.fail(
-            f"{name}: not every rank came here: {error}. One of them failed or does something "
-            "else; no rank may step",
-            flat,
-        )
-        raise transport.error() from error
+    transport.all_reduce(name, flat)
     for parameter, total, count in zip(parameters, sums, counts[1:].tolist(), strict=True):
         if not count:
             continue

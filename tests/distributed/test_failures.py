@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
-from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    clip_gradient_norm,
+    linear_reduce_scatter,
+)
 from commfuse_npu.ops.linear import linear_all_reduce
 from commfuse_npu.pipeline import Gather, gather_and_consume, produce_and_reduce
 
@@ -505,6 +510,39 @@ def test_what_fewest_ranks_met_comes_first(ranks) -> None:
         words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
         with pytest.raises(TransportError, match=words):
             raise outcome.error
+
+
+def absent_from_the_rest(rank: int) -> None:
+    """Five rows for two ranks: the last one is summed by the collective."""
+    transport = link()
+    if rank == 1:
+        transport.all_reduce = lambda name, tensor: None  # type: ignore[method-assign]
+    x, weight = layer(5)
+    linear_all_reduce(x, weight, transport=transport)
+
+
+def absent_from_the_norm(rank: int) -> None:
+    transport = link()
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    transport.agree("clip_gradient_norm", max_norm=1.0)
+    if rank == 0:
+        clip_gradient_norm(model, 1.0, transport)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (absent_from_the_rest, "linear_all_reduce rest"),
+        (absent_from_the_norm, "clip_gradient_norm"),
+    ],
+)
+def test_the_groups_own_collectives_have_the_transports_limit(ranks, function, name: str) -> None:
+    """That of the group is longer than the test may take."""
+    waiting, left = ranks(2).outcomes(function, timeout=20)
+    assert left.error is None, left.trace
+    assert isinstance(waiting.error, TransportError), waiting
+    assert f"{name}: not every rank came here: " in str(waiting.error)
 
 
 def closed(rank: int) -> None:
