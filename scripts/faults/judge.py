@@ -16,7 +16,6 @@ from scripts.faults.scenario import TIMEOUT, Scenario
 __all__ = ["MARGIN_SECONDS", "names_peer", "names_step", "problems", "said"]
 
 MARGIN_SECONDS = 5.0
-_END_SECONDS = 10.0  # for a traceback and the end of an interpreter; 1 to 4 were seen
 
 _NAMES = {
     "Buckets": ("reduce_scatter_bucket", "all_gather_bucket"),
@@ -67,7 +66,7 @@ def _wrong(scenario: Scenario, report: Report, margin: float) -> list[str]:
         return [] if report.exit_code == -9 else [f"exit code {report.exit_code} instead of -9"]
     if not report.kinds:
         return [f"it reported nothing and ended with exit code {report.exit_code}"]
-    wrong = _wrong_end(scenario, report, margin)
+    wrong = _wrong_end(report)
     if faulty and scenario.fault == "user error":
         return wrong + _expect(report, "UserError", "a mistake in the program")
     if faulty and scenario.fault.startswith("no memory"):
@@ -81,15 +80,12 @@ def _expect(report: Report, kind: str, words: str) -> list[str]:
     return [f"{report.kinds[0]}: {report.message}; it has to be its own {kind}, {words!r}"]
 
 
-def _wrong_end(scenario: Scenario, report: Report, margin: float) -> list[str]:
+def _wrong_end(report: Report) -> list[str]:
     wrong = []
     if report.exit_code != 1:
         wrong.append(f"exit code {report.exit_code} instead of 1")
     if "Traceback" not in report.output or report.kinds[0] not in report.output:
         wrong.append("no traceback of its error")
-    ended = report.ended_after
-    if not scenario.stay and (ended is None or ended > _END_SECONDS + margin):
-        wrong.append(f"it ended {ended} s after its error")
     return wrong
 
 

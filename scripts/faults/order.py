@@ -1,4 +1,4 @@
-"""What the launcher asks of the process that forks the ranks, and what that answers."""
+"""What the launcher asks of the process that forks the ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.faults.scenario import Scenario
 
-__all__ = ["Ended", "Order"]
+__all__ = ["Order"]
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,3 @@ class Order:
     scenario: Scenario
     folder: Path
     limit: float
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a rank's process ended.
-
-    Attributes:
-        exit_code: negative for a signal; ``None`` if it had to be killed at the limit.
-        at: on the monotonic clock, in seconds.
-    """
-
-    exit_code: int | None
-    at: float

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import TracebackType
 
 from scripts.faults import left_over
-from scripts.faults.order import Ended, Order
+from scripts.faults.order import Order
 from scripts.faults.rank import Diary
 from scripts.faults.scenario import TIMEOUT, Scenario
 
 __all__ = ["Played", "Player", "Report"]
 
-LIMIT_SECONDS = 30.0 + 3 * TIMEOUT.total_seconds()
+LIMIT_SECONDS = 60.0 + 3 * TIMEOUT.total_seconds()
 """For a whole scenario; ranks that are left after it are killed."""
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,6 @@ class Report:
         exit_code: negative for a signal; ``None`` if it did not end by itself.
         kinds: the exception's class and its bases, by name; empty without one.
         after: seconds from the fault to the exception; ``None`` without one or the other.
-        ended_after: seconds from the exception to the end of the process.
         right: whether every result had the bits of the plain form; ``None`` if it did not finish.
         output: of the process, with its traceback.
     """
@@ -43,7 +42,6 @@ class Report:
     kinds: tuple[str, ...] = ()
     message: str = ""
     after: float | None = None
-    ended_after: float | None = None
     right: bool | None = None
     output: str = ""
 
@@ -113,7 +111,7 @@ class Player:
             try:
                 pickle.dump(Order(scenario, folder, limit), process.stdin)
                 process.stdin.flush()
-                ended: list[Ended] = pickle.load(process.stdout)
+                ended: list[int | None] = pickle.load(process.stdout)
             except (EOFError, OSError) as error:
                 raise RuntimeError(
                     f"{scenario.name}: the process that forks the ranks ended: {error!r}"
@@ -122,7 +120,9 @@ class Player:
             return _played(scenario, folder, ended, left)
 
 
-def _played(scenario: Scenario, folder: Path, ended: list[Ended], left: tuple[str, ...]) -> Played:
+def _played(
+    scenario: Scenario, folder: Path, ended: list[int | None], left: tuple[str, ...]
+) -> Played:
     diaries = [Diary(folder, rank).read() for rank in range(scenario.ranks)]
     # A mismatch is there when the last rank has called.
     entries = [entry for diary in diaries for entry in diary]
@@ -141,11 +141,10 @@ def _played(scenario: Scenario, folder: Path, ended: list[Ended], left: tuple[st
         reports.append(
             Report(
                 rank=rank,
-                exit_code=ended[rank].exit_code,
+                exit_code=ended[rank],
                 kinds=tuple(error["kinds"]) if error else (),
                 message=error["message"] if error else "",
                 after=error["at"] - since if error and since is not None else None,
-                ended_after=ended[rank].at - error["at"] if error else None,
                 right=next((e["right"] for e in diary if e["what"] == "finished"), None),
                 output=text,
             )

@@ -9,6 +9,7 @@ whatever torch does at the end of an interpreter.  Importing torch takes longer 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.faults.order import Ended, Order
+from scripts.faults.order import Order
 from scripts.faults.rank import run
 
 __all__ = ["main"]
@@ -27,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Serve until the input ends.  A forked rank comes back from here too."""
     replies = os.fdopen(os.dup(1), "wb")
+    # At its end a rank would look through all that was imported, and copy its pages for that.
+    gc.freeze()
     while True:
         try:
             order: Order = pickle.load(sys.stdin.buffer)
@@ -54,9 +57,9 @@ def _become(output: Path) -> None:
     os.dup2(file, 2)
 
 
-def _ended(pids: dict[int, int], limit: float) -> list[Ended]:
-    """Wait for the ranks, by rank."""
-    ended: dict[int, Ended] = {}
+def _ended(pids: dict[int, int], limit: float) -> list[int | None]:
+    """The ranks' exit codes, by rank: negative for a signal, none for one that did not end."""
+    ended: dict[int, int | None] = {}
     end = time.monotonic() + limit
     while len(ended) < len(pids):
         late = time.monotonic() > end
@@ -67,8 +70,7 @@ def _ended(pids: dict[int, int], limit: float) -> list[Ended]:
                 os.kill(pid, signal.SIGKILL)
             done, status = os.waitpid(pid, 0 if late else os.WNOHANG)
             if done:
-                code = None if late else os.waitstatus_to_exitcode(status)
-                ended[rank] = Ended(code, time.monotonic())
+                ended[rank] = None if late else os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     return [ended[rank] for rank in sorted(ended)]
 

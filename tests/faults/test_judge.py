@@ -30,7 +30,6 @@ def survivor(rank: int, message: str = WAITED) -> Report:
         kinds=TRANSPORT,
         message=message.format(rank=rank),
         after=0.1,
-        ended_after=1.0,
         output="Traceback (most recent call last):\nTransportError: ...",
     )
 
@@ -66,7 +65,6 @@ def test_a_row_that_is_right() -> None:
         ({"kinds": ("RuntimeError",)}, "RuntimeError instead of a TransportError"),
         ({"after": 100.0}, "it reported after 100.0 s; the limit is 8 s"),
         ({"after": None}, "it reported after None s"),
-        ({"ended_after": 100.0}, "it ended 100.0 s after its error"),
         ({"output": "Segmentation fault"}, "no traceback of its error"),
     ],
 )
