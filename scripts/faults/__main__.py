@@ -9,7 +9,7 @@ import argparse
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Play the rows; prints each when it is done."""
     parser = argparse.ArgumentParser(prog="python -m scripts.faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one row of each kind")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="rows with one of these texts in their names"
     )
@@ -43,22 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = [row.name for row in chosen] + [row.name for row in trainings]
         print("\n".join(names))
         return 0
+    right = True
+    if chosen:
+        with Player() as player:
+            played = map(player.play, chosen)
+            right = _told("faults", map(finding_of, played), args.markdown)
+    if trainings:
+        right = _told("faults in trainings", play_trainings(trainings), args.markdown) and right
+    return 0 if right else 1
+
+
+def _told(section: str, findings: Iterable[Finding], markdown: Path | None) -> bool:
+    """Print each finding when it comes, and write them down; whether all are as they have to be."""
     began = time.monotonic()
-    findings: list[Finding] = []
-    with Player() as player:
-        for scenario in chosen:
-            findings.append(_printed(finding_of(player.play(scenario))))
-    for finding in play_trainings(trainings):
-        findings.append(_printed(finding))
-    wrong = sum(bool(finding.problems) for finding in findings)
-    summary = (
-        f"{len(findings) - wrong} of {len(findings)} rows as they have to be, in "
-        f"{time.monotonic() - began:.0f} s."
-    )
+    found = [_printed(finding) for finding in findings]
+    right = sum(not finding.problems for finding in found)
+    took = time.monotonic() - began
+    summary = f"{right} of {len(found)} rows are as they have to be; they took {took:.0f} s."
     print(summary)
-    if args.markdown:
-        replace_section(args.markdown, "faults", f"{_conditions()} {summary}\n\n{table(findings)}")
-    return 1 if wrong else 0
+    if markdown is not None:
+        replace_section(markdown, section, f"{_conditions()} {summary}\n\n{table(found)}")
+    return right == len(found)
 
 
 def _wanted(name: str, texts: Sequence[str] | None) -> bool:

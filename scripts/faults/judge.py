@@ -27,7 +27,8 @@ _NAMES = {
     "number of lanes": ("Transport.create",),
 }
 _STEP = re.compile(
-    r"step \d+ of \d+|before step 0|lane \d+ of \d+|before lane 0|Nothing was sent|None was made"
+    r"step \d+ of \d+|before step 0|lane \d+ of \d+|before lane 0|the group for comparisons"
+    r"|Nothing was sent|None was made"
 )
 _RANKS = re.compile(r"(?:peer|rank) (\d+(?:, \d+)*)")
 _BOTH_VALUES = re.compile(r"(\S+(?: \S+)*?): (.+) here, (.+) there")
@@ -142,7 +143,9 @@ def said(scenario: Scenario, report: Report) -> str:
     if not report.kinds:
         return {True: "right bits", False: "wrong bits", None: "nothing"}[report.right]
     if "TransportError" not in report.kinds:
-        return f"{report.kinds[0]}: {report.message.splitlines()[0][:100]}"
+        memory = re.search(r"\w+: can't allocate memory", report.message)
+        text = memory[0] if memory else report.message.splitlines()[0]
+        return f"{report.kinds[0]}: {text}"
     return f"{report.kinds[0]}: {short(report.message, report.rank)}"
 
 
