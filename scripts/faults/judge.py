@@ -13,7 +13,7 @@ import re
 from scripts.faults.processes import Played, Report
 from scripts.faults.scenario import TIMEOUT, Scenario
 
-__all__ = ["MARGIN_SECONDS", "names_peer", "names_step", "problems", "said"]
+__all__ = ["MARGIN_SECONDS", "cause", "names_peer", "names_step", "problems", "said", "short"]
 
 MARGIN_SECONDS = 5.0
 
@@ -35,6 +35,7 @@ _BOTH_VALUES = re.compile(r"(\S+(?: \S+)*?): (.+) here, (.+) there")
 _LANES_OF_RANKS = re.compile(r"rank 0: (\d+), rank 1: (\d+)")
 _CAUSES = (
     ("Too many open files", "too many open files"),
+    ("can't allocate memory", "can't allocate memory"),
     ("Timed out|timeout", "timed out"),
     ("Connection closed|onnection reset|Broken pipe|Connection refused", "connection gone"),
 )
@@ -143,9 +144,7 @@ def said(scenario: Scenario, report: Report) -> str:
     if not report.kinds:
         return {True: "right bits", False: "wrong bits", None: "nothing"}[report.right]
     if "TransportError" not in report.kinds:
-        memory = re.search(r"\w+: can't allocate memory", report.message)
-        text = memory[0] if memory else report.message.splitlines()[0]
-        return f"{report.kinds[0]}: {text}"
+        return f"{report.kinds[0]}: {cause(report.message) or report.message}"
     return f"{report.kinds[0]}: {short(report.message, report.rank)}"
 
 
@@ -168,8 +167,13 @@ def short(message: str, rank: int) -> str:
     elif lanes and "different numbers" in message:
         parts.append(lanes[1])
     else:
-        parts += [text for pattern, text in _CAUSES if re.search(pattern, message)][:1]
+        parts.append(cause(message))
     return ", ".join(part for part in parts if part)
+
+
+def cause(message: str) -> str:
+    """What gloo or the operating system said, in short; empty for what is not known here."""
+    return next((text for pattern, text in _CAUSES if re.search(pattern, message)), "")
 
 
 def _shortened(value: str) -> str:

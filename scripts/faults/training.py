@@ -21,7 +21,7 @@ from pathlib import Path
 
 from scripts.faults import left_over
 from scripts.faults.finding import Finding
-from scripts.faults.judge import MARGIN_SECONDS, names_peer, names_step, short
+from scripts.faults.judge import MARGIN_SECONDS, cause, names_peer, names_step, short
 from scripts.faults.pretraining import Accident, environment
 
 __all__ = ["Course", "Disturbed", "Ended", "accidents", "play_trainings", "problems"]
@@ -168,7 +168,7 @@ def problems(course: Course) -> list[str]:
 def _finding(course: Course) -> Finding:
     row = course.row
     lines = [
-        f"{rank}: {kind}: {short(text, rank) if kind == 'TransportError' else text[:100]}"
+        f"{rank}: {kind}: {short(text, rank) if kind == 'TransportError' else cause(text) or text}"
         for rank, (kind, text) in sorted(_errors(course.broken.output).items())
     ]
     if course.broken.after is not None:
