@@ -16,9 +16,7 @@ import torch
 
 from scripts.faults.catalogue import scenarios
 from scripts.faults.finding import Finding, finding_of, table
-from scripts.faults.judge import MARGIN_SECONDS
 from scripts.faults.processes import Player
-from scripts.faults.scenario import TIMEOUT
 from scripts.faults.training import accidents, play_trainings
 from scripts.markdown_section import replace_section
 
@@ -81,8 +79,7 @@ def _printed(finding: Finding) -> Finding:
 def _conditions() -> str:
     return (
         f"Measured on CPU with torch {torch.__version__.split('+')[0]}, gloo over loopback, "
-        f"{platform.system()}. Limit of a wait: {TIMEOUT.total_seconds():g} s; a row may take "
-        f"{MARGIN_SECONDS:g} s more."
+        f"{platform.system()}."
     )
 
 
