@@ -25,11 +25,12 @@ batched or one operation at a time, and finds the cycle when 2 does not hold.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from commfuse_npu.plan import Piece, Plan, PlanError, Transfer
+from commfuse_npu.rendezvous import Action, End, Group, Post, Programme, Rendezvous, Wait
 
 __all__ = ["counter_examples", "lane_counter_examples", "rendezvous", "verify"]
 
@@ -340,47 +341,12 @@ def _work(plans: Sequence[Plan]) -> Iterator[str]:
                 )
 
 
-class _Host:
-    """One rank as :func:`rendezvous` sees it: a program of posts, and queues on its lanes."""
-
-    def __init__(self, rank: int, programs: list[Plan], batched: bool) -> None:
-        self.rank = rank
-        self.queues: dict[int, deque[list[Transfer]]] = defaultdict(deque)
-        self.used: set[int] = set()
-        # (transfers posted at once, positions in `done` that have to be finished before)
-        self.program: deque[tuple[list[tuple[int, Transfer]], list[tuple[int, Transfer]]]] = deque()
-        self.done: set[tuple[int, Transfer]] = set()
-        self.origin: dict[int, int] = {}
-        for number, plan in enumerate(programs):
-            posts = [[t for t in (s.send, s.receive) if t is not None] for s in plan.steps]
-            posts = [post for post in posts if post]
-            brought: dict[Piece, Transfer] = {}
-            for place, post in enumerate(posts):
-                needs = []
-                if place >= plan.window:
-                    needs += [t for t in posts[place - plan.window] if t.target == rank]
-                for transfer in post:
-                    if transfer.source == rank and transfer.piece in brought and plan.forwards:
-                        needs.append(brought[transfer.piece])
-                for transfer in post:
-                    if transfer.target == rank:
-                        brought[transfer.piece] = transfer
-                groups = [post] if batched else [[t] for t in sorted(post, key=lambda t: t.source)]
-                for group in groups:
-                    self.program.append(
-                        ([(number, t) for t in group], [(number, t) for t in needs])
-                    )
-
-
 def rendezvous(
     operations: Sequence[Sequence[Plan]], *, cold: bool = False, batched: bool = True
 ) -> str | None:
     """Play plans through with HCCL's rules; ``None`` if they finish, else who waits for whom.
 
-    The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one
-    stream; what is posted on it is carried out in order; a send and its receive take place when
-    both are at the head of their lanes; messages match by order, not by name; the operations of a
-    batch may take place in any order and the batch leaves the lane when all have.
+    The rules are those of :mod:`commfuse_npu.rendezvous`.
 
     Args:
         operations: sets of plans that are posted one after the other on the same lanes, without
@@ -390,101 +356,34 @@ def rendezvous(
         batched: post {send, receive} of a step as one batch; else as single operations, in the
             order of their source ranks.
     """
-    size = operations[0][0].size
-    hosts = [_Host(rank, [plans[rank] for plans in operations], batched) for rank in range(size)]
-    queues: dict[tuple[int, int], deque[list[tuple[int, Transfer]]]] = defaultdict(deque)
-    progress = True
-    while progress:
-        progress = False
-        for host in hosts:
-            while host.program:
-                post, needs = host.program[0]
-                if any(need not in host.done for need in needs):
-                    break
-                lane = post[0][1].lane
-                if cold and lane not in host.used:
-                    host.used.add(lane)
-                    progress = True
-                if cold and not all(lane in other.used for other in hosts):
-                    break
-                host.program.popleft()
-                queues[host.rank, lane].append(list(post))
-                progress = True
-        for (rank, lane), queue in queues.items():
-            while queue:
-                head = queue[0]
-                for item in list(head):
-                    number, transfer = item
-                    if transfer.source != rank:
-                        continue
-                    others = queues.get((transfer.target, lane))
-                    match = (
-                        next(
-                            (o for o in others[0] if o[1].target != rank and o[1].source == rank),
-                            None,
-                        )
-                        if others
-                        else None
-                    )
-                    if match is None:
-                        continue
-                    if (match[0], match[1].piece) != (number, transfer.piece):
-                        return (
-                            f"wrong data: rank {rank} sends {transfer}, and it lands where rank "
-                            f"{transfer.target} expects {match[1]}"
-                        )
-                    assert others is not None
-                    head.remove(item)
-                    others[0].remove(match)
-                    hosts[rank].done.add(item)
-                    hosts[transfer.target].done.add(match)
-                    progress = True
-                if head:
-                    break
-                queue.popleft()
-                progress = True
-    return _stuck(hosts, queues, cold)
+    group = Group("plans", tuple(range(operations[0][0].size)))
+    programmes = [
+        Programme(rank, _actions(rank, [plans[rank] for plans in operations], group, batched))
+        for rank in group.ranks
+    ]
+    stuck = Rendezvous(programmes, opened=set() if cold else None).play()
+    return None if stuck is None else stuck.text
 
 
-def _stuck(
-    hosts: list[_Host], queues: dict[tuple[int, int], deque[list[tuple[int, Transfer]]]], cold: bool
-) -> str | None:
-    """The chain of ranks that wait for each other, or ``None`` when all is done."""
-    waits: dict[int, tuple[int, str]] = {}
-    for (rank, lane), queue in sorted(queues.items()):
-        if queue and rank not in waits:
-            transfer = queue[0][0][1]
-            peer = transfer.target if transfer.source == rank else transfer.source
-            verb = "send" if transfer.source == rank else "receive"
-            waits[rank] = (peer, f"rank {rank} waits on lane {lane} to {verb} {transfer}")
-    for host in hosts:
-        if host.program and host.rank not in waits:
-            post, needs = host.program[0]
-            open_needs = [need for need in needs if need not in host.done]
-            if open_needs:
-                transfer = open_needs[0][1]
-                waits[host.rank] = (
-                    transfer.source,
-                    f"rank {host.rank} waits for {transfer} before it goes on",
-                )
-            else:
-                lane = post[0][1].lane
-                absent = next((h.rank for h in hosts if lane not in h.used), host.rank)
-                waits[host.rank] = (
-                    absent,
-                    f"rank {host.rank} waits for rank {absent} to create lane {lane}",
-                )
-    if not waits:
-        return None
-    rank = min(waits)
-    chain: list[int] = []
-    while rank in waits and rank not in chain:
-        chain.append(rank)
-        rank = waits[rank][0]
-    if rank in chain:
-        cycle = chain[chain.index(rank) :]
-        end = f"and so round to rank {rank}"
-    else:
-        cycle, end = chain, f"and rank {rank} has nothing more to do"
-    start = "cold" if cold else "warm"
-    return f"deadlock ({start}): " + "; ".join(waits[r][1] for r in cycle) + "; " + end
+def _actions(rank: int, plans: Sequence[Plan], group: Group, batched: bool) -> list[Action]:
+    """What a rank does that posts each transfer as soon as its window and its data allow."""
+    actions: list[Action] = []
+    for number, plan in enumerate(plans):
+        posts = [[t for t in (s.send, s.receive) if t is not None] for s in plan.steps]
+        posts = [post for post in posts if post]
+        brought: dict[Piece, Transfer] = {}
+        for place, post in enumerate(posts):
+            needs = []
+            if place >= plan.window:
+                needs += [t for t in posts[place - plan.window] if t.target == rank]
+            for transfer in post:
+                if transfer.source == rank and transfer.piece in brought and plan.forwards:
+                    needs.append(brought[transfer.piece])
+            brought |= {transfer.piece: transfer for transfer in post if transfer.target == rank}
+            if needs:
+                actions.append(Wait(tuple(End(number, transfer) for transfer in needs)))
+            together = [post] if batched else [[t] for t in sorted(post, key=lambda t: t.source)]
+            for transfers in together:
+                ends = tuple(End(number, transfer) for transfer in transfers)
+                actions.append(Post(group, transfers[0].lane, ends))
+    return actions

@@ -1,0 +1,290 @@
+"""HCCL's rules, played through: who posts what, who waits, and whether everybody gets to the end.
+
+The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one stream;
+what is posted on it is carried out in order; a send and its receive take place when both are at the
+head of their lanes; messages match by order, not by name; the operations of a batch may take place
+in any order and the batch leaves the lane when all have.
+
+Each rank is a programme of :class:`Post`, :class:`Wait` and :class:`Meet`, and goes on until it has
+to wait.  What is possible at a moment stays possible, so the order in which ranks go on does not
+change the outcome.  :mod:`commfuse_npu.verify` writes programmes from plans,
+:mod:`commfuse_npu.verify_log` from what a run recorded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from commfuse_npu.plan import Transfer
+
+__all__ = ["Action", "End", "Group", "Meet", "Post", "Programme", "Rendezvous", "Stuck", "Wait"]
+
+
+class Group(NamedTuple):
+    """Ranks with lanes of their own.  ``ranks[k]`` is the rank of the job in place k of the group;
+    ``name`` tells several groups of the same ranks apart."""
+
+    name: Hashable
+    ranks: tuple[int, ...]
+
+
+class End(NamedTuple):
+    """One end of a transfer; ``operation`` is the same at both, and distinct from all others."""
+
+    operation: Hashable
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        about = "" if isinstance(self.operation, int) else f" of {self.operation}"
+        return f"{self.transfer}{about}"
+
+
+class Post(NamedTuple):
+    """Queue transfers as one batch.  ``before`` posts of this rank in the group come first."""
+
+    group: Group
+    lane: Hashable
+    ends: tuple[End, ...]
+    before: int = 0
+
+
+class Wait(NamedTuple):
+    """Go on when these ends are done."""
+
+    ends: tuple[End, ...]
+
+
+class Meet(NamedTuple):
+    """Go on when every rank of the group has come to the meeting of this number."""
+
+    group: Group
+    number: int
+    name: str
+
+
+Action = Post | Wait | Meet
+
+
+@dataclass
+class Programme:
+    """What one thread of a rank does.
+
+    Attributes:
+        open_ended: whether it may do more than is known.
+        at: the next action.
+    """
+
+    rank: int
+    actions: Sequence[Action]
+    open_ended: bool = False
+    at: int = 0
+
+
+class Stuck(NamedTuple):
+    """Why not everybody gets to the end.
+
+    ``certain`` is false if the chain ends with a rank of which it is not known what it does next.
+    """
+
+    text: str
+    certain: bool = True
+
+
+_Lane = tuple[Group, Hashable]
+_Queue = tuple[int, _Lane]
+
+
+class Rendezvous:
+    """A play of programmes.
+
+    Args:
+        opened: the lanes whose communicators exist; the first use of another one creates it and
+            holds the host until every rank of its group has come to it.  ``None``: all exist.
+    """
+
+    def __init__(
+        self, programmes: Sequence[Programme], *, opened: set[_Lane] | None = None
+    ) -> None:
+        self._programmes = programmes
+        self._cold = opened is not None
+        self._opened = opened if opened is not None else set()
+        self._came: dict[_Lane, set[int]] = defaultdict(set)
+        self._queues: dict[_Queue, deque[list[End]]] = defaultdict(deque)
+        self._done: set[tuple[int, End]] = set()
+        self._where: dict[tuple[int, End], _Queue] = {}
+        self._posted: dict[tuple[int, Group], int] = defaultdict(int)
+        self._met: dict[tuple[Group, int], set[int]] = defaultdict(set)
+        self._held: dict[Hashable, list[int]] = defaultdict(list)
+        self._ready = deque(range(len(programmes)))
+
+    def play(self) -> Stuck | None:
+        """``None`` if everybody gets to the end and nothing is left over."""
+        while self._ready:
+            number = self._ready.popleft()
+            programme = self._programmes[number]
+            while programme.at < len(programme.actions):
+                action = programme.actions[programme.at]
+                holds = self._holds(programme.rank, action)
+                if holds is not None:
+                    self._held[holds].append(number)
+                    break
+                programme.at += 1
+                if isinstance(action, Post):
+                    wrong = self._post(programme.rank, action)
+                    if wrong is not None:
+                        return wrong
+        return self._stuck()
+
+    def _free(self, what: Hashable) -> None:
+        self._ready.extend(self._held.pop(what, ()))
+
+    def _holds(self, rank: int, action: Action) -> Hashable | None:
+        """What holds this rank; ``None`` if it may act."""
+        if isinstance(action, Wait):
+            open_ends = (end for end in action.ends if (rank, end) not in self._done)
+            return next(((rank, end) for end in open_ends), None)
+        if isinstance(action, Meet):
+            meeting = action.group, action.number
+            self._met[meeting].add(rank)
+            if len(self._met[meeting]) < len(action.group.ranks):
+                return meeting
+            self._free(meeting)
+            return None
+        if self._posted[rank, action.group] < action.before:
+            return "turn", rank, action.group
+        lane = action.group, action.lane
+        if self._cold and lane not in self._opened:
+            self._came[lane].add(rank)
+            if len(self._came[lane]) < len(action.group.ranks):
+                return lane
+            self._opened.add(lane)
+            self._free(lane)
+        return None
+
+    def _post(self, rank: int, action: Post) -> Stuck | None:
+        queue = rank, (action.group, action.lane)
+        self._queues[queue].append(list(action.ends))
+        for end in action.ends:
+            self._where[rank, end] = queue
+        self._posted[rank, action.group] += 1
+        self._free(("turn", rank, action.group))
+        return self._settle(queue) if len(self._queues[queue]) == 1 else None
+
+    def _settle(self, changed: _Queue) -> Stuck | None:
+        """Let take place what can, now that something new is at the head of a queue."""
+        todo = [changed]
+        while todo:
+            rank, lane = queue = todo.pop()
+            entries = self._queues[queue]
+            if not entries:
+                continue
+            ranks = lane[0].ranks
+            for end in list(entries[0]):
+                source, target = ranks[end.transfer.source], ranks[end.transfer.target]
+                other = (target if source == rank else source), lane
+                theirs = self._queues.get(other)
+                if not theirs:
+                    continue
+                sends = source == rank
+                match = next((e for e in theirs[0] if _same_way(e, end)), None)
+                if match is None:
+                    continue
+                same = (match.operation, match.transfer.piece) == (
+                    end.operation,
+                    end.transfer.piece,
+                )
+                if not same:
+                    sent, expected = (end, match) if sends else (match, end)
+                    return Stuck(
+                        f"wrong data: rank {source} sends {sent}, and it lands where rank "
+                        f"{target} expects {expected}"
+                    )
+                entries[0].remove(end)
+                theirs[0].remove(match)
+                for one, its in ((rank, end), (other[0], match)):
+                    self._done.add((one, its))
+                    self._free((one, its))
+                if not theirs[0]:
+                    theirs.popleft()
+                    todo.append(other)
+            if not entries[0]:
+                entries.popleft()
+                todo.append(queue)
+        return None
+
+    # ------------------------------------------------------------------ when it does not end
+
+    def _stuck(self) -> Stuck | None:
+        """The chain of ranks that wait for each other, or ``None`` when all is done."""
+        waits = self._waits()
+        if not waits:
+            return None
+        open_ended = {p.rank for p in self._programmes if p.open_ended and p.at == len(p.actions)}
+        found = [self._chain(start, waits, open_ended) for start in sorted(waits)]
+        return next((chain for chain in found if chain.certain), found[0])
+
+    def _chain(
+        self, rank: int, waits: Mapping[int, tuple[int, str]], open_ended: set[int]
+    ) -> Stuck:
+        chain: list[int] = []
+        while rank in waits and rank not in chain:
+            chain.append(rank)
+            rank = waits[rank][0]
+        certain = True
+        if rank in chain:
+            chain, end = chain[chain.index(rank) :], f"and so round to rank {rank}"
+        elif rank in open_ended:
+            certain, end = False, f"and nothing more is known of rank {rank}"
+        else:
+            end = f"and rank {rank} has nothing more to do"
+        start = "cold" if self._cold else "warm"
+        text = "; ".join(waits[r][1] for r in chain)
+        return Stuck(f"deadlock ({start}): {text}; {end}", certain)
+
+    def _waits(self) -> dict[int, tuple[int, str]]:
+        """For whom each rank waits, and the words for it."""
+        waits: dict[int, tuple[int, str]] = {}
+        for programme in self._programmes:
+            if programme.at < len(programme.actions):
+                action = programme.actions[programme.at]
+                waits.setdefault(programme.rank, self._held_by(programme.rank, action))
+        for queue, entries in sorted(self._queues.items(), key=lambda item: str(item[0])):
+            if entries and queue[0] not in waits:
+                waits[queue[0]] = _at_head(queue, entries[0][0])
+        return waits
+
+    def _held_by(self, rank: int, action: Action) -> tuple[int, str]:
+        if isinstance(action, Meet):
+            met = self._met[action.group, action.number]
+            absent = next(r for r in action.group.ranks if r not in met)
+            return absent, f"rank {rank} waits for rank {absent} to come to {action.name}"
+        if isinstance(action, Post):
+            lane = action.group, action.lane
+            absent = next((r for r in action.group.ranks if r not in self._came[lane]), rank)
+            return absent, f"rank {rank} waits for rank {absent} to create lane {action.lane}"
+        end = next(end for end in action.ends if (rank, end) not in self._done)
+        queue = self._where.get((rank, end))
+        if queue is None:
+            return rank, f"rank {rank} waits for {end}, which it has not posted"
+        head = self._queues[queue][0]
+        if end in head:
+            return _at_head(queue, end)
+        peer, text = _at_head(queue, head[0])
+        return peer, f"{text}, before {end}"
+
+
+def _same_way(one: End, other: End) -> bool:
+    """Whether both are about a message from the same rank to the same rank."""
+    mine, theirs = one.transfer, other.transfer
+    return (mine.source, mine.target) == (theirs.source, theirs.target)
+
+
+def _at_head(queue: _Queue, end: End) -> tuple[int, str]:
+    rank, (group, lane) = queue
+    source, target = group.ranks[end.transfer.source], group.ranks[end.transfer.target]
+    sends = source == rank
+    verb, peer = ("send", target) if sends else ("receive", source)
+    return peer, f"rank {rank} waits on lane {lane} to {verb} {end}"
