@@ -12,8 +12,10 @@ from pathlib import Path
 from commfuse_npu import doctor, plan_command
 from commfuse_npu.bench import arguments as bench_arguments
 from commfuse_npu.plan import Kind, Order, Own, Plan, PlanError, Schedule
+from commfuse_npu.recorded_order import LogError
 from commfuse_npu.simulate import arguments as simulate_arguments
 from commfuse_npu.verify import counter_examples, lane_counter_examples
+from commfuse_npu.verify_log import files_of, verify_logs
 
 __all__ = ["main"]
 
@@ -34,7 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("plan", help="draw a plan, or recommend one for a model and a cluster")
     )
 
-    verify = commands.add_parser("verify", help="prove the plans of all groups up to a size")
+    verify = commands.add_parser(
+        "verify", help="prove the plans of all groups up to a size, or a recorded run (--log)"
+    )
+    verify.add_argument(
+        "--log",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="prove what a run with --commfuse-order-log FOLDER did: that folder, or its files of "
+        "all ranks; 0: proved, 1: refuted, 2: unreadable, or not known to its end",
+    )
     verify.add_argument("--min-ranks", type=int, default=1)
     verify.add_argument("--max-ranks", type=int, default=16)
     verify.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4])
@@ -78,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "plan":
         return plan_command.main(given)
     try:
-        return _verify(given)
-    except PlanError as error:
+        return _verify(given) if given.log is None else _verify_log(given.log)
+    except (PlanError, LogError) as error:
         print(f"commfuse-npu {given.command}: {error}", file=sys.stderr)
         return 2
 
@@ -130,6 +142,28 @@ def _verify(given: argparse.Namespace) -> int:
                         return 1
         elapsed = time.perf_counter() - start
         print(f"{size:>3} ranks: {proved} sets of plans in {elapsed:.0f} s", flush=True)
+    return 0
+
+
+def _verify_log(paths: Sequence[Path]) -> int:
+    start = time.perf_counter()
+    try:
+        found = verify_logs(files_of(paths))
+    except OSError as error:
+        raise LogError(f"cannot read {error.filename}: {error.strerror}") from error
+    elapsed = time.perf_counter() - start
+    judged = (
+        f"{found.ranks} ranks, {found.operations} operations, {found.messages} posts, "
+        f"{elapsed:.0f} s"
+    )
+    if found.faults:
+        print(f"refuted ({judged}):", *found.faults, *found.notes, sep="\n- ")
+        return 1
+    if found.notes:
+        print(f"no fault as far as it is known, which is no proof ({judged}):", end="")
+        print("", *found.notes, sep="\n- ")
+        return 2
+    print(f"proved: {judged}")
     return 0
 
 

@@ -14,7 +14,7 @@ change the outcome.  :mod:`commfuse_npu.verify` writes programmes from plans,
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,6 +95,16 @@ class Stuck(NamedTuple):
 
 _Lane = tuple[Group, Hashable]
 _Queue = tuple[int, _Lane]
+_Place = tuple[int, _Lane | None]
+"""A lane of a rank, or its host."""
+
+
+class _WaitOf(NamedTuple):
+    """What waits, the words for it, and for whom."""
+
+    place: _Place
+    words: str
+    peer: _Place
 
 
 class Rendezvous:
@@ -219,72 +229,73 @@ class Rendezvous:
 
     def _stuck(self) -> Stuck | None:
         """The chain of ranks that wait for each other, or ``None`` when all is done."""
-        waits = self._waits()
-        if not waits:
+        starts: list[_Place] = [(p.rank, None) for p in self._programmes if p.at < len(p.actions)]
+        left = ((rank, lane) for (rank, lane), entries in self._queues.items() if entries)
+        starts += sorted(left, key=str)
+        if not starts:
             return None
-        open_ended = {p.rank for p in self._programmes if p.open_ended and p.at == len(p.actions)}
-        found = [self._chain(start, waits, open_ended) for start in sorted(waits)]
+        found = [self._chain(start) for start in starts]
         return next((chain for chain in found if chain.certain), found[0])
 
-    def _chain(
-        self, rank: int, waits: Mapping[int, tuple[int, str]], open_ended: set[int]
-    ) -> Stuck:
-        chain: list[int] = []
-        while rank in waits and rank not in chain:
-            chain.append(rank)
-            rank = waits[rank][0]
-        certain = True
-        if rank in chain:
-            chain, end = chain[chain.index(rank) :], f"and so round to rank {rank}"
-        elif rank in open_ended:
-            certain, end = False, f"and nothing more is known of rank {rank}"
+    def _chain(self, start: _Place) -> Stuck:
+        words: dict[_Place, str] = {}
+        place, wait = start, self._wait_of(start)
+        while wait is not None and wait.place not in words:
+            words[wait.place] = wait.words
+            place = wait.peer
+            wait = self._wait_of(place)
+        texts, certain = list(words.values()), True
+        if wait is not None:
+            texts = texts[list(words).index(wait.place) :]
+            end = f"and so round to rank {wait.place[0]}"
+        elif any(p.open_ended for p in self._programmes if p.rank == place[0]):
+            certain, end = False, f"and nothing more is known of rank {place[0]}"
         else:
-            end = f"and rank {rank} has nothing more to do"
-        start = "cold" if self._cold else "warm"
-        text = "; ".join(waits[r][1] for r in chain)
-        return Stuck(f"deadlock ({start}): {text}; {end}", certain)
+            end = f"and rank {place[0]} has nothing more to do"
+        how = "cold" if self._cold else "warm"
+        return Stuck(f"deadlock ({how}): {'; '.join(texts)}; {end}", certain)
 
-    def _waits(self) -> dict[int, tuple[int, str]]:
-        """For whom each rank waits, and the words for it."""
-        waits: dict[int, tuple[int, str]] = {}
-        for programme in self._programmes:
-            if programme.at < len(programme.actions):
-                action = programme.actions[programme.at]
-                waits.setdefault(programme.rank, self._held_by(programme.rank, action))
-        for queue, entries in sorted(self._queues.items(), key=lambda item: str(item[0])):
-            if entries and queue[0] not in waits:
-                waits[queue[0]] = _at_head(queue, entries[0][0])
-        return waits
-
-    def _held_by(self, rank: int, action: Action) -> tuple[int, str]:
+    def _wait_of(self, place: _Place) -> _WaitOf | None:
+        """What a lane of a rank waits for; what its host does, if there is nothing on the lane."""
+        rank, lane = place
+        if lane is not None and self._queues.get((rank, lane)):
+            return self._wait_at_head((rank, lane))
+        held = (p for p in self._programmes if p.rank == rank and p.at < len(p.actions))
+        programme = next(held, None)
+        if programme is None:
+            return None
+        action = programme.actions[programme.at]
         if isinstance(action, Meet):
             met = self._met[action.group, action.number]
             absent = next(r for r in action.group.ranks if r not in met)
-            return absent, f"rank {rank} waits for rank {absent} to come to {action.name}"
+            words = f"rank {rank} waits for rank {absent} to come to {action.name}"
+            return _WaitOf((rank, None), words, (absent, None))
         if isinstance(action, Post):
-            lane = action.group, action.lane
-            absent = next((r for r in action.group.ranks if r not in self._came[lane]), rank)
-            return absent, f"rank {rank} waits for rank {absent} to create lane {action.lane}"
+            new = action.group, action.lane
+            absent = next((r for r in action.group.ranks if r not in self._came[new]), rank)
+            words = f"rank {rank} waits for rank {absent} to create lane {action.lane}"
+            return _WaitOf((rank, None), words, (absent, None))
         end = next(end for end in action.ends if (rank, end) not in self._done)
         queue = self._where.get((rank, end))
         if queue is None:
-            return rank, f"rank {rank} waits for {end}, which it has not posted"
+            words = f"rank {rank} waits for {end}, which it has not posted"
+            return _WaitOf((rank, None), words, (rank, None))
+        return self._wait_at_head(queue, end)
+
+    def _wait_at_head(self, queue: _Queue, wanted: End | None = None) -> _WaitOf:
+        rank, (group, lane) = queue
         head = self._queues[queue][0]
-        if end in head:
-            return _at_head(queue, end)
-        peer, text = _at_head(queue, head[0])
-        return peer, f"{text}, before {end}"
+        end = wanted if wanted in head else head[0]
+        assert end is not None
+        source, target = group.ranks[end.transfer.source], group.ranks[end.transfer.target]
+        verb, peer = ("send", target) if source == rank else ("receive", source)
+        words = f"rank {rank} waits on lane {lane} to {verb} {end}"
+        if wanted is not None and wanted is not end:
+            words += f", before {wanted}"
+        return _WaitOf(queue, words, (peer, queue[1]))
 
 
 def _same_way(one: End, other: End) -> bool:
     """Whether both are about a message from the same rank to the same rank."""
     mine, theirs = one.transfer, other.transfer
     return (mine.source, mine.target) == (theirs.source, theirs.target)
-
-
-def _at_head(queue: _Queue, end: End) -> tuple[int, str]:
-    rank, (group, lane) = queue
-    source, target = group.ranks[end.transfer.source], group.ranks[end.transfer.target]
-    sends = source == rank
-    verb, peer = ("send", target) if sends else ("receive", source)
-    return peer, f"rank {rank} waits on lane {lane} to {verb} {end}"

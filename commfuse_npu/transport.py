@@ -37,6 +37,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.order_log import OperationLog, OrderLog, TransportLog
 from commfuse_npu.plan import Plan, Transfer
 from commfuse_npu.roll_call import MissingRankError, roll_call
 from commfuse_npu.trace import Trace, clock
@@ -182,9 +183,19 @@ class _Handle:
 
     Args:
         messages: ``(row, name, bytes)`` of what it carries, for a trace.
+        waiting: called before the wait, for the log of the order.
     """
 
-    __slots__ = ("_buffer", "_messages", "_operation", "_posted", "_transport", "_what", "_works")
+    __slots__ = (
+        "_buffer",
+        "_messages",
+        "_operation",
+        "_posted",
+        "_transport",
+        "_waiting",
+        "_what",
+        "_works",
+    )
 
     def __init__(
         self,
@@ -194,8 +205,10 @@ class _Handle:
         what: object,
         operation: str = "",
         messages: Sequence[tuple[str, str, int]] = (),
+        waiting: Callable[[], None] | None = None,
     ) -> None:
         self._operation = operation
+        self._waiting = waiting
         self._messages = messages
         self._posted = clock() if messages else 0
         self._transport = transport
@@ -208,6 +221,8 @@ class _Handle:
         if self._works is None:
             return
         works, self._works = self._works, None
+        if self._waiting is not None:
+            self._waiting()
         trace = self._transport.trace
         began = clock() if trace is not None else 0
         start = time.perf_counter()
@@ -247,6 +262,7 @@ class Transport:
         operations: how many plans were started.
         remembered: what higher rooms keep per group of ranks; nothing here uses it.
         trace: where to write down what happens; ``None`` for nowhere.
+        order_log: where to write down the order of posts and waits; ``None`` for nowhere.
     """
 
     def __init__(
@@ -271,6 +287,7 @@ class Transport:
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
         self.trace: Trace | None = None
+        self.order_log: TransportLog | None = None
         self.device_type = _device_type(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
@@ -290,6 +307,7 @@ class Transport:
         batched: bool | None = None,
         check: Check = "first",
         lane_options: Any = None,
+        order_log: OrderLog | None = None,
     ) -> Transport:
         """Make the lanes of every group of the job, and warm them up.
 
@@ -306,6 +324,7 @@ class Transport:
             check: compare operation, shapes, dtype and options of the ranks at the ``first`` use of
                 each combination, or ``always``.
             lane_options: ``pg_options`` of the lane groups, HCCL's buffer size among them.
+            order_log: where to write down the order of posts and waits, on all processes alike.
 
         Raises:
             ValueError: lanes is not a positive whole number.
@@ -359,6 +378,8 @@ class Transport:
                 made[ranks] = channels, control
             channels, control = made[mine[0]]
             transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
+            if order_log is not None:
+                transport.order_log = order_log.transport(transport.ranks, lanes, batched)
             transport._warm_up()
         except TransportError as error:
             problem = error
@@ -386,6 +407,8 @@ class Transport:
         for group in (*self._lanes, self._control):
             dist.destroy_process_group(group)
         self._broken = self._broken or f"rank {self.rank}: it was closed"
+        if self.order_log is not None:
+            self.order_log.close()
 
     def start(
         self,
@@ -441,7 +464,10 @@ class Transport:
             dtype=like.dtype,
             options=options,
         )
-        exchange = Exchange(self, plan, name, like, identity)
+        log = None
+        if self.order_log is not None:
+            log = self.order_log.start(plan, name, block, like.dtype, options)
+        exchange = Exchange(self, plan, name, like, identity, log)
         self._in_flight.add(exchange)
         return exchange
 
@@ -507,6 +533,8 @@ class Transport:
         """
         if self._broken is not None:
             raise self.error()
+        if self.order_log is not None:
+            self.order_log.meet("comparing clocks")
         device = "cpu" if "gloo" in dist.get_backend(self._control) else self.device_type
         token = torch.zeros(1, dtype=torch.int64, device=device)
         fastest: tuple[int, int] | None = None
@@ -539,6 +567,8 @@ class Transport:
             raise self.error()
         if self.size == 1:
             return [value]
+        if self.order_log is not None:
+            self.order_log.meet(name)
         try:
             return _everyone(value, self._control, self.timeout)
         except RuntimeError as error:
@@ -598,6 +628,8 @@ class Transport:
             self._broken = (
                 f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"
             )
+            if self.order_log is not None:
+                self.order_log.fail(why)
 
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
         return kind(f"{self._broken}. This transport cannot be used any more")
@@ -646,10 +678,17 @@ class Exchange:
     """
 
     def __init__(
-        self, transport: Transport, plan: Plan, name: str, like: torch.Tensor, identity: int
+        self,
+        transport: Transport,
+        plan: Plan,
+        name: str,
+        like: torch.Tensor,
+        identity: int,
+        log: OperationLog | None,
     ) -> None:
         self.name = name
         self.plan = plan
+        self._log = log
         self._transport = transport
         self._like = like.dtype, like.device
         # Tags differ with what is sent and with how many operations came before: data for another
@@ -692,10 +731,11 @@ class Exchange:
         self._buffers.append(buffer)
         if not self._transport.batched:
             what = self._what("receiving", transfer, buffer)
+            waiting = self._logged("receive", (transfer, buffer))
             works = self._transport.post_receive(transfer, buffer, self._tag_of(position), what)
             messages = self._messages(transfer, buffer)
             self._receives.append(
-                _Handle(self._transport, works, buffer, what, self.name, messages)
+                _Handle(self._transport, works, buffer, what, self.name, messages, waiting)
             )
 
     def send(self, position: int, tensor: torch.Tensor) -> None:
@@ -715,14 +755,18 @@ class Exchange:
                 f"{self._what('sending', transfer, tensor)} and "
                 f"{self._what('receiving', receive, buffer)}"
             )
+            waiting = self._logged("batch", (transfer, tensor), (receive, buffer))
             works = self._transport.post_batch(transfer, tensor, receive, buffer, what)
             messages = (*self._messages(transfer, tensor), *self._messages(receive, buffer))
-            handle = _Handle(self._transport, works, (tensor, buffer), what, self.name, messages)
+            both = (tensor, buffer)
+            handle = _Handle(self._transport, works, both, what, self.name, messages, waiting)
             self._sends[position] = handle
             self._receives.append(handle)
             return
         self._queues.setdefault(transfer.lane, deque()).append((position, tensor))
         self._post_ready(transfer.lane)
+        if position not in self._sends:
+            self._logged("queue", (transfer, tensor))
 
     def _post_ready(self, lane: int) -> None:
         """Post the sends whose turn it is: the lane is free, or busy with the same target."""
@@ -740,11 +784,23 @@ class Exchange:
             queue.popleft()
             self._last_sent[lane] = position
             what = self._what("sending", transfer, tensor)
+            waiting = self._logged("send", (transfer, tensor))
             works = self._transport.post_send(transfer, tensor, self._tag_of(position), what)
             messages = self._messages(transfer, tensor)
             self._sends[position] = _Handle(
-                self._transport, works, tensor, what, self.name, messages
+                self._transport, works, tensor, what, self.name, messages, waiting
             )
+
+    def _logged(
+        self, verb: str, *messages: tuple[Transfer, torch.Tensor]
+    ) -> Callable[[], None] | None:
+        """Log a post, if there is a log; what logs the wait for it."""
+        log = self._log
+        if log is None:
+            return None
+        numbers = [log.message(one, tensor.numel(), tensor.dtype) for one, tensor in messages]
+        log.post(verb, *numbers)
+        return lambda: log.post("wait", numbers[0])
 
     def _messages(
         self, transfer: Transfer, tensor: torch.Tensor
@@ -797,4 +853,6 @@ class Exchange:
         for position in range(len(self._steps)):
             self.wait_receive(position)
             self.wait_send(position)
+        if self._log is not None:
+            self._log.finish()
         self._transport.finished(self)

@@ -40,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "commfuse_ulysses": False,
     "commfuse_dp": False,
     "commfuse_dp_reduce_dtype": "none",
+    "commfuse_order_log": None,
 }
 """What an option is when it is not given."""
 
@@ -133,6 +134,11 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         type=whole(0),
         help="layers whose block per rank is smaller keep Megatron's collective",
     )
+    parser.add_argument(
+        "--commfuse-order-log",
+        metavar="FOLDER",
+        help="write what each rank posts and waits for, in order, for commfuse-npu verify --log",
+    )
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,7 @@ class CommFuseOptions:
         attention: fuse attention with the projection of its output.
         ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
         data_parallel: of the distributed optimizer's buckets; ``None`` leaves them alone.
+        order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
     """
 
     linear: LinearOptions
@@ -154,6 +161,7 @@ class CommFuseOptions:
     attention: bool
     ulysses: LinearOptions | None
     data_parallel: BucketOptions | None
+    order_log: str | None
 
 
 def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
@@ -192,6 +200,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         if given.commfuse_ulysses
         else None,
         data_parallel=_bucket_options(given, args) if given.commfuse_dp else None,
+        order_log=given.commfuse_order_log,
     )
 
 

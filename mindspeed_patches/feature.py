@@ -91,6 +91,7 @@ class CommFuseFeature(MindSpeedFeature):
                 count = options.data_parallel.schedule.lanes
                 self._lanes.append(DataParallelLanes(direction, count))
         for lanes in self._lanes:
+            lanes.order_log = options.order_log
             lanes.register(patch_manager)
         _use_mindspeeds_matmul_add()
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from commfuse_npu.order_log import shared_order_log
 from commfuse_npu.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options
 
@@ -39,6 +40,7 @@ class Lanes:
 
     Attributes:
         buffer_megabytes: HCCL's buffer per lane, as large as that of the groups if None.
+        order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
     """
 
     _what: str
@@ -46,6 +48,7 @@ class Lanes:
 
     def __init__(self, wrappers: _Wrappers, lanes: int) -> None:
         self.buffer_megabytes: int | None = None
+        self.order_log: str | None = None
         self._wrappers = wrappers
         self._lanes = lanes
 
@@ -71,11 +74,15 @@ class Lanes:
             initialize(*args, **kwargs)
             self._close()
             group = self._group()
+            log = None
+            if self.order_log is not None:
+                log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
             self._wrappers.transport = Transport.create(
                 group,
                 lanes=self._lanes,
                 timeout=timedelta(minutes=kwargs.get("distributed_timeout_minutes", 30)),
                 lane_options=lane_options(group, self.buffer_megabytes, self._name),
+                order_log=log,
             )
             _logger.info(
                 "CommFuse made %d lanes per %s group of %d", self._lanes, self._what, group.size()

@@ -62,16 +62,21 @@ def _checked_request(
     if args.resume:
         facts = shape_of_run(args, corpus.fingerprint())
         found = find_checkpoint(folder / "checkpoints", facts)
+    _make_folder(folder, "for this run", "--runs-dir")
+    if args.commfuse_order_log is not None:
+        _make_folder(Path(args.commfuse_order_log), "of the log", "--commfuse-order-log")
+    return args, corpus, found
+
+
+def _make_folder(folder: Path, what: str, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot create the folder {folder} for this run: {error.strerror}; "
-            "choose another --runs-dir"
+            f"cannot create the folder {folder} {what}: {error.strerror}; choose another {option}"
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"no permission to write to {folder}; choose another --runs-dir")
-    return args, corpus, found
+        raise UsageError(f"no permission to write to {folder}; choose another {option}")
 
 
 def _folder(args: argparse.Namespace) -> Path:

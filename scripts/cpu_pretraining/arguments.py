@@ -162,8 +162,14 @@ def _parser() -> _Parser:
     return parser
 
 
-# Requests for one run; a file that always resumes, compares or slows down would surprise.
-_COMMAND_LINE_ONLY = {"resume": False, "compare": False, "link_rate": None, "trace": None}
+# Requests for one run; a file that always resumes, compares, slows down or records would surprise.
+_COMMAND_LINE_ONLY = {
+    "resume": False,
+    "compare": False,
+    "link_rate": None,
+    "trace": None,
+    "commfuse_order_log": None,
+}
 _MAY_BE_NULL = {"data_path", "lr_warmup_iters", "ddp_bucket_size"}
 
 

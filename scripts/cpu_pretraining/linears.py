@@ -6,10 +6,13 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from commfuse_npu import Schedule, Transport
+from commfuse_npu.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.attention import AttentionWrappers
@@ -87,18 +90,21 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
     wrappers.register(manager)
     if options.attention:
         AttentionWrappers(wrappers).register(manager)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    wrappers.transport = Transport.create(
-        parallel_state.get_tensor_model_parallel_group(), lanes=schedule.lanes, timeout=timeout
+    log = None
+    if options.order_log is not None and form == "fused":
+        log = shared_order_log(options.order_log, dist.get_rank(), dist.get_world_size())
+    create = partial(
+        Transport.create, timeout=timedelta(minutes=args.distributed_timeout_minutes), order_log=log
+    )
+    wrappers.transport = create(
+        parallel_state.get_tensor_model_parallel_group(), lanes=schedule.lanes
     )
     transports, ulysses = [wrappers.transport], None
     if options.ulysses is not None:
         ulysses = UlyssesWrappers(wrappers, options.ulysses, form)
         ulysses.register(manager, "scripts.cpu_pretraining.ulysses.UlyssesAttention")
-        ulysses.transport = Transport.create(
-            parallel_state.get_context_parallel_group(),
-            lanes=options.ulysses.schedule.lanes,
-            timeout=timeout,
+        ulysses.transport = create(
+            parallel_state.get_context_parallel_group(), lanes=options.ulysses.schedule.lanes
         )
         transports.append(ulysses.transport)
     if options.data_parallel is not None:
@@ -108,9 +114,7 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
             with_context_parallel=True, partial_data_parallel=True
         )
         for direction in (buckets.gradients, buckets.parameters):
-            direction.transport = Transport.create(
-                group, lanes=options.data_parallel.schedule.lanes, timeout=timeout
-            )
+            direction.transport = create(group, lanes=options.data_parallel.schedule.lanes)
             transports.append(direction.transport)
     manager.apply_patches()
     try:

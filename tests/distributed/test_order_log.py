@@ -1,0 +1,413 @@
+"""Recorded runs of real ranks are proved; a log with a fault planted in it is refuted by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu import Schedule, Transport, TransportError, cli
+from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, linear
+from commfuse_npu.order_log import OrderLog
+from commfuse_npu.pipeline import gather_and_consume
+from commfuse_npu.verify_log import Verdict, files_of, verify_logs
+from tests.distributed import test_attention, test_linear, test_ulysses
+from tests.distributed.test_linear import COLUMN, FULL, ROW
+
+Programme = Callable[[int, OrderLog, bool], list[Transport]]
+"""``programme(rank, log, batched)``; returns the transports that it made."""
+
+WAYS = pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
+
+
+def link(log: OrderLog, batched: bool, group: Any = None) -> Transport:
+    return Transport.create(
+        group, lanes=3, timeout=timedelta(seconds=15), batched=batched, order_log=log
+    )
+
+
+def record(rank: int, folder: str, programme: Programme, batched: bool) -> None:
+    log = OrderLog(Path(folder), rank, dist.get_world_size())
+    for transport in programme(rank, log, batched):
+        transport.close()
+    log.close()
+
+
+def verdict(folder: Path) -> Verdict:
+    return verify_logs(files_of([folder]))
+
+
+def linears(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
+    """Backwards with a re-gather and a reduce-scatter under way at once, three times."""
+    made = link(log, batched)
+    shapes = [
+        Schedule("shifted", 2, 2),
+        Schedule("shifted", 1, 4, "block", taper=2.0),
+        Schedule("ring", 1, 2),
+    ]
+    if made.size % 2 == 0:
+        shapes.append(Schedule("two_level", 2, 2, node_size=2))
+    for _ in range(3):
+        for schedule in shapes:
+            for op in (COLUMN, ROW, FULL):
+                options = LinearOptions(schedule)
+                case = test_linear.Case(op, shape=(8 * made.size, 32), options=options)
+                call = partial(getattr(linear, op), transport=made, options=options)
+                test_linear.run(case, test_linear.inputs(rank, made.size, case), call)
+    return [made]
+
+
+def attention(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
+    made = link(log, batched)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_attention, "transport", lambda _: made)
+        for schedule in (Schedule(lanes=3, chunks=2), Schedule("ring", lanes=2)):
+            case = test_attention.Case("GQA", options=LinearOptions(schedule), batched=batched)
+            given = test_attention.inputs(rank, made.size, case)
+            test_attention.run(case, given, test_attention.fused(case))
+    return [made]
+
+
+def ulysses(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
+    made = link(log, batched)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_ulysses, "transport", lambda _: made)
+        for op, schedule in (
+            ("a-bc", Schedule(lanes=2, chunks=2)),
+            ("a-b-c", Schedule("ring", lanes=1, chunks=2)),
+        ):
+            case = test_ulysses.Case(op, options=LinearOptions(schedule), batched=batched)
+            given = test_ulysses.inputs(rank, made.size, case)
+            test_ulysses.run(case, given, test_ulysses.fused(case))
+    return [made]
+
+
+def buckets(rank: int, log: OrderLog, batched: bool, scratch_bytes: int = 0) -> list[Transport]:
+    """With room for one piece only, and the ranks wait in different orders."""
+    made = link(log, batched)
+    options = BucketOptions(
+        Schedule(lanes=3, chunks=3), scratch_bytes=scratch_bytes, last_first=True
+    )
+    exchange = Buckets(made, options)
+    for turn in range(3):
+        flat = [torch.full((made.size * 10,), float(rank)) for _ in range(4)]
+        handles = [
+            exchange.reduce_scatter(flat[0]),
+            exchange.all_gather(flat[1]),
+            exchange.reduce_scatter(flat[2]),
+        ]
+        if (rank + turn) % 2:
+            handles[1].wait()
+        handles.append(exchange.all_gather(flat[3]))
+        for handle in handles if rank == 0 else handles[::-1]:
+            handle.wait()
+    return [made]
+
+
+def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
+    """Tensor-parallel pairs, and pairs of replicas with two transports, all under way at once."""
+    pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
+    mine = [group for ranks, group in pairs.items() if rank in ranks]
+    tensor, gradients, parameters = (
+        link(log, batched, group) for group in (mine[0], mine[1], mine[1])
+    )
+    case = test_linear.Case(COLUMN, shape=(16, 32), options=LinearOptions(Schedule(chunks=2)))
+    call = partial(linear.all_gather_linear, transport=tensor, options=case.options)
+    options = BucketOptions(Schedule(lanes=1))
+    out, back = Buckets(gradients, options), Buckets(parameters, options)
+    for _ in range(3):
+        first = out.reduce_scatter(torch.ones(8))
+        test_linear.run(case, test_linear.inputs(tensor.rank, 2, case), call)
+        second = back.all_gather(torch.ones(8))
+        if rank < 2:
+            first.wait()
+        test_linear.run(case, test_linear.inputs(tensor.rank, 2, case), call)
+        first.wait()
+        tensor.confirm("the step")
+        second.wait()
+    return [tensor, gradients, parameters]
+
+
+@WAYS
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("programme", [linears, attention, ulysses, buckets])
+def test_recorded_runs_are_proved(ranks, tmp_path, programme, size: int, batched: bool) -> None:
+    ranks(size).run(record, str(tmp_path), programme, batched)
+    found = verdict(tmp_path)
+    assert (found.faults, found.notes) == ([], [])
+    assert found.operations >= 4 * size
+    assert found.messages > 0
+
+
+@WAYS
+def test_several_groups_of_one_job(ranks, tmp_path, batched: bool) -> None:
+    ranks(4).run(record, str(tmp_path), several_groups, batched)
+    found = verdict(tmp_path)
+    assert (found.faults, found.notes) == ([], [])
+    # Two layers with three operations each, and two buckets, three times on four ranks.
+    assert found.operations == 4 * 3 * (2 * 3 + 2)
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+POSTS = ("receive", "send", "queue", "batch", "wait")
+
+
+def verb_of(line: Any) -> str:
+    return line[0] if isinstance(line, list) else ""
+
+
+class Recorded:
+    """The lines of a run, to be changed; a line about messages is ``[verb, slot, {...}, ...]``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: dict[int, list[Any]] = {}
+        for path in sorted(folder.glob("rank_*.jsonl")):
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            known = {line["message"]: line for line in lines if "message" in line}
+            whole = []
+            for line in lines:
+                if verb_of(line) in POSTS:
+                    whole.append([*line[:2], *(dict(known[number]) for number in line[2:])])
+                elif "message" not in line:
+                    whole.append(line)
+            self.lines[len(self.lines)] = whole
+
+    def posts(self, rank: int, verb: str) -> list[int]:
+        """Where a rank posts so; without the lines before the third operation."""
+        verbs = [verb_of(line) for line in self.lines[rank]]
+        third = [place for place, found in enumerate(verbs) if found == "start"][2]
+        return [place for place in range(third, len(verbs)) if verbs[place] == verb]
+
+    def write(self) -> None:
+        for rank, lines in self.lines.items():
+            numbers: dict[str, int] = {}
+            text = []
+            for line in lines:
+                if verb_of(line) in POSTS:
+                    about = [
+                        json.dumps({k: v for k, v in message.items() if k != "message"})
+                        for message in line[2:]
+                    ]
+                    for one in about:
+                        if one not in numbers:
+                            numbers[one] = len(numbers)
+                            text.append(json.dumps({"message": numbers[one], **json.loads(one)}))
+                    text.append(json.dumps([*line[:2], *(numbers[one] for one in about)]))
+                else:
+                    text.append(json.dumps(line))
+            path = self.folder / f"rank_{rank:05d}.jsonl"
+            path.write_text("".join(f"{line}\n" for line in text))
+
+
+@pytest.fixture(scope="module")
+def whole_run(ranks, tmp_path_factory) -> Callable[[bool], Path]:
+    """The folder of a run of three ranks, which tests copy and change."""
+    folders: dict[bool, Path] = {}
+
+    def of(batched: bool) -> Path:
+        if batched not in folders:
+            folders[batched] = tmp_path_factory.mktemp("run")
+            ranks(3).run(record, str(folders[batched]), linears, batched)
+        return folders[batched]
+
+    return of
+
+
+@pytest.fixture
+def run(whole_run, tmp_path) -> Callable[[bool], Recorded]:
+    def of(batched: bool) -> Recorded:
+        for path in whole_run(batched).iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        return Recorded(tmp_path)
+
+    return of
+
+
+def posts_swapped(run: Recorded, verb: str) -> None:
+    one, two = run.posts(1, verb)[:2]
+    run.lines[1][one], run.lines[1][two] = run.lines[1][two], run.lines[1][one]
+
+
+def a_post_is_missing(run: Recorded, verb: str) -> None:
+    del run.lines[1][run.posts(1, verb)[0]]
+
+
+def other_lane(run: Recorded, verb: str) -> None:
+    for message in run.lines[1][run.posts(1, verb)[0]][2:]:
+        message["lane"] = 2
+
+
+def other_size(run: Recorded, verb: str) -> None:
+    run.lines[1][run.posts(1, verb)[0]][2]["elements"] += 1
+
+
+def other_dtype(run: Recorded, verb: str) -> None:
+    run.lines[1][run.posts(1, verb)[0]][2]["dtype"] = "torch.float64"
+
+
+def an_operation_is_missing(run: Recorded, verb: str) -> None:
+    lines = run.lines[1]
+    finishes = [i for i, line in enumerate(lines) if verb_of(line) == "finish"]
+    gone = range(finishes[2] + 1, finishes[3] + 1)
+    run.lines[1] = [line for i, line in enumerate(lines) if i not in gone or not verb_of(line)]
+
+
+def waited_for_twice(run: Recorded, verb: str) -> None:
+    place = run.posts(1, "wait")[0]
+    run.lines[1].insert(place, run.lines[1][place])
+
+
+def never_waited_for(run: Recorded, verb: str) -> None:
+    del run.lines[1][run.posts(1, "wait")[0]]
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (posts_swapped, "rank 1, operation 2 .*: it posts .* where its plan has "),
+        (a_post_is_missing, "rank 1, operation 2 .*: it "),
+        (other_lane, r"rank 1, operation 2 .*lane 2\).* where its plan has .*lane "),
+        (other_size, r"rank 1, operation 2 .*(257|129) x .* where its plan has (256|128) x "),
+        (other_dtype, "rank 1, operation 2 .*float64 where its plan has .* x torch.float32"),
+        (an_operation_is_missing, "rank 1"),
+        (waited_for_twice, "rank 1, operation 2 .*: it waits for .* twice"),
+        (never_waited_for, "rank 1, operation 2 .*: it never waits for "),
+    ],
+)
+def test_faults_are_found_and_named(run, capsys, fault, words: str, batched: bool) -> None:
+    recorded = run(batched)
+    recorded.write()
+    assert cli.main(["verify", "--log", str(recorded.folder)]) == 0
+    assert capsys.readouterr().out.startswith("proved: 3 ranks")
+    fault(recorded, "batch" if batched else "receive")
+    recorded.write()
+    assert cli.main(["verify", "--log", str(recorded.folder)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("refuted")
+    assert re.search(words, out), out
+
+
+def test_lanes_swapped_on_one_rank_hang(run) -> None:
+    """Each rank by itself is in order, but the heads of the lanes never meet."""
+    recorded = run(True)
+    # Where the plan is not known to be broken, the play has to find it: the plan changes too.
+    for line in recorded.lines[1]:
+        if verb_of(line) in POSTS:
+            for message in line[2:]:
+                message["lane"] = 1 - message["lane"] if message["lane"] < 2 else 2
+    recorded.write()
+    first = verdict(recorded.folder).faults[0]
+    assert re.match(r"deadlock \((warm|cold)\): rank . waits on lane . to ", first), first
+    assert "all_gather_linear" in first
+
+
+def test_operations_in_another_order_on_one_rank(run) -> None:
+    """The forward and the backward of a layer change places."""
+    recorded = run(True)
+    lines = recorded.lines[2]
+    ends = [i for i, line in enumerate(lines) if verb_of(line) == "finish"]
+    one, two = lines[ends[2] + 1 : ends[3] + 1], lines[ends[3] + 1 : ends[4] + 1]
+    definitions = [line for line in (*one, *two) if isinstance(line, dict)]
+    events = [line for line in (*two, *one) if isinstance(line, list)]
+    lines[ends[2] + 1 : ends[4] + 1] = definitions + events
+    recorded.write()
+    faults = verdict(recorded.folder).faults
+    assert any(
+        "ranks 0 and 2 do not run the same as operation" in fault
+        or ("rank 0 comes to" in fault and "where rank 2 comes to" in fault)
+        for fault in faults
+    ), faults
+
+
+@WAYS
+def test_a_run_that_was_cut_off_is_judged_as_far_as_it_goes(run, capsys, batched: bool) -> None:
+    recorded = run(batched)
+    path = recorded.folder / "rank_00001.jsonl"
+    whole = path.read_bytes()
+    for part in (0.3, 0.6, 0.9):
+        path.write_bytes(whole[: int(part * len(whole))])
+        assert cli.main(["verify", "--log", str(recorded.folder)]) == 2
+        out = capsys.readouterr().out
+        assert out.startswith("no fault as far as it is known, which is no proof")
+        assert "the file of rank 1 ends before its process did" in out
+        assert "nothing more is known of rank 1" in out
+    # What is wrong before the end is wrong all the same.
+    other_lane(recorded, "batch" if batched else "receive")
+    recorded.write()
+    path.write_bytes(path.read_bytes()[:-40])
+    assert verdict(recorded.folder).faults
+
+
+def hangs(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
+    """Rank 1 leaves an operation out, and all fail in their waits."""
+    made = Transport.create(lanes=2, timeout=timedelta(seconds=2), batched=batched, order_log=log)
+    plan = Schedule(lanes=2).plan("gather", rank, made.size)
+    for turn in range(3):
+        if (rank, turn) == (1, 1):
+            made.order_log = None
+            break
+        try:
+            gather_and_consume(torch.ones(2), lambda piece, rows: None, transport=made, plan=plan)
+        except TransportError:
+            break
+    return [made]
+
+
+def test_a_run_that_failed_says_who_waits_for_whom(ranks, tmp_path) -> None:
+    ranks(2).run(record, str(tmp_path), hangs, False)
+    found = verdict(tmp_path)
+    assert any("a transport of rank 0 broke" in note for note in found.notes)
+    assert re.search("deadlock .*rank 0 waits .*rank 1 has nothing more to do", found.faults[0])
+    assert any(
+        re.search(r"rank 1 lacks operation 1 \(gather_and_consume\)", f) for f in found.faults
+    )
+
+
+# ---------------------------------------------------------------------- the recorder
+
+
+def unwritable_later(rank: int, folder: str) -> str:
+    """A disk that is full from the second line on."""
+    path = Path(folder) / f"rank_{rank:05d}.jsonl"
+    path.symlink_to("/dev/full")
+    log = OrderLog(Path(folder), rank, dist.get_world_size())
+    made = link(log, False)
+    plan = Schedule(lanes=2).plan("gather", rank, made.size)
+    got = torch.zeros(2 * made.size)
+    gather_and_consume(
+        torch.full((2,), float(rank)),
+        lambda piece, rows: got[rows].copy_(piece),
+        transport=made,
+        plan=plan,
+    )
+    made.close()
+    log.close()
+    return str(got.tolist())
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path) -> None:
+    assert ranks(2).run(unwritable_later, str(tmp_path)) == ["[0.0, 0.0, 1.0, 1.0]"] * 2
+
+
+def unlogged(rank: int) -> None:
+    made = Transport.create(lanes=2, timeout=timedelta(seconds=15))
+    plan = Schedule(lanes=2).plan("gather", rank, made.size)
+    gather_and_consume(torch.ones(2), lambda piece, rows: None, transport=made, plan=plan)
+    assert made.order_log is None
+    made.close()
+
+
+def test_nothing_is_logged_unless_it_is_asked_for(ranks) -> None:
+    ranks(2).run(unlogged)
