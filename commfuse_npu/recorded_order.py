@@ -23,6 +23,7 @@ __all__ = ["Event", "LogError", "Message", "Operation", "RankLog", "Stretch", "T
 _LONGEST_LINE = 1 << 20
 _MOST_RANKS = 1 << 16
 _MOST_TRANSFERS = 1_000_000
+_MOST_KNOWN = 100_000
 
 
 class LogError(ValueError):
@@ -120,6 +121,7 @@ class RankLog:
         self.generation = 0
         self._operations: dict[int, Operation] = {}
         self._messages: dict[int, Message] = {}
+        self._known: dict[bytes, Event] = {}
         self._number = 0
         self._thread = 0
         self._open: dict[int, int] = {}
@@ -254,6 +256,15 @@ class RankLog:
         return value
 
     def _event(self, line: bytes) -> Event:
+        """What a line says; the same lines come again and again."""
+        event = self._known.get(line)
+        if event is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            event = self._known[line] = self._parsed(line)
+        return event
+
+    def _parsed(self, line: bytes) -> Event:
         content = self._parse(line)
         if not isinstance(content, list) or not content or type(content[0]) is not str:
             raise self._wrong(f"{_shown(line)} is neither a definition nor an event")
@@ -288,6 +299,7 @@ class RankLog:
     # ------------------------------------------------------------------ definitions
 
     def _define(self, fields: dict[str, Any]) -> None:
+        self._known.clear()
         if "transport" in fields and "operation" not in fields:
             self._define_transport(fields)
         elif "operation" in fields:

@@ -148,8 +148,9 @@ class _Run:
         self._verdict = Verdict(len(logs))
         self._lines: list[list[bytes]] = [[] for _ in logs]
         self._last = [False] * len(logs)
-        self._counts: list[Counter[tuple[int, str]]] = [Counter() for _ in logs]
+        # What was begun and met before the last cut, and since.
         self._before: list[Counter[tuple[int, str]]] = [Counter() for _ in logs]
+        self._counts: list[Counter[tuple[int, str]]] = [Counter() for _ in logs]
         self._generations: list[int] = []
         self._judged: dict[bytes, tuple[int, int]] = {}
         self._opened: set[tuple[Group, object]] = set()
@@ -174,7 +175,7 @@ class _Run:
     def _read(self, rank: int) -> None:
         stretch: Stretch = self._logs[rank].stretch()
         self._lines[rank] += stretch.lines
-        self._counts[rank] += stretch.counts
+        self._counts[rank].update(stretch.counts)
         self._last[rank] = stretch.last
 
     def _behind(self) -> list[int]:
@@ -219,7 +220,9 @@ class _Run:
         found.operations += operations
         found.messages += messages
         self._lines = [[] for _ in self._logs]
-        self._before = [Counter(counts) for counts in self._counts]
+        for before, counts in zip(self._before, self._counts, strict=True):
+            before.update(counts)
+            counts.clear()
 
     def _notes(self, log: RankLog) -> Iterator[str]:
         for why in log.failures:

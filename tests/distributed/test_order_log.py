@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu import Schedule, Transport, TransportError, cli
+from commfuse_npu import Schedule, Transport, TransportError, cli, order_log
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, linear
 from commfuse_npu.order_log import OrderLog
 from commfuse_npu.pipeline import gather_and_consume
@@ -399,6 +399,20 @@ def unwritable_later(rank: int, folder: str) -> str:
 
 def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path) -> None:
     assert ranks(2).run(unwritable_later, str(tmp_path)) == ["[0.0, 0.0, 1.0, 1.0]"] * 2
+
+
+def little_memory(rank: int, folder: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_log, "_MOST_DEFINED", 20)
+        record(rank, folder, linears, False)
+    text = (Path(folder) / f"rank_{rank:05d}.jsonl").read_text()
+    return text.count('["forget"]')
+
+
+def test_what_is_remembered_stays_within_bounds(ranks, tmp_path) -> None:
+    assert min(ranks(2).run(little_memory, str(tmp_path))) > 3
+    found = verdict(tmp_path)
+    assert (found.faults, found.notes) == ([], [])
 
 
 def unlogged(rank: int) -> None:

@@ -19,6 +19,8 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from commfuse_npu.verify_log import files_of, verify_logs
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120
 TINY = (
@@ -294,6 +296,31 @@ def test_unusable_runs_folder_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "for this run: Not a directory; choose another --runs-dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_order_of_transfers_is_recorded_and_proved(tmp_path: Path) -> None:
+    log = tmp_path / "order log"
+    done = run(
+        2,
+        *("--runs-dir", str(tmp_path), "--commfuse-order-log", str(log), "--train-iters", "3"),
+        *("--commfuse-chunks", "2"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = verify_logs(files_of([log]))
+    assert (found.faults, found.notes) == ([], [])
+    assert found.ranks == 2
+    assert found.operations > 100
+
+
+def test_an_order_log_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run_alone(
+        *("--runs-dir", str(tmp_path / "runs"), "--tensor-model-parallel-size", "1"),
+        *("--commfuse-order-log", str(tmp_path / "file" / "log")),
+    )
+    assert done.returncode == 2
+    assert "of the log: Not a directory; choose another --commfuse-order-log" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -196,6 +196,7 @@ class TestOptions:
             "commfuse_reduce_dtype": "float32",
             "commfuse_wgrad": "blocks",
             "commfuse_min_kib": "16",
+            "commfuse_order_log": "a folder",
         }
         if early:
             args = argparse.Namespace(tensor_model_parallel_size="4", **given)
@@ -211,6 +212,13 @@ class TestOptions:
         assert linear.schedule == Schedule("ring", lanes=3, chunks=4, order="block", taper=1.5)
         assert (linear.reduce_dtype, linear.wgrad) == (torch.float32, "blocks")
         assert linear.keep_gathered
+        assert options.order_log == "a folder"
+
+    def test_the_lanes_know_where_to_record(self) -> None:
+        feature = CommFuseFeature()
+        args = real_arguments("--commfuse-order-log", "a folder", "--commfuse-dp")
+        feature.register_patches(PatchManager(), args)
+        assert [lanes.order_log for lanes in feature._lanes] == ["a folder"] * 3
 
     @pytest.mark.parametrize("early", [False, True])
     def test_tuning_keeps_what_it_finds_in_the_users_cache(self, early, monkeypatch) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, plain_all_gather_linear
+from commfuse_npu.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import ContextParallelLanes, DataParallelLanes, TensorParallelLanes
@@ -47,6 +48,32 @@ def life_of_the_lanes(rank: int) -> list[Any]:
 def test_made_with_the_groups_and_given_up_with_them(ranks) -> None:
     for seen in ranks(4).run(life_of_the_lanes):
         assert seen == [True, (2, 2, 180.0), True, (4, 2, 180.0), True]
+
+
+def recorded_lanes(rank: int, folder: str) -> tuple[bool, int]:
+    from megatron.core import parallel_state
+
+    wrappers, manager = LinearWrappers(), PatchManager()
+    lanes = TensorParallelLanes(wrappers, 1)
+    lanes.order_log = folder
+    lanes.register(manager)
+    manager.apply_patches()
+    try:
+        for _ in range(2):
+            parallel_state.initialize_model_parallel(2)
+            assert wrappers.transport is not None
+            recorded = wrappers.transport.order_log is not None
+            parallel_state.destroy_model_parallel()
+    finally:
+        manager.remove_patches()
+    log = shared_order_log(folder, rank, dist.get_world_size())
+    log.close()
+    return recorded, len(log.path.read_text().splitlines())
+
+
+def test_what_goes_over_the_lanes_is_recorded_where_it_is_asked_for(ranks, tmp_path) -> None:
+    # The first line, two transports made and given up, and the end.
+    assert ranks(2).run(recorded_lanes, str(tmp_path / "log")) == [(True, 6)] * 2
 
 
 def lanes_of_two_groups(rank: int) -> list[Any]:
