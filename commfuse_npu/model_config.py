@@ -9,14 +9,16 @@ The launchers run this file by its path::
     python commfuse_npu/model_config.py configs/llama3_8b.yaml --emit arguments -- --num-layers 4
 
 By path and not with ``-m``, because the package imports torch, and a machine that only prints a
-command line need not have it.  So this file imports nothing of ours, and PyYAML when a file is
-read.
+command line need not have it.  So this file imports nothing of ours at its start, and what reads
+yaml when a file is read.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +26,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 __all__ = ["ConfigError", "ModelConfig", "given_options"]
+
+
+_LARGEST = 10**12
+"""No option of a training is larger."""
+
+_MOST_TP = 4096
+"""Up to this size of groups those are named that would do."""
 
 
 class ConfigError(ValueError):
@@ -192,7 +201,9 @@ class ModelConfig:
         for what, count in (("attention heads", heads), ("query groups", groups)):
             if count % tp:
                 fitting = [
-                    size for size in range(1, count + 1) if not (heads % size | groups % size)
+                    size
+                    for size in range(1, min(count, _MOST_TP) + 1)
+                    if not (heads % size | groups % size)
                 ]
                 found.append(
                     f"{count} {what} are not divisible by TP {tp}; "
@@ -421,13 +432,17 @@ def _said(name: str) -> str:
 def _from_yaml(path: Path) -> dict[str, Any]:
     try:
         import yaml
+
+        # Run by its path, this file has its folder as the first place to import from.
+        own = "commfuse_npu.strict_yaml" if __package__ else "strict_yaml"
+        strict_yaml = importlib.import_module(own)
     except ImportError as error:
         raise ConfigError(
             f"PyYAML is not installed for {sys.executable}, so {path} cannot be read; install "
             "pyyaml, or set PYTHON to the interpreter that MindSpeed runs with"
         ) from error
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = strict_yaml.load(path)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -459,9 +474,12 @@ def _converted(kind: str, value: Any, where: str) -> Any:
         return value
     if kind == "float":
         try:
-            return float("" if isinstance(value, bool) else value)
-        except (TypeError, ValueError) as error:
+            number = float("" if isinstance(value, bool) else value)
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{where}: {value!r} is not a number") from error
+        if not math.isfinite(number):
+            raise ConfigError(f"{where}: {value!r} is not a finite number")
+        return number
     if kind == "int":
         return _whole(value, where)
     if value is None or value == "none":
@@ -471,8 +489,9 @@ def _converted(kind: str, value: Any, where: str) -> Any:
 
 def _whole(value: Any, where: str) -> int:
     text = str(value).strip()
-    if isinstance(value, float) or not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{where}: {value!r} is not a whole number from 1")
+    digits = not isinstance(value, float) and text.isdecimal() and len(text) <= len(str(_LARGEST))
+    if not digits or not 1 <= int(text) <= _LARGEST:
+        raise ConfigError(f"{where}: {value!r} is not a whole number from 1 to {_LARGEST}")
     return int(text)
 
 

@@ -42,7 +42,8 @@ class _Rule(NamedTuple):
 
     def allows(self, value: float) -> bool:
         above = value > self.least if self.exclusive else value >= self.least
-        return above and value <= self.most and math.isfinite(value)
+        # Not isfinite, which cannot be asked about a whole number that no float holds.
+        return above and value <= min(self.most, sys.float_info.max)
 
     def __str__(self) -> str:
         bound = f"above {self.least:g}" if self.exclusive else f"{self.least:g} or more"
@@ -214,13 +215,15 @@ def find_config(name: str, folder: str = "") -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         import yaml
+
+        from commfuse_npu import strict_yaml
     except ImportError as error:
         raise HardwareError(
             f"PyYAML is not installed for {sys.executable}, so {path} cannot be read; install "
             "pyyaml"
         ) from error
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = strict_yaml.load(path)
     except OSError as error:
         raise HardwareError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

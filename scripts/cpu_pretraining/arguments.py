@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from commfuse_npu import strict_yaml
 from mindspeed_patches.arguments import add_arguments, whole
 
 from .speed import WARM_UP_ITERATIONS
@@ -176,7 +177,7 @@ _MAY_BE_NULL = {"data_path", "lr_warmup_iters", "ddp_bucket_size"}
 def _from_yaml(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """The values of the yaml file, each converted and checked like the flag of the same name."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = strict_yaml.load(path)
     except OSError as error:
         raise UsageError(
             f"cannot read the configuration {path}: {error.strerror}; give a file with --config"
