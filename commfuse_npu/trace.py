@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commfuse_npu.json_file import write_whole
+from commfuse_npu.whole_file import write_json
 
 if TYPE_CHECKING:
     from commfuse_npu.transport import Transport
@@ -123,7 +123,7 @@ def write(transport: Transport, path: Path) -> int:
             "displayTimeUnit": "ms",
             "otherData": {"left out": sum(left for _, left, _ in gathered)},
         }
-        write_whole(path, content)
+        write_json(path, content)
     return sum(map(len, events))
 
 

@@ -14,7 +14,6 @@ kernel that allocates its results and computes nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,7 @@ from commfuse_npu.bench.peak_memory import peak_bytes
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.transport import BufferPool, Transport
+from commfuse_npu.whole_file import write_json
 from scripts.free_port import free_port
 
 __all__ = ["Memory", "main", "measure"]
@@ -161,7 +161,7 @@ def _rank(rank: int, port: int, size: int, shape: tuple[int, int, int, int], fil
         print(_table(worst, size, shape))
         if file:
             rows = [{**asdict(m), "extra_blocks": m.extra_blocks} for m in worst]
-            Path(file).write_text(json.dumps(rows, indent=2) + "\n", "utf-8")
+            write_json(Path(file), rows, indent=2)
     dist.destroy_process_group()
 
 

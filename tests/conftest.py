@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,26 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield of_size
     for group in groups.values():
         group.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """``small_disk(kib)``: a folder on a disk of so many KiB; mounting one takes root's rights."""
+    mounted: list[Path] = []
+
+    def of_size(kib: int) -> Path:
+        folder = tmp_path / "small disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            pytest.skip(f"no small disk can be mounted: {error}")
+        if done.returncode:
+            pytest.skip(f"no small disk can be mounted: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield of_size
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -24,6 +23,7 @@ from commfuse_npu.bench.results import Result
 from commfuse_npu.bench.sweep import Conditions, Group, steps_of
 from commfuse_npu.bench.variants import chosen
 from commfuse_npu.model_config import ConfigError, ModelConfig
+from commfuse_npu.whole_file import write_json
 
 __all__ = ["run"]
 
@@ -70,7 +70,8 @@ def run(given: argparse.Namespace) -> int:
             conditions.note("a rank failed; this is what was measured until then")
             code = 1
     if results or not code:
-        _show(given, conditions, results)
+        machine, notes = _machine(given, conditions), conditions.notes
+        code = _show(given, machine, results, notes) or code
     return code
 
 
@@ -80,10 +81,7 @@ def _show_again(given: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"commfuse-npu bench: {error}", file=sys.stderr)
         return 2
-    print(as_markdown(machine, results, notes))
-    if given.plot and results:
-        plot.draw(results, given.plot)
-    return 0
+    return _show(given, machine, results, notes)
 
 
 def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
@@ -150,14 +148,32 @@ def _measure(sweeps: list[programme.Sweep], conditions: Conditions, results: lis
         progress.close()
 
 
-def _show(given: argparse.Namespace, conditions: Conditions, results: list[Result]) -> None:
-    machine = _machine(given, conditions)
-    print(as_markdown(machine, results, conditions.notes))
-    if given.json:
-        report = as_json(machine, results, conditions.notes)
-        given.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    if given.plot and results:
-        plot.draw(results, given.plot)
+def _show(
+    given: argparse.Namespace, machine: dict[str, Any], results: list[Result], notes: list[str]
+) -> int:
+    """Print the tables, and write the files that are asked for; 1 if one cannot be written."""
+    print(as_markdown(machine, results, notes), flush=True)
+    code = 0
+    try:
+        if given.json:
+            write_json(given.json, as_json(machine, results, notes), indent=1)
+    except OSError as error:
+        code = _unwritten("--json", given.json, error)
+    try:
+        if given.plot and results:
+            plot.draw(results, given.plot)
+    except OSError as error:
+        code = _unwritten("--plot", given.plot, error)
+    return code
+
+
+def _unwritten(option: str, path: Path, error: OSError) -> int:
+    print(
+        f"commfuse-npu bench: {option} {path} was not written: {error.strerror or error}; the "
+        "results are above",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def _machine(given: argparse.Namespace, conditions: Conditions) -> dict[str, Any]:

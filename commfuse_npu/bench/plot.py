@@ -9,6 +9,7 @@ from typing import Any
 
 from commfuse_npu.bench.results import Result
 from commfuse_npu.bench.variants import REFERENCE, is_ours
+from commfuse_npu.whole_file import whole_file
 
 __all__ = ["draw"]
 
@@ -45,7 +46,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
     )
     for (left, right), rows in zip(grid, groups, strict=True):
         _panels(left, right, rows)
-    figure.savefig(path, dpi=110)
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=110)
     plt.close(figure)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from commfuse_npu.bench.results import Result, Setting
 from commfuse_npu.bench.samples import Check
@@ -25,7 +26,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
         machine = dict(found["machine"])
         notes = list(machine.pop("notes"))
         return machine, [_result(row) for row in found["results"]], notes
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: not what `commfuse-npu bench --json` writes: {type(error).__name__} {error}"
         ) from error
@@ -51,7 +52,7 @@ def _result(row: Mapping[str, Any]) -> Result:
         peak_bytes=0,
         chosen=tuple(row["chosen"]),
     )
-    return Result(
+    result = Result(
         setting=setting,
         variant=row["variant"],
         median_ms=row["median_ms"],
@@ -73,3 +74,30 @@ def _result(row: Mapping[str, Any]) -> Result:
         disturbed_rounds=row["disturbed_rounds"],
         repeated_rounds=row["repeated_rounds"],
     )
+    for part in (setting, check, result):
+        _check_fields(part)
+    return result
+
+
+def _check_fields(part: Setting | Check | Result) -> None:
+    """Refuse what the report could not show: a text for a number, a number that no float holds."""
+    kinds = get_type_hints(type(part))
+    for one in fields(part):
+        value = getattr(part, one.name)
+        allowed = get_args(kinds[one.name]) or (kinds[one.name],)
+        if isinstance(value, tuple):
+            wanted = str if one.name == "chosen" else float
+            fits = all(_fits(item, wanted) for item in value)
+        else:
+            fits = any(_fits(value, kind) for kind in allowed)
+        if not fits:
+            raise TypeError(f"{one.name} is {str(value)[:80]!r}")
+
+
+def _fits(value: object, kind: type) -> bool:
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    if isinstance(value, bool):
+        return False
+    numbers = (int, float) if kind is float else int
+    return isinstance(value, numbers) and not abs(value) > 1e300

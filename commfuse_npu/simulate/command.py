@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from commfuse_npu.model_config import ConfigError, ModelConfig
@@ -14,6 +13,7 @@ from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
 from commfuse_npu.simulate.report import heading, scale, table
 from commfuse_npu.simulate.step import Step
 from commfuse_npu.simulate.sweep import Layout, Options, Point, of_hardware, sweep, training
+from commfuse_npu.whole_file import write_json
 
 __all__ = ["main"]
 
@@ -138,7 +138,7 @@ def _write_json(given: argparse.Namespace, hardware: Hardware, points: list[Poin
             for point in points
         ],
     }
-    given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(given.json, content, indent=1)
 
 
 def _write_trace(
@@ -163,4 +163,4 @@ def _write_trace(
             trace = beside(trace, json.loads(given.beside.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"--beside {given.beside}: {error}") from error
-    given.trace.write_text(json.dumps(trace), encoding="utf-8")
+    write_json(given.trace, trace)

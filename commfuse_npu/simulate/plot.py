@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.simulate.sweep import Point
+from commfuse_npu.whole_file import whole_file
 
 __all__ = ["draw"]
 
@@ -68,7 +69,8 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
     figure.suptitle(f"{title} (simulated)")
-    figure.savefig(path, dpi=120)
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=120)
     plt.close(figure)
 
 

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.json_file import write_whole
 from commfuse_npu.plan import Schedule
+from commfuse_npu.whole_file import write_json
 
 __all__ = ["default_folder", "read", "write"]
 
@@ -40,7 +40,7 @@ def read(
         return _answer(json.loads(path.read_text(encoding="utf-8")), question, alternatives)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # broken UTF-8 and broken JSON are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # broken UTF-8 or JSON: ValueErrors
         _logger.warning("%s is passed over: %s. It is measured again", path, error)
         return None
 
@@ -74,7 +74,7 @@ def write(
         "seconds": dict(seconds),
     }
     try:
-        write_whole(path, content, indent=1)
+        write_json(path, content, indent=1)
     except OSError as error:
         _logger.warning("the chosen schedule is not remembered in %s: %s", path, error)
 

@@ -100,7 +100,8 @@ def _run(
                 return compare(args, corpus, _folder(args), stop)
             return _pretrain(args, corpus, found, stop)
     except (TrainingDiverged, CheckpointError) as error:
-        if is_first_process():
+        # A failure of one rank has a cause there; the others only know that there was one.
+        if is_first_process() or error.__cause__ is not None:
             print(f"cpu_pretraining: error: {error}", file=sys.stderr, flush=True)
         return 1
 

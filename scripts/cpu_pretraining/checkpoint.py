@@ -79,7 +79,7 @@ _COURSE = (
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the previous one is untouched."""
+    """A checkpoint could not be written, and the previous one is untouched; or not be read."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> FoundCheckpoint
     Raises `UsageError` if there is none or if its model shape or layout differs.
     """
     notes: list[str] = []
-    candidates = sorted(checkpoints.glob("iter_*"), reverse=True)
+    candidates = sorted(
+        (folder for folder in checkpoints.glob("iter_*") if _is_number(folder)), reverse=True
+    )
     tracked = _tracked(checkpoints)
     if tracked is not None:
         # The number is replaced last: a newer folder was never announced, but it is complete too.
@@ -122,6 +124,12 @@ def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> FoundCheckpoint
             "or name the run with --name and --runs-dir"
         )
     saved = _facts(folder / FACTS_FILE)
+    unknown = [name for name in (*_SHAPE, *_COURSE, "data") if name not in saved]
+    if unknown:
+        raise UsageError(
+            f"{folder / FACTS_FILE} does not say {', '.join(unknown)}; it is damaged: move "
+            f"{folder} away to go on from the checkpoint before"
+        )
     for name in _SHAPE:
         if saved[name] != facts[name]:
             raise UsageError(
@@ -135,16 +143,31 @@ def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> FoundCheckpoint
     return FoundCheckpoint(folder, int(folder.name.removeprefix("iter_")), tuple(notes))
 
 
+def _is_number(folder: Path) -> bool:
+    number = folder.name.removeprefix("iter_")
+    return number.isascii() and number.isdecimal()
+
+
 def _facts(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint; an old one lacks those that did not exist yet."""
-    return {**_BEFORE_THERE_WAS, **json.loads(path.read_text(encoding="utf-8"))}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        found = error
+    if not isinstance(found, dict):
+        why = found if isinstance(found, Exception) else f"it holds {type(found).__name__}"
+        raise UsageError(
+            f"{path} cannot be read: {why}; move {path.parent} away to go on from the checkpoint "
+            "before"
+        )
+    return {**_BEFORE_THERE_WAS, **found}
 
 
 def _tracked(checkpoints: Path) -> int | None:
     try:
         return int((checkpoints / TRACKER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
+    except (OSError, ValueError):
+        return None  # the folders themselves say what there is
 
 
 def _missing_file(folder: Path) -> str | None:
@@ -152,6 +175,9 @@ def _missing_file(folder: Path) -> str | None:
     if not facts_file.is_file():
         return FACTS_FILE
     facts = _facts(facts_file)
+    for name in ("tensor_model_parallel_size", "context_parallel_size", "data_parallel_size"):
+        if type(facts.get(name)) is not int:
+            return f"{name} in {FACTS_FILE}"
     for tp in range(facts["tensor_model_parallel_size"]):
         for dp in range(facts["context_parallel_size"] * facts["data_parallel_size"]):
             path = Path(_rank_folder(tp, dp), STATE_FILE)
@@ -171,7 +197,13 @@ def _rank_folder(tp_rank: int, dp_rank: int) -> str:
 def load_state(found: FoundCheckpoint, tp_rank: int, dp_rank: int) -> dict[str, Any]:
     """What `save_state` wrote for this rank."""
     path = found.folder / _rank_folder(tp_rank, dp_rank) / STATE_FILE
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever comes to the mind of a file that is none
+        raise CheckpointError(
+            f"{path} cannot be read: {error}; move {found.folder} away to go on from the "
+            "checkpoint before"
+        ) from error
     return state
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+from commfuse_npu.whole_file import whole_file
 
 __all__ = ["MetricsLog", "plot_loss", "read_metrics"]
 
@@ -38,11 +41,26 @@ class MetricsLog:
         partial.write_text("".join(map(_line, kept)), encoding="utf-8")
         partial.replace(path)
         self._path = path
+        self._failed = False
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Add one entry; `entry["iteration"]` is required."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(entry))
+        """Add one entry; `entry["iteration"]` is required.
+
+        What cannot be written (a full disk) is said once, and the training goes on without.
+        """
+        if self._failed:
+            return  # behind half a line nobody could read the rest
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(_line(entry))
+        except OSError as error:
+            self._failed = True
+            print(
+                f"cpu_pretraining: {self._path} cannot be written any more: {error.strerror}; the "
+                "training goes on",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _line(entry: dict[str, Any]) -> str:
@@ -52,7 +70,7 @@ def _line(entry: dict[str, Any]) -> str:
 def plot_loss(metrics: Path, picture: Path) -> str | None:
     """Draw training and validation loss over the iterations into `picture`.
 
-    Returns None, or a sentence why there is no picture (matplotlib is optional).
+    Returns None, or a sentence why there is no picture (no matplotlib, no room on the disk).
     """
     try:
         import matplotlib
@@ -76,6 +94,11 @@ def plot_loss(metrics: Path, picture: Path) -> str | None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
+    try:
+        with whole_file(picture) as part:
+            figure.savefig(part, dpi=120)
+    except OSError as error:
+        return f"{picture} was not drawn: {error.strerror}"
+    finally:
+        pyplot.close(figure)
     return None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +80,51 @@ def test_another_file_is_refused(
     assert cli.main(["bench", "--from", str(path)]) == 2
     assert f"{path}: not what `commfuse-npu bench --json` writes" in capsys.readouterr().err
     assert cli.main(["bench", "--from", str(tmp_path / "none")]) == 2
+
+
+def _stored(path: Path, **changes: Any) -> Path:
+    content = as_json({"cores": 2}, RESULTS, [])
+    content["results"][0].update(changes)
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"median_ms": "fast"},
+        {"median_ms": None},
+        {"ranks": "two"},
+        {"ranks": True},
+        {"variant": 3},
+        {"quartiles_ms": [1.0, "x"]},
+        {"speedup": 10**400},
+        {"chosen": [1]},
+        {"ratio": []},
+    ],
+)
+def test_values_that_no_table_can_show_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    path = _stored(tmp_path / "run.json", **changes)
+    assert cli.main(["bench", "--from", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert "not what `commfuse-npu bench --json` writes: TypeError" in captured.err
+    assert captured.out == ""
+    assert cli.main(["simulate", "--against", str(path)]) == 2
+
+
+def test_a_picture_that_cannot_be_written_costs_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int], Path]
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder = small_disk(4)
+    path = _stored(tmp_path / "run.json")
+    assert cli.main(["bench", "--from", str(path), "--plot", str(folder / "a.png")]) == 1
+    captured = capsys.readouterr()
+    assert "a.png was not written: No space left on device; the results are above" in captured.err
+    assert "| ours-c4" in captured.out
+    assert list(folder.iterdir()) == []
 
 
 def test_the_summary_has_a_row_per_work_and_ratio() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,18 @@ import pytest
 
 pytest.importorskip("torch", reason="checkpoints are torch files")
 
+import torch
+
 from scripts.cpu_pretraining.arguments import parse_arguments
 from scripts.cpu_pretraining.checkpoint import (
     FACTS_FILE,
     STATE_FILE,
     TRACKER,
+    CheckpointError,
+    FoundCheckpoint,
     _prune,
     find_checkpoint,
+    load_state,
     shape_of_run,
 )
 from scripts.cpu_pretraining.metrics import MetricsLog, plot_loss, read_metrics
@@ -117,3 +124,61 @@ def test_picture_shows_training_and_validation(tmp_path: Path) -> None:
     log.append({"iteration": 1, "validation_loss": 5.0})
     assert plot_loss(path, tmp_path / "loss.png") is None
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_damaged_facts_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 3)
+    for content, words in (
+        (b"{", "run.json cannot be read"),
+        (b"[1]", "it holds list"),
+        (b"\xff", "run.json cannot be read"),
+        (b"[" * 100_000, "run.json cannot be read"),
+    ):
+        (folder / "run.json").write_bytes(content)
+        with pytest.raises(UsageError, match=words):
+            find_checkpoint(tmp_path, facts_of())
+    (folder / "run.json").write_text('{"tensor_model_parallel_size": "many"}')
+    with pytest.raises(UsageError, match="there is no complete checkpoint"):
+        find_checkpoint(tmp_path, facts_of())
+
+
+def test_folders_of_other_names_are_passed_over(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 3)
+    write_checkpoint(tmp_path, 9).rename(tmp_path / "iter_of_mine")
+    assert find_checkpoint(tmp_path, facts_of()).folder == folder
+
+
+class Executed:
+    """What pickle would run while it reads."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def test_a_file_that_is_no_state_is_refused_and_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = FoundCheckpoint(write_checkpoint(tmp_path, 3), 3, ())
+    path = found.folder / "mp_rank_00_000" / "model_optim.pt"
+    torch.save({"state": Executed()}, path)
+    whole = path.read_bytes()
+    for content in (whole, whole[:100], b"", b"text"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model_optim\.pt cannot be read: "):
+            load_state(found, 0, 0)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_metrics_on_a_full_disk_end_with_a_word_and_stay_readable(
+    small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_disk(8) / "metrics.jsonl"
+    log = MetricsLog(path, keep_until=0)
+    for iteration in range(1000):
+        log.append({"iteration": iteration, "lm_loss": 1.0})
+    assert capsys.readouterr().err.count("cannot be written any more: No space left") == 1
+    entries = read_metrics(path)
+    assert [entry["iteration"] for entry in entries] == list(range(len(entries)))
+    assert 50 < len(entries) < 1000
+    assert "was not drawn: No space left" in (plot_loss(path, path.with_name("loss.png")) or "")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,26 @@ def test_wrong_request_is_answered_once_by_rank_0() -> None:
     assert alone.returncode == 2
     assert "Traceback" not in alone.stderr
     assert "1 processes were started" in alone.stderr
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Callable[[int], Path]) -> None:
+    """Room for one checkpoint and a half."""
+    runs = small_disk(440)
+    argv = f"--tensor-model-parallel-size 1 --runs-dir {shlex.quote(str(runs))}"
+    done = run_alone(*shlex.split(argv), "--hidden-size", "16")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "could not write " in done.stderr
+    assert "the previous checkpoint is untouched" in done.stderr
+    assert "Traceback" not in done.stderr
+    checkpoints = runs / "llama_tiny/checkpoints"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+    assert not (checkpoints / "iter_0000006").exists()
+    shutil.rmtree(checkpoints / ".iter_0000006.partial")
+    resumed = run_alone(
+        *shlex.split(argv), *(["--hidden-size", "16", "--resume", "--save-interval", "0"])
+    )
+    assert "resuming from" in resumed.stdout
+    assert " iteration        6/" in resumed.stdout
 
 
 def test_unusable_runs_folder_is_named(tmp_path: Path) -> None:

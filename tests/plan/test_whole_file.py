@@ -1,0 +1,90 @@
+"""A file that cannot be written whole leaves the one that was there."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu import cli
+from commfuse_npu.whole_file import whole_file, write_json
+
+
+def test_written_whole_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "ein Ordner" / "目录" / "a file.json"
+    mask = os.umask(0o027)
+    try:
+        write_json(path, {"a": 1})
+        write_json(path, {"a": 2})
+    finally:
+        os.umask(mask)
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [one.name for one in path.parent.iterdir()] == ["a file.json"]
+
+
+def test_a_full_disk_leaves_the_old_file(small_disk: Callable[[int], Path]) -> None:
+    path = small_disk(64) / "file.json"
+    write_json(path, ["old"])
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, ["new" * 100_000])
+    assert json.loads(path.read_text()) == ["old"]
+    assert [one.name for one in path.parent.iterdir()] == ["file.json"]
+
+
+def test_an_interruption_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    writing = whole_file(path)
+    writing.__enter__().write_text("new")
+    error = KeyboardInterrupt()
+    assert not writing.__exit__(type(error), error, None), "the interruption goes on"
+    assert path.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("target.json")
+    write_json(tmp_path / "link.json", 1)
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "target.json").read_text() == "1\n"
+
+
+def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_json(pipe, [1])
+        assert os.read(reader, 100) == b"[1]\n"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    write_json(Path("/dev/null"), [1])
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    with pytest.raises(OSError, match="Is a directory"):
+        write_json(tmp_path, [1])
+
+
+SIMULATE = (
+    "simulate --model llama3_8b --hardware ascend_910b_server --typical --sequence-lengths 1024"
+)
+
+
+@pytest.mark.parametrize("option", ["--json", "--trace", "--plot"])
+def test_simulate_says_that_the_disk_is_full(
+    small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    path = small_disk(4) / "out.png"
+    assert cli.main([*SIMULATE.split(), option, str(path)]) == 2
+    captured = capsys.readouterr()
+    assert "No space left on device" in captured.err
+    assert "ms" in captured.out, "what was found is shown all the same"
+    assert list(path.parent.iterdir()) == []
