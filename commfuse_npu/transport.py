@@ -53,12 +53,27 @@ __all__ = [
 Check = Literal["first", "always"]
 
 
-def _device_type(backend: str) -> str:
-    """Where the tensors of a backend are; of ``cpu:gloo,npu:hccl`` the device is meant."""
-    for name, device in (("hccl", "npu"), ("nccl", "cuda"), ("gloo", "cpu")):
-        if name in backend:
-            return device
-    raise ValueError(f"backend {backend!r} is unknown; make the group with hccl or gloo")
+def _device_backend(backend: str) -> tuple[str, str]:
+    """``(device type, name)`` of a group's backend; of ``cpu:gloo,npu:hccl`` the device's is meant.
+
+    What torch.distributed was told about a backend when it was registered says where its tensors
+    are.  gloo carries those of CUDA devices too, through the host: its own are on the CPU.
+
+    Raises:
+        ValueError: torch.distributed does not know the backend.
+    """
+    found = []
+    for part in backend.split(","):
+        device, _, name = part.strip().rpartition(":")
+        devices = [device] if device else dist.Backend.backend_capability.get(name, [])
+        if not devices:
+            known = ", ".join(sorted(dist.Backend.backend_capability))
+            raise ValueError(
+                f"backend {backend!r} is unknown to torch.distributed, which has {known}; make the "
+                "group with hccl or gloo"
+            )
+        found.append((devices[0], name))
+    return next((one for one in found if one[0] != "cpu"), found[0])
 
 
 class TransportError(RuntimeError):
@@ -288,7 +303,7 @@ class Transport:
         self.remembered: dict[Hashable, Any] = {}
         self.trace: Trace | None = None
         self.order_log: TransportLog | None = None
-        self.device_type = _device_type(dist.get_backend(lanes[0]))
+        self.device_type, _ = _device_backend(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
         self._agreed: dict[Hashable, int] = {}
@@ -344,7 +359,7 @@ class Transport:
             )
         backend = dist.get_backend(group)
         if batched is None:
-            batched = _device_type(backend) != "cpu"
+            batched = _device_backend(backend)[1] != "gloo"
         mine = (tuple(dist.get_process_group_ranks(group)), lanes)
         with _making("Transport.create, before lane 0: comparing with the other processes"):
             everyone = _everyone(mine, world, timeout)
@@ -535,7 +550,7 @@ class Transport:
             raise self.error()
         if self.order_log is not None:
             self.order_log.meet("comparing clocks")
-        device = "cpu" if "gloo" in dist.get_backend(self._control) else self.device_type
+        device, _ = _device_backend(dist.get_backend(self._control))
         token = torch.zeros(1, dtype=torch.int64, device=device)
         fastest: tuple[int, int] | None = None
         try:

@@ -50,7 +50,9 @@ any other meeting of the ranks comes before the wait on all of them, or after it
 
 Give buckets a transport of their own: another op's transfers would come between the ones that were
 posted at the start and those of the wait, on one rank here and on the other there.  On a device,
-start and wait on one stream, from one thread at a time.
+start and wait on one stream, from one thread at a time.  Nor may the lanes share a communication
+stream with a group whose collectives come before a bucket's transfers on one rank and after them on
+another: each would wait behind the other, as on a lane.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 import yaml
 
 from commfuse_npu import strict_yaml
@@ -62,6 +63,18 @@ def _link_rate(text: str) -> float:
     return value
 
 
+def _backend(text: str) -> str:
+    capable = dist.Backend.backend_capability
+    if "cpu" not in capable.get(text, ()):
+        known = ", ".join(sorted(name for name, devices in capable.items() if "cpu" in devices))
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no backend of CPU tensors that torch.distributed knows ({known}); "
+            "choose gloo"
+        )
+    return text
+
+
+_backend.__name__ = "backend"
 _link_rate.__name__ = "number of megabytes per second"
 
 
@@ -89,6 +102,11 @@ def _parser() -> _Parser:
     )
     group.add_argument("--sequence-parallel", action=flag, help="off by itself when TP is 1")
     group.add_argument("--distributed-timeout-minutes", type=whole(1))
+    group.add_argument(
+        "--distributed-backend",
+        type=_backend,
+        help="gloo, or another one of CPU tensors that torch.distributed knows",
+    )
     group.add_argument(
         "--link-rate",
         type=_link_rate,
@@ -403,6 +421,11 @@ def _check_link_rate(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{asked} needs links, but there is 1 process; choose --tensor-model-parallel-size 2 "
             "or more, or leave --link-rate out"
+        )
+    if args.distributed_backend != "gloo":
+        raise UsageError(
+            f"{asked} paces gloo's connections, but --distributed-backend is "
+            f"{args.distributed_backend}; choose gloo, or leave --link-rate out"
         )
     lanes = min(args.commfuse_lanes, args.commfuse_chunks)
     if args.use_commfuse and args.commfuse_schedule == "ring" and lanes > 1:

@@ -1,4 +1,4 @@
-"""torch's and Megatron's process groups over gloo, for as long as the run lasts."""
+"""torch's and Megatron's process groups, for as long as the run lasts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def process_groups(args: argparse.Namespace) -> Iterator[None]:
     `--distributed-timeout-minutes`.
     """
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group(args.distributed_backend, timeout=timeout)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=args.tensor_model_parallel_size,

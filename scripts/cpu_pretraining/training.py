@@ -396,8 +396,8 @@ def _raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def _agree(blocked: float, signal_number: int) -> tuple[float, int]:
     """Mean blocked seconds over the ranks, and the highest signal number any of them received."""
-    everyone = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
-    everyone[dist.get_rank()] = torch.tensor([blocked, signal_number], dtype=torch.float64)
+    everyone = torch.zeros(dist.get_world_size(), 2)
+    everyone[dist.get_rank()] = torch.tensor([blocked, float(signal_number)])
     dist.all_reduce(everyone)
     return float(everyone[:, 0].mean()), int(everyone[:, 1].max())
 

@@ -57,27 +57,44 @@ def set_up_process(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
-    set_up_process(rank, size, port)
-    import torch.distributed as dist
+class Gloo:
+    """What the ranks talk over; one object per rank, made for it and used in its process."""
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    def join(self, size: int) -> None:
+        """Join the other ranks."""
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+
+    def begin(self, settings: Any) -> None:
+        """A function starts, with the settings of :meth:`Ranks.settings_of_run`."""
+
+    def end(self, error: BaseException | None) -> None:
+        """The function is over."""
+
+
+def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> None:
+    set_up_process(rank, size, port)
+    backend.join(size)
     while True:
-        message = pipe.recv()
-        if message is None:
-            break
-        function, args = message
+        try:
+            settings, function, args = pipe.recv()
+        except EOFError:
+            return  # the tests are over
+        backend.begin(settings)
+        failure: BaseException | None = None
         try:
             outcome = Outcome(value=function(rank, *args))
         except BaseException as error:
+            failure = error
             outcome = Outcome(error=error, trace=traceback.format_exc())
+        backend.end(failure)
         try:
             pipe.send(outcome)
         except Exception as error:
             # The value or the exception cannot be pickled: send its text.
             text = f"{outcome.error or outcome.value!r}: {error}"
             pipe.send(Outcome(error=RuntimeError(text), trace=outcome.trace))
-    dist.destroy_process_group()
 
 
 class Ranks:
@@ -88,11 +105,20 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
+    def backend_of(self, rank: int) -> Gloo:
+        """What a rank that is about to start talks over."""
+        return Gloo()
+
+    def settings_of_run(self) -> Any:
+        """What the backend of each rank is told at the start of a function."""
+        return None
+
     def _start(self) -> None:
         port = _free_port()
         for rank in range(self.size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_work, args=(rank, self.size, port, theirs))
+            work = rank, self.size, port, theirs, self.backend_of(rank)
+            process = _context.Process(target=_work, args=work)
             process.daemon = True
             process.start()
             theirs.close()
@@ -113,7 +139,7 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((self.settings_of_run(), function, args))
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
         while len(outcomes) < self.size:

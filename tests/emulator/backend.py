@@ -13,9 +13,8 @@ import torch.distributed as dist
 from tests.emulator.link import Link
 from tests.emulator.process_group import HcclGroup
 
-BACKEND = "rendezvous_not_gloo"
-"""Its name.  The product takes a backend with ``gloo`` in its name for one of CPU tensors, and one
-with ``hccl`` for one of NPU tensors, which these are not."""
+BACKEND = "emulated_hccl"
+"""Its name; it is registered as a backend of CPU tensors."""
 
 
 def register(link: Link, size: int) -> None:

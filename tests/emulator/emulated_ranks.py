@@ -6,7 +6,6 @@ other end hangs the next operation of its communicator on the real HCCL, so it f
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -14,57 +13,39 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import Outcome, Ranks, _context, _free_port, set_up_process
+from tests.distributed.ranks import Gloo, Outcome, Ranks, _context
+from tests.emulator.link import Link
 from tests.emulator.referee_thread import RefereeThread
 from tests.emulator.settings import Settings
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection, line: Connection) -> None:
-    set_up_process(rank, size, port)
-    import torch.distributed as dist
+class EmulatedHccl(Gloo):
+    """An emulated HCCL in the place of gloo.
 
-    from tests.emulator.backend import BACKEND, register
-    from tests.emulator.link import Link
+    Args:
+        line: to the referee.
+    """
 
-    link = Link(line, Settings())
-    register(link, size)
-    dist.init_process_group(BACKEND, timeout=timedelta(seconds=60))
-    while True:
-        try:
-            settings, function, args = pipe.recv()
-        except EOFError:
-            return  # the tests are over
-        link.begin(settings)
-        failure = None
-        try:
-            outcome = Outcome(value=function(rank, *args))
-        except BaseException as error:
-            failure = error
-            outcome = Outcome(error=error, trace=traceback.format_exc())
-        link.end(failure)
-        try:
-            pipe.send(outcome)
-        except Exception as error:
-            # The value or the exception cannot be pickled: send its text.
-            text = f"{outcome.error or outcome.value!r}: {error}"
-            pipe.send(Outcome(error=RuntimeError(text), trace=outcome.trace))
+    def __init__(self, line: Connection) -> None:
+        self.line = line
+        self._link: Link | None = None
 
+    def join(self, size: int) -> None:
+        import torch.distributed as dist
 
-class _WithSettings:
-    """The end of a pipe that tells a rank the settings with every function."""
+        from tests.emulator.backend import BACKEND, register
 
-    def __init__(self, pipe: Connection, ranks: EmulatedRanks) -> None:
-        self._pipe = pipe
-        self._ranks = ranks
+        self._link = Link(self.line, Settings())
+        register(self._link, size)
+        dist.init_process_group(BACKEND, timeout=timedelta(seconds=60))
 
-    def send(self, message: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
-        self._pipe.send((self._ranks.settings, *message))
+    def begin(self, settings: Settings) -> None:
+        assert self._link is not None
+        self._link.begin(settings)
 
-    def recv(self) -> Any:
-        return self._pipe.recv()
-
-    def fileno(self) -> int:
-        return self._pipe.fileno()
+    def end(self, error: BaseException | None) -> None:
+        assert self._link is not None
+        self._link.end(error)
 
 
 class EmulatedRanks(Ranks):
@@ -80,22 +61,22 @@ class EmulatedRanks(Ranks):
         self.settings = Settings()
         self._prepare = prepare
         self._referee: RefereeThread | None = None
+        self._to_referee: list[tuple[Connection, Connection]] = []
+
+    def backend_of(self, rank: int) -> EmulatedHccl:
+        ours, theirs = _context.Pipe()
+        self._to_referee.append((ours, theirs))
+        return EmulatedHccl(theirs)
+
+    def settings_of_run(self) -> Settings:
+        return self.settings
 
     def _start(self) -> None:
-        port = _free_port()
-        to_referee = []
-        for rank in range(self.size):
-            ours, theirs = _context.Pipe()
-            referee, line = _context.Pipe()
-            process = _context.Process(target=_work, args=(rank, self.size, port, theirs, line))
-            process.daemon = True
-            process.start()
-            theirs.close()
+        super()._start()
+        lines, self._to_referee = self._to_referee, []
+        for _, line in lines:
             line.close()
-            self._processes.append(process)
-            self._pipes.append(_WithSettings(ours, self))  # type: ignore[arg-type]
-            to_referee.append(referee)
-        self._referee = RefereeThread(to_referee, self.settings)
+        self._referee = RefereeThread([referee for referee, _ in lines], self.settings)
         if self._prepare is not None:
             self.run(_prepared, self._prepare)
 

@@ -1,0 +1,40 @@
+"""Where a group's tensors are, and how it posts, is asked of torch.distributed, not of a name."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from commfuse_npu.transport import _device_backend
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch_npu registers HCCL, and as the tests register its emulation."""
+    capable = dist.Backend.backend_capability
+    known = {**capable, "hccl": ["npu"], "emulated_hccl": ["cpu"], "not_gloo": ["npu"]}
+    monkeypatch.setattr(dist.Backend, "backend_capability", known)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("gloo", ("cpu", "gloo")),
+        ("nccl", ("cuda", "nccl")),
+        ("hccl", ("npu", "hccl")),
+        ("cpu:gloo,npu:hccl", ("npu", "hccl")),
+        ("npu:hccl,cpu:gloo", ("npu", "hccl")),
+        ("cpu:gloo", ("cpu", "gloo")),
+        ("emulated_hccl", ("cpu", "emulated_hccl")),
+        ("not_gloo", ("npu", "not_gloo")),
+    ],
+)
+def test_the_device_and_its_backend(registered: None, backend: str, expected: object) -> None:
+    assert _device_backend(backend) == expected
+
+
+def test_a_backend_that_nobody_registered() -> None:
+    with pytest.raises(
+        ValueError, match=r"'hccl' is unknown to torch.distributed, which has .*gloo"
+    ):
+        _device_backend("hccl")
