@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 __all__ = ["ConfigError", "ModelConfig", "given_options"]
 
 
-_LARGEST = 10**12
-"""No option of a training is larger."""
+_MOST_DIGITS = 12
+"""No whole number of a training has more."""
 
 _MOST_TP = 4096
 """Up to this size of groups those are named that would do."""
@@ -489,9 +489,10 @@ def _converted(kind: str, value: Any, where: str) -> Any:
 
 def _whole(value: Any, where: str) -> int:
     text = str(value).strip()
-    digits = not isinstance(value, float) and text.isdecimal() and len(text) <= len(str(_LARGEST))
-    if not digits or not 1 <= int(text) <= _LARGEST:
-        raise ConfigError(f"{where}: {value!r} is not a whole number from 1 to {_LARGEST}")
+    if isinstance(value, float) or not text.isdecimal() or not text.strip("0"):
+        raise ConfigError(f"{where}: {value!r} is not a whole number from 1")
+    if len(text) > _MOST_DIGITS:
+        raise ConfigError(f"{where}: a number of {len(text)} digits; give at most {_MOST_DIGITS}")
     return int(text)
 
 

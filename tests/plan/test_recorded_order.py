@@ -212,6 +212,24 @@ def test_threads_do_not_wait_for_each_other(tmp_path, capsys, threads: bool) -> 
         assert "and so round to rank 0" in out
 
 
+def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, capsys) -> None:
+    """Both ranks were killed in their waits for each other."""
+    a = [["start", 0, 0], ["batch", 0, 0, 1]]
+    b = [["start", 1, 2], ["batch", 1, 2, 3]]
+    for rank, first, wait in ((0, a, ["wait", 0, 0]), (1, b, ["wait", 1, 2])):
+        header = {**HEADER, "rank": rank, "size": 2}
+        groups = [{**GROUP, "batched": True, "transport": number} for number in range(2)]
+        defined = [line for number in range(2) for line in gather_of(rank, number)]
+        write(tmp_path, header, *groups, *defined, *first, wait, rank=rank)
+    assert cli.main(["verify", "--log", str(tmp_path)]) == 1
+    assert "and so round to rank 0" in capsys.readouterr().out
+    # A rank that was neither in a wait nor in a post may have gone on.
+    path = tmp_path / "rank_00001.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+    assert cli.main(["verify", "--log", str(tmp_path)]) == 2
+    assert "and nothing more is known of rank 1" in capsys.readouterr().out
+
+
 def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, capsys) -> None:
     from commfuse_npu import verify_log
 
