@@ -15,6 +15,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch.distributed as dist
 
+from commfuse_npu.order_log import shared_order_log
+from commfuse_npu.verify_log import files_of, verify_logs
 from scripts.cpu_pretraining.__main__ import main
 from tests.distributed.ranks import _free_port
 from tests.emulator.settings import Settings
@@ -38,9 +40,12 @@ def pretrained(rank: int, backend: str, layout: str, runs: str, port: int) -> tu
         dist.destroy_process_group()  # the training makes its own
     os.environ["MASTER_PORT"] = str(port)
     options = [*TINY.split(), *layout.split(), "--distributed-backend", backend]
+    log = f"{runs}/order on {backend}"
+    options += ["--runs-dir", runs, "--name", backend, "--commfuse-order-log", log]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = main([*options, "--runs-dir", runs, "--name", backend])
+        code = main(options)
+    shared_order_log(log, rank, 2).close()  # this process ends without a word
     return code, printed.getvalue()
 
 
@@ -71,8 +76,12 @@ def test_a_training_has_the_weights_that_it_has_on_gloo(
 ) -> None:
     gloo, emulated = own
     emulated.settings = Settings(max_delay=0.0003, seed=1)
-    found = [
+    hashes = [
         weights(ranks.run(pretrained, backend, layout, str(tmp_path), _free_port(), timeout=120))
         for ranks, backend in ((gloo, "gloo"), (emulated, "emulated_hccl"))
     ]
-    assert found[0] == found[1]
+    assert hashes[0] == hashes[1]
+    for backend in ("gloo", "emulated_hccl"):
+        found = verify_logs(files_of([tmp_path / f"order on {backend}"]))
+        assert (found.faults, found.notes) == ([], [])
+        assert found.operations > 30
