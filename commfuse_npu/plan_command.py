@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from commfuse_npu.plan import Kind, PlanError, Schedule
+from commfuse_npu.whole_file import write_json
 
 __all__ = ["add_to", "main"]
 
@@ -110,7 +110,7 @@ def _recommend(given: argparse.Namespace) -> int:
     )
     print(report(found, model, path, hardware))
     if given.json:
-        given.json.write_text(json.dumps(as_json(found, model), indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, as_json(found, model), indent=1)
     return 0
 
 

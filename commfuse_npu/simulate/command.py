@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from commfuse_npu.model_config import ConfigError, ModelConfig
@@ -13,7 +14,7 @@ from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
 from commfuse_npu.simulate.report import heading, scale, table
 from commfuse_npu.simulate.step import Step
 from commfuse_npu.simulate.sweep import Layout, Options, Point, of_hardware, sweep, training
-from commfuse_npu.whole_file import write_json
+from commfuse_npu.whole_file import whole_file, write_json
 
 __all__ = ["main"]
 
@@ -41,7 +42,8 @@ def _main(given: argparse.Namespace) -> int:
         print(report(list(predictions(results, given.fit_ratio)), given.fit_ratio))
         if given.calibrated:
             text = described(results, given.fit_ratio, given.against.name)
-            given.calibrated.write_text(text, encoding="utf-8")
+            with whole_file(given.calibrated) as part:
+                part.write_text(text, encoding="utf-8")
         return 0
     if given.beside and not given.trace:
         raise ValueError("--beside puts a measured trace into that of --trace; give both")
