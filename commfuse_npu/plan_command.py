@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 from commfuse_npu.plan import Kind, PlanError, Schedule
+from commfuse_npu.simulate.arguments import whole
 from commfuse_npu.whole_file import write_json
 
 __all__ = ["add_to", "main"]
 
-KINDS: tuple[Kind, ...] = ("gather", "reduce_scatter", "all_to_all")
+_DRAWN: dict[str, Any] = {
+    "ranks": 4, "rank": 0, "own": None, "shape": "shifted", "lanes": 2, "chunks": 1, "taper": 1.0,
+    "order": "interleaved", "node_size": None,
+}  # fmt: skip
+"""What of a drawing is not said; the parser leaves it open, to notice what has no effect."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -21,31 +27,24 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "schedules of a training on a described cluster and recommends one. Nothing is measured."
     )
     draw = parser.add_argument_group("drawing")
-    draw.add_argument("kind", nargs="?", choices=KINDS)
-    draw.add_argument("--ranks", type=int, default=4)
-    draw.add_argument("--rank", type=int, default=0)
+    draw.add_argument("kind", nargs="?", choices=get_args(Kind))
     draw.add_argument("--own", choices=("first", "last"), help="for all_to_all")
-    draw.add_argument("--shape", default="shifted")
-    draw.add_argument("--lanes", type=int, default=2)
-    draw.add_argument("--chunks", type=int, default=1)
-    draw.add_argument("--taper", type=float, default=1.0)
-    draw.add_argument("--order", default="interleaved")
-    draw.add_argument("--node-size", type=int)
+    for name, default in _DRAWN.items():
+        if name != "own":
+            kind = int if default is None else type(default)
+            said = "" if default is None else f"default {default}"
+            draw.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
     choose = parser.add_argument_group("recommending")
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
-        "--hardware",
-        default="ascend_910b_server",
-        help="a yaml file, or its name in configs/hardware/: %(default)s",
+        "--hardware", help="a yaml file, or its name in configs/hardware/: ascend_910b_server"
     )
     choose.add_argument("--npus", type=int, help="all of them are used; the model's by default")
-    choose.add_argument(
-        "--sequence-length", type=_whole, metavar="S", help="the model's by default"
-    )
-    choose.add_argument("--micro-batch", type=_whole, help="sequences; the model's by default")
+    choose.add_argument("--sequence-length", type=whole, metavar="S", help="the model's by default")
+    choose.add_argument("--micro-batch", type=whole, help="sequences; the model's by default")
     for name, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         choose.add_argument(
-            f"--{name}", type=_whole, help=f"{meaning}-parallel size; chosen by default"
+            f"--{name}", type=whole, help=f"{meaning}-parallel size; chosen by default"
         )
     choose.add_argument(
         "--recompute", choices=("none", "full"), help="by default only where memory is short"
@@ -62,29 +61,32 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Run the subcommand."""
     if (given.kind is None) == (given.model is None):
-        print(
-            "commfuse-npu plan: give a kind to draw, or --model to get a recommendation",
-            file=sys.stderr,
-        )
-        return 2
+        return _complain("give a kind to draw, or --model to get a recommendation")
+    chosen = {name for name, value in vars(given).items() if value not in (None, False)}
+    idle = chosen - {"command", "kind"} - _DRAWN.keys() if given.kind else chosen & _DRAWN.keys()
+    if idle:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
+        what = "a drawing" if given.kind else "a recommendation, which chooses them"
+        return _complain(f"{listed}: no effect on {what}; leave it out")
     try:
         return _draw(given) if given.model is None else _recommend(given)
     except (PlanError, ValueError, OSError, ImportError) as error:
-        for line in str(error).splitlines():
-            print(f"commfuse-npu plan: error: {line}", file=sys.stderr)
-        return 1 if type(error).__name__ == "NoLayoutError" else 2
+        return _complain(str(error))
+
+
+def _complain(why: str, code: int = 2) -> int:
+    for line in why.splitlines():
+        print(f"commfuse-npu plan: error: {line}", file=sys.stderr)
+    return code
 
 
 def _draw(given: argparse.Namespace) -> int:
-    schedule = Schedule(
-        shape=given.shape,
-        lanes=given.lanes,
-        chunks=given.chunks,
-        order=given.order,
-        node_size=given.node_size,
-        taper=given.taper,
-    )
-    print(schedule.plan(given.kind, given.rank, given.ranks, given.own).draw())
+    said = {
+        name: default if (value := getattr(given, name)) is None else value
+        for name, default in _DRAWN.items()
+    }
+    rank, ranks, own = said.pop("rank"), said.pop("ranks"), said.pop("own")
+    print(Schedule(**said).plan(given.kind, rank, ranks, own).draw())
     return 0
 
 
@@ -92,30 +94,27 @@ def _recommend(given: argparse.Namespace) -> int:
     # They need PyYAML.
     from commfuse_npu.model_config import ModelConfig
     from commfuse_npu.simulate.hardware import Hardware, find_config
-    from commfuse_npu.simulate.recommend import Fixed, recommend
+    from commfuse_npu.simulate.recommend import Fixed, NoLayoutError, recommend
     from commfuse_npu.simulate.recommendation_report import as_json, report
     from commfuse_npu.simulate.sweep import Options
 
-    hardware = Hardware.load(find_config(given.hardware, "hardware"))
+    hardware = Hardware.load(find_config(given.hardware or "ascend_910b_server", "hardware"))
     path = find_config(given.model)
     model = ModelConfig.load(path)
-    found = recommend(
-        model,
-        hardware,
-        model.world_size if given.npus is None else given.npus,
-        sequence=given.sequence_length,
-        options=Options(micro_batch=given.micro_batch),
-        fixed=Fixed(given.tp, given.cp, given.pp, given.recompute),
-        other_rounding=given.other_rounding,
-    )
+    ulysses = model.context_parallel_algo == "ulysses_cp_algo"
+    try:
+        found = recommend(
+            model,
+            hardware,
+            model.world_size if given.npus is None else given.npus,
+            sequence=given.sequence_length,
+            options=Options(micro_batch=given.micro_batch, ulysses="fused" if ulysses else "none"),
+            fixed=Fixed(given.tp, given.cp, given.pp, given.recompute),
+            other_rounding=given.other_rounding,
+        )
+    except NoLayoutError as error:
+        return _complain(str(error), code=1)
     print(report(found, model, path, hardware))
     if given.json:
         write_json(given.json, as_json(found, model), indent=1)
     return 0
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a whole number from 1")
-    return value

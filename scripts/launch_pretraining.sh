@@ -114,9 +114,9 @@ launch_pretraining() {
     # The entry: MindSpeed-LLM's own, or the module that adds CommFuse to it and then runs it.
     local entry=(pretrain_gpt.py) log="train_$model"
     if [ "$USE_COMMFUSE" = 1 ]; then
-        if [ "$TP" -eq 1 ]; then
+        if [ "$TP" -eq 1 ] && ! given --commfuse-ulysses "$@" && ! given --commfuse-dp "$@"; then
             complain "USE_COMMFUSE=1 with TP 1: a group of one has nothing to transfer;" \
-                "choose TP of at least 2, or USE_COMMFUSE=0"
+                "choose TP of at least 2, --commfuse-ulysses, --commfuse-dp, or USE_COMMFUSE=0"
             return 2
         fi
         OPTIMIZE_ARGS+=(--use-commfuse)

@@ -117,7 +117,8 @@ def cases(
                         what = training(model, Layout(tp, 1, 1, 1), sequence, options)
                     except ConfigError:
                         break  # heads or groups are not divisible
-                    chosen = [one for one in of_hardware(hardware, tp, options) if one.schedule]
+                    offered = of_hardware(hardware, Layout(tp, 1, 1, 1), options)
+                    chosen = [one for one in offered if one.schedule]
                     for part in PARTS:
                         yield _case(part, machine, name, hardware, what, chosen)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "whole"]
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -25,18 +25,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     for name, meaning in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
         what.add_argument(
-            f"--{name}", type=_whole, help=f"{meaning}-parallel size; the model's by default"
+            f"--{name}", type=whole, help=f"{meaning}-parallel size; the model's by default"
         )
     what.add_argument(
-        "--npus", type=_whole, nargs="+", help="numbers of NPUs instead of --dp, to see what scales"
+        "--npus", type=whole, nargs="+", help="numbers of NPUs instead of --dp, to see what scales"
     )
     what.add_argument(
-        "--sequence-lengths", type=_whole, nargs="+", help="the model's by default", metavar="S"
+        "--sequence-lengths", type=whole, nargs="+", help="the model's by default", metavar="S"
     )
-    what.add_argument("--micro-batch", type=_whole, help="sequences; the model's by default")
+    what.add_argument("--micro-batch", type=whole, help="sequences; the model's by default")
     what.add_argument(
         "--micro-batches",
-        type=_whole,
+        type=whole,
         help="per step and replica; by default what the model's global batch gives",
     )
     what.add_argument("--recompute", choices=("none", "full"), default="none")
@@ -56,8 +56,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("how")
     how.add_argument("--variants", default="*", help="names or patterns: 'coc-*,commfuse-*'")
-    how.add_argument("--lanes", type=_whole, help="of CommFuse; by default what suits the links")
-    how.add_argument("--chunks", type=_whole, nargs="+", default=[1, 2, 4], help="of CommFuse")
+    how.add_argument("--lanes", type=whole, help="of CommFuse; by default what suits the links")
+    how.add_argument("--chunks", type=whole, nargs="+", default=[1, 2, 4], help="of CommFuse")
     how.add_argument(
         "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
     )
@@ -96,16 +96,20 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="write the machine that was fitted, two ranks in fp32, for --hardware",
     )
     check.add_argument(
-        "--fit-ratio", type=float, default=0.5, help="wire time / computing time; %(default)s"
+        "--fit-ratio", type=float, help="wire time / computing time to fit at; default 0.5"
     )
     parser.epilog = "Exit codes: 0 simulated, 2 options or files make no sense."
 
 
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
+    """A converter for argparse: a whole number from 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a whole number from 1")
     return value
+
+
+whole.__name__ = "whole number"
 
 
 def _count(text: str) -> int:

@@ -144,6 +144,7 @@ def described(results: Sequence[Result], ratio: float, source: str) -> str:
         ("npu", "transfer_slowdown"): slowdowns,
         ("host", "launch_overhead"): [machines[0].launch_overhead],
         ("inside", "rate"): rates,
+        ("inside", "latency"): [_START.inside.latency],
     }
     content["name"] = f"one CPU host, paced loopback (gloo), fitted to {source}"
     for (section, name), values in figures.items():

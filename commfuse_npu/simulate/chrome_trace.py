@@ -7,7 +7,7 @@ from typing import Any
 
 from commfuse_npu.simulate.group import Played
 
-__all__ = ["beside", "chrome_trace"]
+__all__ = ["beside", "chrome_trace", "read_trace"]
 
 
 def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
@@ -58,19 +58,24 @@ def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def beside(simulated: dict[str, Any], measured: Any) -> dict[str, Any]:
-    """Both traces in one: the measured processes follow the simulated ones.
+def read_trace(content: Any) -> dict[str, Any]:
+    """``content`` if it is a trace as :func:`commfuse_npu.trace.write` makes them.
 
     Raises:
-        ValueError: ``measured`` is not a trace as :func:`commfuse_npu.trace.write` makes them.
+        ValueError: it is not.
     """
-    events = measured.get("traceEvents") if isinstance(measured, dict) else None
+    events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list) or not all(
         isinstance(event, dict) and isinstance(event.get("pid"), int) for event in events
     ):
         raise ValueError("it is not a trace: a mapping with traceEvents, each with a number as pid")
+    return dict(content)
+
+
+def beside(simulated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Both traces in one: the measured processes follow the simulated ones."""
     first = 1 + max((event["pid"] for event in simulated["traceEvents"]), default=-1)
-    moved = [{**event, "pid": first + event["pid"]} for event in events]
+    moved = [{**event, "pid": first + event["pid"]} for event in measured["traceEvents"]]
     return {**simulated, "traceEvents": [*simulated["traceEvents"], *moved]}
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.plan import PlanError
-from commfuse_npu.simulate.chrome_trace import beside, chrome_trace
+from commfuse_npu.simulate.chrome_trace import beside, chrome_trace, read_trace
 from commfuse_npu.simulate.disturbance import Disturbance
 from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
 from commfuse_npu.simulate.report import heading, scale, table
@@ -39,14 +41,14 @@ def _main(given: argparse.Namespace) -> int:
         )
 
         _, results, _ = load(given.against)
-        print(report(list(predictions(results, given.fit_ratio)), given.fit_ratio))
+        ratio = 0.5 if given.fit_ratio is None else given.fit_ratio
+        print(report(list(predictions(results, ratio)), ratio))
         if given.calibrated:
-            text = described(results, given.fit_ratio, given.against.name)
+            text = described(results, ratio, given.against.name)
             with whole_file(given.calibrated) as part:
                 part.write_text(text, encoding="utf-8")
         return 0
-    if given.beside and not given.trace:
-        raise ValueError("--beside puts a measured trace into that of --trace; give both")
+    _refuse_what_has_no_effect(given)
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)
@@ -72,6 +74,12 @@ def _main(given: argparse.Namespace) -> int:
         corners=not given.typical,
     )
     first = layouts[0]
+    names = [variant.name for variant in of_hardware(hardware, first, options)]
+    if given.trace_variant and given.trace_variant not in names:
+        raise ValueError(
+            f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(names)}"
+        )
+    measured = _measured(given.beside) if given.beside else None
     sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP " + ", ".join(
         str(layout.dp) for layout in layouts
     )
@@ -93,8 +101,27 @@ def _main(given: argparse.Namespace) -> int:
 
         draw([point for point in points if point.npus == points[0].npus], title, given.plot)
     if given.trace:
-        _write_trace(given, model, hardware, first, sequences[0], options, points[0])
+        _write_trace(given, model, hardware, first, sequences[0], options, points[0], measured)
     return 0
+
+
+def _refuse_what_has_no_effect(given: argparse.Namespace) -> None:
+    for option, needed in (
+        ("calibrated", "against"),
+        ("fit_ratio", "against"),
+        ("beside", "trace"),
+        ("trace_variant", "trace"),
+    ):
+        if getattr(given, option) is not None and getattr(given, needed) is None:
+            said = option.replace("_", "-")
+            raise ValueError(f"--{said} is for --{needed}; give both, or neither")
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    try:
+        return read_trace(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"--beside {path}: {error}") from error
 
 
 def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
@@ -111,7 +138,8 @@ def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
         if npus % one:
             raise ValueError(
                 f"--npus {npus} is not divisible by TP*CP*PP = {tp}*{cp}*{pp} = {one}; choose "
-                f"{max(one, npus // one * one)} or {npus // one * one + one}"
+                + (f"{npus // one * one} or " if npus > one else "")
+                + f"{npus // one * one + one}"
             )
     return [Layout(tp, cp, npus // one, pp) for npus in given.npus]
 
@@ -151,18 +179,14 @@ def _write_trace(
     sequence: int,
     options: Options,
     point: Point,
+    measured: dict[str, Any] | None,
 ) -> None:
     best = min(point.outcomes, key=lambda outcome: outcome.step.typical).variant
     name = given.trace_variant or best
-    known = {variant.name: variant for variant in of_hardware(hardware, layout.tp, options)}
-    if name not in known:
-        raise ValueError(f"--trace-variant {name} is unknown; choose one of {', '.join(known)}")
+    known = {variant.name: variant for variant in of_hardware(hardware, layout, options)}
     step = Step(hardware.machine(), training(model, layout, sequence, options), options.disturbance)
     parts = [(part, step.layer(known[name], part)) for part in ("forward", "backward")]
     trace = chrome_trace(parts)
-    if given.beside:
-        try:
-            trace = beside(trace, json.loads(given.beside.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"--beside {given.beside}: {error}") from error
+    if measured is not None:
+        trace = beside(trace, measured)
     write_json(given.trace, trace)

@@ -77,7 +77,7 @@ _TOPOLOGIES: dict[str, tuple[LinkTopology, ...]] = {
     "inside": ("full_mesh", "switched"),
     "between": ("nic_per_npu", "nic_per_node"),
 }
-_SCALARS = ("name", "npus_per_node", "nodes", "batched_transfers")
+_SCALARS = ("name", "npus_per_host", "npus_per_node", "nodes", "batched_transfers")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Hardware:
     """A described machine.
 
     Attributes:
-        npus_per_node: NPUs that share the links ``inside``.
+        npus_per_host: NPUs of a server, which is what torchrun calls a node.
+        npus_per_node: NPUs that share the links ``inside``; several hosts on a supernode.
         nodes: how many nodes there can be.
         batched: whether a step's send and receive complete as a unit (HCCL) or not (gloo).
         topologies: of the levels ``inside`` and, if there is more than one node, ``between``.
@@ -109,6 +110,7 @@ class Hardware:
 
     path: Path
     name: str
+    npus_per_host: int
     npus_per_node: int
     nodes: int
     batched: bool
@@ -141,6 +143,7 @@ class Hardware:
         return cls(
             path=path,
             name=content["name"],
+            npus_per_host=content["npus_per_host"],
             npus_per_node=content["npus_per_node"],
             nodes=content["nodes"],
             batched=content["batched_transfers"],
@@ -242,10 +245,17 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _unknown(content, known, "")
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
-    for name in ("npus_per_node", "nodes"):
+    whole = True
+    for name in ("npus_per_host", "npus_per_node", "nodes"):
         value = content.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            whole = False
             yield f"{name}: {value!r} is not a whole number from 1"
+    if whole and content["npus_per_node"] % content["npus_per_host"]:
+        yield (
+            f"npus_per_host: {content['npus_per_host']} does not divide npus_per_node "
+            f"{content['npus_per_node']}"
+        )
     if not isinstance(content.get("batched_transfers"), bool):
         yield f"batched_transfers: {content.get('batched_transfers')!r} is not true or false"
     several = content.get("nodes") != 1

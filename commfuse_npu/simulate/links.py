@@ -13,10 +13,14 @@ from __future__ import annotations
 from commfuse_npu.plan import Plan
 from commfuse_npu.simulate.machine import Level, Machine
 
-__all__ = ["LinkId", "Links"]
+__all__ = ["LinkId", "Links", "PlacementError"]
 
 LinkId = tuple[str, int, int]
 """Kind and the one or two ends."""
+
+
+class PlacementError(ValueError):
+    """A group does not lie evenly on the nodes, or spans nodes that have no links between them."""
 
 
 class Links:
@@ -28,8 +32,8 @@ class Links:
         slow: factor by which the links from a rank to another are slower.
 
     Raises:
-        ValueError: the group spans nodes, but the machine has no links between nodes, or the nodes
-            hold different numbers of its ranks.
+        PlacementError: the group spans nodes, but the machine has no links between nodes, or the
+            nodes hold different numbers of its ranks.
     """
 
     def __init__(
@@ -47,14 +51,15 @@ class Links:
         self.spans_nodes = (size - 1) * stride >= node
         if self.spans_nodes:
             if machine.between is None:
-                raise ValueError(
+                raise PlacementError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fit a node of {node} "
-                    "NPUs, and this machine has no links between nodes"
+                    f"NPUs, and this machine has no links between nodes; choose sizes whose "
+                    f"product is at most {node}"
                 )
             if stride < node and (node % stride or size % (node // stride)):
-                raise ValueError(
+                raise PlacementError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fill whole nodes of "
-                    f"{node} NPUs"
+                    f"{node} NPUs; choose sizes whose product {node} divides, or that divides it"
                 )
         self.members_per_node = max(1, node // stride) if self.spans_nodes else size
         """Ranks of the group in a node."""

@@ -9,6 +9,7 @@ worth.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.simulate.group import Group
 from commfuse_npu.simulate.hardware import Hardware
+from commfuse_npu.simulate.links import PlacementError
 from commfuse_npu.simulate.step import Recompute, Step, Training
 from commfuse_npu.simulate.sweep import CORNERS, Layout, Options, Range, best_lanes, training
 from commfuse_npu.simulate.variants import (
@@ -25,12 +27,11 @@ from commfuse_npu.simulate.variants import (
     REFERENCE,
     Variant,
     Wgrad,
-    direct,
     fused,
     variants,
 )
 
-__all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "recommend"]
+__all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "Refused", "recommend"]
 
 _CONTEXTS = (1, 2, 4, 8, 16)
 _DEFAULTS = Options()
@@ -52,6 +53,32 @@ class Fixed(NamedTuple):
 
 
 _OPEN = Fixed()
+
+
+class Refused:
+    """Layouts that do not fit, counted by reason, each with the first one's own words."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, why: str) -> None:
+        first = why.splitlines()[0].split(";")[0]
+        # Reasons are the same that differ in their numbers only.
+        kind = " ".join(word for word in first.split() if not any(c.isdigit() for c in word))
+        self._counts[kind] += 1
+        self._first.setdefault(kind, first)
+
+    def __str__(self) -> str:
+        """``12 x more memory than an NPU has, 3 x ...``; empty if there is none."""
+        return "; ".join(
+            f"{count} x {self._first[kind]}"
+            + (", and the like" if count > 1 and self._first[kind] != kind else "")
+            for kind, count in self._counts.most_common()
+        )
+
+    def as_json(self) -> dict[str, int]:
+        return {self._first[kind]: count for kind, count in self._counts.items()}
 
 
 @dataclass(frozen=True)
@@ -83,7 +110,7 @@ class Recommendation:
             where there is anything to fuse.
         schedules: all candidates of the best layout, shortest step first.
         other: the shortest step without CommFuse, over all layouts.
-        refused: how many layouts do not fit, by reason.
+        refused: how many layouts do not fit, by reason; see :class:`Refused`.
         ratio: communication / computation of a layer of the best layout, plain collectives.
         steps: seconds on the five machines, of what :meth:`beats` compares.
     """
@@ -91,7 +118,7 @@ class Recommendation:
     ranked: tuple[Candidate, ...]
     schedules: tuple[Candidate, ...]
     other: Candidate
-    refused: Counter[str]
+    refused: Refused
     ratio: Range
     steps: dict[Candidate, tuple[float, ...]]
 
@@ -140,58 +167,87 @@ def recommend(
 
     Raises:
         NoLayoutError: none fits.
-        ValueError: the machine has not so many NPUs.
+        ValueError: the machine has not so many NPUs, they are not whole hosts, or what is given
+            does not divide them.
     """
-    most = hardware.npus_per_node * hardware.nodes
-    if not 1 <= npus <= most:
-        raise ValueError(
-            f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
-            f"{hardware.npus_per_node}; choose from 1 to {most}"
-        )
+    _check_npus(hardware, npus, fixed)
     sequence = sequence or model.seq_length
-    refused: Counter[str] = Counter()
+    refused = Refused()
     found: dict[Layout, list[Candidate]] = {}
     others: list[Candidate] = []
+
+    def first(rows: Sequence[Candidate]) -> float:
+        return min(one.seconds for one in rows)
+
     for layout in _layouts(model, hardware, npus, fixed):
-        try:
-            what = _fitting(model, hardware, layout, sequence, options, fixed.recompute)
-        except ConfigError as error:
-            refused[_kind(str(error))] += 1
-            continue
-        if what is None:
-            refused["more memory than an NPU has"] += 1
-            continue
         progress(layout)
-        lanes = best_lanes(hardware, layout.tp)
-        few = [v for v in _fused(hardware, layout, other_rounding) if _is_quick(v, lanes)]
-        found[layout] = _played(model, hardware, layout, what, few)
-        others += _played(model, hardware, layout, what, _others(hardware, layout.tp))
-    found = {layout: rows for layout, rows in found.items() if rows}
+        choices: tuple[Recompute, ...] = ("none", "full")
+        try:
+            for choice in (fixed.recompute,) if fixed.recompute else choices:
+                what = training(model, layout, sequence, replace(options, recompute=choice))
+                offered = _fused(hardware, layout, what, other_rounding)
+                quick = _quick(offered, model, what, hardware)
+                rows = _played(model, hardware, layout, what, quick)
+                others += _played(model, hardware, layout, what, _others(hardware, layout.tp))
+                if rows and (layout not in found or first(rows) < first(found[layout])):
+                    found[layout] = rows
+                # Recomputation makes room for lanes; where they have it, it is never faster.
+                if rows and _lanes(rows[0].variant) == max(map(_lanes, offered)):
+                    break
+        except (ConfigError, PlacementError) as error:
+            refused.add(str(error))
+            continue
+        if layout not in found:
+            refused.add("more memory than an NPU has")
     if not found:
-        reasons = "; ".join(f"{count} x {why}" for why, count in refused.most_common())
         raise NoLayoutError(
-            f"no layout of {npus} NPUs fits {sequence} tokens: {reasons or 'none was left open'}; "
-            "take more NPUs, a shorter --sequence-length, or leave sizes open"
+            f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
+            f"{model.global_batch_size}: {refused}; take another --npus, a shorter "
+            "--sequence-length, another --micro-batch, or leave sizes open"
         )
 
-    def first(rows: Sequence[Candidate]) -> Candidate:
-        return min(rows, key=lambda one: one.seconds)
-
-    ordered = sorted(found, key=lambda layout: first(found[layout]).seconds)
+    ordered = sorted(found, key=lambda layout: first(found[layout]))
     for layout in ordered[:_REFINED]:
         what = found[layout][0].training
         known = {one.variant for one in found[layout]}
-        rest = [v for v in _fused(hardware, layout, other_rounding) if v not in known]
+        every = _fused(hardware, layout, what, other_rounding)
+        rest = [variant for variant in every if variant not in known]
         found[layout] += _played(model, hardware, layout, what, rest)
-    ranked = sorted((first(rows) for rows in found.values()), key=lambda one: one.seconds)
+    ranked = sorted(
+        (min(rows, key=lambda one: one.seconds) for rows in found.values()),
+        key=lambda one: one.seconds,
+    )
     schedules = tuple(sorted(found[ranked[0].layout], key=lambda one: one.seconds))
-    other = first(others)
+    other = min(others, key=lambda one: one.seconds)
     compared = {ranked[0], other, *ranked[1:2], *schedules[1:2]}
     compared |= set([one for one in ranked if one.variant.schedule][:1])
     steps = {one: _on_all_machines(hardware, one) for one in compared}
     return Recommendation(
         tuple(ranked), schedules, other, refused, _ratio(hardware, ranked[0]), steps
     )
+
+
+def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
+    most, host = hardware.npus_per_node * hardware.nodes, hardware.npus_per_host
+    if not 1 <= npus <= most:
+        raise ValueError(
+            f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
+            f"{hardware.npus_per_node}; choose from 1 to {most}"
+        )
+    if npus > host and npus % host:
+        below = npus // host * host
+        raise ValueError(
+            f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
+            f"{below + host}"
+        )
+    given = [(f"--{name} {size}", size) for name, size in fixed._asdict().items()
+             if name != "recompute" and size]  # fmt: skip
+    product = math.prod(size for _, size in given)
+    if npus % product:
+        raise ValueError(
+            f"--npus {npus} is not divisible by {' times '.join(said for said, _ in given)} = "
+            f"{product}; choose others, or leave them open"
+        )
 
 
 def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) -> Iterator[Layout]:
@@ -203,7 +259,7 @@ def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) ->
     cps = [fixed.cp] if fixed.cp else _CONTEXTS
     pps = [fixed.pp] if fixed.pp else _divisors(model.num_layers)
     stages = model.pipeline_model_parallel_size
-    if not fixed.pp and stages not in pps:
+    if stages not in pps and not fixed.pp:
         pps.append(stages)
     for tp in tps:
         for cp in cps:
@@ -216,39 +272,16 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _kind(problem: str) -> str:
-    """A reason without its numbers, to be counted."""
-    first = problem.splitlines()[0].split(";")[0]
-    return " ".join(word for word in first.split() if not any(c.isdigit() for c in word))
-
-
-def _fitting(
-    model: ModelConfig,
-    hardware: Hardware,
-    layout: Layout,
-    sequence: int,
-    options: Options,
-    recompute: Recompute | None,
-) -> Training | None:
-    """The training in this layout, recomputing only if it must; ``None`` if memory is short.
-
-    Raises:
-        ConfigError: the model cannot be laid out so.
-    """
-    choices: tuple[Recompute, ...] = (recompute,) if recompute else ("none", "full")
-    for choice in choices:
-        what = training(model, layout, sequence, replace(options, recompute=choice))
-        if footprint(model, what, REFERENCE, hardware).total <= limit(hardware):
-            return what
-    return None
-
-
-def _fused(hardware: Hardware, layout: Layout, other_rounding: bool) -> list[Variant]:
-    """CommFuse's schedules; for one rank what there is instead."""
-    tp = layout.tp
-    if tp == 1:
-        return [REFERENCE]
-    base = direct(tp, Group(hardware.machine(), tp).members_per_node)
+def _fused(
+    hardware: Hardware, layout: Layout, what: Training, other_rounding: bool
+) -> list[Variant]:
+    """CommFuse's schedules, for tensor parallelism or else for Ulysses; what there is instead."""
+    group = Group(hardware.machine(), layout.tp)
+    if layout.tp == 1:
+        if not what.fuse_ulysses or layout.cp == 1:
+            return [REFERENCE]
+        group = Group(hardware.machine(), layout.cp)
+    tp, base = group.size, group.direct
     best = best_lanes(hardware, tp)
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     found = [
@@ -257,7 +290,7 @@ def _fused(hardware: Hardware, layout: Layout, other_rounding: bool) -> list[Var
         for chunks, taper in ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (4, 2.0))
         for wgrad in wgrads
     ]
-    if layout.cp == 1:  # else attention has transfers of its own
+    if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
         found += [
             fused(base, best, chunks, attention=True, wgrad=wgrad)
             for chunks in (1, 2, 4)
@@ -266,13 +299,24 @@ def _fused(hardware: Hardware, layout: Layout, other_rounding: bool) -> list[Var
     return found
 
 
-def _is_quick(variant: Variant, lanes: int) -> bool:
-    """Whether it is one of the few schedules that every layout is tried with."""
-    schedule = variant.schedule
-    if schedule is None:
-        return True
-    simple = not variant.attention and schedule.taper == 1 and schedule.chunks <= 4
-    return simple and schedule.lanes == lanes
+def _lanes(variant: Variant) -> int:
+    return variant.schedule.lanes if variant.schedule else 0
+
+
+def _quick(
+    offered: Sequence[Variant], model: ModelConfig, what: Training, hardware: Hardware
+) -> list[Variant]:
+    """The few schedules that every layout is tried with: simple ones, with all lanes that fit."""
+    found: dict[tuple[object, ...], Variant] = {}
+    for variant in offered:
+        schedule = variant.schedule
+        if schedule is None:
+            return list(offered)
+        simple = not variant.attention and schedule.taper == 1 and schedule.chunks <= 4
+        if simple and footprint(model, what, variant, hardware).total <= limit(hardware):
+            # Lanes rise in what is offered: more of them replace fewer.
+            found[schedule.chunks, variant.wgrad] = variant
+    return list(found.values())
 
 
 def _others(hardware: Hardware, tp: int) -> list[Variant]:

@@ -55,7 +55,15 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
         "--use-distributed-optimizer",
         *_chosen(model, chosen),
     ]
+    if (stages := _uneven(chosen)) is not None:
+        given += ["--num-layer-list", stages]
     return [*given, "--use-commfuse", *_fusing(chosen)] if chosen.variant.schedule else given
+
+
+def _uneven(chosen: Candidate) -> str | None:
+    """Layers of each stage, if they differ."""
+    layers = chosen.training.layers
+    return ",".join(map(str, layers)) if len(set(layers)) > 1 else None
 
 
 def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
@@ -70,6 +78,9 @@ def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
     batch = training.micro_batch * training.micro_batches * chosen.layout.dp
     if batch != model.global_batch_size:
         yield from ("--global-batch-size", str(batch))
+    if chosen.layout.dp * chosen.layout.cp > 1:
+        # As it was simulated.
+        yield from ("--overlap-grad-reduce", "--overlap-param-gather")
     if chosen.recompute == "full":
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
         yield from ("--recompute-num-layers", "1")
@@ -83,6 +94,8 @@ def _fusing(chosen: Candidate) -> Iterator[str]:
         yield from ("--commfuse-taper", f"{schedule.taper:g}")
     if chosen.variant.attention:
         yield "--commfuse-attention"
+    if chosen.training.fuse_ulysses and chosen.layout.cp > 1:
+        yield "--commfuse-ulysses"
     if chosen.variant.wgrad != "whole":
         yield from ("--commfuse-wgrad", chosen.variant.wgrad)
 
@@ -90,20 +103,18 @@ def _fusing(chosen: Candidate) -> Iterator[str]:
 def launch(model: ModelConfig, path: Path, hardware: Hardware, chosen: Candidate) -> str | None:
     """The command for every node; ``None`` if this project has no launcher for the model."""
     script = f"pretrain_{path.stem}_ptd.sh"
-    if not (_SCRIPTS / script).is_file():
+    ours = _SCRIPTS.parent / "configs" / path.name
+    if path.resolve() != ours or not (_SCRIPTS / script).is_file():
         return None
     layout = chosen.layout
-    per_node = min(layout.npus, hardware.npus_per_node)
-    stages = (
-        chosen.training.layers if layout.pp > 1 and len(set(chosen.training.layers)) > 1 else ()
-    )
+    per_node = min(layout.npus, hardware.npus_per_host)
     variables = {
         "NPUS_PER_NODE": per_node,
         "NNODES": layout.npus // per_node,
         "TP": layout.tp,
         "PP": layout.pp,
         "CP": layout.cp,
-        "NUM_LAYER_LIST": ",".join(map(str, stages)) or "none",
+        "NUM_LAYER_LIST": _uneven(chosen) or "none",
         "USE_COMMFUSE": int(chosen.variant.schedule is not None),
     }
     words = [*_chosen(model, chosen), *(_fusing(chosen) if chosen.variant.schedule else ())]
@@ -131,7 +142,7 @@ def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
         "schedules": [plain(one) for one in found.schedules],
         "without_commfuse": plain(found.other) | {"options": None},
         "communication_per_computation": found.ratio._asdict(),
-        "refused": dict(found.refused),
+        "refused": found.refused.as_json(),
     }
 
 
@@ -153,11 +164,10 @@ def _layouts(found: Recommendation, hardware: Hardware) -> Iterator[str]:
             f"| {place} | {tp} | {cp} | {pp} | {dp} | {one.recompute} | {name} | "
             f"{_seconds(one.seconds)} | {one.memory.total / 2**30:.1f} GiB |"
         )
-    refused = "; ".join(f"{count} x {why}" for why, count in found.refused.most_common())
     yield ""
     yield (
         f"{len(found.ranked)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an "
-        f"NPU)" + (f"; not: {refused}." if refused else ".")
+        f"NPU)" + (f"; not: {found.refused}." if str(found.refused) else ".")
     )
 
 
@@ -181,15 +191,19 @@ def _reasons(found: Recommendation) -> Iterator[str]:
     if found.runner_up is not None:
         yield f"- Runner-up: {_name(found.runner_up)}, {_against(found, found.runner_up)}."
     if best.variant.schedule is None:
-        yield "- TP 1 has no tensor-parallel transfers: there is nothing to fuse."
+        yield (
+            "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
+            "parallelism by Ulysses (--commfuse-ulysses) and data parallelism (--commfuse-dp)."
+        )
         if found.fused is not None and found.fused is not found.runner_up:
             yield f"- With CommFuse: {_name(found.fused)}, {_against(found, found.fused)}."
-    else:
+    elif best.layout.tp > 1:
         yield (
             f"- Plain transfers take {typical:.0%} of the computing time of a layer (range "
             f"{low:.0%} .. {high:.0%}): {_what_that_means(typical)}"
         )
-    yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."
+    if found.other != best:
+        yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."
     if found.other.seconds < best.seconds:
         kernel = found.other.variant.kind == "kernel"
         yield (

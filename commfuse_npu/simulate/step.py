@@ -49,6 +49,8 @@ class Training:
         layer_parameters: of one layer.
         sequence, micro_batch: tokens and sequences of a micro-batch.
         micro_batches: per step and data-parallel replica.
+        groups: query groups of the model.
+        tied: whether input and output share one table of the vocabulary.
         ulysses: whether context parallelism exchanges heads instead of passing keys around.
         fuse_ulysses: whether CommFuse's variants fuse these exchanges.
         data_parallel: how gradients and parameters are exchanged.
@@ -68,6 +70,8 @@ class Training:
     tp: int
     cp: int
     dp: int
+    groups: int = 1
+    tied: bool = False
     ulysses: bool = False
     fuse_ulysses: bool = False
     recompute: Recompute = "none"
@@ -132,7 +136,9 @@ class Step:
     training: Training
     disturbance: Disturbance = UNDISTURBED
     _collectives: dict[tuple[str, float, bool], float] = field(default_factory=dict)
-    _attentions: dict[tuple[bool, int], tuple[Attended, Attended]] = field(default_factory=dict)
+    _attentions: dict[tuple[bool, Schedule | None], tuple[Attended, Attended]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def group(self) -> Group:
@@ -173,7 +179,8 @@ class Step:
         end = pipeline.seconds
         exposed = 0.0
         if not free:
-            tails = [self._buckets(variant, count, f, b + again) for count in training.layers]
+            stages = range(len(training.layers))
+            tails = [self._buckets(variant, stage, f, b + again) for stage in stages]
             ends = [e + tail for e, (tail, _) in zip(pipeline.ends, tails, strict=True)]
             exposed = max(ends) - end + tails[0][1]
             end += exposed
@@ -192,26 +199,23 @@ class Step:
         training = self.training
         if training.cp == 1:
             return None
-        fused = training.ulysses and training.fuse_ulysses and variant.schedule
-        chunks = variant.schedule.chunks if fused and variant.schedule else 0
-        key = variant.kind == "compute", chunks
+        fuse = training.ulysses and training.fuse_ulysses
+        key = variant.kind == "compute", variant.schedule if fuse else None
         if key not in self._attentions:
             make = self._ulysses if training.ulysses else self._around_a_ring
             self._attentions[key] = make(*key)
         return self._attentions[key]
 
-    def _ulysses(self, free: bool, chunks: int) -> tuple[Attended, Attended]:
-        """Heads are exchanged before and after attention, fused if there are ``chunks``."""
+    def _ulysses(self, free: bool, schedule: Schedule | None) -> tuple[Attended, Attended]:
+        """Heads are exchanged before and after attention, fused if there is a schedule."""
         training = self.training
         group = Group(self.machine, training.cp, stride=training.tp)
-        schedule = None
-        if chunks:
-            # As for tensor parallelism: all peers at once only where each has its own link.
-            mesh = self.machine.inside.topology == "full_mesh"
-            alone = mesh and group.members_per_node == training.cp
-            lanes = training.cp - 1 if alone else min(2, training.cp - 1)
-            schedule = replace(group.direct, lanes=lanes, chunks=chunks)
-        ulysses = Ulysses(training.shape, schedule)
+        if schedule is not None:
+            # The options of tensor parallelism serve here, too; with attention chunks are even.
+            lanes = min(schedule.lanes, training.cp - 1)
+            schedule = replace(group.direct, lanes=lanes, chunks=schedule.chunks)
+        repeats = max(1.0, training.tp * training.cp / training.groups)
+        ulysses = Ulysses(training.shape, schedule, training.key_value, repeats)
         variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
         found = []
         for build in (ulysses.forward, ulysses.backward):
@@ -222,7 +226,7 @@ class Step:
             found.append(Attended(played.seconds, played.waiting, ulysses.projects))
         return found[0], found[1]
 
-    def _around_a_ring(self, free: bool, _: int) -> tuple[Attended, Attended]:
+    def _around_a_ring(self, free: bool, _: Schedule | None) -> tuple[Attended, Attended]:
         """Keys and values go around a ring while they are attended to."""
         training, machine = self.training, self.machine
         shape = training.shape
@@ -263,15 +267,27 @@ class Step:
         return self._collectives[key]
 
     def _buckets(
-        self, variant: Variant, layers: int, forward: float, backward: float
+        self, variant: Variant, stage: int, forward: float, backward: float
     ) -> tuple[float, float]:
-        """Seconds that a stage's gradients and parameters leave exposed."""
+        """Seconds that a stage's gradients and parameters leave exposed.
+
+        The embedding is the last to have gradients and the first to be needed.  Left out: the sum
+        of tied tables over the first and the last stage.
+        """
         training = self.training
+        layers, last = training.layers[stage], stage == len(training.layers) - 1
         ranks = training.dp * training.cp
         if ranks == 1:
             return 0.0, 0.0
         group = Group(self.machine, ranks, stride=training.tp)
-        parameters = [training.layer_parameters / training.tp] * layers
+        table = [training.vocabulary * training.hidden / training.tp]
+        above = table if stage == 0 else []
+        below = table if last and not (training.tied and stage == 0) else []
+        parameters = above + [training.layer_parameters / training.tp] * layers + below
+        forwards, backwards = (
+            [0.0] * len(above) + [seconds] * layers + [0.0] * len(below)
+            for seconds in (forward, backward)
+        )
         order = buckets(parameters, ranks)
         sizes = [sum(parameters[layer] for layer in bucket) / ranks for bucket in order]
         how = training.data_parallel
@@ -287,8 +303,8 @@ class Step:
             for size in sizes
         ]
         return (
-            exposed_scatter([backward] * layers, order, out, sums),
-            exposed_gather([forward] * layers, order, back),
+            exposed_scatter(backwards, order, out, sums),
+            exposed_gather(forwards, order, back),
         )
 
     @property

@@ -196,6 +196,8 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         tp=layout.tp,
         cp=layout.cp,
         dp=layout.dp,
+        groups=model.num_query_groups,
+        tied=not model.untie_embeddings_and_output_weights,
         ulysses=fitted.context_parallel_algo == "ulysses_cp_algo",
         fuse_ulysses=options.ulysses == "fused",
         recompute=options.recompute,
@@ -203,22 +205,27 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     )
 
 
-def best_lanes(hardware: Hardware, tp: int) -> int:
+def best_lanes(hardware: Hardware, size: int) -> int:
     """All peers at once where each has a link of its own, else 2: they would share."""
     mesh = hardware.topologies["inside"] == "full_mesh"
-    inside = Group(hardware.machine(), tp).members_per_node == tp
-    return max(1, tp - 1 if mesh and inside else min(2, tp - 1))
+    inside = Group(hardware.machine(), size).members_per_node == size
+    return max(1, size - 1 if mesh and inside else min(2, size - 1))
 
 
-def of_hardware(hardware: Hardware, tp: int, options: Options) -> list[Variant]:
+def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Variant]:
     """The variants that are asked for.
+
+    Without tensor parallelism their schedules are those of fused context parallelism, if that is
+    asked for.
 
     Raises:
         ConfigError: a pattern that names none.
     """
-    group = Group(hardware.machine(), tp)
-    wanted = max(1, min(options.lanes or best_lanes(hardware, tp), tp - 1))
-    found = variants(tp, group.members_per_node, wanted, options.chunks)
+    alone = layout.tp == 1 and options.ulysses == "fused"
+    size, stride = (layout.cp, layout.tp) if alone else (layout.tp, 1)
+    group = Group(hardware.machine(), size, stride)
+    wanted = max(1, min(options.lanes or best_lanes(hardware, size), size - 1))
+    found = variants(size, group.members_per_node, wanted, options.chunks)
     for pattern in options.patterns:
         if not any(fnmatch.fnmatch(variant.name, pattern) for variant in found):
             names = ", ".join(variant.name for variant in found)
@@ -271,7 +278,8 @@ class _Simulated(NamedTuple):
 
 def _point(what: Training, hardware: Hardware, options: Options) -> Point:
     begin = time.perf_counter()
-    chosen = of_hardware(hardware, what.tp, options)
+    layout = Layout(what.tp, what.cp, what.dp, len(what.layers))
+    chosen = of_hardware(hardware, layout, options)
     found: dict[str, list[_Simulated]] = {variant.name: [] for variant in chosen}
     ratios = []
     for compute, links in CORNERS if options.corners else CORNERS[:1]:

@@ -35,15 +35,19 @@ class Ulysses:
     Attributes:
         shape: of the layer, for one tensor-parallel group.
         fused: the schedule of the exchanges; ``None`` for plain collectives.
+        key_value: width of all keys, or of all values.
+        repeats: how often each key head is sent, 1 unless there are fewer of them than ranks.
     """
 
     shape: LayerShape
     fused: Schedule | None
+    key_value: float = 0.0
+    repeats: float = 1.0
 
     @property
     def projects(self) -> bool:
-        """Whether the projections are part of it."""
-        return self.fused is not None and self.shape.ranks == 1
+        """Whether the projections are part of it: not of heads that are repeated before."""
+        return self.fused is not None and self.shape.ranks == 1 and self.repeats == 1
 
     def forward(self, rank: Rank) -> None:
         """Add the forward to a rank's program."""
@@ -102,7 +106,8 @@ class Ulysses:
 
     def _heads(self, rank: Rank) -> float:
         """Bytes per row of queries, keys and values of one rank's heads."""
-        return self.shape.qkv / self.shape.ranks / rank.size * ITEM_BYTES
+        width = self.shape.qkv + 2 * self.key_value * (self.repeats - 1)
+        return width / self.shape.ranks / rank.size * ITEM_BYTES
 
     def _out(self, rank: Rank) -> float:
         """Bytes per row of the attention of one rank's heads."""

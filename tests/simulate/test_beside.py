@@ -58,4 +58,12 @@ def test_what_is_no_trace_is_refused(
 
 def test_beside_needs_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "--beside", str(_measured(tmp_path / "real.json"))]) == 2
-    assert "give both" in capsys.readouterr().err
+    assert "--beside is for --trace; give both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--calibrated", "--fit-ratio"])
+def test_options_of_another_question_are_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*WORDS, option, "1"]) == 2
+    assert f"{option} is for --against; give both, or neither" in capsys.readouterr().err

@@ -85,6 +85,7 @@ def change(content: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
         ("npu", 3, "npu: 3 is not a mapping"),
         ("between", None, "between: missing; 1024 nodes need links between them"),
         ("npus_per_node", 0, "npus_per_node: 0 is not a whole number from 1"),
+        ("npus_per_host", 3, "npus_per_host: 3 does not divide npus_per_node 8"),
         ("nodes", 2.5, "nodes: 2.5 is not a whole number from 1"),
         ("batched_transfers", "yes", "batched_transfers: 'yes' is not true or false"),
         ("name", "", "name: '' is not a name"),

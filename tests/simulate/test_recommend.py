@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from commfuse_npu.simulate.hardware import Hardware, find_config
 from commfuse_npu.simulate.recommend import Fixed, NoLayoutError, Recommendation, recommend
 from commfuse_npu.simulate.recommendation_report import launch, options, report
 from commfuse_npu.simulate.step import Step
+from commfuse_npu.simulate.sweep import Options
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
+from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -46,7 +50,7 @@ def test_layouts_are_ranked_by_their_steps(found: Recommendation) -> None:
     assert found.runner_up is found.ranked[1]
     assert found.other.variant.schedule is None
     assert found.steps[found.best][0] == found.best.seconds
-    assert found.refused["more memory than an NPU has"] > 0
+    assert " x more memory than an NPU has" in str(found.refused)
 
 
 def test_what_was_given_stays() -> None:
@@ -67,6 +71,35 @@ def test_recomputation_comes_only_where_memory_is_short() -> None:
         recommend(LLAMA3_8B, SERVER, 8, sequence=65536, fixed=Fixed(8, 1, 1, "none"))
 
 
+def test_fewer_lanes_are_taken_where_memory_is_short() -> None:
+    # All seven would need more than there is; two fit without recomputation.
+    tight = recommend(LLAMA3_70B, CLUSTER, 32, fixed=Fixed(tp=8, cp=1, pp=4))
+    lanes = {one.variant.schedule.lanes for one in tight.schedules if one.variant.schedule}
+    assert lanes == {1, 2}
+    assert tight.best.recompute == "none"
+    # Recomputation makes room for all of them.
+    fixed = Fixed(tp=8, cp=1, pp=4, recompute="full")
+    roomy = recommend(LLAMA3_70B, CLUSTER, 32, fixed=fixed)
+    lanes = {one.variant.schedule.lanes for one in roomy.schedules if one.variant.schedule}
+    assert lanes == {1, 2, 7}
+
+
+def test_groups_that_do_not_lie_evenly_on_nodes_are_left_out() -> None:
+    odd = replace(LLAMA3_8B, global_batch_size=480)
+    found = recommend(odd, CLUSTER, 24)
+    assert "does not fill whole nodes of 8 NPUs" in str(found.refused)
+    assert found.ranked
+
+
+def test_ulysses_is_fused_where_there_is_no_tensor_parallelism() -> None:
+    model = replace(LLAMA3_8B, context_parallel_algo="ulysses_cp_algo")
+    given = Options(ulysses="fused")
+    found = recommend(model, CLUSTER, 16, options=given, fixed=Fixed(tp=1, cp=4))
+    words = options(model, found.best)
+    assert "--commfuse-ulysses" in words
+    assert words[words.index("--commfuse-lanes") + 1] == "3"
+
+
 def test_other_rounding_is_chosen_only_if_allowed() -> None:
     fixed = Fixed(tp=2, cp=1, pp=1, recompute="full")
     same, other = (
@@ -79,33 +112,85 @@ def test_other_rounding_is_chosen_only_if_allowed() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(NoLayoutError, match=r"no layout of 1 NPUs fits 8192 tokens: .*memory"):
+    with pytest.raises(NoLayoutError, match=r"no layout of 1 NPUs fits 8192 tokens and .*memory"):
         recommend(LLAMA3_70B, CLUSTER, 1)
     with pytest.raises(ValueError, match="choose from 1 to 8"):
         recommend(LLAMA3_8B, SERVER, 9)
-    with pytest.raises(NoLayoutError, match="1 x feed-forward width is not divisible by TP"):
+    with pytest.raises(NoLayoutError, match="1 x feed-forward width 14336 is not divisible by TP"):
         recommend(LLAMA3_8B, SERVER, 6, fixed=Fixed(tp=6))
+    with pytest.raises(ValueError, match=r"--npus 20 is more than a host of 8 .* choose 16 or 24"):
+        recommend(LLAMA3_8B, CLUSTER, 20)
+    with pytest.raises(ValueError, match="--npus 8 is not divisible by --tp 2 times --pp 3 = 6"):
+        recommend(LLAMA3_8B, SERVER, 8, fixed=Fixed(tp=2, pp=3))
 
 
-def test_the_options_are_those_of_the_feature(found: Recommendation) -> None:
-    assert found.fused is not None
-    words = iter(options(LLAMA3_70B, found.fused))
-    given = dict(DEFAULTS)
-    size = "tensor_model_parallel_size"
+def test_the_options_are_those_of_the_feature() -> None:
+    fixed = Fixed(tp=8, cp=1, pp=4)
+    found = recommend(LLAMA3_70B, CLUSTER, 64, fixed=fixed, other_rounding=True)
+    wgrads = set()
+    for one in found.schedules:
+        given = _given(options(LLAMA3_70B, one))
+        assert given.use_commfuse
+        for refusals in (REFUSALS, ATTENTION_REFUSALS):
+            check_compatible(given, refusals)
+        read = commfuse_options(given)
+        schedule = one.variant.schedule
+        assert schedule is not None
+        assert read.linear.schedule.lanes == schedule.lanes
+        assert read.linear.schedule.chunks == schedule.chunks
+        assert read.linear.schedule.taper == schedule.taper
+        assert read.attention == one.variant.attention
+        assert read.linear.wgrad == one.variant.wgrad
+        wgrads.add(read.linear.wgrad)
+    assert wgrads == {"whole", "blocks"}
+
+
+def _given(words: Sequence[str]) -> argparse.Namespace:
+    """As Megatron's parser leaves them, with the options that nobody gave."""
+    given: dict[str, object] = dict(DEFAULTS)
+    name = ""
     for word in words:
-        name = word.removeprefix("--").replace("-", "_")
-        if name in given:
-            given[name] = True if isinstance(given[name], bool) else next(words)
-        elif name == size:
-            given[size] = next(words)
-    assert given["use_commfuse"]
-    read = commfuse_options(type("Given", (), given)())  # type: ignore[arg-type]
-    schedule = found.fused.variant.schedule
-    assert schedule is not None
-    assert read.linear.schedule.lanes == schedule.lanes
-    assert read.linear.schedule.chunks == schedule.chunks
-    assert read.linear.schedule.taper == schedule.taper
-    assert read.attention == found.fused.variant.attention
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            given[name] = True
+        else:
+            given[name] = word
+    return argparse.Namespace(**given)
+
+
+@pytest.mark.parametrize(
+    ("npus", "fixed"),
+    [(64, Fixed(tp=8, cp=1, pp=4)), (32, Fixed(tp=4, pp=8)), (64, Fixed(tp=4, cp=2, pp=8))],
+)
+def test_what_is_printed_describes_what_was_simulated(npus: int, fixed: Fixed) -> None:
+    one = recommend(LLAMA3_70B, CLUSTER, npus, fixed=fixed).best
+    path = find_config("llama3_70b")
+    command = launch(LLAMA3_70B, path, CLUSTER, one)
+    assert command is not None
+    variables = dict(word.split("=") for word in shlex.split(command) if "=" in word)
+    words = options(LLAMA3_70B, one)
+    for name, option in (
+        ("TP", "--tensor-model-parallel-size"),
+        ("PP", "--pipeline-model-parallel-size"),
+        ("CP", "--context-parallel-size"),
+    ):
+        assert words[words.index(option) + 1] == variables[name]
+    size = ["--npus-per-node", variables["NPUS_PER_NODE"], "--nnodes", variables["NNODES"]]
+    if "--num-layer-list" not in words:
+        size += ["--num-layer-list", "none"]
+    assert (
+        variables["NUM_LAYER_LIST"] == (words + size)[(words + size).index("--num-layer-list") + 1]
+    )
+    described = ModelConfig.load(path, [*words, *size])
+    described.validate()
+    assert described.world_size == npus == one.training.npus
+    assert described.data_parallel_size == one.layout.dp
+    stages = described.num_layer_list or (80 // one.layout.pp,) * one.layout.pp
+    assert stages == one.training.layers
+    assert described.global_batch_size == (
+        one.training.micro_batch * one.training.micro_batches * one.layout.dp
+    )
+    assert ("--overlap-grad-reduce" in words) == (one.layout.dp * one.layout.cp > 1)
 
 
 @pytest.mark.parametrize("place", [0, -1])
@@ -128,10 +213,12 @@ def test_the_launcher_takes_the_command(found: Recommendation, place: int) -> No
     assert ("--use-commfuse" in printed) == (found.ranked[place].variant.schedule is not None)
 
 
-def test_a_model_without_a_launcher_gets_options_only(
-    found: Recommendation, tmp_path: Path
+@pytest.mark.parametrize("name", ["mine.yaml", "llama3_70b.yaml"])
+def test_a_model_of_the_users_gets_options_only(
+    name: str, found: Recommendation, tmp_path: Path
 ) -> None:
-    assert launch(LLAMA3_70B, tmp_path / "mine.yaml", CLUSTER, found.best) is None
+    # A launcher of the same name reads another file.
+    assert launch(LLAMA3_70B, tmp_path / name, CLUSTER, found.best) is None
 
 
 def test_the_report_says_where_something_else_is_ahead(found: Recommendation) -> None:
@@ -166,7 +253,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["plan", "--model", "nothing"], 2, "nothing is neither a file nor one of"),
         (["plan", "--model", "llama3_8b", "--npus", "9"], 2, "choose from 1 to 8"),
         (["plan", "--model", "llama3_8b", "--npus", "0"], 2, "choose from 1 to 8"),
-        (["plan", "--model", "llama3_70b", "--npus", "2"], 1, "take more NPUs"),
+        (["plan", "--model", "llama3_70b", "--npus", "2"], 1, "take another --npus"),
+        (["plan", "--model", "llama3_8b", "--chunks", "4"], 2, "--chunks: no effect"),
+        (["plan", "gather", "--npus", "8"], 2, "--npus: no effect on a drawing"),
     ],
 )
 def test_questions_that_have_no_answer(

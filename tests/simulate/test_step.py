@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.model_config import ConfigError, ModelConfig
+from commfuse_npu.plan import Schedule
 from commfuse_npu.simulate import engine, group
 from commfuse_npu.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
 from commfuse_npu.simulate.hardware import Hardware
 from commfuse_npu.simulate.pipeline_parallel import one_forward_one_backward
 from commfuse_npu.simulate.step import Step
 from commfuse_npu.simulate.sweep import Layout, Options, sweep, training
-from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, variants
+from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, fused, variants
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROCE = Hardware.load(CONFIGS / "hardware" / "ascend_910b_roce.yaml")
@@ -78,6 +79,20 @@ def test_sums_after_the_backward_come_one_after_the_other() -> None:
     assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [1.0] * 3) == 3 + 1
     assert exposed_scatter([5.0] * 3, order, [0.5] * 3, [1.0] * 3) == 3
     assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [4.0] * 3) == 12
+
+
+def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
+    base = step(64)
+    small = Step(base.machine, replace(base.training, vocabulary=8))
+    # The embedding's gradients come last and its parameters are needed first.
+    assert base.time(REFERENCE).data_parallel > 1.2 * small.time(REFERENCE).data_parallel
+    # A table that is shared is exchanged once.
+    one = replace(base.training, layers=(8,), tp=8, dp=8)
+    tied, untied = (
+        Step(base.machine, replace(one, tied=tied)).time(REFERENCE).data_parallel
+        for tied in (True, False)
+    )
+    assert tied <= untied
 
 
 def test_data_parallelism_costs_what_is_not_hidden() -> None:
@@ -160,8 +175,9 @@ def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
     for how in ("plain", "fused"):
         options = Options(micro_batch=1, micro_batches=2, ulysses=how)
         here = Step(server.machine(), training(model, Layout(tp, cp, 1, 1), 32768, options))
-        fused = next(one for one in variants(tp, tp, 1) if one.name.startswith("commfuse-c2"))
-        times[how] = [here.time(one) for one in (COMPUTE_ONLY, REFERENCE, fused)]
+        # Each group takes as many of the lanes as it has peers.
+        ours = fused(Schedule(), lanes=3, chunks=2)
+        times[how] = [here.time(one) for one in (COMPUTE_ONLY, REFERENCE, ours)]
     free, plain, fused_time = times["fused"]
     assert times["plain"][:2] == [free, plain]
     assert free.seconds < fused_time.seconds < times["plain"][2].seconds

@@ -88,6 +88,16 @@ def test_work_does_not_depend_on_how_it_is_cut(part: str) -> None:
     assert alone.waiting == pytest.approx(0)
 
 
+def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:
+    what, schedule = shape(4), Schedule("shifted", 3, 1)
+    key_value = 16.0
+    once, twice = (Ulysses(what, schedule, key_value, repeats) for repeats in (1.0, 2.0))
+    assert once.projects
+    assert not twice.projects
+    sent = [play(ideal(), one, 4).programs[0].sent for one in (once, twice)]
+    assert sent[1] - sent[0] == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
+
+
 def test_fusing_hides_what_is_not_longer_than_the_work() -> None:
     machine, what = replace(ideal(), cube_flops=30.0), shape(4)
     schedule = Schedule("shifted", 3, 4)
