@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -39,16 +41,27 @@ def _of(x: torch.Tensor | None) -> str:
     return "nothing" if x is None else f"{x.dtype} {tuple(x.shape)}"
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Empty inputs, and inputs without gradients under a recomputation, are meant here."""
+    logger = logging.getLogger("commfuse_npu")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def complaints(rank: int, case: Case) -> list[str]:
     """What is wrong with a case on this rank; every rank of the group calls it together.
 
     Raises:
         RuntimeError: a transfer is still under way, so that these processes are of no more use.
     """
-    # Empty inputs, and inputs without gradients under a recomputation, are meant here.
-    logging.getLogger("commfuse_npu").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with _quiet():
         ours = _run(case, fused=True)
         left = at_rest(transport_of(case))
         if left:
