@@ -166,8 +166,8 @@ class _Run:
                     self._read(rank)
             over = all(log.ended and not log.open_operations for log in self._logs)
             self._judge_piece(whole=over or not any(self._last))
-        for log in self._logs:
-            found.notes += self._notes(log)
+        for log, last in zip(self._logs, self._last, strict=True):
+            found.notes += self._notes(log, last)
         if not found.faults and not found.notes and found.operations == 0:
             found.notes.append("the ranks recorded no operation: there is nothing to prove")
         return found
@@ -224,12 +224,12 @@ class _Run:
             before.update(counts)
             counts.clear()
 
-    def _notes(self, log: RankLog) -> Iterator[str]:
+    def _notes(self, log: RankLog, last: bool) -> Iterator[str]:
         for why in log.failures:
             yield f"a transport of rank {log.rank} broke: {why}"
         if log.torn:
             yield f"the last line of rank {log.rank} is cut off"
-        if not log.ended:
+        if last and not log.ended:
             yield f"the file of rank {log.rank} ends before its process did"
         elif log.open_operations:
             yield (

@@ -297,6 +297,7 @@ def test_faults_are_found_and_named(run, capsys, fault, words: str, batched: boo
     out = capsys.readouterr().out
     assert out.startswith("refuted")
     assert re.search(words, out), out
+    assert "ends before its process" not in out  # they are whole, and were not read to their end
 
 
 def test_lanes_swapped_on_one_rank_hang(run) -> None:
