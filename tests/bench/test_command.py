@@ -58,7 +58,12 @@ def test_ranks_are_ended_when_one_fails() -> None:
 def test_ctrl_c_leaves_no_process_behind() -> None:
     command = [sys.executable, "-m", "commfuse_npu.cli", "bench", *_SMALL, "--rounds", "100000"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A job in the background is started with Ctrl-C ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         end = time.monotonic() + 60
