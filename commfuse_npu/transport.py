@@ -243,10 +243,7 @@ class _Handle:
         start = time.perf_counter()
         try:
             for work in works:
-                if self._transport.batched:
-                    work.wait()
-                else:
-                    work.wait(self._transport.timeout)
+                self._transport.wait_for(work)
         except RuntimeError as error:
             self._transport.fail(f"{self._what}: {error}", self._buffer)
             raise self._transport.error() from error
@@ -591,6 +588,13 @@ class Transport:
             self.fail(f"comparing {name} with the other ranks, before step 0: {error}", *left_over)
             raise self.error() from error
 
+    def wait_for(self, work: Any) -> None:
+        """Wait for what torch.distributed began; on gloo for ``timeout``, on HCCL on the stream."""
+        if self.batched:
+            work.wait()
+        else:
+            work.wait(self.timeout)
+
     def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place: the group's own collective, within ``timeout``.
 
@@ -607,10 +611,7 @@ class Transport:
         try:
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
             assert work is not None
-            if self.batched:
-                work.wait()
-            else:
-                work.wait(self.timeout)
+            self.wait_for(work)
         except RuntimeError as error:
             self.fail(
                 f"{name}: not every rank came here: {error}. One of them failed or does something "

@@ -22,8 +22,7 @@ from commfuse_npu.model_config import ConfigError, ModelConfig
 from commfuse_npu.simulate import llama
 from commfuse_npu.simulate.hardware import Hardware, find_config
 from commfuse_npu.simulate.llama import LayerShape
-from commfuse_npu.simulate.machine import ITEM_BYTES, Machine
-from commfuse_npu.simulate.rank import Rank, Work
+from commfuse_npu.simulate.rank import Rank
 from commfuse_npu.simulate.step import Step, Training
 from commfuse_npu.simulate.sweep import CORNERS, Layout, Options, Range, of_hardware, training
 from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
@@ -41,37 +40,12 @@ _SIZES = (2, 4, 8, 16)
 _PATTERNS = ("commfuse-*",)
 
 
-def _gemm(machine: Machine, inner: float, outer: float) -> Work:
-    return lambda run: machine.gemm(run.stop - run.start, inner, outer)
-
-
-def _fc1(rank: Rank, shape: LayerShape) -> None:
-    work = _gemm(rank.machine, shape.hidden, 2 * shape.feed_forward / shape.ranks)
-    rank.gather_then_work("fc1", shape.block, shape.row_bytes, work)
-
-
-def _fc2(rank: Rank, shape: LayerShape) -> None:
-    inner = shape.feed_forward / shape.ranks
-    work = _gemm(rank.machine, inner, shape.hidden)
-    rank.work_then_scatter(
-        "fc2", shape.block, shape.row_bytes, work, copied_row_bytes=inner * ITEM_BYTES
-    )
-
-
-def _proj(rank: Rank, shape: LayerShape) -> None:
-    inner = shape.hidden / shape.ranks
-    work = _gemm(rank.machine, inner, shape.hidden)
-    rank.work_then_scatter(
-        "proj", shape.block, shape.row_bytes, work, copied_row_bytes=inner * ITEM_BYTES
-    )
-
-
 PARTS: Mapping[str, Sequence[Callable[[Rank, LayerShape], None]]] = {
     "layer": (llama.forward, llama.backward),
     "layer, forward": (llama.forward,),
-    "gather, fc1": (_fc1,),
-    "fc2, scatter": (_fc2,),
-    "proj, scatter": (_proj,),
+    "gather, fc1": (llama.mlp_in,),
+    "fc2, scatter": (llama.mlp_out,),
+    "proj, scatter": (llama.output_projection,),
 }
 """What is timed; the linear layers forward."""
 

@@ -30,7 +30,7 @@ from commfuse_npu.bench.variants import of_group
 from commfuse_npu.simulate.group import Group
 from commfuse_npu.simulate.hardware import find_config
 from commfuse_npu.simulate.machine import Level, LinkTopology, Machine
-from commfuse_npu.simulate.rank import Rank, Work
+from commfuse_npu.simulate.rank import Rank, gemm
 from commfuse_npu.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 
 __all__ = ["Prediction", "described", "predictions", "report"]
@@ -120,6 +120,8 @@ def described(results: Sequence[Result], ratio: float, source: str) -> str:
     """
     import yaml
 
+    from commfuse_npu import strict_yaml
+
     wanted = ("real GEMMs", 2, "mesh", "fp32")
     rows = [
         r
@@ -132,7 +134,7 @@ def described(results: Sequence[Result], ratio: float, source: str) -> str:
     machines = list(_fitted(rows).values())
     if not machines:
         raise ValueError(f"no {', '.join(map(str, wanted))} at ratio {ratio:g} to describe")
-    content = yaml.safe_load(find_config("cpu_paced", "hardware").read_text(encoding="utf-8"))
+    content = strict_yaml.load(find_config("cpu_paced", "hardware"))
     rates = sorted(row.setting.bytes_per_second or _UNPACED_RATE for row in rows)
     slowdowns = [
         min(_MOST_SLOWDOWN, machines[0].transfer_slowdown * rate / _UNPACED_RATE) for rate in rates
@@ -274,16 +276,12 @@ def _sizes(setting: Setting) -> tuple[int, int, int, int]:
     return sequence // setting.ranks, hidden, ffn // setting.ranks, row_bytes
 
 
-def _gemm(machine: Machine, inner: int, outer: int) -> Work:
-    return lambda run: machine.gemm(run.stop - run.start, inner, outer)
-
-
 def _all_gather(setting: Setting) -> Callable[[Rank], None]:
     rows, hidden, ffn, row_bytes = _sizes(setting)
     copied = 2 * ffn * ITEM_BYTES[setting.dtype]
 
     def build(rank: Rank) -> None:
-        work = _gemm(rank.machine, hidden, 2 * ffn)
+        work = gemm(rank.machine, hidden, 2 * ffn)
         rank.gather_then_work("fc1", rows, row_bytes, work, copied_row_bytes=copied)
 
     return build
@@ -294,7 +292,7 @@ def _reduce_scatter(setting: Setting) -> Callable[[Rank], None]:
 
     def build(rank: Rank) -> None:
         rank.work_then_scatter(
-            "fc2", rows, row_bytes, _gemm(rank.machine, ffn, hidden),
+            "fc2", rows, row_bytes, gemm(rank.machine, ffn, hidden),
             copied_row_bytes=ffn * ITEM_BYTES[setting.dtype],
         )  # fmt: skip
 
@@ -313,13 +311,13 @@ def _mlp(setting: Setting) -> Callable[[Rank], None]:
         rank.compute("swiglu", machine.memory(everything * 4 * ffn * item))
         _reduce_scatter(setting)(rank)
         rank.row_backward(
-            "fc2", rows, row_bytes, _gemm(machine, hidden, ffn),
-            _gemm(machine, hidden, ffn), copied_row_bytes=ffn * item, inner=0,
+            "fc2", rows, row_bytes, gemm(machine, hidden, ffn),
+            gemm(machine, hidden, ffn), copied_row_bytes=ffn * item, inner=0,
         )  # fmt: skip
         rank.compute("swiglu backward", machine.memory(everything * 8 * ffn * item))
         rank.column_backward(
-            "fc1", rows, row_bytes, _gemm(machine, 2 * ffn, hidden),
-            _gemm(machine, hidden, 2 * ffn), copied_row_bytes=2 * ffn * item,
+            "fc1", rows, row_bytes, gemm(machine, 2 * ffn, hidden),
+            gemm(machine, hidden, 2 * ffn), copied_row_bytes=2 * ffn * item,
         )  # fmt: skip
 
     return build

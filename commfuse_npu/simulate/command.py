@@ -16,6 +16,7 @@ from commfuse_npu.simulate.hardware import Hardware, HardwareError, find_config
 from commfuse_npu.simulate.report import heading, scale, table
 from commfuse_npu.simulate.step import Step
 from commfuse_npu.simulate.sweep import Layout, Options, Point, of_hardware, sweep, training
+from commfuse_npu.simulate.variants import Variant
 from commfuse_npu.whole_file import whole_file, write_json
 
 __all__ = ["main"]
@@ -74,10 +75,10 @@ def _main(given: argparse.Namespace) -> int:
         corners=not given.typical,
     )
     first = layouts[0]
-    names = [variant.name for variant in of_hardware(hardware, first, options)]
-    if given.trace_variant and given.trace_variant not in names:
+    known = {variant.name: variant for variant in of_hardware(hardware, first, options)}
+    if given.trace_variant and given.trace_variant not in known:
         raise ValueError(
-            f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(names)}"
+            f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(known)}"
         )
     measured = _measured(given.beside) if given.beside else None
     sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP " + ", ".join(
@@ -101,7 +102,10 @@ def _main(given: argparse.Namespace) -> int:
 
         draw([point for point in points if point.npus == points[0].npus], title, given.plot)
     if given.trace:
-        _write_trace(given, model, hardware, first, sequences[0], options, points[0], measured)
+        best = min(points[0].outcomes, key=lambda outcome: outcome.step.typical).variant
+        what = training(model, first, sequences[0], options)
+        step = Step(hardware.machine(), what, options.disturbance)
+        _write_trace(given.trace, step, known[given.trace_variant or best], measured)
     return 0
 
 
@@ -171,22 +175,9 @@ def _write_json(given: argparse.Namespace, hardware: Hardware, points: list[Poin
     write_json(given.json, content, indent=1)
 
 
-def _write_trace(
-    given: argparse.Namespace,
-    model: ModelConfig,
-    hardware: Hardware,
-    layout: Layout,
-    sequence: int,
-    options: Options,
-    point: Point,
-    measured: dict[str, Any] | None,
-) -> None:
-    best = min(point.outcomes, key=lambda outcome: outcome.step.typical).variant
-    name = given.trace_variant or best
-    known = {variant.name: variant for variant in of_hardware(hardware, layout, options)}
-    step = Step(hardware.machine(), training(model, layout, sequence, options), options.disturbance)
-    parts = [(part, step.layer(known[name], part)) for part in ("forward", "backward")]
+def _write_trace(path: Path, step: Step, variant: Variant, measured: dict[str, Any] | None) -> None:
+    parts = [(part, step.layer(variant, part)) for part in ("forward", "backward")]
     trace = chrome_trace(parts)
     if measured is not None:
         trace = beside(trace, measured)
-    write_json(given.trace, trace)
+    write_json(path, trace)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.simulate.machine import ITEM_BYTES, Machine
-from commfuse_npu.simulate.rank import Gather, Rank, Scatter, Work
+from commfuse_npu.simulate.rank import Gather, Rank, Scatter, Work, gemm
 
 __all__ = ["BACKWARD_ATTENTION", "SUM_BYTES", "Attended", "LayerShape", "backward", "forward",
-           "head_backward", "head_forward"]  # fmt: skip
+           "head_backward", "head_forward", "mlp_in", "mlp_out", "output_projection"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
@@ -91,13 +91,6 @@ class LayerShape:
         return seconds
 
 
-def _gemm(machine: Machine, inner: float, outer: float) -> Work:
-    def seconds(run: slice) -> float:
-        return machine.gemm(run.stop - run.start, inner, outer)
-
-    return seconds
-
-
 def _wgrad(rank: Rank, shape: LayerShape, inputs: float, outputs: float) -> Work:
     """``dw = dy^T @ x`` for a run of rows, which are summed over; dw's own rows are the outputs.
 
@@ -121,6 +114,32 @@ def _causal(rank: Rank) -> Schedule | None:
     """The variant's schedule, in the order for blocks of queries that cost differently."""
     schedule = rank.variant.schedule
     return schedule and schedule.for_causal_blocks(rank.size)
+
+
+def output_projection(rank: Rank, shape: LayerShape) -> None:
+    """Add ``proj`` and its scatter, forward."""
+    _row_parallel(rank, shape, "proj", shape.hidden / shape.ranks)
+
+
+def mlp_in(rank: Rank, shape: LayerShape) -> None:
+    """Add the gather and ``fc1``, forward."""
+    width = 2 * shape.feed_forward / shape.ranks
+    rank.gather_then_work(
+        "fc1", shape.block, shape.row_bytes, gemm(rank.machine, shape.hidden, width),
+        copied_row_bytes=width * ITEM_BYTES, inner=shape.hidden,
+    )  # fmt: skip
+
+
+def mlp_out(rank: Rank, shape: LayerShape) -> None:
+    """Add ``fc2`` and its scatter, forward."""
+    _row_parallel(rank, shape, "fc2", shape.feed_forward / shape.ranks)
+
+
+def _row_parallel(rank: Rank, shape: LayerShape, name: str, inner: float) -> None:
+    rank.work_then_scatter(
+        name, shape.block, shape.row_bytes, gemm(rank.machine, inner, shape.hidden),
+        copied_row_bytes=inner * ITEM_BYTES, inner=int(inner),
+    )  # fmt: skip
 
 
 class Attended(NamedTuple):
@@ -149,10 +168,10 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     outside = attention is None or not attention.projects
     if outside:
         rank.gather_then_work(
-            "qkv", block, row, _gemm(machine, h, qkv), copied_row_bytes=qkv * ITEM_BYTES, inner=h
+            "qkv", block, row, gemm(machine, h, qkv), copied_row_bytes=qkv * ITEM_BYTES, inner=h
         )
     _elementwise(rank, "rotary", shape.rows, qkv, qkv)
-    attend, proj = shape.attention(machine), _gemm(machine, h / n, h)
+    attend, proj = shape.attention(machine), gemm(machine, h / n, h)
     if rank.variant.attention and attention is None and n > 1:
         scatter = Scatter(rank, "attention and proj", block, row, schedule=_causal(rank))
         scatter.produce(lambda run: attend(run) + proj(run))
@@ -161,17 +180,11 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
         whole = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention", whole)
         if outside:
-            rank.work_then_scatter(
-                "proj", block, row, proj, copied_row_bytes=h / n * ITEM_BYTES, inner=h // n
-            )
+            output_projection(rank, shape)
     _elementwise(rank, "residual, norm", block, h, h, h, h)
-    rank.gather_then_work(
-        "fc1", block, row, _gemm(machine, h, 2 * f), copied_row_bytes=2 * f * ITEM_BYTES, inner=h
-    )
+    mlp_in(rank, shape)
     _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
-    rank.work_then_scatter(
-        "fc2", block, row, _gemm(machine, f, h), copied_row_bytes=f * ITEM_BYTES, inner=int(f)
-    )
+    mlp_out(rank, shape)
     _elementwise(rank, "residual", block, h, h, h)
 
 
@@ -184,17 +197,17 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
         return _wgrad(rank, shape, inputs, outputs)
 
     rank.row_backward(
-        "fc2", block, row, _gemm(machine, h, f), wgrad(f, h), copied_row_bytes=f * ITEM_BYTES,
+        "fc2", block, row, gemm(machine, h, f), wgrad(f, h), copied_row_bytes=f * ITEM_BYTES,
         inner=h,
     )  # fmt: skip
     _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
     rank.column_backward(
-        "fc1", block, row, _gemm(machine, 2 * f, h), wgrad(h, 2 * f),
+        "fc1", block, row, gemm(machine, 2 * f, h), wgrad(h, 2 * f),
         copied_row_bytes=2 * f * ITEM_BYTES,
     )  # fmt: skip
     _elementwise(rank, "norm backward", block, h, h, h, h)
     attend = shape.attention(machine, BACKWARD_ATTENTION)
-    proj, proj_wgrad = _gemm(machine, h, h / n), wgrad(h / n, h)
+    proj, proj_wgrad = gemm(machine, h, h / n), wgrad(h / n, h)
     whole = rank.variant.wgrad == "whole"
     outside = attention is None or not attention.projects
     if rank.variant.attention and attention is None and n > 1:
@@ -215,7 +228,7 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
     if outside:
         rank.column_backward(
-            "qkv", block, row, _gemm(machine, qkv, h), wgrad(h, qkv),
+            "qkv", block, row, gemm(machine, qkv, h), wgrad(h, qkv),
             copied_row_bytes=qkv * ITEM_BYTES,
         )  # fmt: skip
     _elementwise(rank, "norm backward", block, h, h, h, h)
@@ -226,7 +239,7 @@ def head_forward(rank: Rank, shape: LayerShape) -> None:
     machine, block, v = rank.machine, shape.block, shape.vocabulary / shape.ranks
     _elementwise(rank, "norm", block, shape.hidden, shape.hidden)
     rank.gather_then_work(
-        "output", block, shape.row_bytes, _gemm(machine, shape.hidden, v),
+        "output", block, shape.row_bytes, gemm(machine, shape.hidden, v),
         copied_row_bytes=v * ITEM_BYTES, inner=shape.hidden,
     )  # fmt: skip
     _elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
@@ -237,7 +250,7 @@ def head_backward(rank: Rank, shape: LayerShape) -> None:
     machine, block, v = rank.machine, shape.block, shape.vocabulary / shape.ranks
     _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
     rank.column_backward(
-        "output", block, shape.row_bytes, _gemm(machine, v, shape.hidden),
+        "output", block, shape.row_bytes, gemm(machine, v, shape.hidden),
         _wgrad(rank, shape, shape.hidden, v), copied_row_bytes=v * ITEM_BYTES,
     )  # fmt: skip
     _elementwise(rank, "norm backward", block, *[shape.hidden] * 4)

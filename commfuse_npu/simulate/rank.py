@@ -18,12 +18,17 @@ from commfuse_npu.simulate.machine import Machine
 from commfuse_npu.simulate.program import Key, Message, Program
 from commfuse_npu.simulate.variants import Variant, direct
 
-__all__ = ["AllToAll", "Gather", "Rank", "Scatter", "Work"]
+__all__ = ["AllToAll", "Gather", "Rank", "Scatter", "Work", "gemm"]
 
 Work = Callable[[slice], float]
 """Seconds of work on a run of rows of the whole tensor."""
 
 _COLLECTIVE = "collective"
+
+
+def gemm(machine: Machine, inner: float, outer: float) -> Work:
+    """``[run, inner] @ [inner, outer]``."""
+    return lambda run: machine.gemm(run.stop - run.start, inner, outer)
 
 
 class Rank:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +21,15 @@ from commfuse_npu.simulate.group import Group
 from commfuse_npu.simulate.hardware import Hardware
 from commfuse_npu.simulate.links import PlacementError
 from commfuse_npu.simulate.step import Recompute, Step, Training
-from commfuse_npu.simulate.sweep import CORNERS, Layout, Options, Range, best_lanes, training
+from commfuse_npu.simulate.sweep import (
+    CORNERS,
+    Layout,
+    Options,
+    Range,
+    best_lanes,
+    fused_group,
+    training,
+)
 from commfuse_npu.simulate.variants import (
     COMPUTE_ONLY,
     REFERENCE,
@@ -152,7 +160,6 @@ def recommend(
     options: Options = _DEFAULTS,
     fixed: Fixed = _OPEN,
     other_rounding: bool = False,
-    progress: Callable[[Layout], None] = lambda layout: None,
 ) -> Recommendation:
     """Search.
 
@@ -163,7 +170,6 @@ def recommend(
         fixed: sizes that are given.
         other_rounding: whether schedules may be chosen that change the rounding of weight
             gradients (``--commfuse-wgrad blocks``).
-        progress: called with every layout that is simulated.
 
     Raises:
         NoLayoutError: none fits.
@@ -176,11 +182,7 @@ def recommend(
     found: dict[Layout, list[Candidate]] = {}
     others: list[Candidate] = []
 
-    def first(rows: Sequence[Candidate]) -> float:
-        return min(one.seconds for one in rows)
-
     for layout in _layouts(model, hardware, npus, fixed):
-        progress(layout)
         choices: tuple[Recompute, ...] = ("none", "full")
         try:
             for choice in (fixed.recompute,) if fixed.recompute else choices:
@@ -189,7 +191,8 @@ def recommend(
                 quick = _quick(offered, model, what, hardware)
                 rows = _played(model, hardware, layout, what, quick)
                 others += _played(model, hardware, layout, what, _others(hardware, layout.tp))
-                if rows and (layout not in found or first(rows) < first(found[layout])):
+                known = found.get(layout)
+                if rows and (not known or _fastest(rows).seconds < _fastest(known).seconds):
                     found[layout] = rows
                 # Recomputation makes room for lanes; where they have it, it is never faster.
                 if rows and _lanes(rows[0].variant) == max(map(_lanes, offered)):
@@ -206,25 +209,30 @@ def recommend(
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
 
-    ordered = sorted(found, key=lambda layout: first(found[layout]))
+    ordered = sorted(found, key=lambda layout: _fastest(found[layout]).seconds)
     for layout in ordered[:_REFINED]:
         what = found[layout][0].training
-        known = {one.variant for one in found[layout]}
+        tried = {one.variant for one in found[layout]}
         every = _fused(hardware, layout, what, other_rounding)
-        rest = [variant for variant in every if variant not in known]
+        rest = [variant for variant in every if variant not in tried]
         found[layout] += _played(model, hardware, layout, what, rest)
-    ranked = sorted(
-        (min(rows, key=lambda one: one.seconds) for rows in found.values()),
-        key=lambda one: one.seconds,
-    )
-    schedules = tuple(sorted(found[ranked[0].layout], key=lambda one: one.seconds))
-    other = min(others, key=lambda one: one.seconds)
+    ranked = sorted(map(_fastest, found.values()), key=_seconds)
+    schedules = tuple(sorted(found[ranked[0].layout], key=_seconds))
+    other = _fastest(others)
     compared = {ranked[0], other, *ranked[1:2], *schedules[1:2]}
     compared |= set([one for one in ranked if one.variant.schedule][:1])
     steps = {one: _on_all_machines(hardware, one) for one in compared}
     return Recommendation(
         tuple(ranked), schedules, other, refused, _ratio(hardware, ranked[0]), steps
     )
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=_seconds)
 
 
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
@@ -276,17 +284,15 @@ def _fused(
     hardware: Hardware, layout: Layout, what: Training, other_rounding: bool
 ) -> list[Variant]:
     """CommFuse's schedules, for tensor parallelism or else for Ulysses; what there is instead."""
-    group = Group(hardware.machine(), layout.tp)
-    if layout.tp == 1:
-        if not what.fuse_ulysses or layout.cp == 1:
-            return [REFERENCE]
-        group = Group(hardware.machine(), layout.cp)
-    tp, base = group.size, group.direct
-    best = best_lanes(hardware, tp)
+    group = fused_group(hardware, layout, what.fuse_ulysses)
+    if group.size == 1:
+        return [REFERENCE]
+    size, base = group.size, group.direct
+    best = best_lanes(hardware, size)
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     found = [
         fused(base, lanes, chunks, taper=taper, wgrad=wgrad)
-        for lanes in sorted({1, min(2, tp - 1), best})
+        for lanes in sorted({1, min(2, size - 1), best})
         for chunks, taper in ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (4, 2.0))
         for wgrad in wgrads
     ]

@@ -24,7 +24,7 @@ from commfuse_npu.simulate.step import Recompute, Step, Training
 from commfuse_npu.simulate.variants import REFERENCE, Variant, variants
 
 __all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "best_lanes",
-           "of_hardware", "sweep", "training"]  # fmt: skip
+           "fused_group", "of_hardware", "sweep", "training"]  # fmt: skip
 
 CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("typical", "typical"),
@@ -212,18 +212,24 @@ def best_lanes(hardware: Hardware, size: int) -> int:
     return max(1, size - 1 if mesh and inside else min(2, size - 1))
 
 
-def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Variant]:
-    """The variants that are asked for.
+def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group:
+    """The group that schedules are made for.
 
-    Without tensor parallelism their schedules are those of fused context parallelism, if that is
-    asked for.
+    That of tensor parallelism; of context parallelism if the first has one rank and Ulysses is
+    fused.
+    """
+    alone = layout.tp == 1 and fuse_ulysses
+    return Group(hardware.machine(), layout.cp if alone else layout.tp)
+
+
+def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Variant]:
+    """The variants that are asked for, with schedules for :func:`fused_group`.
 
     Raises:
         ConfigError: a pattern that names none.
     """
-    alone = layout.tp == 1 and options.ulysses == "fused"
-    size, stride = (layout.cp, layout.tp) if alone else (layout.tp, 1)
-    group = Group(hardware.machine(), size, stride)
+    group = fused_group(hardware, layout, options.ulysses == "fused")
+    size = group.size
     wanted = max(1, min(options.lanes or best_lanes(hardware, size), size - 1))
     found = variants(size, group.members_per_node, wanted, options.chunks)
     for pattern in options.patterns:

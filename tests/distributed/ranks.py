@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+
+from scripts.free_port import free_port
 
 # torch is imported once, in the process that the ranks are forked from.
 _context = multiprocessing.get_context("forkserver")
@@ -33,12 +34,6 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def set_up_process(rank: int, size: int, port: int) -> None:
@@ -114,7 +109,7 @@ class Ranks:
         return None
 
     def _start(self) -> None:
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = _context.Pipe()
             work = rank, self.size, port, theirs, self.backend_of(rank)

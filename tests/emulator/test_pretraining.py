@@ -18,7 +18,7 @@ import torch.distributed as dist
 from commfuse_npu.order_log import shared_order_log
 from commfuse_npu.verify_log import files_of, verify_logs
 from scripts.cpu_pretraining.__main__ import main
-from tests.distributed.ranks import _free_port
+from scripts.free_port import free_port
 from tests.emulator.settings import Settings
 
 TINY = (
@@ -77,7 +77,7 @@ def test_a_training_has_the_weights_that_it_has_on_gloo(
     gloo, emulated = own
     emulated.settings = Settings(max_delay=0.0003, seed=1)
     hashes = [
-        weights(ranks.run(pretrained, backend, layout, str(tmp_path), _free_port(), timeout=120))
+        weights(ranks.run(pretrained, backend, layout, str(tmp_path), free_port(), timeout=120))
         for ranks, backend in ((gloo, "gloo"), (emulated, "emulated_hccl"))
     ]
     assert hashes[0] == hashes[1]

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.verify_log import files_of, verify_logs
+from scripts.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120
@@ -45,11 +45,8 @@ def environment() -> dict[str, str]:
 
 
 def command(processes: int, *argv: str) -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = ["torch.distributed.run", "--nproc_per_node", str(processes)]
-    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     return [sys.executable, "-m", *launcher, "-m", "scripts.cpu_pretraining", *TINY.split(), *argv]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
+from scripts.free_port import free_port
 
 LAYOUTS = ("SBH", "BSH", "BSND", "BNSD")
 
@@ -326,9 +325,7 @@ def gemms_with_collectives(rank: int, port: int) -> None:
 
 
 def test_gemms_with_collectives(npu_pair) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for rank, worker in enumerate(npu_pair):
         worker.send(gemms_with_collectives, rank, port)
     for worker in npu_pair:
