@@ -23,7 +23,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["commfuse_npu*", "mindspeed_patches*"]),
     package_data={"commfuse_npu": ["py.typed"], "mindspeed_patches": ["py.typed"]},
-    entry_points={"console_scripts": ["commfuse-npu=commfuse_npu.cli:main"]},
+    entry_points={"console_scripts": ["commfuse-npu=commfuse_npu.tools.cli:main"]},
     # torch is not required here: a bare requirement would replace the torch that torch_npu is
     # built for, or bring in CUDA.  Take it from an extra or from the system.
     install_requires=[],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from commfuse_npu.plan import Plan, PlanError, Schedule
 
 if TYPE_CHECKING:
-    from commfuse_npu.transport import MismatchError, Transport, TransportError
+    from commfuse_npu.runtime.transport import MismatchError, Transport, TransportError
 
 __all__ = [
     "MismatchError",
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """The transport needs torch; what asks whether torch works must not."""
     if name in ("MismatchError", "Transport", "TransportError"):
-        from commfuse_npu import transport
+        from commfuse_npu.runtime import transport
 
         return getattr(transport, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

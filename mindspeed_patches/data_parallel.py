@@ -50,7 +50,7 @@ from commfuse_npu.ops.buckets import (
     plain_all_gather_bucket,
     plain_reduce_scatter_bucket,
 )
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.wrappers import Form, LinearWrappers
 
 __all__ = ["OPTIONS", "BucketWrappers", "Direction"]
@@ -115,7 +115,7 @@ class BucketWrappers:
             ``parameters``; a call per bucket.
         options: how buckets are exchanged.
         form: ``fused``; or ``plain``, the collective that it equals bit for bit where that adds in
-            rank order (see :func:`~commfuse_npu.collectives.reduce_scatter_rows`).
+            rank order (see :func:`~commfuse_npu.runtime.collectives.reduce_scatter_rows`).
 
     Attributes:
         gradients, parameters: the two directions, each with a transport of its own.

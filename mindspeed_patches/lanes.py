@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from commfuse_npu.order_log import shared_order_log
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.order_log import shared_order_log
+from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options
 
 __all__ = ["ContextParallelLanes", "DataParallelLanes", "Lanes", "TensorParallelLanes"]

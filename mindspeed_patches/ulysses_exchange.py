@@ -19,7 +19,7 @@ import torch.distributed as dist
 from commfuse_npu.ops import attention_all_to_all, plain_attention_all_to_all
 from commfuse_npu.ops.collective_functions import all_to_all
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.softmax_attention import call_arguments, mask_type, softmax_obstacle
 from mindspeed_patches.wrappers import Form, LinearWrappers
 

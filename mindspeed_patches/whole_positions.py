@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.collectives import all_gather_rows
+from commfuse_npu.runtime.collectives import all_gather_rows
 
 __all__ = ["WholePositions"]
 

@@ -38,7 +38,7 @@ from commfuse_npu.ops import (
     plain_linear_reduce_scatter,
 )
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.deferred_attention import DeferredAttention
 
 __all__ = ["LAYERS", "LinearWrappers"]

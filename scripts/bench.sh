@@ -11,4 +11,4 @@ set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu
 
-exec python -m commfuse_npu.cli bench "$@"
+exec python -m commfuse_npu.tools.cli bench "$@"

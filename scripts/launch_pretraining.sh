@@ -45,8 +45,8 @@ launch_pretraining() {
     [ -z "${NNODES:-}" ] || changes+=(--nnodes "$NNODES")
     changes+=("$@")
     from_config() {
-        "${PYTHON:-python3}" "$ROOT/commfuse_npu/model_config.py" "$ROOT/configs/$model.yaml" \
-            --emit "$1" "${changes[@]}"
+        PYTHONPATH="$ROOT" "${PYTHON:-python3}" -m commfuse_npu.tools.model_config \
+            "$ROOT/configs/$model.yaml" --emit "$1" "${changes[@]}"
     }
     words="$(from_config arguments)" || return
     NPUS_PER_NODE="$(from_config npus_per_node)" || return

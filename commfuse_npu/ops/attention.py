@@ -9,7 +9,7 @@ this rank, ``D`` features of a head, ``H`` hidden, ``N`` ranks, ``q_SBAD`` a ten
 
 Under a causal mask the queries of later ranks see more keys, so that blocks cost differently; the
 plan then takes them in the order in which the ranks wait least for the links
-(:mod:`~commfuse_npu.block_order`), and adds the partials in that order.
+(:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
 
 The op stands next to its plain form, which is its reference and its fallback.  The front of the
 layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gather_linear`.
@@ -34,9 +34,9 @@ from commfuse_npu.ops.linear_arguments import check_divisible, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.pipeline import Gather, ReduceScatter
 from commfuse_npu.plan import Kind
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["attention_linear_reduce_scatter", "plain_attention_linear_reduce_scatter"]
 

@@ -19,7 +19,7 @@ import torch
 
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import Piece, Plan
-from commfuse_npu.transport import Exchange, Transport
+from commfuse_npu.runtime.transport import Exchange, Transport
 
 __all__ = ["BucketExchange", "Gathering", "Line", "Reduction", "line_of"]
 

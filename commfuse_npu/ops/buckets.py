@@ -30,7 +30,7 @@ order, so the numbers are the same on all of them.  A rank waits for a transfer 
 So take the transfer with the lowest number that is not finished.  Everything below it is, so both
 of its ends have been posted, or will be as soon as their ranks come to a wait: for a lower one they
 need not wait, and for a higher one they do not wait before.  On gloo, where a send is held back
-until its lane is free, it is held back by a lower one, see :mod:`commfuse_npu.transport`.
+until its lane is free, it is held back by a lower one, see :mod:`commfuse_npu.runtime.transport`.
 
 HCCL needs more: on a lane messages match by their order.  There no bucket may overtake another, so
 one that is started while an earlier one still waits for scratch memory is posted behind it, in a
@@ -63,10 +63,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.ops.bucket_exchange import BucketExchange, Gathering, Reduction, line_of
 from commfuse_npu.plan import Kind, Plan, Schedule
-from commfuse_npu.transport import Exchange, Transport
+from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from commfuse_npu.runtime.transport import Exchange, Transport
 
 __all__ = [
     "BucketExchange",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.collectives import (
+from commfuse_npu.runtime.collectives import (
     all_gather_rows,
     all_to_all_rows,
     reduce_scatter_rows,

@@ -7,7 +7,7 @@ import math
 import torch
 
 from commfuse_npu.ops.sharded_module import ShardedLinear
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["clip_gradient_norm"]
 

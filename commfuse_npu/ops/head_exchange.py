@@ -49,9 +49,9 @@ from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_pa
 from commfuse_npu.ops.linear_arguments import autocast, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.pipeline import exchange_and_consume, produce_and_exchange
 from commfuse_npu.plan import Own
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.pipeline import exchange_and_consume, produce_and_exchange
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
     "all_to_all_linear",

@@ -9,7 +9,7 @@ import torch
 
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Kind, Own, Plan, Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["Job", "any_grad", "even_chunks", "options_for_rows", "takes_plain_path"]
 

@@ -44,9 +44,9 @@ from commfuse_npu.ops.linear_arguments import autocast, check_divisible, check_l
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.pipeline import Gather, ReduceScatter
 from commfuse_npu.plan import Kind, Schedule, split
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
+from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tuning import Problem, tuned
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["autocast", "check_divisible", "check_linear"]
 

@@ -32,16 +32,16 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows, sum_rows_in_order
 from commfuse_npu.kernels import gemm_into, kernels_for
 from commfuse_npu.ops.job import any_grad, options_for_rows, takes_plain_path
 from commfuse_npu.ops.linear_arguments import autocast, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightGather, WeightStamp
-from commfuse_npu.pipeline import Gather, ReduceScatter
 from commfuse_npu.plan import Kind, Plan, Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows, sum_rows_in_order
+from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["ShardedOptions", "plain_sharded_linear", "sharded_linear"]
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.collectives import all_gather_rows
 from commfuse_npu.ops.sharded_linear import DEFAULT, ShardedOptions, sharded_linear
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightPrefetch, in_backward
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.collectives import all_gather_rows
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["ShardedLinear", "shard_linears"]
 

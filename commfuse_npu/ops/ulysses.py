@@ -15,7 +15,7 @@ key heads of this rank, ``D`` features of a head, ``F = A * D``, ``H`` hidden.
 
 Under a causal mask the queries of later ranks see more keys.  Where attention feeds the transfers,
 or is fed by them alone, the plan takes its blocks in the order in which the ranks wait least for
-the links (:mod:`~commfuse_npu.block_order`).  The backward of
+the links (:mod:`~commfuse_npu.plan.block_order`).  The backward of
 :func:`attention_all_to_all_linear` keeps the order of distance: there the dgrad comes first, which
 costs the same for every block.
 """
@@ -39,14 +39,14 @@ from commfuse_npu.ops.job import Job, any_grad, even_chunks, options_for_rows, t
 from commfuse_npu.ops.linear_arguments import autocast
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.pipeline import (
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.pipeline import (
     Consume,
     consumed_rows,
     exchange_and_consume,
     produce_exchange_and_consume,
 )
-from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
     "attention_all_to_all",

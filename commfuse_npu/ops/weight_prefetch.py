@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_npu.pipeline import Gather
 from commfuse_npu.plan import Plan
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.pipeline import Gather
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["PrefetchedWeight", "WeightGather", "WeightPrefetch", "WeightStamp"]
 

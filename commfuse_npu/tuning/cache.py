@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.whole_file import write_json
+from commfuse_npu.runtime.whole_file import write_json
 
 __all__ = ["default_folder", "read", "write"]
 

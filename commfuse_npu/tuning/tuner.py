@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from commfuse_npu.plan import Kind, Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tuning import cache
 from commfuse_npu.tuning.candidates import candidates
 from commfuse_npu.tuning.trials import fastest

@@ -129,7 +129,7 @@ class CollectiveCounter:
             module = frame.f_globals.get("__name__", "")
             name = _qualified_name(frame)
             first = _first_argument(frame)
-            if module == "commfuse_npu.transport":
+            if module == "commfuse_npu.runtime.transport":
                 return "", f"{module}: {name}"
             if name.endswith("backward") and (known := self._of_backward(frame, first)):
                 return known

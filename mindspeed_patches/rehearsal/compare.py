@@ -138,7 +138,9 @@ def is_message(site: Site) -> bool:
 
 def is_comparison(site: Site) -> bool:
     """Whether it is CommFuse comparing the ranks: at a first time, or before a step."""
-    return site.where.startswith("commfuse_npu.transport") and site.operation.endswith("_object")
+    return site.where.startswith("commfuse_npu.runtime.transport") and site.operation.endswith(
+        "_object"
+    )
 
 
 def collectives_in(records: Sequence[Record], layers: Collection[str]) -> int:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-import yaml
 
-from commfuse_npu import strict_yaml
+from commfuse_npu.tools.config_file import ConfigError, read_config
 from mindspeed_patches.arguments import add_arguments, whole
 
 from .speed import WARM_UP_ITERATIONS
@@ -195,16 +194,9 @@ _MAY_BE_NULL = {"data_path", "lr_warmup_iters", "ddp_bucket_size"}
 def _from_yaml(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """The values of the yaml file, each converted and checked like the flag of the same name."""
     try:
-        content = strict_yaml.load(path)
-    except OSError as error:
-        raise UsageError(
-            f"cannot read the configuration {path}: {error.strerror}; give a file with --config"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid yaml: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} holds {type(content).__name__}, not a mapping of option: value")
-
+        content = read_config(path)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
     actions = {
         action.dest: action
         for action in parser._actions

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.order_log import shared_order_log
+from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.attention import AttentionWrappers

@@ -1,8 +1,8 @@
 """`--link-rate`: a rate for gloo's connections, so that a training on one machine has a wire.
 
 On loopback a transfer is a copy, which costs the CPU that should compute meanwhile: nothing can be
-hidden. A paced socket (`commfuse_npu.bench.wire`) waits in the kernel's timers instead, and the
-time that a transfer takes is there to be hidden.
+hidden. A paced socket (`commfuse_npu.tools.bench.wire`) waits in the kernel's timers instead, and
+the time that a transfer takes is there to be hidden.
 
 A link here is a pair of ranks, one direction and one process group, because each group has
 connections of its own. That is one link for all that compares: the lanes of the fused layers keep
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from commfuse_npu.bench.wire import pace
+from commfuse_npu.tools.bench.wire import pace
 
 from .usage_error import UsageError
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.whole_file import whole_file
+from commfuse_npu.runtime.whole_file import whole_file
 
 __all__ = ["MetricsLog", "plot_loss", "read_metrics"]
 

@@ -22,7 +22,7 @@ from commfuse_npu.ops.attention import (
 )
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 """Query and key heads of a rank."""

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
-from commfuse_npu.collectives import all_gather_rows
 from commfuse_npu.ops import (
     BucketOptions,
     Buckets,
     plain_all_gather_bucket,
     plain_reduce_scatter_bucket,
 )
-from commfuse_npu.transport import Exchange
+from commfuse_npu.runtime.collectives import all_gather_rows
+from commfuse_npu.runtime.transport import Exchange
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from commfuse_npu.transport import _device_backend
+from commfuse_npu.runtime.transport import _device_backend
 
 
 @pytest.fixture

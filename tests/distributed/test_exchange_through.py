@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.collectives import all_to_all_rows
-from commfuse_npu.pipeline import consumed_rows, produce_exchange_and_consume
 from commfuse_npu.plan import Plan, Schedule, split, taper_down
+from commfuse_npu.runtime.collectives import all_to_all_rows
+from commfuse_npu.runtime.pipeline import consumed_rows, produce_exchange_and_consume
 from tests.distributed.test_pipeline import ROWS, data, schedules, transport
 
 

@@ -21,7 +21,7 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.ops.linear import linear_all_reduce
-from commfuse_npu.pipeline import Gather, gather_and_consume, produce_and_reduce
+from commfuse_npu.runtime.pipeline import Gather, gather_and_consume, produce_and_reduce
 
 SHORT = timedelta(seconds=3)
 

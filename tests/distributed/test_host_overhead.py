@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 from commfuse_npu import Transport
-from scripts.measure_host_overhead import Overhead, measure
+from scripts.evidence.host_overhead import Overhead, measure
 
 
 def _measured(rank: int) -> tuple[list[Overhead], int]:

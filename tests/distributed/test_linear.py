@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu.collectives import all_gather_rows
 from commfuse_npu.ops import linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.collectives import all_gather_rows
+from commfuse_npu.runtime.transport import Transport
 
 COLUMN, ROW, FULL = "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu import pipeline, transport
 from commfuse_npu.ops import bucket_exchange, linear, weight_gradient
 from commfuse_npu.ops.buckets import BucketOptions
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Plan, Schedule
+from commfuse_npu.runtime import pipeline, transport
 from tests.distributed import test_buckets, test_linear, test_pipeline
 
 Mutation = Callable[[pytest.MonkeyPatch, int], None]

@@ -15,7 +15,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops import linear as module
 from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.transport import Exchange
+from commfuse_npu.runtime.transport import Exchange
 from tests.distributed.calls import watch_calls
 
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu import Schedule, Transport, TransportError, cli, order_log
+from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, linear
-from commfuse_npu.order_log import OrderLog
-from commfuse_npu.pipeline import gather_and_consume
-from commfuse_npu.verify_log import Verdict, files_of, verify_logs
+from commfuse_npu.proof.verify_log import Verdict, files_of, verify_logs
+from commfuse_npu.runtime import order_log
+from commfuse_npu.runtime.order_log import OrderLog
+from commfuse_npu.runtime.pipeline import gather_and_consume
+from commfuse_npu.tools import cli
 from tests.distributed import test_attention, test_linear, test_ulysses
 from tests.distributed.test_linear import COLUMN, FULL, ROW
 

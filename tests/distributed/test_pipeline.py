@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.collectives import all_gather_rows, reduce_scatter_rows
-from commfuse_npu.pipeline import (
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from commfuse_npu.runtime.pipeline import (
     exchange_and_consume,
     gather_and_consume,
     produce_and_exchange,
     produce_and_reduce,
 )
-from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 
 ROWS, COLUMNS = 7, 6
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from commfuse_npu.roll_call import MissingRankError, roll_call
+from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import MismatchError, TransportError
 from commfuse_npu.ops.sharded_linear import ShardedOptions, plain_sharded_linear, sharded_linear
-from commfuse_npu.pipeline import Gather, ReduceScatter
 from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Exchange, Transport
+from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
+from commfuse_npu.runtime.transport import Exchange, Transport
 from tests.distributed.calls import watch_calls
 
 # The package exports the function of this name.

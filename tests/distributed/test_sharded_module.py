@@ -26,7 +26,7 @@ from commfuse_npu.ops.sharded_linear import ShardedOptions
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
 from commfuse_npu.ops.weight_prefetch import _Pending
 from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Exchange, Transport
+from commfuse_npu.runtime.transport import Exchange, Transport
 
 TIED = "its weight is used by another module too"
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu import Schedule, Transport, trace, transport
+from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
-from commfuse_npu.trace import Event, Trace, events_of_viewer
+from commfuse_npu.runtime import trace, transport
+from commfuse_npu.runtime.trace import Event, Trace, events_of_viewer
 
 HOUR = 3600 * 10**9
 

@@ -19,12 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu import ops, pipeline
+from commfuse_npu import ops
 from commfuse_npu.ops import blocked_attention, head_exchange, head_linear, ulysses
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.plan import Piece, Plan, Schedule
-from commfuse_npu.transport import Exchange, MismatchError, Transport
+from commfuse_npu.runtime import pipeline
+from commfuse_npu.runtime.transport import Exchange, MismatchError, Transport
 
 D, A, HIDDEN, BATCH = 16, 2, 32, 2
 """Features of a head, query heads of a rank, hidden size, batch: rows are 64 bytes long or more."""

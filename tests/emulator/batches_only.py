@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 
 
 def install() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fuzz.campaign import campaign
-from tests.fuzz.case import Bucket, BucketRun, Case
-from tests.fuzz.compare import complaints
+from tests.evidence.fuzz.campaign import campaign
+from tests.evidence.fuzz.case import Bucket, BucketRun, Case
+from tests.evidence.fuzz.compare import complaints
 
 
 def _on_hccl(bucket: Bucket) -> Bucket:

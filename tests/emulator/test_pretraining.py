@@ -15,8 +15,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch.distributed as dist
 
-from commfuse_npu.order_log import shared_order_log
-from commfuse_npu.verify_log import files_of, verify_logs
+from commfuse_npu.proof.verify_log import files_of, verify_logs
+from commfuse_npu.runtime.order_log import shared_order_log
 from scripts.cpu_pretraining.__main__ import main
 from scripts.free_port import free_port
 from tests.emulator.settings import Settings

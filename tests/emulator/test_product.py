@@ -19,7 +19,7 @@ import torch
 from commfuse_npu.ops import linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Transport
+from commfuse_npu.runtime.transport import Transport
 from tests.distributed import test_attention, test_ulysses
 from tests.distributed.test_linear import COLUMN, FULL, ROW, Case, inputs, run
 from tests.emulator.settings import Settings

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.pipeline import gather_and_consume
 from commfuse_npu.plan import Schedule
-from commfuse_npu.transport import Exchange, Transport
+from commfuse_npu.runtime.pipeline import gather_and_consume
+from commfuse_npu.runtime.transport import Exchange, Transport
 
 Fault = Callable[[int, Transport, pytest.MonkeyPatch], None]
 

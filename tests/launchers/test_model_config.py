@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from commfuse_npu.model_config import ConfigError, ModelConfig, given_options
+from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.model_config import ModelConfig, given_options
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -280,7 +281,7 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
     ("content", "message"),
     [
         (None, "cannot read the configuration {}: No such file or directory"),
-        ("- a\n", "{} holds list, not a mapping of option: value"),
+        ("- a\n", "{} holds list, not a mapping of name: value"),
         ("a: [", "{} is not valid yaml"),
     ],
 )
@@ -293,11 +294,11 @@ def test_what_is_no_configuration_is_refused(tmp_path, content, message) -> None
     assert str(error.value).startswith(message.format(path))
 
 
-def run_by_path(*arguments: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
     """As the launchers run it, with modules in ``prefix`` before all others."""
     return subprocess.run(
-        [sys.executable, ROOT / "commfuse_npu" / "model_config.py", *arguments],
-        env={"PYTHONPATH": prefix, "PATH": "/usr/bin:/bin"},
+        [sys.executable, "-m", "commfuse_npu.tools.model_config", *arguments],
+        env={"PYTHONPATH": f"{prefix}:{ROOT}", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -305,16 +306,17 @@ def run_by_path(*arguments: str, prefix: str = "") -> subprocess.CompletedProces
     )
 
 
-def test_it_runs_by_path_where_torch_cannot_be_imported(tmp_path) -> None:
+def test_it_runs_where_torch_cannot_be_imported(tmp_path) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n", "utf-8")
     config = str(CONFIGS / "llama3_8b.yaml")
-    run = run_by_path(config, "--emit", "npus_per_node", prefix=str(tmp_path))
-    assert (run.returncode, run.stdout, run.stderr) == (0, "8\n", "")
+    done = run(config, "--emit", "npus_per_node", prefix=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
 def test_without_pyyaml_the_message_says_so(tmp_path) -> None:
     (tmp_path / "yaml.py").write_text("raise ImportError('not there')\n", "utf-8")
-    run = run_by_path(str(CONFIGS / "llama3_8b.yaml"), prefix=str(tmp_path))
-    assert run.returncode == 2
-    assert run.stderr.startswith("llama3_8b.yaml: error: PyYAML is not installed for ")
-    assert "install pyyaml, or set PYTHON" in run.stderr
+    done = run(str(CONFIGS / "llama3_8b.yaml"), prefix=str(tmp_path))
+    assert done.returncode
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: PyYAML is not installed for ")
+    assert "pip install pyyaml, or take the Python that MindSpeed runs with" in last

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers
 
-from commfuse_npu.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from scripts.cpu_pretraining.exposed_time import measure_exposed_time
 
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.bench import wire
+from commfuse_npu.tools.bench import wire
 from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining.arguments import parse_arguments
 from scripts.cpu_pretraining.speed import Speed, speed_of

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.verify_log import files_of, verify_logs
+from commfuse_npu.proof.verify_log import files_of, verify_logs
 from scripts.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

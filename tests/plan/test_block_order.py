@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 
-from commfuse_npu import plan as plan_module
-from commfuse_npu.block_order import causal_costs, least_waiting, waiting
 from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.verify import rendezvous, verify
+from commfuse_npu.plan import schedule as plan_module
+from commfuse_npu.plan.block_order import causal_costs, least_waiting, waiting
+from commfuse_npu.proof.verify import rendezvous, verify
 
 KINDS = (
     ("gather", None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from commfuse_npu.transport import BufferPool
+from commfuse_npu.runtime.transport import BufferPool
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu import cli
-from commfuse_npu.whole_file import whole_file, write_json
+from commfuse_npu.runtime.whole_file import whole_file, write_json
+from commfuse_npu.tools import cli
 
 
 def test_written_whole_in_a_folder_of_any_name(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_collectives_of_commfuse_itself_are_not_overlooked() -> None:
     record = train()
     record.collectives = [
         ("", "commfuse_npu.ops.linear: _Linear.backward", "reduce_scatter_tensor", "tensor", 3),
-        ("", "commfuse_npu.transport: Transport._compare", "all_gather_object", "other", 5),
-        ("", "commfuse_npu.transport: Transport.post_send", "isend", "other", 7),
+        ("", "commfuse_npu.runtime.transport: Transport._compare", "all_gather_object", "other", 5),
+        ("", "commfuse_npu.runtime.transport: Transport.post_send", "isend", "other", 7),
         ("", "megatron.core: _VocabParallelCrossEntropy.forward", "all_reduce", "tensor", 11),
     ]
     assert collectives_in([record], ["qkv"]) == 3
@@ -150,7 +150,7 @@ def test_collectives_of_buckets_are_told_by_their_group() -> None:
         ("linear_qkv", "ColumnParallelLinear.forward", "all_gather_into_tensor", replicas, 2),
         ("linear_qkv", "ColumnParallelLinear.forward", "all_gather_into_tensor", "tensor", 8),
         ("", "__main__: loss_func", "all_reduce", "data parallel", 16),
-        ("", "commfuse_npu.transport: Transport._compare", "all_gather_object", "?", 32),
+        ("", "commfuse_npu.runtime.transport: Transport._compare", "all_gather_object", "?", 32),
     ]
     assert bucket_collectives([record, record]) == 2 * (4 + 2)
 

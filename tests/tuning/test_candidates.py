@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.proof.verify import verify
 from commfuse_npu.tuning.candidates import candidates
-from commfuse_npu.verify import verify
 
 
 @pytest.mark.parametrize(

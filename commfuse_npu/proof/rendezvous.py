@@ -1,0 +1,301 @@
+"""HCCL's rules, played through: who posts what, who waits, and whether everybody gets to the end.
+
+The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one stream;
+what is posted on it is carried out in order; a send and its receive take place when both are at the
+head of their lanes; messages match by order, not by name; the operations of a batch may take place
+in any order and the batch leaves the lane when all have.
+
+Each rank is a programme of :class:`Post`, :class:`Wait` and :class:`Meet`, and goes on until it has
+to wait.  What is possible at a moment stays possible, so the order in which ranks go on does not
+change the outcome.  :mod:`commfuse_npu.proof.verify` writes programmes from plans,
+:mod:`commfuse_npu.proof.verify_log` from what a run recorded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from commfuse_npu.plan import Transfer
+
+__all__ = ["Action", "End", "Group", "Meet", "Post", "Programme", "Rendezvous", "Stuck", "Wait"]
+
+
+class Group(NamedTuple):
+    """Ranks with lanes of their own.  ``ranks[k]`` is the rank of the job in place k of the group;
+    ``name`` tells several groups of the same ranks apart."""
+
+    name: Hashable
+    ranks: tuple[int, ...]
+
+
+class End(NamedTuple):
+    """One end of a transfer; ``operation`` is the same at both, and distinct from all others."""
+
+    operation: Hashable
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        about = "" if isinstance(self.operation, int) else f" of {self.operation}"
+        return f"{self.transfer}{about}"
+
+
+class Post(NamedTuple):
+    """Queue transfers as one batch.  ``before`` posts of this rank in the group come first."""
+
+    group: Group
+    lane: Hashable
+    ends: tuple[End, ...]
+    before: int = 0
+
+
+class Wait(NamedTuple):
+    """Go on when these ends are done."""
+
+    ends: tuple[End, ...]
+
+
+class Meet(NamedTuple):
+    """Go on when every rank of the group has come to the meeting of this number."""
+
+    group: Group
+    number: int
+    name: str
+
+
+Action = Post | Wait | Meet
+
+
+@dataclass
+class Programme:
+    """What one thread of a rank does.
+
+    Attributes:
+        open_ended: whether it may do more than is known.
+        at: the next action.
+    """
+
+    rank: int
+    actions: Sequence[Action]
+    open_ended: bool = False
+    at: int = 0
+
+
+class Stuck(NamedTuple):
+    """Why not everybody gets to the end.
+
+    ``certain`` is false if the chain ends with a rank of which it is not known what it does next.
+    """
+
+    text: str
+    certain: bool = True
+
+
+_Lane = tuple[Group, Hashable]
+_Queue = tuple[int, _Lane]
+_Place = tuple[int, _Lane | None]
+"""A lane of a rank, or its host."""
+
+
+class _WaitOf(NamedTuple):
+    """What waits, the words for it, and for whom."""
+
+    place: _Place
+    words: str
+    peer: _Place
+
+
+class Rendezvous:
+    """A play of programmes.
+
+    Args:
+        opened: the lanes whose communicators exist; the first use of another one creates it and
+            holds the host until every rank of its group has come to it.  ``None``: all exist.
+    """
+
+    def __init__(
+        self, programmes: Sequence[Programme], *, opened: set[_Lane] | None = None
+    ) -> None:
+        self._programmes = programmes
+        self._cold = opened is not None
+        self._opened = opened if opened is not None else set()
+        self._came: dict[_Lane, set[int]] = defaultdict(set)
+        self._queues: dict[_Queue, deque[list[End]]] = defaultdict(deque)
+        self._done: set[tuple[int, End]] = set()
+        self._where: dict[tuple[int, End], _Queue] = {}
+        self._posted: dict[tuple[int, Group], int] = defaultdict(int)
+        self._met: dict[tuple[Group, int], set[int]] = defaultdict(set)
+        self._held: dict[Hashable, list[int]] = defaultdict(list)
+        self._ready = deque(range(len(programmes)))
+
+    def play(self) -> Stuck | None:
+        """``None`` if everybody gets to the end and nothing is left over."""
+        while self._ready:
+            number = self._ready.popleft()
+            programme = self._programmes[number]
+            while programme.at < len(programme.actions):
+                action = programme.actions[programme.at]
+                holds = self._holds(programme.rank, action)
+                if holds is not None:
+                    self._held[holds].append(number)
+                    break
+                programme.at += 1
+                if isinstance(action, Post):
+                    wrong = self._post(programme.rank, action)
+                    if wrong is not None:
+                        return wrong
+        return self._stuck()
+
+    def _free(self, what: Hashable) -> None:
+        self._ready.extend(self._held.pop(what, ()))
+
+    def _holds(self, rank: int, action: Action) -> Hashable | None:
+        """What holds this rank; ``None`` if it may act."""
+        if isinstance(action, Wait):
+            open_ends = (end for end in action.ends if (rank, end) not in self._done)
+            return next(((rank, end) for end in open_ends), None)
+        if isinstance(action, Meet):
+            meeting = action.group, action.number
+            self._met[meeting].add(rank)
+            if len(self._met[meeting]) < len(action.group.ranks):
+                return meeting
+            self._free(meeting)
+            return None
+        if self._posted[rank, action.group] < action.before:
+            return "turn", rank, action.group
+        lane = action.group, action.lane
+        if self._cold and lane not in self._opened:
+            self._came[lane].add(rank)
+            if len(self._came[lane]) < len(action.group.ranks):
+                return lane
+            self._opened.add(lane)
+            self._free(lane)
+        return None
+
+    def _post(self, rank: int, action: Post) -> Stuck | None:
+        queue = rank, (action.group, action.lane)
+        self._queues[queue].append(list(action.ends))
+        for end in action.ends:
+            self._where[rank, end] = queue
+        self._posted[rank, action.group] += 1
+        self._free(("turn", rank, action.group))
+        return self._settle(queue) if len(self._queues[queue]) == 1 else None
+
+    def _settle(self, changed: _Queue) -> Stuck | None:
+        """Let take place what can, now that something new is at the head of a queue."""
+        todo = [changed]
+        while todo:
+            rank, lane = queue = todo.pop()
+            entries = self._queues[queue]
+            if not entries:
+                continue
+            ranks = lane[0].ranks
+            for end in list(entries[0]):
+                source, target = ranks[end.transfer.source], ranks[end.transfer.target]
+                other = (target if source == rank else source), lane
+                theirs = self._queues.get(other)
+                if not theirs:
+                    continue
+                sends = source == rank
+                match = next((e for e in theirs[0] if _same_way(e, end)), None)
+                if match is None:
+                    continue
+                same = (match.operation, match.transfer.piece) == (
+                    end.operation,
+                    end.transfer.piece,
+                )
+                if not same:
+                    sent, expected = (end, match) if sends else (match, end)
+                    return Stuck(
+                        f"wrong data: rank {source} sends {sent}, and it lands where rank "
+                        f"{target} expects {expected}"
+                    )
+                entries[0].remove(end)
+                theirs[0].remove(match)
+                for one, its in ((rank, end), (other[0], match)):
+                    self._done.add((one, its))
+                    self._free((one, its))
+                if not theirs[0]:
+                    theirs.popleft()
+                    todo.append(other)
+            if not entries[0]:
+                entries.popleft()
+                todo.append(queue)
+        return None
+
+    # ------------------------------------------------------------------ when it does not end
+
+    def _stuck(self) -> Stuck | None:
+        """The chain of ranks that wait for each other, or ``None`` when all is done."""
+        starts: list[_Place] = [(p.rank, None) for p in self._programmes if p.at < len(p.actions)]
+        left = ((rank, lane) for (rank, lane), entries in self._queues.items() if entries)
+        starts += sorted(left, key=str)
+        if not starts:
+            return None
+        found = [self._chain(start) for start in starts]
+        return next((chain for chain in found if chain.certain), found[0])
+
+    def _chain(self, start: _Place) -> Stuck:
+        words: dict[_Place, str] = {}
+        place, wait = start, self._wait_of(start)
+        while wait is not None and wait.place not in words:
+            words[wait.place] = wait.words
+            place = wait.peer
+            wait = self._wait_of(place)
+        texts, certain = list(words.values()), True
+        if wait is not None:
+            texts = texts[list(words).index(wait.place) :]
+            end = f"and so round to rank {wait.place[0]}"
+        elif any(p.open_ended for p in self._programmes if p.rank == place[0]):
+            certain, end = False, f"and nothing more is known of rank {place[0]}"
+        else:
+            end = f"and rank {place[0]} has nothing more to do"
+        how = "cold" if self._cold else "warm"
+        return Stuck(f"deadlock ({how}): {'; '.join(texts)}; {end}", certain)
+
+    def _wait_of(self, place: _Place) -> _WaitOf | None:
+        """What a lane of a rank waits for; what its host does, if there is nothing on the lane."""
+        rank, lane = place
+        if lane is not None and self._queues.get((rank, lane)):
+            return self._wait_at_head((rank, lane))
+        held = (p for p in self._programmes if p.rank == rank and p.at < len(p.actions))
+        programme = next(held, None)
+        if programme is None:
+            return None
+        action = programme.actions[programme.at]
+        if isinstance(action, Meet):
+            met = self._met[action.group, action.number]
+            absent = next(r for r in action.group.ranks if r not in met)
+            words = f"rank {rank} waits for rank {absent} to come to {action.name}"
+            return _WaitOf((rank, None), words, (absent, None))
+        if isinstance(action, Post):
+            new = action.group, action.lane
+            absent = next((r for r in action.group.ranks if r not in self._came[new]), rank)
+            words = f"rank {rank} waits for rank {absent} to create lane {action.lane}"
+            return _WaitOf((rank, None), words, (absent, None))
+        end = next(end for end in action.ends if (rank, end) not in self._done)
+        queue = self._where.get((rank, end))
+        if queue is None:
+            words = f"rank {rank} waits for {end}, which it has not posted"
+            return _WaitOf((rank, None), words, (rank, None))
+        return self._wait_at_head(queue, end)
+
+    def _wait_at_head(self, queue: _Queue, wanted: End | None = None) -> _WaitOf:
+        rank, (group, lane) = queue
+        head = self._queues[queue][0]
+        end = wanted if wanted in head else head[0]
+        assert end is not None
+        source, target = group.ranks[end.transfer.source], group.ranks[end.transfer.target]
+        verb, peer = ("send", target) if source == rank else ("receive", source)
+        words = f"rank {rank} waits on lane {lane} to {verb} {end}"
+        if wanted is not None and wanted is not end:
+            words += f", before {wanted}"
+        return _WaitOf(queue, words, (peer, queue[1]))
+
+
+def _same_way(one: End, other: End) -> bool:
+    """Whether both are about a message from the same rank to the same rank."""
+    mine, theirs = one.transfer, other.transfer
+    return (mine.source, mine.target) == (theirs.source, theirs.target)

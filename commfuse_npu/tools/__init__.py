@@ -1,0 +1,1 @@
+"""What is asked before and after a run: doctor, plan, simulate, bench, verify."""

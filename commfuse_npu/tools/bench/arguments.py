@@ -1,0 +1,109 @@
+"""The options of ``commfuse-npu bench``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from commfuse_npu.tools.bench.programme import LINKS, Link
+from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
+
+__all__ = ["parser"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="commfuse-npu bench",
+        description="Measures how much communication is hidden behind computation, on links that "
+        "are given a rate, for this project's ops and for what they compete with.",
+        epilog="Exit codes: 0 measured, 1 a rank failed, 2 options make no sense, 130 Ctrl-C (what "
+        "was measured by then is printed).",
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--quick", action="store_true", help="less than 3 minutes, not up to 25")
+    what.add_argument("--works", type=_words, help=f"from {', '.join(WORKS)}")
+    what.add_argument("--variants", type=_words, help="names or patterns: p2p,coc-4,'ours-*'")
+    what.add_argument(
+        "--ratios", type=_ratios, help="communication / computation: 0,0.25,0.5,1,1.5,2"
+    )
+    what.add_argument("--ranks", type=_sizes, help="2,4")
+    what.add_argument("--dtypes", type=_words, help="fp32,bf16")
+    what.add_argument(
+        "--links",
+        type=_words,
+        help="; ".join(f"{name}: {LINKS[name]}" for name in get_args(Link)),
+    )
+    what.add_argument(
+        "--sleep-gemm",
+        type=_positive,
+        metavar="GFLOPS",
+        help="GEMMs sleep for as long as they would take at this speed of a rank; for more ranks "
+        "than cores",
+    )
+    size = parser.add_argument_group("how large")
+    size.add_argument(
+        "--config", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s"
+    )
+    size.add_argument(
+        "--scale",
+        type=_positive,
+        help="divide all widths by this; default 16/3 for a single layer, 8 for blocks",
+    )
+    size.add_argument("--sequence", type=_whole, help="rows; default a quarter of the model's")
+    how = parser.add_argument_group("how")
+    how.add_argument("--rounds", type=_whole, help="undisturbed rounds per ratio")
+    how.add_argument("--seed", type=int, default=0, help="of the numbers and of the order")
+    how.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="npu: read, not run")
+    how.add_argument(
+        "--timeout", type=_positive, default=120.0, help="seconds for a round; default 120"
+    )
+    out = parser.add_argument_group("what comes out (besides a Markdown table)")
+    out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument(
+        "--from",
+        dest="stored",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: show what --json wrote",
+    )
+    out.add_argument("--plot", type=Path, metavar="FILE", help="a picture: .png, .svg, .pdf")
+    parser.set_defaults(known={"works": tuple(WORKS), "dtypes": tuple(ITEM_BYTES),
+                               "links": get_args(Link)})  # fmt: skip
+    return parser
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise argparse.ArgumentTypeError("an empty list")
+    return words
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    ratios = tuple(sorted({float(word) for word in _words(text)}))
+    if ratios[0] < 0 or ratios[-1] > 100:
+        raise argparse.ArgumentTypeError(f"{text}: ratios are from 0 to 100")
+    return ratios
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(dict.fromkeys(int(word) for word in _words(text)))
+    if not all(2 <= size <= 64 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text}: from 2 to 64 ranks; one has nobody to talk to")
+    return sizes
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return number

@@ -1,0 +1,200 @@
+"""How a baseline's collectives are carried: by torch, by direct exchanges, or not at all.
+
+Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the whole tensor.
+
+All three have the same three methods.  ``gather(shard)`` and ``scatter(full, out)`` begin; the
+``wait()`` of what they return ends, and gives the result.  What ``gather`` gave goes back with
+``give_back``.  Buffers are used again, as the product's are, so that neither side pays for fresh
+memory that the other one does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# The names of the collectives differ between versions of torch; that module knows them.
+from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
+from commfuse_npu.runtime.transport import BufferPool
+
+__all__ = ["Carrier", "DirectExchange", "NoTransfers", "Pending", "TorchCollectives"]
+
+
+class Pending:
+    """A collective under way.
+
+    Args:
+        finish: waits and gives the result; called once.
+        carrier: whose ``blocked_seconds`` the waiting is added to.
+    """
+
+    def __init__(
+        self, carrier: Carrier, works: list[Any], finish: Callable[[], torch.Tensor]
+    ) -> None:
+        self._carrier, self._works, self._finish = carrier, works, finish
+
+    def wait(self) -> torch.Tensor:
+        """The result; only the waiting for transfers counts as blocked, not the additions."""
+        if self._works:
+            start = time.perf_counter()
+            for work in self._works:
+                work.wait()
+            self._carrier.blocked_seconds += time.perf_counter() - start
+        return self._finish()
+
+
+class Carrier(Protocol):
+    """What a baseline needs.
+
+    Attributes:
+        in_order: several collectives may be under way at once and come one after the other.
+        blocked_seconds: host time spent in waits since the start.
+    """
+
+    rank: int
+    size: int
+    blocked_seconds: float
+    pool: BufferPool
+
+    @property
+    def in_order(self) -> bool: ...
+
+    def gather(self, shard: torch.Tensor) -> Pending:
+        """Begin ``[s, F] -> [n * s, F]``."""
+
+    def give_back(self, whole: torch.Tensor) -> None:
+        """Lend the result of :meth:`gather` to others."""
+
+    def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Begin the sum of ``[n * s, F]`` over the ranks, of which ``out`` gets its ``[s, F]``."""
+
+
+class _OverGroup:
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.blocked_seconds = 0.0
+        self.pool = pool
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def _whole(self, shard: torch.Tensor) -> torch.Tensor:
+        shape = (self.size * shard.shape[0], *shard.shape[1:])
+        return self.pool.take(shape, shard.dtype, shard.device)
+
+    def give_back(self, whole: torch.Tensor) -> None:
+        self.pool.give_back([whole])
+
+
+class TorchCollectives(_OverGroup):
+    """torch's own collectives."""
+
+    @property
+    def in_order(self) -> bool:
+        """A device's stream keeps them in order; gloo's threads run them side by side."""
+        return "gloo" not in dist.get_backend(self._group)
+
+    def gather(self, shard: torch.Tensor) -> Pending:
+        whole = self._whole(shard)
+        work = _all_gather(whole, shard, group=self._group, async_op=True)
+        return Pending(self, [work], lambda: whole)
+
+    def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        work = _reduce_scatter(out, full, group=self._group, async_op=True)
+        return Pending(self, [work], lambda: out)
+
+
+class DirectExchange(_OverGroup):
+    """Every block straight from the rank that has it to the rank that needs it, all at once.
+
+    The partials are added in the order r-1, ..., r+1, the own one last: the bits of the product and
+    of gloo's reduce-scatter.
+    """
+
+    in_order = True
+    """Of a pair of ranks the socket (or the stream) keeps the order."""
+
+    _messages = 0
+
+    def _peers(self) -> range:
+        return range(1, self.size)
+
+    def _exchange(self, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> list[Any]:
+        """Entry k-1 of each list is for, or from, the rank at distance k."""
+        targets = [self._ranks[(self.rank + k) % self.size] for k in self._peers()]
+        sources = [self._ranks[(self.rank - k) % self.size] for k in self._peers()]
+        group = self._group
+        if sends[0].device.type != "cpu":
+            # Read, not run: on HCCL single operations would open a communicator per pair.
+            operations = [
+                operation
+                for out, target, into, source in zip(sends, targets, receives, sources, strict=True)
+                for operation in (
+                    dist.P2POp(dist.isend, out, target, group),
+                    dist.P2POp(dist.irecv, into, source, group),
+                )
+            ]
+            return list(dist.batch_isend_irecv(operations))
+        # The notice that a receive is ready shares gloo's socket with bulk data: receives first.
+        tag = self._messages & 0x7FFFFFFF
+        self._messages += 1
+        return [
+            *(dist.irecv(t, r, group, tag) for t, r in zip(receives, sources, strict=True)),
+            *(dist.isend(t, r, group, tag) for t, r in zip(sends, targets, strict=True)),
+        ]
+
+    def gather(self, shard: torch.Tensor) -> Pending:
+        whole = self._whole(shard)
+        blocks = whole.unflatten(0, (self.size, -1))
+        receives = [blocks[(self.rank - k) % self.size] for k in self._peers()]
+        works = self._exchange([shard] * (self.size - 1), receives)
+        blocks[self.rank].copy_(shard)
+        return Pending(self, works, lambda: whole)
+
+    def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        blocks = full.unflatten(0, (self.size, -1))
+        # The first partial arrives where the sum is wanted.
+        others = [self.pool.take(out.shape, out.dtype, out.device) for _ in range(self.size - 2)]
+        sends = [blocks[(self.rank + k) % self.size] for k in self._peers()]
+        works = self._exchange(sends, [out, *others])
+
+        def add() -> torch.Tensor:
+            for partial in (*others, blocks[self.rank]):
+                out.add_(partial)
+            self.pool.give_back(others)
+            return out
+
+        return Pending(self, works, add)
+
+
+class NoTransfers:
+    """Nothing is carried: what is left of a work is its computation.
+
+    Results are made up.  Gathered tensors hold copies of the shard, so that a GEMM reads real
+    numbers from real memory.
+    """
+
+    in_order = True
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.blocked_seconds = 0.0
+        self.pool = BufferPool()
+        self._wholes: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def gather(self, shard: torch.Tensor) -> Pending:
+        key = tuple(shard.shape), shard.dtype
+        if key not in self._wholes:
+            self._wholes[key] = torch.cat([shard.detach()] * self.size)
+        whole = self._wholes[key]
+        return Pending(self, [], lambda: whole)
+
+    def give_back(self, whole: torch.Tensor) -> None:
+        pass
+
+    def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        block = full.unflatten(0, (self.size, -1))[self.rank]
+        return Pending(self, [], lambda: block)

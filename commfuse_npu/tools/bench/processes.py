@@ -1,0 +1,239 @@
+"""The ranks: processes that are started here, asked, and ended whatever happens.
+
+The process that starts them does not need torch.  A rank waits at its end of a pipe for the name
+of a method of :class:`~commfuse_npu.tools.bench.worker.Worker` and its arguments.  It leaves Ctrl-C
+to its parent, and the kernel ends it when its parent dies (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from commfuse_npu.tools.bench import namespaces
+
+__all__ = ["Ranks", "RanksError"]
+
+_START_SECONDS = 180.0
+_PR_SET_PDEATHSIG = 1
+_context = multiprocessing.get_context("spawn")
+
+
+class RanksError(RuntimeError):
+    """A rank failed, died or did not answer; all have been ended."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank is told when it starts."""
+
+    rank: int
+    size: int
+    store: str
+    device: str
+    card: str
+    namespace: str | None
+    core: int | None
+    timeout: float
+
+
+class Ranks:
+    """Processes of ranks 0..size-1, one thread each.  Use it in a ``with`` block.
+
+    With at least as many cores as ranks each is pinned to a core: gloo's threads then share the
+    core of their rank and not the neighbour's.
+
+    Args:
+        size: how many.
+        device: ``cpu`` (gloo over 127.0.0.1 or the namespaces' cards) or ``npu`` (HCCL; read, not
+            run).
+        timeout: seconds for an answer, and for a transfer.
+        names: the network namespaces of the ranks, if they have any.
+
+    Raises:
+        RanksError: they could not be started.
+    """
+
+    def __init__(
+        self, size: int, *, device: str, timeout: float, names: Sequence[str] | None = None
+    ) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._device = device
+        self._names = names
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder = ""
+
+    def __enter__(self) -> Ranks:
+        # A store in a file: ranks in different namespaces have no address in common before.
+        self._folder = tempfile.mkdtemp(prefix="commfuse-bench-")
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        try:
+            for rank in range(self.size):
+                ours, theirs = _context.Pipe()
+                start = _Start(
+                    rank=rank,
+                    size=self.size,
+                    store=str(Path(self._folder) / "store"),
+                    device=self._device,
+                    card=namespaces.CARD if self._names else _loopback(),
+                    namespace=self._names[rank] if self._names else None,
+                    core=cores[rank] if len(cores) >= self.size else None,
+                    timeout=self._timeout,
+                )
+                process = _context.Process(target=_serve, args=(start, theirs), daemon=True)
+                process.start()
+                self._processes.append(process)
+                self._pipes.append(ours)
+                theirs.close()
+            self._answers("starting", _START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def ask(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method on every rank.
+
+        Returns:
+            what it returned, by rank.
+
+        Raises:
+            RanksError: a rank raised, died, or took longer than the time limit.
+        """
+        try:
+            for pipe in self._pipes:
+                pipe.send((method, args))
+            return self._answers(method, timeout or self._timeout)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise RanksError(f"a rank is gone before {method}: {error}") from error
+            raise
+
+    def _answers(self, method: str, timeout: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + timeout
+        while len(answers) < self.size:
+            waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                missing = ", ".join(str(rank) for rank in waiting.values())
+                raise RanksError(
+                    f"no answer from rank {missing} of {self.size} to {method} within "
+                    f"{timeout:.0f} s; give more with --timeout, or a smaller --scale"
+                )
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting[pipe]
+                try:
+                    worked, value = pipe.recv()
+                except (EOFError, ConnectionResetError) as error:
+                    raise RanksError(f"rank {rank} of {self.size} died in {method}") from error
+                if not worked:
+                    raise RanksError(f"rank {rank} of {self.size} failed in {method}:\n{value}")
+                answers[rank] = value
+        return [answers[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End these processes, and only these."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform.startswith("linux") else "lo0"
+
+
+def _die_with_parent() -> None:
+    if sys.platform.startswith("linux"):
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died in between
+
+
+def _serve(start: _Start, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    try:
+        worker = _join(start)
+        pipe.send((True, None))
+        while True:
+            method, args = pipe.recv()
+            pipe.send((True, getattr(worker, method)(*args)))
+    except EOFError:
+        return  # the parent closed its end
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _join(start: _Start) -> Any:
+    # Before torch makes threads and sockets.
+    if start.namespace is not None:
+        namespaces.enter(start.namespace)
+    if start.core is not None:
+        os.sched_setaffinity(0, {start.core})
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        KINETO_LOG_LEVEL="99",  # the profiler that counts memory tells of every start and stop
+        GLOO_SOCKET_IFNAME=start.card,
+        RANK=str(start.rank),
+        LOCAL_RANK=str(start.rank),
+        WORLD_SIZE=str(start.size),
+    )
+    if start.device == "cpu":
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what a sleeping GEMM leaves may be any number
+    if start.device != "cpu":
+        # Read, not run.
+        import torch_npu  # noqa: F401
+
+        getattr(torch, start.device).set_device(start.rank)
+    dist.init_process_group(
+        "gloo" if start.device == "cpu" else "hccl",
+        init_method=f"file://{start.store}",
+        rank=start.rank,
+        world_size=start.size,
+        timeout=timedelta(seconds=start.timeout),
+    )
+    from commfuse_npu.tools.bench.worker import Worker
+
+    return Worker()

@@ -1,0 +1,153 @@
+"""From samples to figures.
+
+Legend, all times of one work at one ratio in one run:
+
+==================  ==============================================================================
+total               median over the rounds; of the ranks the longest counts
+compute             total of the work without any communication
+wire                bytes over the rate of the link: what the transfers take at least
+exposed             total - compute
+overhead removed    1 - exposed / exposed of the reference (blocking direct exchange)
+bound               max(compute, wire): no schedule can be faster
+hideable            the share of the reference's exposed time that the bound allows to remove
+of the hideable     (reference - total) / (reference - bound)
+blocked removed     1 - blocked / blocked of the reference
+==================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from commfuse_npu.tools.bench.rounds import Measured
+from commfuse_npu.tools.bench.samples import Check
+from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, REFERENCE
+
+__all__ = ["Result", "Setting", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was measured.
+
+    Attributes:
+        mode: ``real GEMMs`` or ``sleeping GEMMs (... GFLOPS)``.
+        link: a key of :data:`~commfuse_npu.tools.bench.programme.LINKS`.
+        ratio: wire time over computing time that the link was set for.
+        shape: sizes, as text.
+        bytes_per_second: of the link; ``None`` without a limit.
+        wire_ms: 0 without a limit.
+    """
+
+    mode: str
+    work: str
+    ranks: int
+    link: str
+    dtype: str
+    ratio: float
+    shape: str
+    bytes_per_second: float | None
+    wire_ms: float
+
+    @property
+    def group(self) -> tuple[str, str, int, str, str]:
+        """What belongs into one table and one plot: everything but the ratio."""
+        return self.mode, self.work, self.ranks, self.link, self.dtype
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one variant in one setting; times in ms, shares signed.
+
+    Attributes:
+        removed: overhead removed; ``None`` if nothing of the reference was exposed.
+        hideable: 0 to 1.
+        of_hideable: ``None`` if the reference is at the bound.
+        extra_mib: peak memory beyond that of the computation alone, in MiB.
+    """
+
+    setting: Setting
+    variant: str
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    compute_ms: float
+    communication_ms: float
+    bound_ms: float
+    exposed_ms: float
+    removed: float | None
+    hideable: float
+    of_hideable: float | None
+    blocked_ms: float
+    blocked_removed: float | None
+    speedup: float
+    cpu_ms: float
+    extra_mib: float
+    check: Check
+    rounds: int
+    disturbed_rounds: int
+    repeated_rounds: int
+
+
+def evaluate(setting: Setting, measured: Measured, checks: Mapping[str, Check]) -> list[Result]:
+    """The figures of every variant but ``compute`` and ``communication``, in the given order.
+
+    Args:
+        checks: by variant, ``compute`` included.
+    """
+    totals = {
+        name: [1e3 * sample.total for sample in samples]
+        for name, samples in measured.samples.items()
+    }
+    median = {name: statistics.median(times) for name, times in totals.items()}
+    compute, reference = median[COMPUTE], median[REFERENCE]
+    bound = max(compute, setting.wire_ms)
+    exposed_reference = reference - compute
+    blocked_reference = _median_ms(s.blocked for s in measured.samples[REFERENCE])
+    results = []
+    for name, samples in measured.samples.items():
+        if name in (COMPUTE, COMMUNICATION):
+            continue
+        total = median[name]
+        blocked = _median_ms(s.blocked for s in samples)
+        results.append(
+            Result(
+                setting=setting,
+                variant=name,
+                median_ms=total,
+                quartiles_ms=_quartiles(totals[name]),
+                compute_ms=compute,
+                communication_ms=median[COMMUNICATION],
+                bound_ms=bound,
+                exposed_ms=total - compute,
+                removed=_share(reference - total, exposed_reference),
+                hideable=min(1.0, max(0.0, _share(reference - bound, exposed_reference) or 0.0)),
+                of_hideable=_share(reference - total, reference - bound),
+                blocked_ms=blocked,
+                blocked_removed=_share(blocked_reference - blocked, blocked_reference),
+                speedup=reference / total,
+                cpu_ms=_median_ms(s.cpu for s in samples),
+                extra_mib=(checks[name].peak_bytes - checks[COMPUTE].peak_bytes) / 2**20,
+                check=checks[name],
+                rounds=measured.rounds,
+                disturbed_rounds=measured.disturbed,
+                repeated_rounds=measured.repeated,
+            )
+        )
+    return results
+
+
+def _median_ms(seconds: Iterable[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float]:
+    if len(times) < 2:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

@@ -1,0 +1,281 @@
+"""One group of processes at work: check, calibrate, and measure ratio by ratio."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commfuse_npu.tools.bench import namespaces
+from commfuse_npu.tools.bench.calibrate import rate_for, wire_seconds
+from commfuse_npu.tools.bench.disturbance import Load, Watch
+from commfuse_npu.tools.bench.processes import Ranks
+from commfuse_npu.tools.bench.programme import LINKS, Sweep
+from commfuse_npu.tools.bench.progress import Progress
+from commfuse_npu.tools.bench.results import Result, Setting, evaluate
+from commfuse_npu.tools.bench.rounds import measure
+from commfuse_npu.tools.bench.samples import Check, Sample, WireSpeed, worst_check
+from commfuse_npu.tools.bench.shapes import Shape, bytes_per_pair, default_scale
+from commfuse_npu.tools.bench.variants import (
+    COMMUNICATION,
+    COMPUTE,
+    Variant,
+    applies_to,
+    chosen,
+)
+
+__all__ = ["Conditions", "Group", "steps_of"]
+
+_CALIBRATION_ROUNDS = 5
+_CALIBRATIONS = 4
+_FEW_ROUNDS = 2
+_QUIET_TRIES, _QUIET_SECONDS = 8, 0.25
+_NOMINAL_RATE = 200e6
+"""At which a link is measured before anything else, in bytes per second."""
+
+_COMPUTE = Variant(COMPUTE, "compute")
+_COMMUNICATION = Variant(COMMUNICATION, "communication")
+
+
+@dataclass
+class Conditions:
+    """What holds for a whole run.
+
+    Attributes:
+        limit: seconds that everything may take; disturbed rounds are repeated while it is kept.
+        notes: filled with what is not as asked.
+        wires: filled with what the links were measured to do.
+    """
+
+    config: Path
+    scale: float | None
+    sequence: int | None
+    seed: int
+    device: str
+    timeout: float
+    limit: float
+    notes: list[str] = field(default_factory=list)
+    wires: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Say it once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def steps_of(sweep: Sweep) -> int:
+    """Steps of the progress bar: variants checked, and runs in rounds."""
+    total = 0
+    for work in sweep.works:
+        variants = _variants(sweep, work)
+        tuned = sum(variant.tuned for variant in variants)
+        total += len(variants) - tuned + 1 + len(sweep.ratios) * tuned + _CALIBRATION_ROUNDS
+        total += (len(variants) + 2) * len(sweep.ratios) * sweep.rounds
+    return total
+
+
+def _variants(sweep: Sweep, work: str) -> list[Variant]:
+    return [v for v in chosen(sweep.variants, sweep.ranks) if applies_to(v, work)]
+
+
+class Group:
+    """The ranks of one size over one kind of link.  Use it in a ``with`` block.
+
+    Args:
+        link: a key of :data:`~commfuse_npu.tools.bench.programme.LINKS`.
+    """
+
+    def __init__(self, ranks: int, link: str, conditions: Conditions, progress: Progress) -> None:
+        self._size = ranks
+        self._link = link if conditions.device == "cpu" else conditions.device
+        self._conditions = conditions
+        self._progress = progress
+        self._stack = ExitStack()
+        self._network: namespaces.Network | None = None
+
+    def __enter__(self) -> Group:
+        with self._stack as stack:
+            self._progress.say(f"starting {self._size} ranks")
+            if self._link in ("mesh-tc", "shared-nic"):
+                shared = self._link == "shared-nic"
+                self._network = stack.enter_context(namespaces.Network(self._size, shared=shared))
+            self._ranks = stack.enter_context(
+                Ranks(
+                    self._size,
+                    device=self._conditions.device,
+                    timeout=self._conditions.timeout,
+                    names=self._network.names if self._network else None,
+                )
+            )
+            self._measure_link()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self._stack.close()
+
+    def _measure_link(self) -> None:
+        """What the link does at a nominal rate, and without one; may find that it has none."""
+        limits: list[float | None] = [None]
+        if self._link in ("mesh", "mesh-tc", "shared-nic"):
+            limits.append(_NOMINAL_RATE)
+        for limit in limits:
+            if not self._pace(limit):
+                break
+            payload = 4 << 20 if limit is None else int(limit / 20)
+            speeds: list[WireSpeed] = self._ranks.ask("wire_speed", limit, payload)
+            self._conditions.wires.append(self._described(limit, speeds))
+        self._pace(None)
+
+    def _described(self, limit: float | None, speeds: Sequence[WireSpeed]) -> str:
+        reached = min(speed.reached for speed in speeds)
+        of = "" if limit is None else f" of {limit / 1e6:.0f} asked"
+        if limit is not None and self._link == "shared-nic":
+            of += f" for {self._size - 1} peers together"
+        return (
+            f"{LINKS[self._link]}, {self._size} ranks: {reached / 1e6:.0f} MB/s per pair and "
+            f"direction{of}, {1e6 * max(speed.latency for speed in speeds):.0f} us one way"
+        )
+
+    def _pace(self, bytes_per_second: float | None) -> bool:
+        if self._network is not None:
+            self._network.pace(bytes_per_second)
+            # The cards have the rate, the sockets as small buffers as where they have it.
+            self._ranks.ask("pace", None)
+        elif self._link == "mesh":
+            problems = {p.problem for p in self._ranks.ask("pace", bytes_per_second)} - {""}
+            if problems:
+                self._link = "unpaced"
+                self._conditions.note(
+                    f"no rate could be given to the links: {'; '.join(sorted(problems))}. They are "
+                    "unpaced, transfers cost the CPU that computes, and only ratio 0 is measured"
+                )
+                return False
+        return True
+
+    def run(self, sweep: Sweep) -> Iterator[Result]:
+        """Measure all works of a sweep over this group's link."""
+        for work in sweep.works:
+            yield from self._run_work(sweep, work)
+
+    def _run_work(self, sweep: Sweep, work: str) -> Iterator[Result]:
+        conditions, progress = self._conditions, self._progress
+        scale = conditions.scale or default_scale(work)
+        shape = Shape.of_model(conditions.config, self._size, scale, conditions.sequence)
+        label = f"{work}, {self._size} ranks, {sweep.dtype}, {sweep.mode.split(' (')[0]}"
+        progress.say(f"{label}: checking")
+        self._pace(None)
+        self._ranks.ask("set_up", work, shape, sweep.dtype, conditions.seed, sweep.gflops)
+        variants = self._that_fit(_variants(sweep, work), shape)
+        checks: dict[str, Check] = {}
+        fixed = [variant for variant in variants if not variant.tuned]
+        for variant in (_COMPUTE, *fixed):
+            checks[variant.name] = worst_check(self._ranks.ask("check", variant))
+            progress.step()
+        compute = self._compute_seconds()
+        progress.step(_CALIBRATION_ROUNDS)
+        by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}
+        shuffle = random.Random(f"{conditions.seed} {label}")
+        on_link = bytes_per_pair(work, shape, self._size, sweep.dtype)
+        if self._link == "shared-nic":
+            on_link *= self._size - 1
+
+        def run(order: Sequence[str]) -> tuple[list[Sample], Load | None]:
+            return self._round([by_name[name] for name in order])
+
+        def stepped() -> None:
+            progress.step(len(by_name))
+
+        for ratio in self._possible(sweep.ratios):
+            rate = rate_for(ratio, compute, on_link)
+            self._pace(rate)
+            self._ranks.ask("forget_tuning")
+            for variant in variants:
+                if variant.tuned:
+                    progress.say(f"{label}: ratio {ratio:g}, tuning")
+                    checks[variant.name] = worst_check(self._ranks.ask("tune", variant))
+                    progress.step()
+            progress.say(f"{label}: ratio {ratio:g}")
+            rounds = sweep.rounds
+            if rounds > _FEW_ROUNDS and progress.late(conditions.limit):
+                rounds = _FEW_ROUNDS
+                conditions.note(f"this machine is slow or busy: only {rounds} rounds now and then")
+                progress.step((sweep.rounds - rounds) * len(by_name))
+            measured = measure(
+                list(by_name),
+                rounds,
+                run,
+                shuffle=shuffle,
+                repetitions=rounds,
+                may_repeat=self._may_repeat,
+                after_round=stepped,
+            )
+            wire_ms = 1e3 * wire_seconds(rate, on_link)
+            if self._link == "npu":
+                # The link is what it is: the ratio is a result.
+                alone = statistics.median(s.total for s in measured.samples[COMMUNICATION])
+                wire_ms, ratio = 1e3 * alone, alone / compute
+            setting = Setting(
+                sweep.mode + ("" if sweep.gflops or self._cores_suffice() else ", cores shared"),
+                work,
+                self._size,
+                self._link,
+                sweep.dtype,
+                ratio,
+                str(shape),
+                rate,
+                wire_ms,
+            )
+            yield from evaluate(setting, measured, checks)
+
+    def _may_repeat(self) -> bool:
+        """Whether there is time for one more round; waits a while for others to be done."""
+        for _ in range(_QUIET_TRIES):
+            if self._progress.late(self._conditions.limit):
+                return False
+            watch = Watch()
+            time.sleep(_QUIET_SECONDS)
+            load = watch.load(0.0)
+            if load is None or not load.disturbed:
+                break
+        return True
+
+    def _cores_suffice(self) -> bool:
+        return self._link == "npu" or (os.cpu_count() or 1) >= self._size
+
+    def _that_fit(self, variants: Sequence[Variant], shape: Shape) -> list[Variant]:
+        """Without those that would cut a block into more slices than it has rows."""
+        rows = shape.sequence // self._size
+        fitting = [v for v in variants if v.slices <= rows]
+        if len(fitting) < len(variants):
+            self._conditions.note(f"blocks of {rows} rows are too small for some slices")
+        return fitting
+
+    def _possible(self, ratios: Sequence[float]) -> Sequence[float]:
+        return ratios if self._link in ("mesh", "mesh-tc", "shared-nic") else (0.0,)
+
+    def _compute_seconds(self) -> float:
+        """Of the computation alone; of several tries that others disturbed the shortest.
+
+        It sets the link and is no result: the rounds measure it again.
+        """
+        found = []
+        while True:
+            samples, load = self._round([_COMPUTE] * (_CALIBRATION_ROUNDS + 1))
+            found.append(statistics.median(sample.total for sample in samples[1:]))
+            if load is None or not load.disturbed or len(found) == _CALIBRATIONS:
+                return min(found)
+
+    def _round(self, order: Sequence[Variant]) -> tuple[list[Sample], Load | None]:
+        watch = Watch()
+        of_ranks: list[tuple[list[Sample], float]] = self._ranks.ask("round", list(order))
+        load = watch.load(sum(cpu for _, cpu in of_ranks))
+        if load is None:
+            self._conditions.note("/proc/stat cannot be read: disturbed rounds are not detected")
+        samples = [Sample.of_ranks(each) for each in zip(*(s for s, _ in of_ranks), strict=True)]
+        return samples, load

@@ -1,0 +1,113 @@
+"""Configuration files in yaml: plain data, each key once, no larger than a person writes.
+
+yaml's safe loader builds no objects.  It takes other things that only a mistake or an attacker
+puts into a configuration: the last of several values of one key, aliases (a few lines of them stand
+for gigabytes when they are printed), numbers of any length, nesting without end.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+try:
+    import yaml
+except ImportError as error:
+    raise ImportError(
+        f"PyYAML is not installed for {sys.executable}; pip install pyyaml, or take the Python "
+        "that MindSpeed runs with (the launchers: PYTHON=...)"
+    ) from error
+
+__all__ = ["ConfigError", "find_config", "read_config"]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDERS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
+"""Of a checkout; of an installed wheel, which carries them inside."""
+
+_MOST_BYTES = 1 << 18
+_MOST_DIGITS = 40
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            where = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(
+                None, None, "aliases are not taken; write the value out", where
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        if isinstance(node, yaml.MappingNode):
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"{key.value!r} is there twice", key.start_mark
+                        )
+                    seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: Any) -> int:
+        if len(node.value) > _MOST_DIGITS:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a number of {len(node.value)} digits", node.start_mark
+            )
+        return int(self.construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be found or read, or does not fit; one line per problem."""
+
+
+def find_config(name: str, folder: str = "") -> Path:
+    """The file that ``name`` stands for: a path, or the name of a file in ``configs/<folder>``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    given = Path(name)
+    if given.is_file():
+        return given
+    known = next((one for one in _FOLDERS if one.is_dir()), _FOLDERS[0]) / folder
+    shipped = known / f"{given.stem}.yaml"
+    if given.parent == Path() and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(path.stem for path in known.glob("*.yaml")))
+    raise ConfigError(f"{name} is neither a file nor one of {names or 'no names'} in {known}")
+
+
+def read_config(path: Path) -> dict[Any, Any]:
+    """The mapping in a file: of lists, texts, numbers, dates, true, false, null, and mappings.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such yaml; the message names file and line.
+    """
+    try:
+        content = _load(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid yaml: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, not a mapping of name: value")
+    return content
+
+
+def _load(path: Path) -> Any:
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise yaml.YAMLError(f"it is longer than {_MOST_BYTES} bytes")
+    text = content.decode("utf-8")
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+    except ValueError as error:  # 2026-99-99 looks like a date and is none
+        raise yaml.YAMLError(str(error)) from error

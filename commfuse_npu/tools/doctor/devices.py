@@ -1,0 +1,123 @@
+"""The NPUs of a machine, and how they are connected, as npu-smi says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from commfuse_npu.tools.doctor.finding import Finding, about
+from commfuse_npu.tools.doctor.launch import Launch
+from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.versions import NPU_TORCH
+
+__all__ = ["check_devices", "check_links", "listed_npus"]
+
+
+_about = about("devices")
+# A device has two lines; the second has the address on the bus.
+_NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
+_BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
+
+
+def listed_npus(machine: Machine) -> list[tuple[str, str]]:
+    """(name, health) of every NPU that ``npu-smi info`` lists, one per chip."""
+    result = machine.run(["npu-smi", "info"], machine.variables)
+    if result is None or result.exit_code != 0:
+        return []
+    found: list[tuple[str, str]] = []
+    named = ("unknown", "unknown")
+    for line in result.output.splitlines():
+        if name := _NAME_LINE.match(line):
+            named = (name[1], name[2])
+        elif _BUS_LINE.match(line):
+            found.append(named)
+    return found
+
+
+def check_devices(machine: Machine, launch: Launch | None = None) -> list[Finding]:
+    result = machine.run(["npu-smi", "info"], machine.variables)
+    if result is None:
+        return [
+            _about(
+                "NPUs",
+                "note",
+                "no NPU found (there is no npu-smi)",
+                action="the CPU form over gloo works: bash scripts/pretrain_llama_cpu.sh",
+            )
+        ]
+    devices = listed_npus(machine)
+    if not devices:
+        return [
+            _about(
+                "NPUs",
+                "error",
+                f"npu-smi info lists none: {result.last_line}",
+                "a device",
+                "check driver and firmware, and that the container was given devices",
+            )
+        ]
+    kinds = Counter(name for name, _ in devices)
+    value = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    ill = [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]
+    found = [_about("NPUs", "ok", value)]
+    if ill:
+        found.append(
+            _about("health", "warning", f"NPU {', '.join(ill)}", "OK", "see npu-smi info -t health")
+        )
+    if launch is not None and launch.config.npus_per_node > len(devices):
+        found.append(
+            _about(
+                "NPUS_PER_NODE",
+                "error",
+                f"{launch.config.npus_per_node}, but there are {len(devices)}",
+                f"at most {len(devices)}",
+                "set NPUS_PER_NODE (--nproc_per_node)",
+            )
+        )
+    if machine.find("torch_npu") is None:
+        found.append(
+            _about(
+                "torch_npu",
+                "error",
+                "not found",
+                f"torch_npu {NPU_TORCH} to use the NPUs",
+                f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}",
+            )
+        )
+    return [*found, *check_links(machine)]
+
+
+_LINK_ADVICE = {
+    "HCCS": "a full mesh: --commfuse-schedule shifted with 2 lanes or more, up to TP - 1",
+    "HCCS_SW": "a switch: --commfuse-schedule shifted with 1 or 2 lanes",
+    "SIO": "two dies of a package",
+}
+
+
+def check_links(machine: Machine) -> list[Finding]:
+    """How NPUs are connected, from ``npu-smi info -t topo``."""
+    result = machine.run(["npu-smi", "info", "-t", "topo"], machine.variables)
+    links: Counter[str] = Counter()
+    for line in result.output.splitlines() if result is not None else ():
+        words = line.split()
+        # The heading starts with NPU0 too, but holds names instead of links.
+        if "X" in words and re.fullmatch(r"NPU\d+", words[0]):
+            links.update(word for word in words if re.fullmatch(r"[A-Z]{3}[A-Z_]*", word))
+    if not links:
+        said = "no npu-smi" if result is None else result.last_line
+        return [_about("links", "note", f"unknown: npu-smi info -t topo said {said}")]
+    pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
+    slow = [kind for kind in links if kind not in _LINK_ADVICE]
+    if slow:
+        return [
+            _about(
+                "links",
+                "warning",
+                pairs,
+                "HCCS, HCCS_SW or SIO within a tensor-parallel group",
+                f"{', '.join(slow)} goes over PCIe or the host: keep TP within the NPUs that HCCS "
+                "connects",
+            )
+        ]
+    advice = "; ".join(f"{kind} is {_LINK_ADVICE[kind]}" for kind, _ in links.most_common())
+    return [_about("links", "ok", pairs, action=advice)]

@@ -1,0 +1,114 @@
+"""The options of CommFuse that say what is fused, and how.
+
+The launch declares them (``mindspeed_patches``); tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn, get_args
+
+from commfuse_npu.plan import Order, Schedule, Shape
+from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.model_config import ModelConfig
+
+__all__ = ["LAYERS", "FuseOptions", "schedule_of"]
+
+LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
+
+
+@dataclass(frozen=True)
+class FuseOptions:
+    """The options ``--use-commfuse`` and ``--commfuse-...`` that say what is fused, and how."""
+
+    use_commfuse: bool = False
+    layers: tuple[str, ...] = LAYERS
+    schedule: Literal["auto", "shifted", "ring", "two_level"] = "auto"
+    lanes: int = 2
+    chunks: int = 1
+    taper: float = 1.0
+    order: Order = "interleaved"
+    tuning: Literal["off", "on"] = "off"
+    min_kib: int = 0
+    attention: bool = False
+    ulysses: bool = False
+    dp: bool = False
+
+    @classmethod
+    def from_options(cls, options: Sequence[str]) -> FuseOptions:
+        """Read them from a command line; other options are passed over.
+
+        Raises:
+            ConfigError: a value is unknown or out of range.
+        """
+        parser = _OptionParser(
+            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, usage=""
+        )
+        parser.add_argument("--use-commfuse", action=argparse.BooleanOptionalAction)
+        parser.add_argument("--commfuse-layers", dest="layers", type=_layer_names)
+        parser.add_argument(
+            "--commfuse-schedule", dest="schedule", choices=("auto", *get_args(Shape))
+        )
+        parser.add_argument("--commfuse-lanes", dest="lanes", type=int)
+        parser.add_argument("--commfuse-chunks", dest="chunks", type=int)
+        parser.add_argument("--commfuse-taper", dest="taper", type=float)
+        parser.add_argument("--commfuse-order", dest="order", choices=get_args(Order))
+        parser.add_argument("--commfuse-tuning", dest="tuning", choices=("off", "on"))
+        parser.add_argument("--commfuse-min-kib", dest="min_kib", type=int)
+        parser.add_argument(
+            "--commfuse-attention", dest="attention", action=argparse.BooleanOptionalAction
+        )
+        parser.add_argument(
+            "--commfuse-ulysses", dest="ulysses", action=argparse.BooleanOptionalAction
+        )
+        parser.add_argument("--commfuse-dp", dest="dp", action=argparse.BooleanOptionalAction)
+        given, _ = parser.parse_known_args(list(options))
+        found = cls(**vars(given))
+        for name, least in (("lanes", 1), ("chunks", 1), ("min_kib", 0)):
+            value = getattr(found, name)
+            if value < least:
+                option = f"--commfuse-{name.replace('_', '-')}"
+                raise ConfigError(f"{option} is {value}; give a whole number from {least}")
+        return found
+
+
+class _OptionParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _layer_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in LAYERS:
+            raise argparse.ArgumentTypeError(
+                f"unknown layer {name!r}; choose from {','.join(LAYERS)}"
+            )
+    return names
+
+
+def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:
+    """The schedule of a tensor-parallel group; ``auto`` is two_level if it spans nodes.
+
+    Raises:
+        PlanError: the options make no schedule.
+    """
+    size, local = config.tensor_model_parallel_size, config.npus_per_node
+    shape: Shape
+    if options.schedule == "auto":
+        shape = "two_level" if local < size and size % local == 0 else "shifted"
+    else:
+        shape = options.schedule
+    schedule = Schedule(
+        shape=shape,
+        lanes=options.lanes,
+        chunks=options.chunks,
+        order=options.order,
+        taper=options.taper,
+        node_size=min(local, size) if shape == "two_level" else None,
+    )
+    most = schedule.chunks if shape == "ring" else max(1, size - 1)
+    return dataclasses.replace(schedule, lanes=min(schedule.lanes, most))

@@ -1,0 +1,117 @@
+"""Everything that the doctor looks at, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.doctor.attention import recomputes_attention
+from commfuse_npu.tools.doctor.devices import check_devices
+from commfuse_npu.tools.doctor.environment import check_variables
+from commfuse_npu.tools.doctor.finding import Finding, about
+from commfuse_npu.tools.doctor.fuse_options import FuseOptions, schedule_of
+from commfuse_npu.tools.doctor.launch import Launch, value_of
+from commfuse_npu.tools.doctor.launch_checks import check_launch
+from commfuse_npu.tools.doctor.layers import ATTENTION_OPERATOR, FusedLayer, fused_layers
+from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.mindspeed_stack import check_stack
+from commfuse_npu.tools.doctor.torch_install import (
+    check_cann,
+    check_python,
+    check_torch,
+    check_torch_npu_loads,
+)
+from commfuse_npu.tools.doctor.transfers import check_transfers
+
+__all__ = ["Report", "diagnose"]
+
+_about = about("launch")
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, and what the launch would fuse."""
+
+    findings: tuple[Finding, ...]
+    layers: tuple[FusedLayer, ...] = ()
+    plan: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return all(finding.level != "error" for finding in self.findings)
+
+    def as_text(self) -> str:
+        lines = []
+        for section in dict.fromkeys(finding.section for finding in self.findings):
+            lines.append(section)
+            lines += [f"  {f}" for f in self.findings if f.section == section]
+        if self.layers:
+            lines.append(f"what is fused, per rank ({self.plan})")
+            lines += [f"  {_layer_line(layer)}" for layer in self.layers]
+        count = Counter(finding.level for finding in self.findings)
+        verdict = "ready" if self.ready else "not ready"
+        lines.append(f"{verdict}: {count['error']} errors, {count['warning']} warnings")
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        content = {
+            "ready": self.ready,
+            "findings": [asdict(finding) for finding in self.findings],
+            "plan": self.plan,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+        return json.dumps(content, indent=2)
+
+
+def _layer_line(layer: FusedLayer) -> str:
+    x, weight, y = (
+        "[" + ", ".join(map(str, shape)) + "]"
+        for shape in (layer.input_shape, layer.weight_shape, layer.output_shape)
+    )
+    sizes = f"{layer.layer:<6} {x} x {weight} -> {y}"
+    if layer.operator is None:
+        return f"{sizes}: Megatron's own forward, because {layer.reason}"
+    operator = layer.operator
+    if operator == ATTENTION_OPERATOR:
+        operator = f"attention and projection as one op {operator}"
+    return (
+        f"{sizes}: {operator}, {layer.transfers} transfers of "
+        f"{layer.transfer_bytes / 2**20:.2f} MB ({layer.transfer_bytes} bytes)"
+    )
+
+
+def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
+    """Look at everything."""
+    findings = [
+        *check_python(machine),
+        *check_torch(machine),
+        *check_torch_npu_loads(machine),
+        *check_cann(machine),
+        *check_stack(machine),
+        *check_devices(machine, launch),
+        *check_variables(machine, launch),
+    ]
+    if launch is None:
+        return Report(tuple(findings))
+    findings += check_launch(launch)
+    if any(finding.what == "layout" and finding.level == "error" for finding in findings):
+        return Report(tuple(findings))
+    try:
+        schedule = schedule_of(launch.config, launch.fuse)
+        # Whether it fits the group shows when it is built for one.
+        schedule.plan("gather", 0, launch.config.tensor_model_parallel_size)
+    except PlanError as error:
+        findings.append(_about("--commfuse-schedule", "error", str(error), "", "choose another"))
+        return Report(tuple(findings))
+    layers = fused_layers(
+        launch.config,
+        # Without the flag, what it would do.
+        FuseOptions(**{**vars(launch.fuse), "use_commfuse": True}),
+        element_bytes=2 if launch.config.bf16 or "--fp16" in launch.options else 4,
+        experts=value_of(launch.options, "--num-experts") is not None,
+        recomputed_attention=recomputes_attention(launch.options),
+    )
+    findings += check_transfers(machine, launch, schedule, layers)
+    return Report(tuple(findings), tuple(layers), str(schedule))

@@ -1,0 +1,506 @@
+"""What is trained and on how many NPUs: ``configs/<model>.yaml``, read and checked.
+
+A file per model is the single source of its shape, its training options and its parallel layout,
+for the launchers, for rehearsals and for a simulator.  Keys are the options of MindSpeed-LLM's
+``pretrain_gpt.py``: ``num_layers`` is ``--num-layers``.
+
+The launchers ask it for the options::
+
+    python -m commfuse_npu.tools.model_config configs/llama3_8b.yaml -- --num-layers 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from commfuse_npu.tools.config_file import ConfigError, read_config
+
+__all__ = ["ModelConfig", "given_options"]
+
+
+_MOST_DIGITS = 12
+"""No whole number of a training has more."""
+
+_MOST_TP = 4096
+"""Up to this size of groups those are named that would do."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama (RMSNorm, SwiGLU, rotary embeddings, no biases), its training and its layout.
+
+    Attributes are Megatron's options of the same name, but for these:
+
+    Attributes:
+        vocab_size: of the tokenizer, before padding.  Not passed on: the tokenizer says it.
+        num_layer_list: layers per pipeline stage where they differ; ``None``: the same in all.
+        npus_per_node, nnodes: torchrun's ``--nproc_per_node`` and ``--nnodes``.
+    """
+
+    # Model
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    make_vocab_size_divisible_by: int
+    seq_length: int
+    max_position_embeddings: int
+    rotary_base: int
+    norm_epsilon: float
+    untie_embeddings_and_output_weights: bool
+    init_method_std: float
+    tokenizer_type: str
+    bf16: bool
+    # Training
+    micro_batch_size: int
+    global_batch_size: int
+    train_iters: int
+    lr: float
+    min_lr: float
+    lr_warmup_fraction: float
+    weight_decay: float
+    clip_grad: float
+    adam_beta1: float
+    adam_beta2: float
+    # Parallel layout
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    context_parallel_size: int
+    context_parallel_algo: str
+    sequence_parallel: bool
+    num_layer_list: tuple[int, ...] | None
+    npus_per_node: int
+    nnodes: int
+
+    @classmethod
+    def load(cls, path: Path, options: Sequence[str] = ()) -> ModelConfig:
+        """The configuration in a file, with options of a command line in place of its values.
+
+        Raises:
+            ConfigError: the file cannot be read, is incomplete, or holds what is no such option.
+        """
+        return cls(**{**_from_yaml(path), **given_options(options)})
+
+    @classmethod
+    def from_options(cls, options: Sequence[str]) -> ModelConfig:
+        """The configuration that a command line of ``pretrain_gpt.py`` describes by itself.
+
+        What it leaves out is what Megatron takes then; torchrun's options may come before it.
+
+        Raises:
+            ConfigError: an option without a default is missing.
+        """
+        given = given_options(options)
+        missing = [_option(name) for name in _REQUIRED if name not in given]
+        if missing:
+            raise ConfigError(
+                f"{', '.join(missing)} not given: without, the layers have no size; add to the "
+                "options, or name a configuration"
+            )
+        ffn = 4 * given["hidden_size"]
+        values = {
+            **_MEGATRON_DEFAULTS,
+            "ffn_hidden_size": ffn * 2 // 3 // 64 * 64 if "--swiglu" in options else ffn,
+            "max_position_embeddings": given["seq_length"],
+            **given,
+        }
+        if "--group-query-attention" not in options:
+            values["num_query_groups"] = values["num_attention_heads"]
+        if "--padded-vocab-size" in options:
+            values["make_vocab_size_divisible_by"] = 1
+        ranks = (
+            values["tensor_model_parallel_size"]
+            * values["pipeline_model_parallel_size"]
+            * values["context_parallel_size"]
+        )
+        values.setdefault("npus_per_node", max(1, ranks // values["nnodes"]))
+        replicas = values["npus_per_node"] * values["nnodes"] // ranks
+        values.setdefault("global_batch_size", values["micro_batch_size"] * max(1, replicas))
+        return cls(**values)
+
+    @property
+    def world_size(self) -> int:
+        return self.npus_per_node * self.nnodes
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self._model_parallel_size
+
+    @property
+    def _model_parallel_size(self) -> int:
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """Whether activations are split along the sequence: never in a group of one."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: Megatron pads to a multiple that TP divides."""
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def number_of_parameters(self) -> int:
+        """Of the whole model, with the vocabulary as published, before padding."""
+        hidden, head = self.hidden_size, self.hidden_size // self.num_attention_heads
+        qkv = hidden * head * (self.num_attention_heads + 2 * self.num_query_groups)
+        layer = qkv + hidden * hidden + 3 * hidden * self.ffn_hidden_size + 2 * hidden
+        tables = 2 if self.untie_embeddings_and_output_weights else 1
+        return tables * self.vocab_size * hidden + self.num_layers * layer + hidden
+
+    @property
+    def tokenizer_option(self) -> str:
+        """The option that takes the tokenizer's path; empty if there is none to take."""
+        return {"PretrainedFromHF": "--tokenizer-name-or-path", "NullTokenizer": ""}.get(
+            self.tokenizer_type, "--tokenizer-model"
+        )
+
+    def validate(self) -> None:
+        """Check that layers, sequence and batch can be split as the layout wants.
+
+        Raises:
+            ConfigError: a line for everything that does not fit: value, limit and the way out.
+        """
+        found = [*self._model_problems(), *self._layout_problems(), *self._batch_problems()]
+        if found:
+            raise ConfigError("\n".join(found))
+
+    def _model_problems(self) -> list[str]:
+        tp, heads, groups = (
+            self.tensor_model_parallel_size,
+            self.num_attention_heads,
+            self.num_query_groups,
+        )
+        found: list[str | None] = [
+            _indivisible("hidden size", self.hidden_size, "heads", heads, "--hidden-size"),
+            _indivisible("number of heads", heads, "query groups", groups, "--num-attention-heads"),
+            _indivisible("feed-forward width", self.ffn_hidden_size, "TP", tp, "--ffn-hidden-size"),
+        ]
+        for what, count in (("attention heads", heads), ("query groups", groups)):
+            if count % tp:
+                fitting = [
+                    size
+                    for size in range(1, min(count, _MOST_TP) + 1)
+                    if not (heads % size | groups % size)
+                ]
+                found.append(
+                    f"{count} {what} are not divisible by TP {tp}; "
+                    f"choose TP from {', '.join(map(str, fitting))}"
+                )
+        if self.max_position_embeddings < self.seq_length:
+            found.append(
+                f"sequence length {self.seq_length} exceeds --max-position-embeddings "
+                f"{self.max_position_embeddings}; raise the latter to {self.seq_length}"
+            )
+        return [problem for problem in found if problem]
+
+    def _layout_problems(self) -> list[str]:
+        tp, pp, cp = (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.context_parallel_size,
+        )
+        found: list[str | None] = []
+        if self.world_size % self._model_parallel_size:
+            found.append(
+                f"{self.world_size} NPUs (NNODES {self.nnodes} x NPUS_PER_NODE "
+                f"{self.npus_per_node}) are not divisible by TP*PP*CP = {tp}*{pp}*{cp} = "
+                f"{self._model_parallel_size}; change NNODES or NPUS_PER_NODE, or choose TP, PP "
+                f"and CP whose product divides {self.world_size}"
+            )
+        found.extend(self._pipeline_problems())
+        if self.uses_sequence_parallel:
+            parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
+        else:
+            parts, by = cp, "CP"
+        if self.seq_length % parts:
+            found.append(
+                _indivisible("sequence length", self.seq_length, by, parts, "--seq-length")
+            )
+        elif cp > 1 and self.context_parallel_algo == "megatron_cp_algo":
+            # Each rank gets a part from either end of the causal triangle.
+            by = f"2*CP = 2*{cp} ="
+            found.append(
+                _indivisible("sequence length", self.seq_length, by, 2 * cp, "--seq-length")
+            )
+        if self.context_parallel_algo == "ulysses_cp_algo" and cp > 1:
+            heads = self.num_attention_heads
+            if heads % (tp * cp):
+                found.append(
+                    f"{heads} attention heads are not divisible by TP*CP = {tp}*{cp} = {tp * cp}, "
+                    "as ulysses_cp_algo needs; choose another CP or --context-parallel-algo"
+                )
+        return [problem for problem in found if problem]
+
+    def _pipeline_problems(self) -> list[str]:
+        pp, layers = self.pipeline_model_parallel_size, self.num_layer_list
+        if layers is None:
+            if self.num_layers % pp == 0:
+                return []
+            fitting = ", ".join(
+                str(n) for n in range(1, self.num_layers + 1) if not self.num_layers % n
+            )
+            return [
+                f"{self.num_layers} layers are not divisible by PP {pp}; choose PP from {fitting}, "
+                f"or give the layers of each stage as NUM_LAYER_LIST"
+            ]
+        listed = ",".join(map(str, layers))
+        if pp == 1:
+            return [f"NUM_LAYER_LIST {listed} needs PP of at least 2; set NUM_LAYER_LIST=none"]
+        if len(layers) != pp or sum(layers) != self.num_layers:
+            return [
+                f"NUM_LAYER_LIST {listed} has {len(layers)} stages with {sum(layers)} layers, but "
+                f"PP is {pp} and the model has {self.num_layers}; give {pp} numbers that add up to "
+                f"{self.num_layers}, or NUM_LAYER_LIST=none for the same number in each"
+            ]
+        return []
+
+    def _batch_problems(self) -> list[str]:
+        found: list[str | None] = []
+        if self.world_size % self._model_parallel_size == 0:
+            step = self.micro_batch_size * self.data_parallel_size
+            by = (
+                f"micro-batch size times data-parallel size = {self.micro_batch_size}*"
+                f"{self.data_parallel_size} ="
+            )
+            found.append(
+                _indivisible(
+                    "global batch size", self.global_batch_size, by, step, "--global-batch-size"
+                )
+            )
+        if self.min_lr > self.lr:
+            found.append(
+                f"--min-lr {self.min_lr} is above --lr {self.lr}; choose --min-lr of at most "
+                f"{self.lr}"
+            )
+        return [problem for problem in found if problem]
+
+    def arguments(self) -> list[str]:
+        """Model, training and layout as options of ``pretrain_gpt.py``, for every version of it.
+
+        Data, output and the choice of kernels are not of the model: the launcher adds them.
+        """
+        given = ["--use-mcore-models"]
+
+        def add(*names: str) -> None:
+            for name in names:
+                value = getattr(self, name)
+                if value is True:
+                    given.append(_option(name))
+                elif value is not False and value is not None:
+                    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                    given.extend((_option(name), text))
+
+        add("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        if self.context_parallel_size > 1:
+            add("context_parallel_size", "context_parallel_algo")
+        if self.uses_sequence_parallel:
+            add("sequence_parallel")
+        add("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+        if self.num_query_groups != self.num_attention_heads:
+            given.append("--group-query-attention")
+            add("num_query_groups")
+        add("seq_length", "max_position_embeddings")
+        given += ["--position-embedding-type", "rope"]
+        add("rotary_base")
+        given += ["--normalization", "RMSNorm"]
+        add("norm_epsilon")
+        given += ["--swiglu", "--disable-bias-linear"]
+        given += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
+        add("untie_embeddings_and_output_weights", "init_method_std")
+        add("make_vocab_size_divisible_by", "tokenizer_type")
+        add("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr")
+        given += ["--lr-decay-style", "cosine"]
+        add("lr_warmup_fraction", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "bf16")
+        return given
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_SPELLINGS = {
+    # torchrun takes either of the last two.
+    "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
+    "vocab_size": ("--vocab-size", "--padded-vocab-size"),
+}
+_VARIABLES = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "num_layer_list": "NUM_LAYER_LIST",
+    "npus_per_node": "NPUS_PER_NODE",
+    "nnodes": "NNODES",
+}
+_MEGATRON_DEFAULTS: dict[str, Any] = {
+    "make_vocab_size_divisible_by": 128,
+    "rotary_base": 10000,
+    "norm_epsilon": 1e-5,
+    "untie_embeddings_and_output_weights": False,
+    "init_method_std": 0.02,
+    "tokenizer_type": "NullTokenizer",
+    "bf16": False,
+    "train_iters": 1,
+    "lr": 0.0,
+    "min_lr": 0.0,
+    "lr_warmup_fraction": 0.0,
+    "weight_decay": 0.01,
+    "clip_grad": 1.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "context_parallel_algo": "megatron_cp_algo",
+    "sequence_parallel": False,
+    "num_layer_list": None,
+    "nnodes": 1,
+}
+_REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "seq_length",
+    "micro_batch_size",
+)
+
+
+def _indivisible(what: str, value: int, by: str, divisor: int, option: str) -> str | None:
+    """What is wrong unless ``divisor`` divides ``value``, with the nearest values that work."""
+    if value % divisor == 0:
+        return None
+    below = value // divisor * divisor
+    nearest = f"{below} or {below + divisor}" if below else str(divisor)
+    return f"{what} {value} is not divisible by {by} {divisor}; choose {option} {nearest}"
+
+
+class _OptionParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def given_options(options: Sequence[str]) -> dict[str, Any]:
+    """The values of a configuration that a command line gives; other options are passed over.
+
+    Raises:
+        ConfigError: a value is missing or of the wrong type.
+    """
+    parser = _OptionParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, usage=""
+    )
+    kinds = {field.name: str(field.type) for field in fields(ModelConfig)}
+    for name, kind in kinds.items():
+        spellings = _SPELLINGS.get(name, (_option(name),))
+        if kind == "bool":
+            parser.add_argument(*spellings, dest=name, action="store_true")
+        else:
+            parser.add_argument(*spellings, dest=name)
+    given, _ = parser.parse_known_args(list(options))
+    return {
+        name: _converted(kinds[name], value, _said(name)) for name, value in vars(given).items()
+    }
+
+
+def _said(name: str) -> str:
+    variable = _VARIABLES.get(name)
+    return f"{variable} ({_option(name)})" if variable else _option(name)
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    content = read_config(path)
+    kinds = {field.name: str(field.type) for field in fields(ModelConfig)}
+    for key in content:
+        if key not in kinds:
+            near = difflib.get_close_matches(str(key), kinds, n=1, cutoff=0.0)
+            raise ConfigError(f"{path}: unknown option {key!r}; did you mean {near[0]!r}?")
+    missing = [name for name in kinds if name not in content]
+    if missing:
+        raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
+    return {
+        name: _converted(kind, content[name], f"{path}: {name}") for name, kind in kinds.items()
+    }
+
+
+def _converted(kind: str, value: Any, where: str) -> Any:
+    """``value`` as a field of a type holds it; from text too, as yaml reads 1e-5."""
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: {value!r} is not true or false")
+        return value
+    if kind == "str":
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"{where}: {value!r} is not a name")
+        return value
+    if kind == "float":
+        try:
+            number = float("" if isinstance(value, bool) else value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{where}: {value!r} is not a number") from error
+        if not math.isfinite(number):
+            raise ConfigError(f"{where}: {value!r} is not a finite number")
+        return number
+    if kind == "int":
+        return _whole(value, where)
+    if value is None or value == "none":
+        return None
+    return tuple(_whole(part, where) for part in str(value).split(","))
+
+
+def _whole(value: Any, where: str) -> int:
+    text = str(value).strip()
+    if isinstance(value, float) or not text.isdecimal() or not text.strip("0"):
+        raise ConfigError(f"{where}: {value!r} is not a whole number from 1")
+    if len(text) > _MOST_DIGITS:
+        raise ConfigError(f"{where}: a number of {len(text)} digits; give at most {_MOST_DIGITS}")
+    return int(text)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    """Print ``arguments``, one per line, or one value; exit code 2 if the layout does not fit."""
+    own, options = list(arguments), []
+    if "--" in own:
+        position = own.index("--")
+        own, options = own[:position], own[position + 1 :]
+    values = [field.name for field in fields(ModelConfig)]
+    parser = argparse.ArgumentParser(description="Print what a configuration says, checked.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument(
+        "--emit",
+        choices=["arguments", "number_of_parameters", "tokenizer_option", *values],
+        default="arguments",
+        metavar="WHAT",
+        help="arguments (one word per line), number_of_parameters, tokenizer_option or a key",
+    )
+    given = parser.parse_args(own)
+    try:
+        config = ModelConfig.load(given.config, options)
+        config.validate()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"{given.config.name}: error: {line}", file=sys.stderr)
+        return 2
+    if given.emit == "arguments":
+        print(*config.arguments(), sep="\n")
+    else:
+        print(getattr(config, given.emit))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

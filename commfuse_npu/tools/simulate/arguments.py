@@ -1,0 +1,129 @@
+"""The options of ``commfuse-npu simulate``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["parser", "whole"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="commfuse-npu simulate",
+        description="Simulates training steps on a described machine, for this project's ops and "
+        "for what they compete with. Nothing is measured; ranges show how uncertain the "
+        "description is.",
+        epilog="Exit codes: 0 simulated, 2 options or files make no sense.",
+    )
+    what = parser.add_argument_group("what is simulated")
+    what.add_argument(
+        "--model", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s"
+    )
+    what.add_argument(
+        "--hardware",
+        default="ascend_910b_server",
+        help="a yaml file, or its name in configs/hardware/: %(default)s",
+    )
+    for name, meaning in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
+        what.add_argument(
+            f"--{name}", type=whole, help=f"{meaning}-parallel size; the model's by default"
+        )
+    what.add_argument(
+        "--npus", type=whole, nargs="+", help="numbers of NPUs instead of --dp, to see what scales"
+    )
+    what.add_argument(
+        "--sequence-lengths", type=whole, nargs="+", help="the model's by default", metavar="S"
+    )
+    what.add_argument("--micro-batch", type=whole, help="sequences; the model's by default")
+    what.add_argument(
+        "--micro-batches",
+        type=whole,
+        help="per step and replica; by default what the model's global batch gives",
+    )
+    what.add_argument("--recompute", choices=("none", "full"), default="none")
+    what.add_argument(
+        "--ulysses",
+        choices=("none", "plain", "fused"),
+        default="none",
+        help="context parallelism by exchanging heads; fused: CommFuse's variants with "
+        "--commfuse-ulysses; none: as the model's file says",
+    )
+    what.add_argument(
+        "--data-parallel",
+        choices=("blocking", "overlapped", "commfuse"),
+        default="overlapped",
+        help="exchange of gradients and parameters: Megatron's without overlap, with it, or "
+        "--commfuse-dp; default %(default)s",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--variants", default="*", help="names or patterns: 'coc-*,commfuse-*'")
+    how.add_argument("--lanes", type=whole, help="of CommFuse; by default what suits the links")
+    how.add_argument("--chunks", type=whole, nargs="+", default=[1, 2, 4], help="of CommFuse")
+    how.add_argument(
+        "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
+    )
+    how.add_argument("--seed", type=int, default=0, help="of what follows")
+    how.add_argument("--noise", type=_share, default=0.0, help="of work: 0.05 is about 5 %%")
+    how.add_argument("--slow-links", type=_count, default=0, help="how many are slower")
+    how.add_argument("--slow-link-factor", type=float, default=2.0)
+    how.add_argument("--stragglers", type=_count, default=0, help="how many ranks are slower")
+    how.add_argument("--straggler-factor", type=float, default=1.2)
+    out = parser.add_argument_group("what comes out (besides Markdown tables)")
+    out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="two panels over sequence length")
+    out.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Chrome trace of one layer, typical figures"
+    )
+    out.add_argument(
+        "--beside",
+        type=Path,
+        metavar="FILE",
+        help="a measured trace to put into that of --trace, rank by rank",
+    )
+    out.add_argument(
+        "--trace-variant", help="whose; by default the one with the shortest step", metavar="NAME"
+    )
+    check = parser.add_argument_group("how well it predicts (instead of all of the above)")
+    check.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="what `commfuse-npu bench --json` wrote: fit to it at one ratio, predict the rest",
+    )
+    check.add_argument(
+        "--calibrated",
+        type=Path,
+        metavar="FILE",
+        help="write the machine that was fitted, two ranks in fp32, for --hardware",
+    )
+    check.add_argument(
+        "--fit-ratio", type=float, help="wire time / computing time to fit at; default 0.5"
+    )
+    return parser
+
+
+def whole(text: str) -> int:
+    """A converter for argparse: a whole number from 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number from 1")
+    return value
+
+
+whole.__name__ = "whole number"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not from 0 to 1")
+    return value

@@ -1,0 +1,94 @@
+"""Timelines for chrome://tracing and Perfetto: a process per rank, a thread per engine or link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from commfuse_npu.tools.simulate.group import Played
+
+__all__ = ["beside", "chrome_trace", "read_trace"]
+
+
+def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
+    """The parts one after the other, in the Trace Event Format; times in microseconds."""
+    events: list[dict[str, Any]] = []
+    threads: dict[tuple[int, str], int] = {}
+
+    def thread(rank: int, name: str) -> int:
+        if (rank, name) not in threads:
+            # The compute engine on top, then lanes, then links.
+            number = sum(1 for known, _ in threads if known == rank)
+            threads[rank, name] = number
+            common = {"ph": "M", "pid": rank, "tid": number}
+            events.append({"name": "thread_name", **common, "args": {"name": name}})
+            events.append({"name": "thread_sort_index", **common, "args": {"sort_index": number}})
+        return threads[rank, name]
+
+    offset = 0.0
+    for rank in range(max((len(played.programs) for _, played in parts), default=0)):
+        whole = all(played.links.folded for _, played in parts)
+        stands_for = f", as all {parts[0][1].links.size} ranks" if whole else ""
+        title = {"name": f"rank {rank}{stands_for}, simulated"}
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": title})
+    for part, played in parts:
+        for rank in range(len(played.programs)):
+            thread(rank, "compute")
+        for span in played.timeline.spans:
+            engine = span.operation.engine
+            if engine is None or span.end <= span.start:
+                continue
+            events.append(
+                _event(
+                    span.operation.name, part, span.rank, thread(span.rank, engine),
+                    offset + span.start, offset + span.end, {},
+                )
+            )  # fmt: skip
+        for moved in played.timeline.moved:
+            message = moved.message
+            rank = message.source
+            link = f"link to rank {message.target}"
+            events.append(
+                _event(
+                    f"{message.key[0]}", part, rank, thread(rank, link), offset + moved.start,
+                    offset + moved.end, {"bytes": message.size, "to": message.target},
+                )
+            )  # fmt: skip
+        offset += played.seconds
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def read_trace(content: Any) -> dict[str, Any]:
+    """``content`` if it is a trace as :func:`commfuse_npu.runtime.trace.write` makes them.
+
+    Raises:
+        ValueError: it is not.
+    """
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list) or not all(
+        isinstance(event, dict) and isinstance(event.get("pid"), int) for event in events
+    ):
+        raise ValueError("it is not a trace: a mapping with traceEvents, each with a number as pid")
+    return dict(content)
+
+
+def beside(simulated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Both traces in one: the measured processes follow the simulated ones."""
+    first = 1 + max((event["pid"] for event in simulated["traceEvents"]), default=-1)
+    moved = [{**event, "pid": first + event["pid"]} for event in measured["traceEvents"]]
+    return {**simulated, "traceEvents": [*simulated["traceEvents"], *moved]}
+
+
+def _event(
+    name: str, part: str, rank: int, thread: int, start: float, end: float, more: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "cat": part,
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": more,
+    }

@@ -1,0 +1,186 @@
+"""``commfuse-npu simulate``: from options to tables, a picture and a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from commfuse_npu.runtime.whole_file import whole_file, write_json
+from commfuse_npu.tools.config_file import ConfigError, find_config
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.arguments import parser
+from commfuse_npu.tools.simulate.chrome_trace import beside, chrome_trace, read_trace
+from commfuse_npu.tools.simulate.disturbance import Disturbance
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.report import heading, scale, table
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.sweep import Layout, Options, Point, of_hardware, sweep, training
+from commfuse_npu.tools.simulate.variants import Variant
+
+__all__ = ["main"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the subcommand; see :mod:`.arguments` for the options."""
+    given = parser().parse_args(words)
+    try:
+        return _main(given)
+    except (ValueError, OSError, ImportError) as error:
+        for line in str(error).splitlines():
+            print(f"commfuse-npu simulate: error: {line}", file=sys.stderr)
+        return 2
+
+
+def _main(given: argparse.Namespace) -> int:
+    if given.against is not None:
+        from commfuse_npu.tools.bench.stored import load
+        from commfuse_npu.tools.simulate.calibrate import (  # it needs numpy
+            described,
+            predictions,
+            report,
+        )
+
+        _, results, _ = load(given.against)
+        ratio = 0.5 if given.fit_ratio is None else given.fit_ratio
+        print(report(list(predictions(results, ratio)), ratio))
+        if given.calibrated:
+            text = described(results, ratio, given.against.name)
+            with whole_file(given.calibrated) as part:
+                part.write_text(text, encoding="utf-8")
+        return 0
+    _refuse_what_has_no_effect(given)
+    hardware = Hardware.load(find_config(given.hardware, "hardware"))
+    model_path = find_config(given.model)
+    model = ModelConfig.load(model_path)
+    layouts = _layouts(given, model)
+    sequences = given.sequence_lengths or [model.seq_length]
+    options = Options(
+        micro_batch=given.micro_batch,
+        micro_batches=given.micro_batches,
+        lanes=given.lanes,
+        chunks=tuple(dict.fromkeys(given.chunks)),
+        patterns=tuple(word.strip() for word in given.variants.split(",") if word.strip()),
+        recompute=given.recompute,
+        ulysses=given.ulysses,
+        data_parallel=given.data_parallel,
+        disturbance=Disturbance(
+            seed=given.seed,
+            noise=given.noise,
+            slow_links=given.slow_links,
+            slow_link_factor=given.slow_link_factor,
+            stragglers=given.stragglers,
+            straggler_factor=given.straggler_factor,
+        ),
+        corners=not given.typical,
+    )
+    first = layouts[0]
+    known = {variant.name: variant for variant in of_hardware(hardware, first, options)}
+    if given.trace_variant and given.trace_variant not in known:
+        raise ValueError(
+            f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(known)}"
+        )
+    measured = _measured(given.beside) if given.beside else None
+    sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP " + ", ".join(
+        str(layout.dp) for layout in layouts
+    )
+    title = f"{model_path.stem}, {hardware.path.stem}, {sizes}"
+    print(heading(hardware, model_path.stem, sizes))
+    points: list[Point] = []
+    try:
+        for point in sweep(model, hardware, layouts, sequences, options):
+            print("\n" + table(point), flush=True)
+            points.append(point)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
+    print("\n" + scale(points))
+    if given.json:
+        _write_json(given, hardware, points)
+    if given.plot:
+        from commfuse_npu.tools.simulate.plot import draw
+
+        draw([point for point in points if point.npus == points[0].npus], title, given.plot)
+    if given.trace:
+        best = min(points[0].outcomes, key=lambda outcome: outcome.step.typical).variant
+        what = training(model, first, sequences[0], options)
+        step = Step(hardware.machine(), what, options.disturbance)
+        _write_trace(given.trace, step, known[given.trace_variant or best], measured)
+    return 0
+
+
+def _refuse_what_has_no_effect(given: argparse.Namespace) -> None:
+    for option, needed in (
+        ("calibrated", "against"),
+        ("fit_ratio", "against"),
+        ("beside", "trace"),
+        ("trace_variant", "trace"),
+    ):
+        if getattr(given, option) is not None and getattr(given, needed) is None:
+            said = option.replace("_", "-")
+            raise ValueError(f"--{said} is for --{needed}; give both, or neither")
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    try:
+        return read_trace(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"--beside {path}: {error}") from error
+
+
+def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
+    tp = given.tp or model.tensor_model_parallel_size
+    cp = given.cp or model.context_parallel_size
+    pp = given.pp or model.pipeline_model_parallel_size
+    one = tp * cp * pp
+    if given.npus is None:
+        fits = model.world_size % one == 0
+        return [Layout(tp, cp, given.dp or (model.world_size // one if fits else 1), pp)]
+    if given.dp is not None:
+        raise ValueError("--npus and --dp say the same twice; give one of them")
+    for npus in given.npus:
+        if npus % one:
+            raise ValueError(
+                f"--npus {npus} is not divisible by TP*CP*PP = {tp}*{cp}*{pp} = {one}; choose "
+                + (f"{npus // one * one} or " if npus > one else "")
+                + f"{npus // one * one + one}"
+            )
+    return [Layout(tp, cp, npus // one, pp) for npus in given.npus]
+
+
+def _write_json(given: argparse.Namespace, hardware: Hardware, points: list[Point]) -> None:
+    content = {
+        "simulated": True,
+        "model": given.model,
+        "hardware": {
+            "file": str(hardware.path),
+            "name": hardware.name,
+            "figures": {
+                name: {"low": f.low, "typical": f.typical, "high": f.high, "source": f.source}
+                for name, f in hardware.figures.items()
+            },
+        },
+        "points": [
+            {
+                "sequence": point.sequence,
+                "npus": point.npus,
+                "micro_batches": point.micro_batches,
+                "ratio": point.ratio._asdict(),
+                "simulated_in": point.simulated_in,
+                "variants": [outcome.as_json() for outcome in point.outcomes],
+            }
+            for point in points
+        ],
+    }
+    write_json(given.json, content, indent=1)
+
+
+def _write_trace(path: Path, step: Step, variant: Variant, measured: dict[str, Any] | None) -> None:
+    parts = [(part, step.layer(variant, part)) for part in ("forward", "backward")]
+    trace = chrome_trace(parts)
+    if measured is not None:
+        trace = beside(trace, measured)
+    write_json(path, trace)

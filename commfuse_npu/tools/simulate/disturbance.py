@@ -1,0 +1,70 @@
+"""Noise, slow links and stragglers, the same for the same seed.
+
+Without any of them all ranks of a group do the same, and one of them is simulated for all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commfuse_npu.tools.simulate.program import Program
+
+__all__ = ["Disturbance"]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What is not as described.
+
+    Args:
+        seed: of everything random here.
+        noise: standard deviation of the logarithm of how long work takes: 0.05 is about 5 %.
+        slow_links: how many links between ordered pairs of ranks are slow, chosen by the seed.
+        slow_link_factor: how much slower they are.
+        stragglers: how many ranks are slow, chosen by the seed.
+        straggler_factor: how much longer their work takes.
+
+    Raises:
+        ValueError: a negative number, or a factor below 1.
+    """
+
+    seed: int = 0
+    noise: float = 0.0
+    slow_links: int = 0
+    slow_link_factor: float = 2.0
+    stragglers: int = 0
+    straggler_factor: float = 1.2
+
+    def __post_init__(self) -> None:
+        for name in ("noise", "slow_links", "stragglers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        for name in ("slow_link_factor", "straggler_factor"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be 1 or more")
+
+    @property
+    def none(self) -> bool:
+        """Whether everything is as described."""
+        return not (self.noise or self.slow_links or self.stragglers)
+
+    def slow(self, size: int) -> dict[tuple[int, int], float]:
+        """Factor by which links of a group are slower, by (source, target)."""
+        pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+        chosen = random.Random(f"links {self.seed}").sample(pairs, min(self.slow_links, len(pairs)))
+        return dict.fromkeys(chosen, self.slow_link_factor)
+
+    def speeds(self, programs: Sequence[Program]) -> list[list[float]]:
+        """Factor by which each operation of each rank takes longer."""
+        count = min(self.stragglers, len(programs))
+        slow = set(random.Random(f"ranks {self.seed}").sample(range(len(programs)), count))
+        speeds = []
+        for rank, program in enumerate(programs):
+            numbers = random.Random(f"work {self.seed} {rank}")
+            base = self.straggler_factor if rank in slow else 1.0
+            speeds.append(
+                [base * numbers.lognormvariate(0.0, self.noise) for _ in program.operations]
+            )
+        return speeds

@@ -1,0 +1,355 @@
+"""Discrete events: plays the programs of all ranks of a group on a machine's links.
+
+* An operation starts when its host has launched it, the one before it on its engine or lane is
+  done, and what it waits for is done.
+* A transfer begins its latency when both of its ends have started (rendezvous), then moves its
+  bytes at ``min`` over its links of capacity / transfers on that link.  Equal shares are what a
+  fair switch gives while all transfers are limited by the same kind of link; where they are not,
+  it is a little pessimistic, and never more than a link can carry.
+* Work runs at full speed, or at ``1 - transfer_slowdown`` while a transfer reads or writes the
+  memory of its NPU.
+
+Rates change only at events, so times are exact up to rounding.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from commfuse_npu.tools.simulate.links import LinkId, Links
+from commfuse_npu.tools.simulate.program import Message, Operation, Program
+
+__all__ = ["Cause", "Moved", "SimulationError", "Span", "Timeline", "simulate"]
+
+
+class SimulationError(RuntimeError):
+    """The programs cannot be played to their end: ranks wait for each other, or for nobody."""
+
+
+class Cause(NamedTuple):
+    """What an operation or a transfer waited for last; times are contiguous along causes."""
+
+    kind: Literal["operation", "host", "start"]
+    rank: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An operation that was played, in seconds from the start."""
+
+    rank: int
+    index: int
+    operation: Operation
+    start: float
+    end: float
+    cause: Cause
+    """Why it did not start earlier."""
+    ended_by: int | None
+    """Index into ``moved`` of the transfer that ended it, for exchanges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A transfer that was played.  ``ready``: both ends started; ``start``: after the latency."""
+
+    message: Message
+    links: tuple[LinkId, ...]
+    ready: float
+    start: float
+    end: float
+    cause: Cause
+    """The end that started last."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happened.  ``seconds``: until everything was done."""
+
+    seconds: float
+    spans: tuple[Span, ...]
+    moved: tuple[Moved, ...]
+
+
+class _Flow:
+    __slots__ = (
+        "cause",
+        "links",
+        "message",
+        "rate",
+        "ready",
+        "remaining",
+        "since",
+        "start",
+        "turn",
+    )
+
+    def __init__(self, message: Message, links: tuple[LinkId, ...], ready: float, cause: Cause):
+        self.message, self.links, self.ready, self.cause = message, links, ready, cause
+        self.remaining = message.size
+        self.rate = self.start = self.since = 0.0
+        self.turn = 0
+
+
+class _Work:
+    """What a compute engine is doing."""
+
+    __slots__ = ("index", "rate", "remaining", "since", "turn")
+
+    def __init__(self, index: int, seconds: float, rate: float, now: float) -> None:
+        self.index, self.remaining, self.rate, self.since = index, seconds, rate, now
+        self.turn = 0
+
+
+def simulate(
+    programs: Sequence[Program],
+    links: Links,
+    speeds: Sequence[Sequence[float]] | None = None,
+) -> Timeline:
+    """Play the programs of ranks ``0, 1, ...`` to their end.
+
+    Args:
+        programs: one per rank; a single folded one if the links are folded.
+        speeds: factor by which each operation of each rank takes longer than planned.
+
+    Raises:
+        SimulationError: operations are left that wait for something that never happens.
+    """
+    return _Simulation(programs, links, speeds).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        links: Links,
+        speeds: Sequence[Sequence[float]] | None,
+    ) -> None:
+        self.links, self.speeds = links, speeds
+        self.slowdown = links.machine.transfer_slowdown
+        self.operations = [program.operations for program in programs]
+        self.now = 0.0
+        self._events: list[tuple[float, int, str, object, int]] = []
+        self._sequence = 0
+        self._ends: dict[object, int] = {}
+        self._owners: dict[object, list[tuple[int, int]]] = {}
+        self._on_link: dict[LinkId, dict[_Flow, None]] = {}
+        self._capacity: dict[LinkId, float] = {}
+        self._transfers = [0] * len(programs)
+        self._running: list[_Work | None] = [None] * len(programs)
+        self._spans: list[Span] = []
+        self._moved: list[Moved] = []
+        self._left = self._turns = 0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._waiting: list[list[int]] = []
+        self._open: list[list[int]] = []
+        self._followers: list[list[list[int]]] = []
+        self._started: list[list[float]] = []
+        self._cause: list[list[Cause]] = []
+        overhead = self.links.machine.launch_overhead
+        ready: list[tuple[int, int]] = []
+        for rank, operations in enumerate(self.operations):
+            waiting = [0] * len(operations)
+            followers: list[list[int]] = [[] for _ in operations]
+            last: dict[str, int] = {}
+            launched = 0.0
+            for index, operation in enumerate(operations):
+                needs = set(operation.after)
+                if operation.engine is not None:
+                    if operation.engine in last:
+                        needs.add(last[operation.engine])
+                    last[operation.engine] = index
+                for need in needs:
+                    followers[need].append(index)
+                waiting[index] = len(needs)
+                launched += operation.launches * overhead
+                if launched > 0:
+                    waiting[index] += 1
+                    self._push(launched, "launched", rank, index)
+                for message in (*operation.sends, *operation.receives):
+                    self._owners.setdefault(message.key, []).append((rank, index))
+                if waiting[index] == 0:
+                    ready.append((rank, index))
+            self._left += len(operations)
+            self._waiting.append(waiting)
+            self._followers.append(followers)
+            self._open.append([len(op.sends) + len(op.receives) for op in operations])
+            self._started.append([math.nan] * len(operations))
+            self._cause.append([Cause("start")] * len(operations))
+        self._ready = ready
+
+    def run(self) -> Timeline:
+        for rank, index in self._ready:
+            self._start(rank, index)
+        while self._events:
+            time, _, kind, what, number = heapq.heappop(self._events)
+            if kind == "launched":
+                assert isinstance(what, int)
+                self.now = time
+                self._met(what, number, Cause("host", what, number))
+            elif kind == "work":
+                assert isinstance(what, int)
+                work = self._running[what]
+                if work is None or work.turn != number:
+                    continue  # its rate has changed since
+                self.now = time
+                self._running[what] = None
+                self._done(what, work.index, None)
+            elif kind == "begin":
+                assert isinstance(what, _Flow)
+                self.now = time
+                self._begin(what)
+            else:
+                assert isinstance(what, _Flow)
+                if what.turn != number:
+                    continue
+                self.now = time
+                self._end(what)
+        if self._left:
+            raise SimulationError(self._stuck())
+        return Timeline(self.now, tuple(self._spans), tuple(self._moved))
+
+    def _stuck(self) -> str:
+        """Names the exchange that hangs first; the others wait behind it."""
+        hanging = [
+            (start, rank, index)
+            for rank, started in enumerate(self._started)
+            for index, start in enumerate(started)
+            if not math.isnan(start) and self._open[rank][index] > 0
+        ]
+        if not hanging:
+            return f"{self._left} operations wait for each other"
+        _, rank, index = min(hanging)
+        operation = self.operations[rank][index]
+        return (
+            f"rank {rank} waits for ever in {operation.name!r} on {operation.engine}: "
+            f"{self._open[rank][index]} transfers never began, because their other ends never "
+            f"started; {self._left} operations are left"
+        )
+
+    def _push(self, time: float, kind: str, what: object, number: int) -> None:
+        self._sequence += 1
+        heapq.heappush(self._events, (time, self._sequence, kind, what, number))
+
+    def _met(self, rank: int, index: int, cause: Cause) -> None:
+        self._waiting[rank][index] -= 1
+        self._cause[rank][index] = cause
+        if self._waiting[rank][index] == 0:
+            self._start(rank, index)
+
+    def _start(self, rank: int, index: int) -> None:
+        operation = self.operations[rank][index]
+        self._started[rank][index] = self.now
+        if operation.engine == "compute":
+            seconds = operation.seconds
+            if self.speeds is not None:
+                seconds *= self.speeds[rank][index]
+            work = _Work(index, seconds, self._speed(rank), self.now)
+            self._running[rank] = work
+            self._schedule_work(rank, work)
+            return
+        if not self._open[rank][index]:
+            self._done(rank, index, None)
+            return
+        for message in (*operation.sends, *operation.receives):
+            ends = self._ends.get(message.key, 0) + 1
+            self._ends[message.key] = ends
+            if ends == 2:
+                path = self.links.path(message.source, message.target)
+                flow = _Flow(message, path, self.now, Cause("operation", rank, index))
+                latency = self.links.latency(message.source, message.target)
+                self._push(self.now + latency, "begin", flow, 0)
+
+    def _done(self, rank: int, index: int, ended_by: int | None) -> None:
+        self._left -= 1
+        self._spans.append(
+            Span(
+                rank,
+                index,
+                self.operations[rank][index],
+                self._started[rank][index],
+                self.now,
+                self._cause[rank][index],
+                ended_by,
+            )
+        )
+        cause = Cause("operation", rank, index)
+        for follower in self._followers[rank][index]:
+            self._met(rank, follower, cause)
+
+    # ------------------------------------------------------------------- transfers
+
+    def _touched(self, message: Message) -> tuple[int, ...]:
+        """The ranks whose memory a transfer reads or writes."""
+        if self.links.folded:
+            return (0,)
+        return message.source, message.target
+
+    def _begin(self, flow: _Flow) -> None:
+        flow.start = flow.since = self.now
+        for link in flow.links:
+            self._on_link.setdefault(link, {})[flow] = None
+            if link not in self._capacity:
+                self._capacity[link] = self.links.capacity(link)
+        for rank in self._touched(flow.message):
+            self._transfers[rank] += 1
+            if self._transfers[rank] == 1:
+                self._change_speed(rank)
+        self._share(flow.links, flow)
+
+    def _end(self, flow: _Flow) -> None:
+        for link in flow.links:
+            del self._on_link[link][flow]
+        for rank in self._touched(flow.message):
+            self._transfers[rank] -= 1
+            if self._transfers[rank] == 0:
+                self._change_speed(rank)
+        self._share(flow.links, None)
+        self._moved.append(
+            Moved(flow.message, flow.links, flow.ready, flow.start, self.now, flow.cause)
+        )
+        number = len(self._moved) - 1
+        for rank, index in self._owners[flow.message.key]:
+            self._open[rank][index] -= 1
+            if self._open[rank][index] == 0:
+                self._done(rank, index, number)
+
+    def _share(self, links: tuple[LinkId, ...], new: _Flow | None) -> None:
+        """Give the transfers on these links the rate that they have from now on."""
+        affected = {flow: None for link in links for flow in self._on_link[link]}
+        for flow in affected:
+            rate = min(self._capacity[link] / len(self._on_link[link]) for link in flow.links)
+            if rate == flow.rate and flow is not new:
+                continue
+            if flow is not new and not math.isinf(flow.rate):
+                flow.remaining -= flow.rate * (self.now - flow.since)
+            flow.rate, flow.since = rate, self.now
+            flow.turn += 1
+            left = max(0.0, flow.remaining) / rate
+            self._push(self.now + left, "end", flow, flow.turn)
+
+    # ------------------------------------------------------------------- work
+
+    def _speed(self, rank: int) -> float:
+        return 1.0 - self.slowdown if self._transfers[rank] else 1.0
+
+    def _change_speed(self, rank: int) -> None:
+        work = self._running[rank]
+        if work is None or not self.slowdown:
+            return
+        work.remaining = max(0.0, work.remaining - work.rate * (self.now - work.since))
+        work.since, work.rate = self.now, self._speed(rank)
+        self._schedule_work(rank, work)
+
+    def _schedule_work(self, rank: int, work: _Work) -> None:
+        # Turns are unique in a simulation, so that an event of finished work is never taken for one
+        # of the next.
+        self._turns += 1
+        work.turn = self._turns
+        self._push(self.now + work.remaining / work.rate, "work", rank, work.turn)

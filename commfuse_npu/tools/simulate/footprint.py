@@ -1,0 +1,100 @@
+"""Device memory of a training step, by what it is for: does a layout fit?
+
+Per parameter of an NPU: 2 bytes of weight (bf16), 4 of gradient (fp32), and 12 of Adam (master
+weight and two moments in fp32) divided over the data-parallel ranks, as Megatron's distributed
+optimizer does.  Activations per layer and micro-batch are what its backward needs, in bf16::
+
+    rows / tp * 2 * (4 H       the inputs of both norms, qkv and fc1, split along the sequence
+                     + QKV     queries, keys, values
+                     + H       attention's result
+                     + 3 F)    fc1's two halves and their product
+    + rows / tp * heads * 64   row maxima and sums of flash attention, 8 fp32 each
+                               (npu_fusion_attention keeps them so: read, not run)
+
+With full recomputation a layer keeps its input only, and one layer at a time has all of it.  A
+stage of a pipeline holds as many micro-batches as there are stages from it to the end (1F1B).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES
+from commfuse_npu.tools.simulate.memory import buffers, lanes
+from commfuse_npu.tools.simulate.step import Training
+from commfuse_npu.tools.simulate.variants import Variant
+
+__all__ = ["USABLE", "Footprint", "footprint", "limit"]
+
+USABLE = 0.9
+"""Share of the device memory that tensors may take; assumed: the rest is CANN's, and gaps."""
+
+_GRADIENT, _ADAM = 4, 12
+_STATISTICS = 2 * 8 * 4
+_LOGITS = 2 + 4 + 4
+"""Per logit: in bf16, in fp32 for the loss, and its gradient."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the fullest NPU.
+
+    Attributes:
+        communication: buffers of a layer's transfers, and what communicators allocate.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        return (
+            self.weights + self.gradients + self.optimizer + self.activations + self.communication
+        )
+
+
+def limit(hardware: Hardware) -> float:
+    """Bytes that a step may take."""
+    return USABLE * hardware.typical("npu.hbm_bytes")
+
+
+def footprint(
+    model: ModelConfig, training: Training, variant: Variant, hardware: Hardware
+) -> Footprint:
+    """What the fullest pipeline stage needs."""
+    stages = (_stage(model, training, stage) for stage in range(len(training.layers)))
+    weights, gradients, optimizer, activations = max(stages, key=sum)
+    sizes = training.tp, training.cp, training.dp, len(training.layers)
+    # One communicator of every kind of group, and the variant's lanes besides.
+    groups = sum(size > 1 for size in sizes) + (lanes(variant) if variant.schedule else 0)
+    communicators = groups * hardware.typical("host.communicator_bytes")
+    communication = buffers(variant, training.shape) + communicators
+    return Footprint(weights, gradients, optimizer, activations, communication)
+
+
+def _stage(model: ModelConfig, training: Training, stage: int) -> tuple[float, float, float, float]:
+    shape, stages = training.shape, len(training.layers)
+    layers = training.layers[stage]
+    table = training.vocabulary * training.hidden
+    last = stage == stages - 1
+    tables = (stage == 0) + (last and (model.untie_embeddings_and_output_weights or stages > 1))
+    parameters = (layers * training.layer_parameters + tables * table) / training.tp
+    rows = shape.rows / training.tp
+    heads = model.num_attention_heads
+    whole = rows * (
+        ITEM_BYTES * (5 * shape.hidden + shape.qkv + 3 * shape.feed_forward) + _STATISTICS * heads
+    )
+    kept = whole if training.recompute == "none" else rows * ITEM_BYTES * shape.hidden
+    under_way = min(stages - stage, training.micro_batches)
+    activations = under_way * layers * kept
+    if training.recompute == "full":
+        activations += whole
+    if last:
+        activations += _LOGITS * rows * shape.vocabulary
+    shared = _ADAM / (training.dp * training.cp)
+    return ITEM_BYTES * parameters, _GRADIENT * parameters, shared * parameters, activations

@@ -1,0 +1,280 @@
+"""Machines as data: ``configs/hardware/<machine>.yaml``, read and checked.
+
+Every figure is a range, low - typical - high, in SI units, with its public source.  A simulation
+needs points; :meth:`Hardware.machine` picks them: ``favourable`` ends, ``unfavourable`` ends or
+typical values, for computation and for communication separately, because what a schedule hides
+depends on the ratio of the two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from commfuse_npu.tools.config_file import ConfigError, read_config
+from commfuse_npu.tools.simulate.machine import Level, LinkTopology, Machine
+
+__all__ = ["Choice", "Figure", "Hardware"]
+
+Choice = Literal["favourable", "typical", "unfavourable"]
+
+
+class _Rule(NamedTuple):
+    """What a figure may be."""
+
+    unit: str
+    least: float
+    most: float = math.inf
+    more_is_better: bool = True
+    group: Literal["compute", "links", "both"] = "compute"
+    exclusive: bool = True
+    """Whether ``least`` itself is refused, as for rates, which may not be zero."""
+
+    def allows(self, value: float) -> bool:
+        above = value > self.least if self.exclusive else value >= self.least
+        # Not isfinite, which cannot be asked about a whole number that no float holds.
+        return above and value <= min(self.most, sys.float_info.max)
+
+    def __str__(self) -> str:
+        bound = f"above {self.least:g}" if self.exclusive else f"{self.least:g} or more"
+        return bound + (f" and at most {self.most:g}" if math.isfinite(self.most) else "")
+
+
+_RULES: dict[str, dict[str, _Rule]] = {
+    "npu": {
+        "cube_flops": _Rule("FLOP/s", 0),
+        "gemm_efficiency": _Rule("share", 0, 1),
+        "gemm_half_rows": _Rule("rows", 0, more_is_better=False, exclusive=False),
+        "attention_efficiency": _Rule("share", 0, 1),
+        "hbm_bandwidth": _Rule("bytes/s", 0),
+        "hbm_efficiency": _Rule("share", 0, 1),
+        "hbm_bytes": _Rule("bytes", 0),
+        "transfer_slowdown": _Rule(
+            "share", 0, 0.9, more_is_better=False, group="links", exclusive=False
+        ),
+    },
+    "host": {
+        "launch_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
+        "communicator_bytes": _Rule("bytes", 0, more_is_better=False, exclusive=False),
+    },
+}
+_LEVEL_RULES = {
+    "rate": _Rule("bytes/s", 0, group="links"),
+    "efficiency": _Rule("share", 0, 1, group="links"),
+    "latency": _Rule("seconds", 0, 1, False, "links", exclusive=False),
+}
+_TOPOLOGIES: dict[str, tuple[LinkTopology, ...]] = {
+    "inside": ("full_mesh", "switched"),
+    "between": ("nic_per_npu", "nic_per_node"),
+}
+_SCALARS = ("name", "npus_per_host", "npus_per_node", "nodes", "batched_transfers")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its uncertainty, in the unit of its rule, and where it was found."""
+
+    low: float
+    typical: float
+    high: float
+    source: str
+
+    @property
+    def assumed(self) -> bool:
+        """Whether no public source was found for it."""
+        return self.source.startswith("assumed")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A described machine.
+
+    Attributes:
+        npus_per_host: NPUs of a server, which is what torchrun calls a node.
+        npus_per_node: NPUs that share the links ``inside``; several hosts on a supernode.
+        nodes: how many nodes there can be.
+        batched: whether a step's send and receive complete as a unit (HCCL) or not (gloo).
+        topologies: of the levels ``inside`` and, if there is more than one node, ``between``.
+        figures: by dotted name: ``npu.cube_flops``, ``inside.rate``, ...
+    """
+
+    path: Path
+    name: str
+    npus_per_host: int
+    npus_per_node: int
+    nodes: int
+    batched: bool
+    topologies: Mapping[str, LinkTopology]
+    figures: Mapping[str, Figure] = field(repr=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Hardware:
+        """Read a description.
+
+        Raises:
+            ConfigError: it cannot be read, is incomplete or makes no sense; a line for every
+                problem: file, field, value and limit.
+        """
+        content = read_config(path)
+        found = list(_problems(content))
+        if found:
+            raise ConfigError("\n".join(f"{path}: {line}" for line in found))
+        levels = [level for level in _TOPOLOGIES if level in content]
+        figures = {
+            f"{section}.{name}": Figure(
+                float(content[section][name]["low"]),
+                float(content[section][name]["typical"]),
+                float(content[section][name]["high"]),
+                content[section][name]["source"].strip(),
+            )
+            for section in (*_RULES, *levels)
+            for name in _rules_of(section)
+        }
+        return cls(
+            path=path,
+            name=content["name"],
+            npus_per_host=content["npus_per_host"],
+            npus_per_node=content["npus_per_node"],
+            nodes=content["nodes"],
+            batched=content["batched_transfers"],
+            topologies={level: content[level]["topology"] for level in levels},
+            figures=figures,
+        )
+
+    def machine(self, compute: Choice = "typical", links: Choice = "typical") -> Machine:
+        """The machine with a value picked from every range.
+
+        Args:
+            compute: end of the ranges that decide how long computing takes.
+            links: end of those that decide how long transfers take, and what they cost the host
+                and the memory.
+        """
+
+        def value(name: str) -> float:
+            figure, section = self.figures[name], name.split(".")[0]
+            rule = _rules_of(section)[name.split(".")[1]]
+            choice = links if rule.group == "links" else compute
+            if choice == "typical":
+                return figure.typical
+            return figure.high if (choice == "favourable") == rule.more_is_better else figure.low
+
+        def level(section: str) -> Level | None:
+            if section not in self.topologies:
+                return None
+            return Level(
+                topology=self.topologies[section],
+                rate=value(f"{section}.rate") * value(f"{section}.efficiency"),
+                latency=value(f"{section}.latency"),
+            )
+
+        inside = level("inside")
+        assert inside is not None
+        return Machine(
+            npus_per_node=self.npus_per_node,
+            cube_flops=value("npu.cube_flops"),
+            gemm_efficiency=value("npu.gemm_efficiency"),
+            gemm_half_rows=value("npu.gemm_half_rows"),
+            attention_efficiency=value("npu.attention_efficiency"),
+            hbm_bandwidth=value("npu.hbm_bandwidth") * value("npu.hbm_efficiency"),
+            transfer_slowdown=value("npu.transfer_slowdown"),
+            launch_overhead=value("host.launch_overhead"),
+            inside=inside,
+            between=level("between"),
+            batched=self.batched,
+        )
+
+    def typical(self, name: str) -> float:
+        """The typical value of a figure, such as ``npu.hbm_bytes``."""
+        return self.figures[name].typical
+
+
+def _rules_of(section: str) -> Mapping[str, _Rule]:
+    return _RULES.get(section, _LEVEL_RULES)
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    known = (*_SCALARS, *_RULES, *_TOPOLOGIES)
+    yield from _unknown(content, known, "")
+    if not isinstance(content.get("name"), str) or not content["name"]:
+        yield f"name: {content.get('name')!r} is not a name"
+    whole = True
+    for name in ("npus_per_host", "npus_per_node", "nodes"):
+        value = content.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            whole = False
+            yield f"{name}: {value!r} is not a whole number from 1"
+    if whole and content["npus_per_node"] % content["npus_per_host"]:
+        yield (
+            f"npus_per_host: {content['npus_per_host']} does not divide npus_per_node "
+            f"{content['npus_per_node']}"
+        )
+    if not isinstance(content.get("batched_transfers"), bool):
+        yield f"batched_transfers: {content.get('batched_transfers')!r} is not true or false"
+    several = content.get("nodes") != 1
+    for section in (*_RULES, *_TOPOLOGIES):
+        if section not in content:
+            if section != "between":
+                yield f"{section}: missing"
+            elif several:
+                yield f"between: missing; {content.get('nodes')!r} nodes need links between them"
+            continue
+        yield from _section_problems(section, content[section])
+
+
+def _section_problems(section: str, content: Any) -> Iterator[str]:
+    if not isinstance(content, dict):
+        yield f"{section}: {content!r} is not a mapping"
+        return
+    rules = _rules_of(section)
+    topologies = _TOPOLOGIES.get(section)
+    yield from _unknown(content, (*rules, *(("topology",) if topologies else ())), section)
+    if topologies and content.get("topology") not in topologies:
+        yield (
+            f"{section}.topology: {content.get('topology')!r} is unknown; choose one of "
+            f"{', '.join(topologies)}"
+        )
+    for name, rule in rules.items():
+        if name not in content:
+            yield f"{section}.{name}: missing"
+        else:
+            yield from _figure_problems(f"{section}.{name}", content[name], rule)
+
+
+def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
+    parts = ("low", "typical", "high")
+    if not isinstance(content, dict):
+        yield f"{name}: {content!r} is not a mapping of low, typical, high and source"
+        return
+    yield from _unknown(content, (*parts, "source"), name)
+    source = content.get("source")
+    if not isinstance(source, str) or not source.strip():
+        yield f"{name}.source: {source!r} names no source; say where it is from, or: assumed"
+    values: list[float] = []
+    for part in parts:
+        value = content.get(part)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            # yaml reads 1e9 as text; 1.0e+9 is a number.
+            hint = "; write 1.0e+9, not 1e9" if isinstance(value, str) else ""
+            yield f"{name}.{part}: {value!r} is not a number in {rule.unit}{hint}"
+        elif not rule.allows(value):
+            yield f"{name}.{part}: {value!r} {rule.unit} is not {rule}"
+        else:
+            values.append(value)
+    if len(values) == len(parts) and values != sorted(values):
+        low, typical, high = values
+        yield f"{name}: low {low:g}, typical {typical:g}, high {high:g} are not in rising order"
+
+
+def _unknown(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> Iterator[str]:
+    for key in content:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            yield f"{where + '.' if where else ''}{key}: unknown field; did you mean {near[0]!r}?"
+
+
+assert set(get_args(LinkTopology)) == {name for names in _TOPOLOGIES.values() for name in names}

@@ -1,0 +1,119 @@
+"""Which links a transfer takes, and what each of them carries.
+
+A group of ranks lies on the NPUs ``0, stride, 2 * stride, ...``; Megatron's order of ranks makes
+tensor-parallel neighbours adjacent and data-parallel ones ``tp * cp`` apart.  All groups of the
+machine are taken to do the same at the same time, so a NIC of a node is shared with the others.
+
+``folded`` describes one rank that stands for all: in a symmetric group every rank sends at distance
+k when this one does, so what enters this rank is what leaves it.
+"""
+
+from __future__ import annotations
+
+from commfuse_npu.plan import Plan
+from commfuse_npu.tools.simulate.machine import Level, Machine
+
+__all__ = ["LinkId", "Links", "PlacementError"]
+
+LinkId = tuple[str, int, int]
+"""Kind and the one or two ends."""
+
+
+class PlacementError(ValueError):
+    """A group does not lie evenly on the nodes, or spans nodes that have no links between them."""
+
+
+class Links:
+    """The links of one group.
+
+    Args:
+        size, stride: ranks of the group, and NPUs from one to the next.
+        folded: whether rank 0 stands for all.
+        slow: factor by which the links from a rank to another are slower.
+
+    Raises:
+        PlacementError: the group spans nodes, but the machine has no links between nodes, or the
+            nodes hold different numbers of its ranks.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        size: int,
+        stride: int = 1,
+        *,
+        folded: bool = False,
+        slow: dict[tuple[int, int], float] | None = None,
+    ) -> None:
+        self.machine, self.size, self.stride, self.folded = machine, size, stride, folded
+        self._slow = slow or {}
+        node = machine.npus_per_node
+        self.spans_nodes = (size - 1) * stride >= node
+        if self.spans_nodes:
+            if machine.between is None:
+                raise PlacementError(
+                    f"a group of {size} ranks, {stride} NPUs apart, does not fit a node of {node} "
+                    f"NPUs, and this machine has no links between nodes; choose sizes whose "
+                    f"product is at most {node}"
+                )
+            if stride < node and (node % stride or size % (node // stride)):
+                raise PlacementError(
+                    f"a group of {size} ranks, {stride} NPUs apart, does not fill whole nodes of "
+                    f"{node} NPUs; choose sizes whose product {node} divides, or that divides it"
+                )
+        self.members_per_node = max(1, node // stride) if self.spans_nodes else size
+        """Ranks of the group in a node."""
+
+    def _node(self, rank: int) -> int:
+        return rank * self.stride // self.machine.npus_per_node
+
+    def level(self, source: int, target: int) -> Level:
+        """The kind of links between two ranks."""
+        if self._node(source) == self._node(target):
+            return self.machine.inside
+        assert self.machine.between is not None
+        return self.machine.between
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds."""
+        return self.level(source, target).latency
+
+    def path(self, source: int, target: int) -> tuple[LinkId, ...]:
+        """The links that a transfer occupies, from the first to the last."""
+        topology = self.level(source, target).topology
+        into = source if self.folded else target
+        if topology == "full_mesh":
+            return (("pair", source, target),)
+        if topology == "switched":
+            return (("out", source, 0), ("in", into, 0))
+        if topology == "nic_per_npu":
+            return (("nic-out", source, 0), ("nic-in", into, 0))
+        return (("node-out", self._node(source), 0), ("node-in", self._node(into), 0))
+
+    def capacity(self, link: LinkId) -> float:
+        """bytes/s that the group has of a link."""
+        kind, first, second = link
+        if kind in ("pair", "out", "in"):
+            rate = self.machine.inside.rate
+        else:
+            assert self.machine.between is not None
+            rate = self.machine.between.rate
+        if kind.startswith("node"):
+            # The NIC is shared by all NPUs of the node, of which these ranks are a part.
+            members = 1 if self.folded else self.members_per_node
+            rate *= members / self.machine.npus_per_node
+        if kind == "pair":
+            return rate / self._slow.get((first, second), 1.0)
+        if self._slow and kind.endswith("out"):
+            # An egress that several transfers share is as slow as the slowest of them.
+            owner = self._node if kind == "node-out" else int
+            factors = [factor for (rank, _), factor in self._slow.items() if owner(rank) == first]
+            rate /= max(factors, default=1.0)
+        return rate
+
+    def symmetric(self, plan: Plan) -> bool:
+        """Whether the transfers of the plan take the same kind of links for every rank."""
+        if not self.spans_nodes or self.members_per_node == 1:
+            return True
+        schedule = plan.schedule
+        return schedule.shape == "two_level" and schedule.node_size == self.members_per_node

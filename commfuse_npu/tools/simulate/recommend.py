@@ -1,0 +1,369 @@
+"""Which layout and which schedule for a model on a cluster?
+
+Every layout that fits the model, the NPUs and their memory is simulated with a few schedules of
+CommFuse, at typical figures; the best layouts then with all of them.  A recommendation names the
+shortest step, the next best layout, and what is fastest without CommFuse, each on all five machines
+of the hardware's ranges (see :mod:`.sweep`): how often the order stays the same says how much it is
+worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
+from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.links import PlacementError
+from commfuse_npu.tools.simulate.step import Recompute, Step, Training
+from commfuse_npu.tools.simulate.sweep import (
+    CORNERS,
+    Layout,
+    Options,
+    Range,
+    best_lanes,
+    fused_group,
+    training,
+)
+from commfuse_npu.tools.simulate.variants import (
+    COMPUTE_ONLY,
+    REFERENCE,
+    Variant,
+    Wgrad,
+    fused,
+    variants,
+)
+
+__all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "Refused", "recommend"]
+
+_CONTEXTS = (1, 2, 4, 8, 16)
+_DEFAULTS = Options()
+_REFINED = 3
+"""So many layouts are tried with all schedules."""
+
+
+class NoLayoutError(ValueError):
+    """No layout fits; the message counts why."""
+
+
+class Fixed(NamedTuple):
+    """Sizes that are not to be chosen; ``None`` leaves one open."""
+
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    recompute: Recompute | None = None
+
+
+_OPEN = Fixed()
+
+
+class Refused:
+    """Layouts that do not fit, counted by reason, each with the first one's own words."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, why: str) -> None:
+        first = why.splitlines()[0].split(";")[0]
+        # Reasons are the same that differ in their numbers only.
+        kind = " ".join(word for word in first.split() if not any(c.isdigit() for c in word))
+        self._counts[kind] += 1
+        self._first.setdefault(kind, first)
+
+    def __str__(self) -> str:
+        """``12 x more memory than an NPU has, 3 x ...``; empty if there is none."""
+        return "; ".join(
+            f"{count} x {self._first[kind]}"
+            + (", and the like" if count > 1 and self._first[kind] != kind else "")
+            for kind, count in self._counts.most_common()
+        )
+
+    def as_json(self) -> dict[str, int]:
+        return {self._first[kind]: count for kind, count in self._counts.items()}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with a way to run its tensor-parallel layers.
+
+    Attributes:
+        seconds: of a step, at typical figures.
+        memory: of the fullest NPU.
+    """
+
+    layout: Layout
+    training: Training
+    variant: Variant
+    seconds: float
+    memory: Footprint
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.training.recompute
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What was found.
+
+    Attributes:
+        ranked: the best candidate of every layout that fits, shortest step first, with CommFuse
+            where there is anything to fuse.
+        schedules: all candidates of the best layout, shortest step first.
+        other: the shortest step without CommFuse, over all layouts.
+        refused: how many layouts do not fit, by reason; see :class:`Refused`.
+        ratio: communication / computation of a layer of the best layout, plain collectives.
+        steps: seconds on the five machines, of what :meth:`beats` compares.
+    """
+
+    ranked: tuple[Candidate, ...]
+    schedules: tuple[Candidate, ...]
+    other: Candidate
+    refused: Refused
+    ratio: Range
+    steps: dict[Candidate, tuple[float, ...]]
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The best candidate of the next layout; without one, the next schedule."""
+        following = (*self.ranked[1:], *self.schedules[1:])
+        return following[0] if following else None
+
+    @property
+    def fused(self) -> Candidate | None:
+        """The best candidate that has something to fuse."""
+        return next((one for one in self.ranked if one.variant.schedule), None)
+
+    def beats(self, candidate: Candidate) -> int:
+        """On how many of the five machines the best candidate's step is shorter."""
+        pairs = zip(self.steps[self.best], self.steps[candidate], strict=True)
+        return sum(mine < theirs for mine, theirs in pairs)
+
+
+def recommend(
+    model: ModelConfig,
+    hardware: Hardware,
+    npus: int,
+    *,
+    sequence: int | None = None,
+    options: Options = _DEFAULTS,
+    fixed: Fixed = _OPEN,
+    other_rounding: bool = False,
+) -> Recommendation:
+    """Search.
+
+    Args:
+        npus: how many there are; all are used.
+        sequence: tokens; the model's by default.
+        options: micro-batch, and number of micro-batches, if they are not the model's.
+        fixed: sizes that are given.
+        other_rounding: whether schedules may be chosen that change the rounding of weight
+            gradients (``--commfuse-wgrad blocks``).
+
+    Raises:
+        NoLayoutError: none fits.
+        ValueError: the machine has not so many NPUs, they are not whole hosts, or what is given
+            does not divide them.
+    """
+    _check_npus(hardware, npus, fixed)
+    sequence = sequence or model.seq_length
+    refused = Refused()
+    found: dict[Layout, list[Candidate]] = {}
+    others: list[Candidate] = []
+
+    for layout in _layouts(model, hardware, npus, fixed):
+        choices: tuple[Recompute, ...] = ("none", "full")
+        try:
+            for choice in (fixed.recompute,) if fixed.recompute else choices:
+                what = training(model, layout, sequence, replace(options, recompute=choice))
+                offered = _fused(hardware, layout, what, other_rounding)
+                quick = _quick(offered, model, what, hardware)
+                rows = _played(model, hardware, layout, what, quick)
+                others += _played(model, hardware, layout, what, _others(hardware, layout.tp))
+                known = found.get(layout)
+                if rows and (not known or _fastest(rows).seconds < _fastest(known).seconds):
+                    found[layout] = rows
+                # Recomputation makes room for lanes; where they have it, it is never faster.
+                if rows and _lanes(rows[0].variant) == max(map(_lanes, offered)):
+                    break
+        except (ConfigError, PlacementError) as error:
+            refused.add(str(error))
+            continue
+        if layout not in found:
+            refused.add("more memory than an NPU has")
+    if not found:
+        raise NoLayoutError(
+            f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
+            f"{model.global_batch_size}: {refused}; take another --npus, a shorter "
+            "--sequence-length, another --micro-batch, or leave sizes open"
+        )
+
+    ordered = sorted(found, key=lambda layout: _fastest(found[layout]).seconds)
+    for layout in ordered[:_REFINED]:
+        what = found[layout][0].training
+        tried = {one.variant for one in found[layout]}
+        every = _fused(hardware, layout, what, other_rounding)
+        rest = [variant for variant in every if variant not in tried]
+        found[layout] += _played(model, hardware, layout, what, rest)
+    ranked = sorted(map(_fastest, found.values()), key=_seconds)
+    schedules = tuple(sorted(found[ranked[0].layout], key=_seconds))
+    other = _fastest(others)
+    compared = {ranked[0], other, *ranked[1:2], *schedules[1:2]}
+    compared |= set([one for one in ranked if one.variant.schedule][:1])
+    steps = {one: _on_all_machines(hardware, one) for one in compared}
+    return Recommendation(
+        tuple(ranked), schedules, other, refused, _ratio(hardware, ranked[0]), steps
+    )
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=_seconds)
+
+
+def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
+    most, host = hardware.npus_per_node * hardware.nodes, hardware.npus_per_host
+    if not 1 <= npus <= most:
+        raise ValueError(
+            f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
+            f"{hardware.npus_per_node}; choose from 1 to {most}"
+        )
+    if npus > host and npus % host:
+        below = npus // host * host
+        raise ValueError(
+            f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
+            f"{below + host}"
+        )
+    given = [(f"--{name} {size}", size) for name, size in fixed._asdict().items()
+             if name != "recompute" and size]  # fmt: skip
+    product = math.prod(size for _, size in given)
+    if npus % product:
+        raise ValueError(
+            f"--npus {npus} is not divisible by {' times '.join(said for said, _ in given)} = "
+            f"{product}; choose others, or leave them open"
+        )
+
+
+def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) -> Iterator[Layout]:
+    """Every way to divide the NPUs; whether the model can be divided so is asked later.
+
+    Tensor parallelism stays inside a node unless it is given.
+    """
+    tps = [fixed.tp] if fixed.tp else _divisors(min(npus, hardware.npus_per_node))
+    cps = [fixed.cp] if fixed.cp else _CONTEXTS
+    pps = [fixed.pp] if fixed.pp else _divisors(model.num_layers)
+    stages = model.pipeline_model_parallel_size
+    if stages not in pps and not fixed.pp:
+        pps.append(stages)
+    for tp in tps:
+        for cp in cps:
+            for pp in pps:
+                if npus % (tp * cp * pp) == 0:
+                    yield Layout(tp, cp, npus // (tp * cp * pp), pp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _fused(
+    hardware: Hardware, layout: Layout, what: Training, other_rounding: bool
+) -> list[Variant]:
+    """CommFuse's schedules, for tensor parallelism or else for Ulysses; what there is instead."""
+    group = fused_group(hardware, layout, what.fuse_ulysses)
+    if group.size == 1:
+        return [REFERENCE]
+    size, base = group.size, group.direct
+    best = best_lanes(hardware, size)
+    wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
+    found = [
+        fused(base, lanes, chunks, taper=taper, wgrad=wgrad)
+        for lanes in sorted({1, min(2, size - 1), best})
+        for chunks, taper in ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (4, 2.0))
+        for wgrad in wgrads
+    ]
+    if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
+        found += [
+            fused(base, best, chunks, attention=True, wgrad=wgrad)
+            for chunks in (1, 2, 4)
+            for wgrad in wgrads
+        ]
+    return found
+
+
+def _lanes(variant: Variant) -> int:
+    return variant.schedule.lanes if variant.schedule else 0
+
+
+def _quick(
+    offered: Sequence[Variant], model: ModelConfig, what: Training, hardware: Hardware
+) -> list[Variant]:
+    """The few schedules that every layout is tried with: simple ones, with all lanes that fit."""
+    found: dict[tuple[object, ...], Variant] = {}
+    for variant in offered:
+        schedule = variant.schedule
+        if schedule is None:
+            return list(offered)
+        simple = not variant.attention and schedule.taper == 1 and schedule.chunks <= 4
+        if simple and footprint(model, what, variant, hardware).total <= limit(hardware):
+            # Lanes rise in what is offered: more of them replace fewer.
+            found[schedule.chunks, variant.wgrad] = variant
+    return list(found.values())
+
+
+def _others(hardware: Hardware, tp: int) -> list[Variant]:
+    members = Group(hardware.machine(), tp).members_per_node
+    found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
+    return [one for one in found if one.kind in ("megatron", "sliced", "kernel") or tp == 1]
+
+
+def _played(
+    model: ModelConfig,
+    hardware: Hardware,
+    layout: Layout,
+    what: Training,
+    chosen: Sequence[Variant],
+) -> list[Candidate]:
+    """What fits into memory, with its step at typical figures."""
+    step = Step(hardware.machine(), what)
+    found = []
+    for variant in chosen:
+        memory = footprint(model, what, variant, hardware)
+        if memory.total <= limit(hardware):
+            seconds = step.time(variant).seconds
+            found.append(Candidate(layout, what, variant, seconds, memory))
+    return found
+
+
+def _on_all_machines(hardware: Hardware, candidate: Candidate) -> tuple[float, ...]:
+    return tuple(
+        Step(hardware.machine(compute, links), candidate.training).time(candidate.variant).seconds
+        for compute, links in CORNERS
+    )
+
+
+def _ratio(hardware: Hardware, candidate: Candidate) -> Range:
+    found = []
+    for compute, links in CORNERS:
+        step = Step(hardware.machine(compute, links), candidate.training)
+        plain, ideal = (
+            step.layer(variant, "forward").seconds + step.layer(variant, "backward").seconds
+            for variant in (REFERENCE, COMPUTE_ONLY)
+        )
+        found.append(plain / ideal - 1)
+    return Range.of(found)

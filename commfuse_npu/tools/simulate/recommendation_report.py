@@ -1,0 +1,241 @@
+"""A recommendation as text: the layouts, the reason, and the options of the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.footprint import USABLE, limit
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.recommend import Candidate, Recommendation
+from commfuse_npu.tools.simulate.sweep import CORNERS
+
+__all__ = ["as_json", "launch", "options", "report"]
+
+_SHOWN = 5
+_SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hardware) -> str:
+    """Tables, reason and launch, in Markdown.
+
+    Args:
+        path: of the model's description; a launcher of its name is used if there is one.
+    """
+    best = found.best
+    lines = [
+        f"{path.stem}, {best.training.sequence} tokens, {best.layout.npus} NPUs of "
+        f"{hardware.name}. Simulated, not measured: {_assumed(hardware)}.",
+        "",
+        *_layouts(found, hardware),
+        "",
+        *_schedules(found),
+        *_reasons(found),
+        "",
+        "Options of pretrain_gpt.py:",
+        "",
+        f"    {' '.join(options(model, best))}",
+    ]
+    command = launch(model, path, hardware, best)
+    if command:
+        lines += ["", "With the launcher of this model:", "", f"    {command}"]
+    return "\n".join(lines)
+
+
+def options(model: ModelConfig, chosen: Candidate) -> list[str]:
+    """Layout, recomputation and schedule as options of ``pretrain_gpt.py``."""
+    layout = chosen.layout
+    given = [
+        *("--tensor-model-parallel-size", str(layout.tp)),
+        *("--pipeline-model-parallel-size", str(layout.pp)),
+        *("--context-parallel-size", str(layout.cp)),
+        *(("--context-parallel-algo", model.context_parallel_algo) if layout.cp > 1 else ()),
+        *(("--sequence-parallel",) if layout.tp > 1 else ()),
+        "--use-distributed-optimizer",
+        *_chosen(model, chosen),
+    ]
+    if (stages := _uneven(chosen)) is not None:
+        given += ["--num-layer-list", stages]
+    return [*given, "--use-commfuse", *_fusing(chosen)] if chosen.variant.schedule else given
+
+
+def _uneven(chosen: Candidate) -> str | None:
+    """Layers of each stage, if they differ."""
+    layers = chosen.training.layers
+    return ",".join(map(str, layers)) if len(set(layers)) > 1 else None
+
+
+def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
+    """What differs from the model's description besides its layout."""
+    training = chosen.training
+    if training.sequence != model.seq_length:
+        longest = max(training.sequence, model.max_position_embeddings)
+        yield from ("--seq-length", str(training.sequence))
+        yield from ("--max-position-embeddings", str(longest))
+    if training.micro_batch != model.micro_batch_size:
+        yield from ("--micro-batch-size", str(training.micro_batch))
+    batch = training.micro_batch * training.micro_batches * chosen.layout.dp
+    if batch != model.global_batch_size:
+        yield from ("--global-batch-size", str(batch))
+    if chosen.layout.dp * chosen.layout.cp > 1:
+        # As it was simulated.
+        yield from ("--overlap-grad-reduce", "--overlap-param-gather")
+    if chosen.recompute == "full":
+        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
+        yield from ("--recompute-num-layers", "1")
+
+
+def _fusing(chosen: Candidate) -> Iterator[str]:
+    schedule = chosen.variant.schedule
+    assert schedule is not None
+    yield from ("--commfuse-lanes", str(schedule.lanes), "--commfuse-chunks", str(schedule.chunks))
+    if schedule.taper != 1:
+        yield from ("--commfuse-taper", f"{schedule.taper:g}")
+    if chosen.variant.attention:
+        yield "--commfuse-attention"
+    if chosen.training.fuse_ulysses and chosen.layout.cp > 1:
+        yield "--commfuse-ulysses"
+    if chosen.variant.wgrad != "whole":
+        yield from ("--commfuse-wgrad", chosen.variant.wgrad)
+
+
+def launch(model: ModelConfig, path: Path, hardware: Hardware, chosen: Candidate) -> str | None:
+    """The command for every node; ``None`` if this project has no launcher for the model."""
+    script = f"pretrain_{path.stem}_ptd.sh"
+    ours = _SCRIPTS.parent / "configs" / path.name
+    if path.resolve() != ours or not (_SCRIPTS / script).is_file():
+        return None
+    layout = chosen.layout
+    per_node = min(layout.npus, hardware.npus_per_host)
+    variables = {
+        "NPUS_PER_NODE": per_node,
+        "NNODES": layout.npus // per_node,
+        "TP": layout.tp,
+        "PP": layout.pp,
+        "CP": layout.cp,
+        "NUM_LAYER_LIST": _uneven(chosen) or "none",
+        "USE_COMMFUSE": int(chosen.variant.schedule is not None),
+    }
+    words = [*_chosen(model, chosen), *(_fusing(chosen) if chosen.variant.schedule else ())]
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+    return " ".join([settings, "bash", f"scripts/{script}", *words])
+
+
+def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
+    """All candidates that were kept, the recommended one first."""
+
+    def plain(one: Candidate) -> dict[str, object]:
+        return {
+            "layout": one.layout._asdict(),
+            "variant": one.variant.name,
+            "recompute": one.recompute,
+            "step_seconds": one.seconds,
+            "step_seconds_on_all_machines": found.steps.get(one),
+            "memory_bytes": one.memory.total,
+            "options": options(model, one),
+        }
+
+    return {
+        "simulated": True,
+        "layouts": [plain(one) for one in found.ranked],
+        "schedules": [plain(one) for one in found.schedules],
+        "without_commfuse": plain(found.other) | {"options": None},
+        "communication_per_computation": found.ratio._asdict(),
+        "refused": found.refused.as_json(),
+    }
+
+
+# ------------------------------------------------------------------------ parts
+
+
+def _assumed(hardware: Hardware) -> str:
+    assumed = sum(figure.assumed for figure in hardware.figures.values())
+    return f"{assumed} of {len(hardware.figures)} figures of {hardware.path.name} are assumed"
+
+
+def _layouts(found: Recommendation, hardware: Hardware) -> Iterator[str]:
+    yield "| | TP | CP | PP | DP | recompute | schedule | step | memory of an NPU |"
+    yield "|---|---:|---:|---:|---:|---|---|---:|---:|"
+    for place, one in enumerate(found.ranked[:_SHOWN], 1):
+        tp, cp, dp, pp = one.layout
+        name = f"**{one.variant.name}**" if place == 1 else one.variant.name
+        yield (
+            f"| {place} | {tp} | {cp} | {pp} | {dp} | {one.recompute} | {name} | "
+            f"{_seconds(one.seconds)} | {one.memory.total / 2**30:.1f} GiB |"
+        )
+    yield ""
+    yield (
+        f"{len(found.ranked)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an "
+        f"NPU)" + (f"; not: {found.refused}." if str(found.refused) else ".")
+    )
+
+
+def _schedules(found: Recommendation) -> Iterator[str]:
+    if len(found.schedules) < 2:
+        return
+    first = found.best.seconds
+    rest = ", ".join(
+        f"{one.variant.name} {one.seconds / first - 1:+.1%}" for one in found.schedules[1:4]
+    )
+    yield f"Schedules of the first layout: {found.best.variant.name}, then {rest}."
+    yield ""
+
+
+def _reasons(found: Recommendation) -> Iterator[str]:
+    best = found.best
+    memory = best.memory
+    low, typical, high = found.ratio
+    yield f"Recommended: {_name(best)}, {_seconds(best.seconds)} a step."
+    yield ""
+    if found.runner_up is not None:
+        yield f"- Runner-up: {_name(found.runner_up)}, {_against(found, found.runner_up)}."
+    if best.variant.schedule is None:
+        yield (
+            "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
+            "parallelism by Ulysses (--commfuse-ulysses) and data parallelism (--commfuse-dp)."
+        )
+        if found.fused is not None and found.fused is not found.runner_up:
+            yield f"- With CommFuse: {_name(found.fused)}, {_against(found, found.fused)}."
+    elif best.layout.tp > 1:
+        yield (
+            f"- Plain transfers take {typical:.0%} of the computing time of a layer (range "
+            f"{low:.0%} .. {high:.0%}): {_what_that_means(typical)}"
+        )
+    if found.other != best:
+        yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."
+    if found.other.seconds < best.seconds:
+        kernel = found.other.variant.kind == "kernel"
+        yield (
+            "  **CommFuse is not ahead here.**"
+            + (" A fused kernel is simulated as ideal: measure both." if kernel else "")
+        )
+    yield (
+        f"- Memory of the fullest NPU, GiB: weights {memory.weights / 2**30:.1f}, gradients "
+        f"{memory.gradients / 2**30:.1f}, optimizer {memory.optimizer / 2**30:.1f}, activations "
+        f"{memory.activations / 2**30:.1f}, communication {memory.communication / 2**30:.1f}."
+    )
+
+
+def _what_that_means(ratio: float) -> str:
+    if ratio <= 0.5:
+        return "the own block's share of the work can hide the first transfers."
+    if ratio <= 1:
+        return "they fit behind the computation, but only in pieces."
+    return "no order of transfers hides what is longer than the computation."
+
+
+def _against(found: Recommendation, other: Candidate) -> str:
+    change = other.seconds / found.best.seconds - 1
+    said = f"{abs(change):.1%} {'longer' if change >= 0 else 'shorter'}"
+    return f"{said} ({found.beats(other)} of {len(CORNERS)} machines of the ranges say longer)"
+
+
+def _name(one: Candidate) -> str:
+    tp, cp, dp, pp = one.layout
+    again = ", full recomputation" if one.recompute == "full" else ""
+    return f"TP {tp}, CP {cp}, PP {pp}, DP {dp}{again}, {one.variant.name}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

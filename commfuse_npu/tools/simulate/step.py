@@ -1,0 +1,334 @@
+"""A whole training step, from the layers that it repeats.
+
+A layer's forward and backward are simulated event by event for one tensor-parallel group, which
+stands for all of them; a stage is its layers one after the other; the pipeline is played by its
+dependencies; data-parallel buckets overlap with the layers.  So a step of 4,096 NPUs costs hardly
+more than one of 8.
+
+Left out, for want of figures: transfers of different groups do not slow each other down where they
+share links (between nodes they mostly do not), and switches do not block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.data_parallel import (
+    GRADIENT_BYTES,
+    DataParallel,
+    buckets,
+    exposed_gather,
+    exposed_scatter,
+)
+from commfuse_npu.tools.simulate.disturbance import Disturbance
+from commfuse_npu.tools.simulate.group import UNDISTURBED, Group, Played
+from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
+from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
+from commfuse_npu.tools.simulate.rank import Gather, Rank
+from commfuse_npu.tools.simulate.ulysses import Ulysses
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
+
+__all__ = ["Recompute", "Step", "StepTime", "Training"]
+
+Recompute = Literal["none", "full"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how it is laid out.
+
+    Attributes:
+        layers: of every pipeline stage.
+        parameters: of the whole model, without the input embedding, which does no arithmetic.
+        layer_parameters: of one layer.
+        sequence, micro_batch: tokens and sequences of a micro-batch.
+        micro_batches: per step and data-parallel replica.
+        groups: query groups of the model.
+        tied: whether input and output share one table of the vocabulary.
+        ulysses: whether context parallelism exchanges heads instead of passing keys around.
+        fuse_ulysses: whether CommFuse's variants fuse these exchanges.
+        data_parallel: how gradients and parameters are exchanged.
+    """
+
+    layers: tuple[int, ...]
+    hidden: int
+    feed_forward: int
+    qkv: int
+    vocabulary: int
+    key_value: int
+    parameters: int
+    layer_parameters: int
+    sequence: int
+    micro_batch: int
+    micro_batches: int
+    tp: int
+    cp: int
+    dp: int
+    groups: int = 1
+    tied: bool = False
+    ulysses: bool = False
+    fuse_ulysses: bool = False
+    recompute: Recompute = "none"
+    data_parallel: DataParallel = "overlapped"
+
+    @property
+    def npus(self) -> int:
+        return self.tp * self.cp * self.dp * len(self.layers)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on all NPUs."""
+        return self.sequence * self.micro_batch * self.micro_batches * self.dp
+
+    @property
+    def flops(self) -> float:
+        """Model FLOP of a step: 6 per parameter and token, and 6 * S * H per layer and token for
+        causal attention; recomputation does not count (PaLM's model FLOPs utilization)."""
+        attention = 6.0 * sum(self.layers) * self.hidden * self.sequence
+        return self.tokens * (6.0 * self.parameters + attention)
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(
+            sequence=self.sequence // self.cp,
+            attended=self.sequence,
+            batch=self.micro_batch,
+            hidden=self.hidden,
+            feed_forward=self.feed_forward,
+            qkv=self.qkv,
+            vocabulary=self.vocabulary,
+            ranks=self.tp,
+        )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step and of its parts.
+
+    Attributes:
+        layer_forward, layer_backward: of one layer of one micro-batch.
+        waiting: seconds of a layer, forward and backward, in which the engine stood still.
+        data_parallel: what of the step its buckets leave exposed.
+    """
+
+    seconds: float
+    layer_forward: float
+    layer_backward: float
+    waiting: float
+    data_parallel: float
+
+
+@dataclass
+class Step:
+    """A step on a machine; times of variants share what does not depend on them.
+
+    Raises:
+        ValueError: a group does not fit the machine's nodes.
+    """
+
+    machine: Machine
+    training: Training
+    disturbance: Disturbance = UNDISTURBED
+    _collectives: dict[tuple[str, float, bool], float] = field(default_factory=dict)
+    _attentions: dict[tuple[bool, Schedule | None], tuple[Attended, Attended]] = field(
+        default_factory=dict
+    )
+
+    @cached_property
+    def group(self) -> Group:
+        """The tensor-parallel group."""
+        return Group(self.machine, self.training.tp, disturbance=self.disturbance)
+
+    def layer(self, variant: Variant, part: Literal["forward", "backward"]) -> Played:
+        """Play one layer of one micro-batch."""
+        attended = self._attended(variant)
+        build = llama.forward if part == "forward" else llama.backward
+        seconds = attended[part == "backward"] if attended else None
+        return self.group.play(variant, lambda rank: build(rank, self.training.shape, seconds))
+
+    def time(self, variant: Variant, *, free: bool = False) -> StepTime:
+        """Seconds of a step.
+
+        Args:
+            free: whether transfers between stages and of buckets take no time either.
+        """
+        training, shape = self.training, self.training.shape
+        forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
+        f, b = forward.seconds, backward.seconds
+        again = f if training.recompute == "full" else 0.0
+
+        def part(build: Callable[[Rank, LayerShape], None]) -> float:
+            return self.group.play(variant, lambda rank: build(rank, shape)).seconds
+
+        forwards = [count * f for count in training.layers]
+        backwards = [count * (b + again) for count in training.layers]
+        forwards[-1] += part(llama.head_forward)
+        backwards[-1] += part(llama.head_backward)
+        embedding = self._embedding(variant)
+        forwards[0] += embedding
+        backwards[0] += embedding
+        pipeline = one_forward_one_backward(
+            forwards, backwards, training.micro_batches, 0.0 if free else self._between_stages
+        )
+        end = pipeline.seconds
+        exposed = 0.0
+        if not free:
+            stages = range(len(training.layers))
+            tails = [self._buckets(variant, stage, f, b + again) for stage in stages]
+            ends = [e + tail for e, (tail, _) in zip(pipeline.ends, tails, strict=True)]
+            exposed = max(ends) - end + tails[0][1]
+            end += exposed
+        waiting = forward.waiting + backward.waiting
+        waiting += sum(one.waiting for one in self._attended(variant) or ())
+        return StepTime(end + self._optimizer, f, b, waiting, exposed)
+
+    def compute_only(self, *, free: bool = True) -> StepTime:
+        """The step if transfers inside layers took no time, and with ``free`` all others too."""
+        return self.time(COMPUTE_ONLY, free=free)
+
+    # ------------------------------------------------------------------- parts
+
+    def _attended(self, variant: Variant) -> tuple[Attended, Attended] | None:
+        """Attention forward and backward under context parallelism."""
+        training = self.training
+        if training.cp == 1:
+            return None
+        fuse = training.ulysses and training.fuse_ulysses
+        key = variant.kind == "compute", variant.schedule if fuse else None
+        if key not in self._attentions:
+            make = self._ulysses if training.ulysses else self._around_a_ring
+            self._attentions[key] = make(*key)
+        return self._attentions[key]
+
+    def _ulysses(self, free: bool, schedule: Schedule | None) -> tuple[Attended, Attended]:
+        """Heads are exchanged before and after attention, fused if there is a schedule."""
+        training = self.training
+        group = Group(self.machine, training.cp, stride=training.tp)
+        if schedule is not None:
+            # The options of tensor parallelism serve here, too; with attention chunks are even.
+            lanes = min(schedule.lanes, training.cp - 1)
+            schedule = replace(group.direct, lanes=lanes, chunks=schedule.chunks)
+        repeats = max(1.0, training.tp * training.cp / training.groups)
+        ulysses = Ulysses(training.shape, schedule, training.key_value, repeats)
+        variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
+        found = []
+        for build in (ulysses.forward, ulysses.backward):
+            # Under a causal mask the ranks begin with blocks that cost differently.
+            played = group.play(
+                COMPUTE_ONLY if free else variant, build, whole=schedule is not None
+            )
+            found.append(Attended(played.seconds, played.waiting, ulysses.projects))
+        return found[0], found[1]
+
+    def _around_a_ring(self, free: bool, _: Schedule | None) -> tuple[Attended, Attended]:
+        """Keys and values go around a ring while they are attended to."""
+        training, machine = self.training, self.machine
+        shape = training.shape
+        group = Group(machine, training.cp, stride=training.tp)
+        kv = shape.rows * 2 * training.key_value / training.tp * ITEM_BYTES
+        times = []
+        for factor, passed in ((1.0, 1), (BACKWARD_ATTENTION, 2)):
+            whole = shape.attention(machine, factor)(slice(0, shape.rows))
+            ring = Variant("ring", "fused", schedule=Schedule("ring", 1, 1))
+
+            def build(rank: Rank, seconds: float = whole, size: float = kv * passed) -> None:
+                gather = Gather(rank, "keys and values", 1, size, in_place=True)
+                gather.consume(lambda _: seconds / training.cp)
+                rank.need(gather.finish())
+
+            played = None if free else group.play(ring, build)
+            times.append(Attended(played.seconds, played.waiting) if played else Attended(whole))
+        return times[0], times[1]
+
+    def _embedding(self, variant: Variant) -> float:
+        """Seconds of the embedding, which reduce-scatters its rows (and gathers gradients)."""
+        shape = self.training.shape
+        seconds = self.machine.memory(2.0 * shape.rows * shape.row_bytes)
+        if variant.kind == "compute":
+            return seconds
+        return seconds + self._collective(
+            self.group, "reduce_scatter", float(shape.block * shape.row_bytes), variant.ring
+        )
+
+    def _collective(
+        self, group: Group, kind: Literal["gather", "reduce_scatter"], size: float, ring: bool
+    ) -> float:
+        key = (f"{kind} {group.size} {group.stride}", size, ring)
+        if key not in self._collectives:
+            variant = Variant("plain", "plain", ring=ring)
+            calm = Group(group.machine, group.size, group.stride)
+            self._collectives[key] = calm.collective(kind, size, variant)
+        return self._collectives[key]
+
+    def _buckets(
+        self, variant: Variant, stage: int, forward: float, backward: float
+    ) -> tuple[float, float]:
+        """Seconds that a stage's gradients and parameters leave exposed.
+
+        The embedding is the last to have gradients and the first to be needed.  Left out: the sum
+        of tied tables over the first and the last stage.
+        """
+        training = self.training
+        layers, last = training.layers[stage], stage == len(training.layers) - 1
+        ranks = training.dp * training.cp
+        if ranks == 1:
+            return 0.0, 0.0
+        group = Group(self.machine, ranks, stride=training.tp)
+        table = [training.vocabulary * training.hidden / training.tp]
+        above = table if stage == 0 else []
+        below = table if last and not (training.tied and stage == 0) else []
+        parameters = above + [training.layer_parameters / training.tp] * layers + below
+        forwards, backwards = (
+            [0.0] * len(above) + [seconds] * layers + [0.0] * len(below)
+            for seconds in (forward, backward)
+        )
+        order = buckets(parameters, ranks)
+        sizes = [sum(parameters[layer] for layer in bucket) / ranks for bucket in order]
+        how = training.data_parallel
+        ring = variant.ring and how != "commfuse"
+        out = [
+            self._collective(group, "reduce_scatter", size * GRADIENT_BYTES, ring) for size in sizes
+        ]
+        back = [self._collective(group, "gather", size * ITEM_BYTES, ring) for size in sizes]
+        if how == "blocking":
+            return sum(out), sum(back)
+        sums = [
+            (ranks - 1) * self.machine.memory(3 * size * GRADIENT_BYTES) if how == "commfuse" else 0
+            for size in sizes
+        ]
+        return (
+            exposed_scatter(backwards, order, out, sums),
+            exposed_gather(forwards, order, back),
+        )
+
+    @property
+    def _between_stages(self) -> float:
+        """Seconds of a block of activations to the next stage."""
+        training, machine = self.training, self.machine
+        if len(training.layers) == 1:
+            return 0.0
+        level = machine.inside
+        if training.npus // len(training.layers) >= machine.npus_per_node:
+            if machine.between is None:
+                raise ValueError(
+                    f"{training.npus} NPUs do not fit a node of {machine.npus_per_node}, and this "
+                    "machine has no links between nodes"
+                )
+            level = machine.between
+        share = machine.npus_per_node if level.topology == "nic_per_node" else 1
+        size = training.shape.block * training.shape.row_bytes
+        return level.latency + size * share / level.rate
+
+    @property
+    def _optimizer(self) -> float:
+        """Seconds of Adam: per parameter of this NPU's share it reads and writes 12 bytes of state
+        (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
+        training = self.training
+        mine = training.parameters / training.npus
+        return self.machine.memory(mine * (2 * 12 + GRADIENT_BYTES + ITEM_BYTES))

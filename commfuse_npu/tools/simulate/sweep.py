@@ -1,0 +1,334 @@
+"""Variants over sequence lengths, or over numbers of NPUs, as ranges over the hardware's figures.
+
+Five machines are simulated per point: all figures typical, and the four corners of computation and
+communication at their favourable and unfavourable ends.  A range is what these five give; it is
+wide where the figures are uncertain, and that is what it is for.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.data_parallel import DataParallel
+from commfuse_npu.tools.simulate.disturbance import Disturbance
+from commfuse_npu.tools.simulate.group import UNDISTURBED, Group
+from commfuse_npu.tools.simulate.hardware import Choice, Hardware
+from commfuse_npu.tools.simulate.memory import buffers, lanes
+from commfuse_npu.tools.simulate.step import Recompute, Step, Training
+from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, variants
+
+__all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "best_lanes",
+           "fused_group", "of_hardware", "sweep", "training"]  # fmt: skip
+
+CORNERS: tuple[tuple[Choice, Choice], ...] = (
+    ("typical", "typical"),
+    ("favourable", "favourable"),
+    ("favourable", "unfavourable"),
+    ("unfavourable", "favourable"),
+    ("unfavourable", "unfavourable"),
+)
+"""Which ends of the ranges: of computation, of links."""
+
+
+class Range(NamedTuple):
+    """What the typical figures give, and the least and the most that any corner gives."""
+
+    low: float
+    typical: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """Of the values of the corners, the typical one first; NaN stands for: not defined."""
+        known = [value for value in values if not math.isnan(value)] or [math.nan]
+        return cls(min(known), values[0], max(known))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One variant at one point.
+
+    Attributes:
+        step: seconds of a step.
+        shorter: share of the time of ``plain-mesh`` that a step is shorter; negative if longer.
+        layer: seconds of a layer, forward and backward.
+        exposed: seconds of a step that there would not be if no transfer took time.
+        removed: share of what the transfers inside layers (tensor and context parallelism) add to
+            ``plain-mesh`` that is gone; negative if there is more of it.
+        waiting_removed: share of the time in which its compute engine waits that is gone.  This
+            leaves out what splitting costs the GEMMs.
+        mfu: model FLOP per second as a share of the peak.
+        tokens: per second and NPU.
+        buffers, communicators: bytes of tensors, and of what lanes allocate.
+    """
+
+    variant: str
+    step: Range
+    shorter: Range
+    layer: Range
+    exposed: Range
+    removed: Range
+    waiting_removed: Range
+    mfu: Range
+    tokens: Range
+    buffers: float
+    communicators: float
+
+    def as_json(self) -> dict[str, Any]:
+        """With ranges as mappings; NaN as null."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Range):
+                return {k: None if math.isnan(v) else v for k, v in value._asdict().items()}
+            return value
+
+        return {name: plain(getattr(self, name)) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was simulated at one sequence length and one number of NPUs.
+
+    Attributes:
+        ratio: communication / computation of a layer's tensor-parallel part, plain.
+        simulated_in: seconds that it took to simulate all of it.
+    """
+
+    sequence: int
+    npus: int
+    micro_batches: int
+    ratio: Range
+    outcomes: tuple[Outcome, ...]
+    simulated_in: float
+
+
+class Layout(NamedTuple):
+    """Parallel sizes."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+    @property
+    def npus(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is simulated besides the model and the layout.
+
+    Attributes:
+        lanes: of CommFuse; ``None``: all peers at once on a full mesh, else 2.
+        chunks: of CommFuse.
+        patterns: names of variants, ``commfuse-*``; the reference is always there.
+        ulysses: context parallelism by exchanging heads, whatever the model's file says, and
+            whether CommFuse's variants fuse that.
+        corners: whether ranges are wanted, or only typical figures.
+    """
+
+    micro_batch: int | None = None
+    micro_batches: int | None = None
+    lanes: int | None = None
+    chunks: tuple[int, ...] = (1, 2, 4)
+    patterns: tuple[str, ...] = ("*",)
+    recompute: Recompute = "none"
+    ulysses: Literal["none", "plain", "fused"] = "none"
+    data_parallel: DataParallel = "overlapped"
+    disturbance: Disturbance = UNDISTURBED
+    corners: bool = True
+
+
+def training(model: ModelConfig, layout: Layout, sequence: int, options: Options) -> Training:
+    """What the simulator needs to know of a model and a layout.
+
+    Raises:
+        ConfigError: they do not fit each other; a line per problem with value and limit.
+    """
+    micro_batch = options.micro_batch or model.micro_batch_size
+    global_batch = model.global_batch_size
+    if options.micro_batches is not None:
+        global_batch = micro_batch * options.micro_batches * layout.dp
+    stages = model.num_layer_list
+    if layout.pp != model.pipeline_model_parallel_size:
+        stages = None
+    algorithm = model.context_parallel_algo if options.ulysses == "none" else "ulysses_cp_algo"
+    fitted = replace(
+        model,
+        seq_length=sequence,
+        max_position_embeddings=max(sequence, model.max_position_embeddings),
+        micro_batch_size=micro_batch,
+        global_batch_size=global_batch,
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=model.sequence_parallel or layout.tp > 1,
+        context_parallel_algo=algorithm,
+        num_layer_list=stages,
+        npus_per_node=layout.npus,
+        nnodes=1,
+    )
+    fitted.validate()
+    head = model.hidden_size // model.num_attention_heads
+    qkv = head * (model.num_attention_heads + 2 * model.num_query_groups)
+    hidden = model.hidden_size
+    layer = hidden * (qkv + hidden + 3 * model.ffn_hidden_size + 2)
+    return Training(
+        layers=stages or (model.num_layers // layout.pp,) * layout.pp,
+        hidden=hidden,
+        feed_forward=model.ffn_hidden_size,
+        qkv=qkv,
+        vocabulary=fitted.padded_vocab_size,
+        key_value=head * model.num_query_groups,
+        parameters=model.number_of_parameters
+        - (model.vocab_size * hidden if model.untie_embeddings_and_output_weights else 0),
+        layer_parameters=layer,
+        sequence=sequence,
+        micro_batch=micro_batch,
+        micro_batches=global_batch // (micro_batch * layout.dp),
+        tp=layout.tp,
+        cp=layout.cp,
+        dp=layout.dp,
+        groups=model.num_query_groups,
+        tied=not model.untie_embeddings_and_output_weights,
+        ulysses=fitted.context_parallel_algo == "ulysses_cp_algo",
+        fuse_ulysses=options.ulysses == "fused",
+        recompute=options.recompute,
+        data_parallel=options.data_parallel,
+    )
+
+
+def best_lanes(hardware: Hardware, size: int) -> int:
+    """All peers at once where each has a link of its own, else 2: they would share."""
+    mesh = hardware.topologies["inside"] == "full_mesh"
+    inside = Group(hardware.machine(), size).members_per_node == size
+    return max(1, size - 1 if mesh and inside else min(2, size - 1))
+
+
+def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group:
+    """The group that schedules are made for.
+
+    That of tensor parallelism; of context parallelism if the first has one rank and Ulysses is
+    fused.
+    """
+    alone = layout.tp == 1 and fuse_ulysses
+    return Group(hardware.machine(), layout.cp if alone else layout.tp)
+
+
+def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Variant]:
+    """The variants that are asked for, with schedules for :func:`fused_group`.
+
+    Raises:
+        ConfigError: a pattern that names none.
+    """
+    group = fused_group(hardware, layout, options.ulysses == "fused")
+    size = group.size
+    wanted = max(1, min(options.lanes or best_lanes(hardware, size), size - 1))
+    found = variants(size, group.members_per_node, wanted, options.chunks)
+    for pattern in options.patterns:
+        if not any(fnmatch.fnmatch(variant.name, pattern) for variant in found):
+            names = ", ".join(variant.name for variant in found)
+            raise ConfigError(f"no variant is called {pattern!r}; choose from {names}")
+    return [
+        variant
+        for variant in found
+        if variant == REFERENCE
+        or any(fnmatch.fnmatch(variant.name, pattern) for pattern in options.patterns)
+    ]
+
+
+def sweep(
+    model: ModelConfig,
+    hardware: Hardware,
+    layouts: Sequence[Layout],
+    sequences: Sequence[int],
+    options: Options,
+) -> Iterator[Point]:
+    """Simulate every layout at every sequence length.
+
+    Raises:
+        ConfigError: the layout does not fit the model.
+        ValueError: it does not fit the machine.
+    """
+    for layout in layouts:
+        most = hardware.npus_per_node * hardware.nodes
+        if layout.npus > most:
+            raise ValueError(
+                f"{hardware.path}: nodes: TP*CP*DP*PP = {layout.tp}*{layout.cp}*{layout.dp}*"
+                f"{layout.pp} = {layout.npus} NPUs are more than the {most} of "
+                f"{hardware.nodes} nodes of {hardware.npus_per_node}"
+            )
+        for sequence in sequences:
+            yield _point(training(model, layout, sequence, options), hardware, options)
+
+
+class _Simulated(NamedTuple):
+    """One variant on one machine."""
+
+    step: float
+    shorter: float
+    layer: float
+    exposed: float
+    removed: float
+    waiting_removed: float
+    mfu: float
+    tokens: float
+
+
+def _point(what: Training, hardware: Hardware, options: Options) -> Point:
+    begin = time.perf_counter()
+    layout = Layout(what.tp, what.cp, what.dp, len(what.layers))
+    chosen = of_hardware(hardware, layout, options)
+    found: dict[str, list[_Simulated]] = {variant.name: [] for variant in chosen}
+    ratios = []
+    for compute, links in CORNERS if options.corners else CORNERS[:1]:
+        machine = hardware.machine(compute, links)
+        step = Step(machine, what, options.disturbance)
+        ideal, free = step.compute_only(), step.compute_only(free=False)
+        reference = step.time(REFERENCE)
+        overhead = reference.seconds - free.seconds
+        layer = ideal.layer_forward + ideal.layer_backward
+        ratios.append((reference.layer_forward + reference.layer_backward) / layer - 1)
+        for variant in chosen:
+            time_ = reference if variant == REFERENCE else step.time(variant)
+            idle = reference.waiting - ideal.waiting
+            found[variant.name].append(
+                _Simulated(
+                    step=time_.seconds,
+                    shorter=1 - time_.seconds / reference.seconds,
+                    layer=time_.layer_forward + time_.layer_backward,
+                    exposed=time_.seconds - ideal.seconds,
+                    removed=_share(reference.seconds - time_.seconds, overhead),
+                    waiting_removed=_share(reference.waiting - time_.waiting, idle),
+                    mfu=what.flops / (time_.seconds * what.npus * machine.cube_flops),
+                    tokens=what.tokens / (time_.seconds * what.npus),
+                )
+            )
+    per_lane = hardware.typical("host.communicator_bytes")
+    outcomes = tuple(
+        Outcome(
+            variant=variant.name,
+            **{
+                name: Range.of([getattr(one, name) for one in found[variant.name]])
+                for name in _Simulated._fields
+            },
+            buffers=buffers(variant, what.shape),
+            communicators=lanes(variant) * per_lane,
+        )
+        for variant in chosen
+    )
+    seconds = time.perf_counter() - begin
+    return Point(what.sequence, what.npus, what.micro_batches, Range.of(ratios), outcomes, seconds)
+
+
+def _share(gone: float, of: float) -> float:
+    """``gone / of``; NaN where there was nothing."""
+    return gone / of if of > 0 else math.nan

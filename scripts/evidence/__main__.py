@@ -1,0 +1,34 @@
+"""``python -m scripts.evidence NAME [options]``: what makes the tables of the documentation."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+_TOOLS = {
+    "faults": "ranks that are killed, slow, cut off or out of step: what every rank reports",
+    "fuzz": "random cases of all ops, fused against plain",
+    "soak": "a long training with random shapes: does it leak?",
+    "gradient_error": "summed gradient buckets against fp64",
+    "host_overhead": "what a transfer costs the host",
+    "memory": "peak memory of each op beside its plain form",
+    "paper": "where the simulator reaches the paper's headlines",
+    "timeline": "the picture of the README",
+}
+
+
+def main(words: list[str]) -> int:
+    """Run the named tool with the rest of the words; its exit code."""
+    if words[:1] and words[0] in _TOOLS:
+        sys.argv[0] = f"python -m scripts.evidence {words[0]}"  # what its --help calls it
+        return int(import_module(f"scripts.evidence.{words[0]}").main(words[1:]))
+    print(__doc__)
+    print(*(f"  {name:<15} {what}" for name, what in _TOOLS.items()), sep="\n")
+    if words[:1] in ([], ["-h"], ["--help"]):
+        return 0
+    print(f"error: {words[0]} is not one of them", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""Peak memory of each fused op beside that of its plain form.
+
+Every tensor that torch allocates between the start of the forward and the end of the backward is
+counted, from the events of `torch.profiler`: activations kept for the backward, gradients, buffers
+of the transfers, scratch of the kernels.  Inputs and weights, which both forms have, are not.
+Buffers are freed when an op gives them back; what the pool would keep for the next op instead, once
+for all layers, has a column of its own.
+
+Measured on CPU, whose attention kernel holds the scores of all its queries: the plain form pays for
+all of them at once.  A device's kernel holds none, so attention is measured a second time with a
+kernel that allocates its results and computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from commfuse_npu import ops
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.transport import BufferPool, Transport
+from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.tools.bench.peak_memory import peak_bytes
+from scripts.free_port import free_port
+
+__all__ = ["Memory", "main", "measure"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peaks of one op on one rank, in bytes.
+
+    Attributes:
+        block: one rank's rows of what is transferred.
+        kept: what the pool of buffers keeps between calls, if it may.
+    """
+
+    op: str
+    plain: int
+    fused: int
+    block: int
+    kept: int
+
+    @property
+    def extra_blocks(self) -> float:
+        """What the fused form takes more than the plain one; negative if it takes less."""
+        return (self.fused - self.plain) / self.block
+
+
+class _WithoutScores:
+    """Attention kernels that allocate what a device's kernel returns, and compute nothing."""
+
+    @staticmethod
+    def attention_forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        rows, batch, heads, _features = q.shape
+        return torch.zeros_like(q), (q.new_zeros((batch, heads, rows, 1), dtype=torch.float32),)
+
+    @staticmethod
+    def attention_backward(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **sums: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        new_k, new_v = torch.zeros_like(k), torch.zeros_like(v)
+        return torch.zeros_like(q), sums["grad_k"].add_(new_k), sums["grad_v"].add_(new_v)
+
+
+def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]:
+    """Measure all ops on this rank; all ranks of the default group call it together.
+
+    Args:
+        sequence: whole, of micro-batch 1.
+        hidden: whole; the group shares it out.
+        heads: attention heads of all ranks together.
+    """
+    transport = Transport.create(lanes=2, timeout=timedelta(seconds=60))
+    size, shard = transport.size, sequence // transport.size
+    part = hidden // size
+    options = LinearOptions(Schedule(lanes=2, chunks=chunks))
+    fused: dict[str, Any] = {"transport": transport, "options": options}
+    plain: dict[str, Any] = {"group": transport.group, "options": options}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, requires_grad=True)
+
+    x, wide = draw(shard, 1, hidden), draw(sequence, 1, part)
+    column, row = draw(4 * part, hidden), draw(hidden, part)
+    mine = [draw(sequence, 1, heads // size, hidden // heads) for _ in range(3)]
+    whole = draw(hidden, hidden)
+    calls: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any], tuple[int, ...]]] = {
+        "all_gather_linear": ((x, column), {}, (shard, 1, hidden)),
+        "linear_reduce_scatter": ((wide, row), {}, (shard, 1, hidden)),
+        "attention_linear_reduce_scatter": ((*mine, row), {"causal": True}, (shard, 1, hidden)),
+        "attention_all_to_all": (tuple(mine), {"causal": True}, (shard, 1, part)),
+        "attention_all_to_all_linear": ((*mine, whole), {"causal": True}, (shard, 1, part)),
+    }
+    found = []
+    for name, (tensors, settings, block) in calls.items():
+        forms = {
+            "plain": _call(getattr(ops, f"plain_{name}"), tensors, settings | plain),
+            "fused": _call(getattr(ops, name), tensors, settings | fused),
+        }
+        bytes_of_block = torch.Size(block).numel() * x.element_size()
+        for scores in (True, False) if "attention" in name else (True,):
+            peaks = {}
+            with nullcontext() if scores else _without_scores():
+                transport.buffers = BufferPool(keep_bytes=0)
+                for form, call in forms.items():
+                    peaks[form] = peak_bytes(call, "cpu")
+                transport.buffers = BufferPool()
+                forms["fused"]()
+            label = name if scores else f"{name}, no scores"
+            found.append(
+                Memory(label, block=bytes_of_block, kept=transport.buffers.idle_bytes, **peaks)
+            )
+    transport.close()
+    return found
+
+
+def _without_scores() -> AbstractContextManager[object]:
+    return mock.patch("commfuse_npu.ops.blocked_attention.kernels_for", return_value=_WithoutScores)
+
+
+def _call(
+    op: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], settings: dict[str, Any]
+) -> Callable[[], None]:
+    """Forward and backward of a first call; the gradient is freed with it."""
+
+    def forward_and_backward() -> None:
+        y = op(*tensors, **settings)
+        y.backward(torch.empty_like(y).fill_(1.0))
+        for tensor in tensors:
+            tensor.grad = None
+
+    return forward_and_backward
+
+
+def _rank(rank: int, port: int, size: int, shape: tuple[int, int, int, int], file: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    found = measure(*shape)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        worst = [
+            max(of_op, key=lambda memory: memory.fused) for of_op in zip(*everyone, strict=True)
+        ]
+        print(_table(worst, size, shape))
+        if file:
+            rows = [{**asdict(m), "extra_blocks": m.extra_blocks} for m in worst]
+            write_json(Path(file), rows, indent=2)
+    dist.destroy_process_group()
+    # All is said and written.  An ordinary end lets the destructors of torch's libraries run, and
+    # about one in ten aborts there ("terminate called without an active exception"; torch 2.13).
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _table(found: list[Memory], size: int, shape: tuple[int, int, int, int]) -> str:
+    sequence, hidden, heads, chunks = shape
+    lines = [
+        f"peak of forward and backward, {size} ranks, sequence {sequence}, hidden {hidden}, "
+        f"{heads} heads, fp32, {chunks} chunks, CPU; the rank with the highest",
+        "",
+        "| op | plain, MiB | fused, MiB | block, MiB | fused above plain | kept by the pool |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for m in found:
+        sizes = " | ".join(f"{n / 2**20:.2f}" for n in (m.plain, m.fused, m.block))
+        kept = m.kept / m.block
+        lines.append(f"| {m.op} | {sizes} | {m.extra_blocks:+.2f} blocks | {kept:.2f} blocks |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description="Peak memory of fused and plain ops, on CPU.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=1024, help="whole sequence")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--json", default="", metavar="FILE")
+    args = parser.parse_args(argv)
+    for name in ("sequence", "hidden", "heads"):
+        if getattr(args, name) < 1 or getattr(args, name) % args.ranks:
+            parser.error(
+                f"--{name} {getattr(args, name)} is not a positive multiple of --ranks {args.ranks}"
+            )
+    if args.hidden % args.heads:
+        parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
+    shape = (args.sequence, args.hidden, args.heads, args.chunks)
+    spawn(_rank, args=(free_port(), args.ranks, shape, args.json), nprocs=args.ranks)
+    return 0

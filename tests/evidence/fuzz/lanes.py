@@ -1,0 +1,47 @@
+"""The transports of a rank: made once, and used by all cases."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import lru_cache
+
+from commfuse_npu.runtime.transport import Check, Transport
+from tests.evidence.fuzz.case import LANES, Case
+
+__all__ = ["at_rest", "transport_of"]
+
+_TIMEOUT = timedelta(seconds=15)
+
+
+@lru_cache
+def _all_lanes() -> Transport:
+    return Transport.create(lanes=LANES, timeout=_TIMEOUT)
+
+
+@lru_cache
+def _transport(lanes: int, batched: bool, check: Check) -> Transport:
+    # On the same lanes, one after the other: each process group has threads that poll.
+    made = _all_lanes()
+    return Transport(
+        made.group,
+        made._lanes[:lanes],
+        made._control,
+        timeout=_TIMEOUT,
+        batched=batched,
+        check=check,
+    )
+
+
+def transport_of(case: Case) -> Transport:
+    """As the case wants it.  Every rank asks for it together."""
+    return _transport(case.lanes, case.batched, case.check)
+
+
+def at_rest(link: Transport) -> list[str]:
+    """What is still under way although nothing should be."""
+    found = [f"{exchange.name} is still under way" for exchange in link._in_flight]
+    if link._broken is not None:
+        found.append(f"the transport is broken: {link._broken}")
+    if link.buffers._parts:
+        found.append(f"{len(link.buffers._parts)} buffers were not given back")
+    return found

@@ -1,0 +1,113 @@
+"""Random cases find what is wrong, make it small, and can be repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from commfuse_npu.ops import weight_gradient
+from commfuse_npu.runtime import pipeline, transport
+from tests.distributed.ranks import Outcome, Ranks
+from tests.evidence.fuzz.campaign import campaign, failure_of
+from tests.evidence.fuzz.case import Bucket, BucketRun, Case, Network, case_of
+from tests.evidence.fuzz.compare import complaints
+from tests.evidence.fuzz.strategy import cases
+
+
+def odd_blocks_lose_a_row(rank: int, case: Case) -> list[str]:
+    """A fault of weight gradients by blocks only, and of odd blocks only."""
+    add = weight_gradient.WeightGradient.add
+
+    def fault(self: Any, grad: Any, x: Any) -> None:
+        rows = len(grad) - len(grad) % 2 if self._blocks is not None else len(grad)
+        add(self, grad[:rows], x[:rows])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_gradient.WeightGradient, "add", fault)
+        return complaints(rank, case)
+
+
+def second_chunk_added_twice(rank: int, case: Case) -> list[str]:
+    """A fault of sums of three ranks or more, in pieces."""
+    fold = pipeline.ReduceScatter._fold
+
+    def fault(self: Any, position: int, piece: Any, buffer: Any) -> None:
+        fold(self, position, piece, buffer)
+        if piece.target == self.plan.rank and piece.chunk and not self._first(position, piece):
+            fold(self, position, piece, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline.ReduceScatter, "_fold", fault)
+        return complaints(rank, case)
+
+
+def test_a_fault_of_one_option_is_found_and_made_small(ranks) -> None:
+    figures = campaign(ranks(2), 100, seed=1, compare=odd_blocks_lose_a_row)
+    case = figures.smallest
+    assert isinstance(case, Network), figures
+    (layer,) = case.layers
+    assert layer.wgrad == "blocks"
+    assert case.rows * (case.batch or 1) <= 3, case
+    assert (layer.recompute, layer.schedule.chunks, case.micro_batches) == ("no", 1, 1)
+    assert "weight.grad" in figures.failure or "main_grad" in figures.failure
+    assert repr(case) in figures.failure
+    assert failure_of(ranks(2), case_of(repr(case)), odd_blocks_lose_a_row)
+    assert not failure_of(ranks(2), case)
+
+
+def test_a_fault_of_three_ranks_is_found(ranks) -> None:
+    assert campaign(ranks(3), 40, seed=1, compare=second_chunk_added_twice).smallest is not None
+
+
+def nothing_is_ever_finished(rank: int, case: Case) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport.Transport, "finished", lambda self, exchange: None)
+        return complaints(rank, case)
+
+
+def test_what_is_left_under_way_is_found(ranks) -> None:
+    case = BucketRun(2, (Bucket(3),))
+    assert "is still under way" in failure_of(ranks(2), case, nothing_is_ever_finished)
+    assert not failure_of(ranks(2), case)
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_a_printed_case_makes_itself_again(size: int) -> None:
+    @settings(
+        max_examples=50, database=None, derandomize=True, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=cases(size))
+    def printed(case: Case) -> None:
+        assert case_of(repr(case)) == case
+
+    printed()
+
+
+@pytest.mark.parametrize("text", ["Network(", "Layer('x')", "Network(rows=1)", "nonsense"])
+def test_what_makes_no_case_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="case"):
+        case_of(text)
+
+
+class _Noted(Ranks):
+    """No processes: writes down what it is asked."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.asked: list[Case] = []
+
+    def outcomes(self, *args: Any, **_: Any) -> list[Outcome]:
+        self.asked.append(args[1])
+        return [Outcome(value=[])] * self.size
+
+
+def test_a_seed_stands_for_its_cases() -> None:
+    one, same, other = _Noted(3), _Noted(3), _Noted(3)
+    assert campaign(one, 57, seed=5).cases == len(set(one.asked)) == 57
+    campaign(same, 57, seed=5)
+    campaign(other, 57, seed=6)
+    assert one.asked == same.asked
+    assert one.asked != other.asked

@@ -1,0 +1,267 @@
+"""From rates and samples to the figures of the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.tools.bench.calibrate import rate_for, wire_seconds
+from commfuse_npu.tools.bench.disturbance import Load, Watch, parse
+from commfuse_npu.tools.bench.plot import draw
+from commfuse_npu.tools.bench.report import as_json, as_markdown
+from commfuse_npu.tools.bench.results import Result, Setting, evaluate
+from commfuse_npu.tools.bench.rounds import Measured, measure
+from commfuse_npu.tools.bench.samples import Check, Sample, worst_check
+from commfuse_npu.tools.bench.shapes import Shape, bytes_per_pair
+
+CONFIG = Path(__file__).parents[3] / "configs" / "llama3_8b.yaml"
+
+
+# ------------------------------------------------------------------ sizes and rates
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("scale", [4, 16 / 3, 32])
+def test_a_scaled_shape_can_be_shared_by_the_ranks(ranks: int, scale: float) -> None:
+    shape = Shape.of_model(CONFIG, ranks, scale, 100)
+    for width in (shape.sequence, shape.hidden, shape.ffn, shape.heads, shape.groups):
+        assert width > 0
+        assert width % ranks == 0
+    assert shape.heads % shape.groups == 0
+    assert shape.head == 128
+
+
+def test_a_quarter_of_the_widths_is_a_quarter() -> None:
+    assert Shape.of_model(CONFIG, 2, 4, None) == Shape(2048, 1024, 3584, 8, 2, 128)
+
+
+def test_what_a_pair_exchanges() -> None:
+    shape = Shape(64, 32, 96, 4, 2, 8)
+    assert bytes_per_pair("all-gather", shape, 2, "fp32") == 32 * 32 * 4
+    assert bytes_per_pair("mlp", shape, 4, "bf16") == 16 * 32 * 2 * 5
+    assert bytes_per_pair("layer", shape, 4, "fp32") == 16 * 32 * 4 * 10
+
+
+def test_the_rate_makes_the_ratio() -> None:
+    rate = rate_for(0.5, 0.2, 4_000_000)
+    assert rate == pytest.approx(40e6)
+    assert wire_seconds(rate, 4_000_000) == pytest.approx(0.1)
+
+
+def test_ratio_0_is_no_limit() -> None:
+    assert rate_for(0, 0.2, 100) is None
+    assert wire_seconds(None, 100) == 0
+
+
+@pytest.mark.parametrize("arguments", [(-1, 0.1, 10), (1, 0, 10), (1, 0.1, 0)])
+def test_a_rate_that_cannot_be_is_refused(arguments: tuple[float, float, int]) -> None:
+    with pytest.raises(ValueError, match="ratio"):
+        rate_for(*arguments)
+
+
+# ---------------------------------------------------------------------- disturbance
+
+
+def _stat(user: int, idle: int, steal: int = 0, softirq: int = 0) -> str:
+    return f"cpu  {user} 0 0 {idle} 0 0 {softirq} {steal} 0 0\ncpu0 1 2 3\n"
+
+
+def test_the_load_of_others_is_what_the_ranks_did_not_use(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    monkeypatch.setattr("os.times", lambda: (0.0, 0.0))
+    file = tmp_path / "stat"
+    file.write_text(_stat(1000, 1000))
+    watch = Watch(file)
+    file.write_text(_stat(1150, 1050))
+    load = watch.load(1.2)
+    assert load == Load(others=pytest.approx(0.15), steal=0.0)
+    assert load.disturbed
+    assert watch.load(1.45) == Load(others=pytest.approx(0.025), steal=0.0)
+    assert not Load(0.025, 0.0).disturbed
+
+
+def test_interrupts_are_ours_and_steal_is_not(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("os.times", lambda: (0.0, 0.0))
+    file = tmp_path / "stat"
+    file.write_text(_stat(0, 0))
+    watch = Watch(file)
+    file.write_text(_stat(0, 60, steal=20, softirq=20))
+    assert watch.load(0.0) == Load(0.0, 0.2)
+    assert Load(0.0, 0.2).disturbed
+
+
+def test_without_proc_stat_nobody_knows(tmp_path: Path) -> None:
+    assert Watch(tmp_path / "none").load(0.0) is None
+    with pytest.raises(ValueError, match="not /proc/stat"):
+        parse("something else")
+
+
+# --------------------------------------------------------------------------- rounds
+
+_NAMES = ["a", "b", "c", "d"]
+
+
+def _rounds_with(loads: list[Load | None], repetitions: int, **options):
+    """Three rounds; the time of a sample is the number of its round."""
+    orders: list[list[str]] = []
+
+    def run(order):
+        orders.append(list(order))
+        load = loads[min(len(orders), len(loads)) - 1]
+        return [Sample(len(orders), 0, 0) for _ in order], load
+
+    found = measure(_NAMES, 3, run, shuffle=random.Random(1), repetitions=repetitions, **options)
+    return found, orders
+
+
+def _times(found: Measured, name: str = "a") -> list[float]:
+    return [sample.total for sample in found.samples[name]]
+
+
+def test_every_round_has_every_variant_in_an_order_of_its_own() -> None:
+    found, orders = _rounds_with([Load(0, 0)], 3)
+    assert len(orders) == 3
+    assert all(sorted(order) == _NAMES for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+    assert _rounds_with([Load(0, 0)], 3)[1] == orders
+    assert (found.rounds, found.disturbed, found.repeated) == (3, 0, 0)
+
+
+def test_a_disturbed_round_is_run_again_and_not_averaged_in() -> None:
+    found, orders = _rounds_with([Load(0, 0), Load(0.9, 0), Load(0, 0)], 3)
+    assert len(orders) == 4
+    assert _times(found) == [1, 3, 4]
+    assert (found.disturbed, found.repeated) == (0, 1)
+
+
+def test_repetitions_have_a_limit_and_the_least_disturbed_fill_up() -> None:
+    loads = [Load(0.9, 0), Load(0, 0), Load(0.5, 0), Load(0.1, 0), Load(0.8, 0)]
+    found, orders = _rounds_with(loads, 2)
+    assert len(orders) == 5
+    assert _times(found) == [2, 4, 3]
+    assert (found.rounds, found.disturbed, found.repeated) == (3, 2, 2)
+
+
+def test_no_repetition_when_the_time_is_up() -> None:
+    steps = []
+    found, orders = _rounds_with(
+        [Load(0.9, 0)], 3, may_repeat=lambda: False, after_round=lambda: steps.append(1)
+    )
+    assert (len(orders), len(steps)) == (3, 3)
+    assert found.disturbed == 3
+
+
+def test_a_round_that_nobody_can_judge_counts() -> None:
+    found, orders = _rounds_with([None], 3)
+    assert (len(orders), found.disturbed) == (3, 0)
+
+
+# -------------------------------------------------------------------------- figures
+
+
+def _setting(ratio: float = 1.0, wire_ms: float = 100.0) -> Setting:
+    return Setting("real GEMMs", "mlp", 2, "mesh", "fp32", ratio, "S 8", 1e6, wire_ms)
+
+
+def _evaluated(totals: dict[str, list[float]], setting: Setting | None = None) -> list[Result]:
+    """From totals in ms; blocked a tenth of them."""
+    samples = {
+        name: [Sample(ms / 1e3, ms / 1e4, ms / 2e3) for ms in times]
+        for name, times in totals.items()
+    }
+    checks = {name: Check(True, 0.0, None, 3 << 20) for name in totals}
+    checks["compute"] = Check(False, 0.0, None, 1 << 20)
+    rounds = len(totals["compute"])
+    return evaluate(setting or _setting(), Measured(samples, rounds, 1, 2), checks)
+
+
+_TOTALS = {
+    "compute": [100.0, 100.0, 130.0],
+    "communication": [100.0, 100.0, 100.0],
+    "p2p": [200.0, 210.0, 190.0],
+    "ours-c4": [120.0, 125.0, 115.0],
+    "coc-4": [250.0, 240.0, 260.0],
+}
+
+
+def test_figures_of_a_setting() -> None:
+    reference, ours, sliced = _evaluated(_TOTALS)
+    assert [r.variant for r in (reference, ours, sliced)] == ["p2p", "ours-c4", "coc-4"]
+    assert (reference.removed, reference.speedup, reference.exposed_ms) == (0, 1, 100)
+    assert ours.median_ms == pytest.approx(120)
+    assert ours.quartiles_ms == (pytest.approx(117.5), pytest.approx(122.5))
+    assert ours.exposed_ms == pytest.approx(20)
+    assert ours.removed == pytest.approx(0.8)
+    assert ours.hideable == 1
+    assert ours.of_hideable == pytest.approx(0.8)
+    assert ours.blocked_removed == pytest.approx(0.4)
+    assert ours.extra_mib == 2
+    assert sliced.removed == pytest.approx(-0.5)
+
+
+def test_a_long_wire_bounds_what_can_be_hidden() -> None:
+    _, ours, _ = _evaluated(_TOTALS, _setting(wire_ms=150))
+    assert ours.bound_ms == 150
+    assert ours.hideable == pytest.approx(0.5)
+    assert ours.of_hideable == pytest.approx(1.6)
+
+
+def test_nothing_exposed_is_nothing_to_remove() -> None:
+    totals = {**_TOTALS, "p2p": [90.0, 90.0, 90.0]}
+    _, ours, _ = _evaluated(totals, _setting(wire_ms=0))
+    assert ours.removed is None
+    assert ours.hideable == 0
+    assert as_json({}, [ours], [])["results"][0]["overhead_removed"] == 0
+
+
+def test_json_is_clipped_and_keeps_the_sign_beside() -> None:
+    report = json.loads(json.dumps(as_json({"cores": 2}, _evaluated(_TOTALS), ["a note"])))
+    assert report["machine"] == {"cores": 2, "notes": ["a note"]}
+    rows = {row["variant"]: row for row in report["results"]}
+    assert rows["coc-4"]["overhead_removed"] == 0
+    assert rows["coc-4"]["overhead_removed_signed"] == pytest.approx(-0.5)
+    assert rows["ours-c4"]["overhead_removed"] == pytest.approx(0.8)
+    for row in rows.values():
+        assert {"work", "ranks", "link", "ratio", "median_ms", "exposed_ms", "hideable"} <= set(row)
+        assert 0 <= row["overhead_removed"] <= 1
+        assert 0 <= row["hideable"] <= 1
+        assert math.isfinite(row["median_ms"])
+
+
+def test_the_table_says_who_is_slower_and_what_was_disturbed() -> None:
+    text = as_markdown({"cores": 2}, _evaluated(_TOTALS), ["skipped: something"])
+    assert "| coc-4 | 250.0 | 245.0-255.0 | 150.0 | -50.0 % |" in text
+    assert "| **ours-c4** | 120.0 |" in text
+    assert "Fastest of ours: ours-c4, 66.7% ahead of the fastest other, p2p." in text
+    assert "Slower than p2p, beyond both quartiles: coc-4 (25.0 %)." in text
+    assert "2 more thrown away (other load), **1 of them disturbed by other load**" in text
+    assert "**skipped: something**" in text
+
+
+def test_where_ours_is_behind_the_table_says_so() -> None:
+    totals = {**_TOTALS, "ours-c4": [260.0, 260.0, 260.0]}
+    text = as_markdown({}, _evaluated(totals), [])
+    assert "ours-c4, 23.1% **slower than** the fastest other, p2p." in text
+
+
+def test_bits_are_shown_as_they_are() -> None:
+    totals = {**_TOTALS, "ours-c8": [150.0] * 3}
+    results = _evaluated(totals)
+    object.__setattr__(results[-1], "check", Check(False, 2.5e-6, True, 0))
+    assert "| 2.5e-06 (same GEMMs: equal) |" in as_markdown({}, results, [])
+
+
+def test_all_ranks_have_to_be_equal() -> None:
+    checks = [Check(True, 0.0, True, 5), Check(False, 0.1, True, 9)]
+    assert worst_check(checks) == Check(False, 0.1, True, 9)
+    assert Sample.of_ranks([Sample(1, 2, 3), Sample(3, 4, 5)]) == Sample(3, 3, 4)
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    results = [r for ratio in (0.0, 0.5, 1.0) for r in _evaluated(_TOTALS, _setting(ratio))]
+    draw(results, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,284 @@
+"""What the variants compute, and in which order they do it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.runtime.transport import BufferPool
+from commfuse_npu.tools.bench import baselines
+from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Sliced
+from commfuse_npu.tools.bench.carriers import DirectExchange, NoTransfers, TorchCollectives
+from commfuse_npu.tools.bench.shapes import Shape
+from commfuse_npu.tools.bench.sleeping import SleepingGemms
+from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, applies_to, of_group
+from commfuse_npu.tools.bench.worker import Worker
+from commfuse_npu.tuning import tuner
+
+# ------------------------------------------------------------------- on real ranks
+
+
+_WORKS = ("all-gather", "reduce-scatter", "layer")
+"""A layer has the other two in it."""
+
+
+def _shape(size: int) -> Shape:
+    return Shape(16 * size, 16 * size, 32 * size, 2 * size, size, 16)
+
+
+def _check_all(rank: int, dtype: str) -> list[tuple[str, str, object]]:
+    worker = Worker()
+    found: list[tuple[str, str, object]] = []
+    for work in _WORKS:
+        worker.set_up(work, _shape(worker.size), dtype, 7, None)
+        for variant in of_group(worker.size):
+            # Fewer lanes change no number, and 8 pieces nothing that 4 do not.
+            skipped = "-l" in variant.name or "8" in variant.name or variant.tuned
+            if applies_to(variant, work) and not skipped:
+                found.append((work, variant.name, worker.check(variant, memory=False)))
+    worker._groups.transport.close()
+    return found
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, "bf16"), (3, "fp32")])
+def test_every_variant_computes_the_same(ranks, size: int, dtype: str) -> None:
+    limit = 1e-4 if dtype == "fp32" else 0.2
+    for of_rank in ranks(size).run(_check_all, dtype):
+        assert {work for work, *_ in of_rank} == set(_WORKS)
+        for work, name, check in of_rank:
+            where = f"{work}, {name}: {check}"
+            assert check.max_difference <= limit, where
+            # Whole GEMMs, the same additions: the same bits.
+            assert check.equal or name not in ("p2p", "collective", "megatron-p2p"), where
+            assert (check.equal_same_gemms is not None) == name.startswith(("ours", "ring")), where
+            if name.startswith("ours"):
+                assert check.equal_same_gemms, where
+
+
+def _tuned(rank: int) -> list[tuple[object, list[int]]]:
+    worker = Worker()
+    auto, other = (variant for variant in of_group(worker.size) if variant.tuned)
+    found: list[tuple[object, list[int]]] = []
+    trials: list[int] = []
+    timed = tuner._timed
+
+    def counted(*args: Any) -> float:
+        trials.append(1)
+        return timed(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "_timed", counted)
+        for work, gflops in (("reduce-scatter", None), ("mlp", 1e6)):
+            worker.set_up(work, _shape(worker.size), "fp32", 7, gflops)
+            worker.forget_tuning()
+            counts = []
+            check = worker.tune(auto)
+            counts.append(len(trials))
+            worker.tune(other)
+            worker.round([auto, other])
+            counts.append(len(trials))
+            worker.forget_tuning()
+            worker.tune(auto)
+            counts.append(len(trials))
+            trials.clear()
+            found.append((check, counts))
+    worker._groups.transport.close()
+    return found
+
+
+def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(ranks) -> None:
+    for of_rank in ranks(2).run(_tuned):
+        (layer, _), (mlp, _) = of_rank
+        assert len(layer.chosen) == 1
+        assert layer.chosen[0].startswith("reduce_scatter 32 x 32: ")
+        assert [text.split(":")[0] for text in mlp.chosen] == [
+            *("gather 32 x 64", "reduce_scatter 64 x 32"),
+            *("reduce_scatter 32 x 32", "gather 32 x 32"),
+        ]
+        assert max(layer.max_difference, mlp.max_difference) <= 1e-4
+        for _, (first, known, again) in of_rank:
+            assert first == known > 0, "neither another variant nor a round tries anything"
+            assert again == 2 * first, "forgotten, it is tried again"
+
+
+def _sums(rank: int) -> bool:
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(rank)
+    full = torch.randn(12, 8, generator=generator).bfloat16()
+    sums = [
+        carrier(group, BufferPool()).scatter(full, full.new_empty(4, 8)).wait()
+        for carrier in (DirectExchange, TorchCollectives)
+    ]
+    return torch.equal(*sums)
+
+
+def test_direct_sums_have_the_bits_of_the_collective(ranks) -> None:
+    assert ranks(3).run(_sums) == [True] * 3
+
+
+def _round(rank: int) -> list[str]:
+    worker = Worker()
+    worker.set_up("mlp", _shape(2), "fp32", 7, 1e6)
+    order = [
+        Variant(COMPUTE, "compute"),
+        Variant(COMMUNICATION, "communication"),
+        Variant("p2p", "blocking"),
+    ]
+    samples, cpu = worker.round(order)
+    problems = [f"{s}" for s in samples if s.total <= 0 or s.cpu < 0 or s.blocked > s.total]
+    if samples[0].blocked or not samples[1].blocked or cpu < sum(s.cpu for s in samples):
+        problems.append(f"{samples}, {cpu}")
+    worker._groups.transport.close()
+    return problems
+
+
+def test_a_round_with_sleeping_gemms_gives_a_sample_per_variant(ranks) -> None:
+    assert ranks(2).run(_round) == [[], []]
+
+
+# ------------------------------------------------------------------- recorded order
+
+
+class _Recorded(NoTransfers):
+    """A carrier that writes down what is asked of it."""
+
+    def __init__(self, log: list[str], in_order: bool = True) -> None:
+        super().__init__(0, 2)
+        self.log, self.in_order = log, in_order
+
+    def _noted(self, what: str, pending):
+        self.log.append(what)
+        return SimpleNamespace(
+            wait=lambda: (self.log.append(f"{what} is there"), pending.wait())[1]
+        )
+
+    def gather(self, shard):
+        return self._noted("gather", super().gather(shard))
+
+    def scatter(self, full, out):
+        return self._noted("scatter", super().scatter(full, out))
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    log: list[str] = []
+
+    def gemm(out, a, b):
+        log.append(f"gemm of {a.shape[0]} rows")
+        torch.mm(a, b, out=out)
+
+    monkeypatch.setattr(baselines, "gemm_into", gemm)
+    return log
+
+
+def _column_backward(form: Blocking) -> None:
+    form.column_backward(torch.ones(8, 6), torch.ones(4, 3), torch.ones(6, 3))
+
+
+def test_the_reference_hides_nothing(log) -> None:
+    _column_backward(Blocking(_Recorded(log)))
+    assert log == [
+        *("gemm of 8 rows", "scatter", "scatter is there"),
+        *("gather", "gather is there"),
+    ]
+
+
+def test_megatrons_order(log) -> None:
+    _column_backward(MegatronOrder(_Recorded(log)))
+    assert log == [
+        *("gather", "gemm of 8 rows", "gather is there"),
+        *("scatter", "scatter is there"),  # with wgrad, which is no gemm_into, in between
+    ]
+
+
+def test_slices_of_collectives_have_one_under_way_while_the_one_before_is_computed(log) -> None:
+    Sliced(_Recorded(log, in_order=False), 2).gather_gemm(torch.ones(4, 3), torch.ones(6, 3))
+    assert log == [
+        *("gather", "gather is there", "gather", "gemm of 4 rows"),
+        *("gather is there", "gemm of 4 rows"),
+    ]
+
+
+def test_slices_of_direct_exchanges_are_all_posted_ahead(log) -> None:
+    Sliced(_Recorded(log), 2).gather_gemm(torch.ones(4, 3), torch.ones(6, 3))
+    assert log[:2] == ["gather", "gather"]
+
+
+def test_scattered_slices_travel_while_the_next_is_computed(log) -> None:
+    Sliced(_Recorded(log), 2).gemm_scatter(torch.ones(8, 3), torch.ones(6, 3))
+    assert log == [
+        *("gemm of 4 rows", "scatter", "gemm of 4 rows", "scatter"),
+        *("scatter is there", "scatter is there"),
+    ]
+
+
+# ------------------------------------------------------------------- sleeping GEMMs
+
+
+class _Clock:
+    """Time that passes in sleeps only, each of which ends late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: float = 0.0) -> None:
+        self.slept: list[float] = []
+        self._now, self._late = 0.0, late
+        monkeypatch.setattr("time.sleep", self._sleep)
+        monkeypatch.setattr("time.perf_counter", lambda: self._now)
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self._now += seconds + self._late
+
+
+def test_gemms_sleep_for_their_modelled_time(monkeypatch) -> None:
+    clock = _Clock(monkeypatch)
+    a, b = torch.ones(10, 20), torch.ones(20, 30)
+    with SleepingGemms(1.0) as gemms:
+        out = torch.full((10, 30), 5.0)
+        assert torch.mm(a, b, out=out) is out
+        assert (a @ b).shape == (10, 30)
+        assert a.matmul(b).shape == (10, 30)
+        assert torch.ones(4, 10, 20).matmul(b).shape == (4, 10, 30)
+        assert out.addmm_(a, b) is out
+        assert torch.addmm(out, a, b).shape == (10, 30)
+        assert (a + a).sum() == 400
+    assert gemms.products == 6
+    one = 2 * 10 * 20 * 30 / 1e9
+    assert clock.slept == pytest.approx([one, one, one, 4 * one, one, one])
+    assert torch.equal(out, torch.full((10, 30), 5.0))
+    assert torch.equal(a @ b, torch.full((10, 30), 20.0)), "and real ones afterwards"
+
+
+def test_what_a_sleep_took_too_long_is_taken_off_the_next(monkeypatch) -> None:
+    a, b = torch.ones(10, 20), torch.ones(20, 30)
+    one = 2 * 10 * 20 * 30 / 1e9
+    clock = _Clock(monkeypatch, late=0.75 * one)
+    with SleepingGemms(1.0):
+        a @ b
+        a @ b
+        a @ b
+    assert clock.slept == pytest.approx([one, 0.25 * one, 0.25 * one])
+    clock = _Clock(monkeypatch, late=1.5 * one)
+    with SleepingGemms(1.0) as gemms:
+        a @ b
+        a @ b  # no time is left for this one, and half of the next is gone
+        a @ b
+        assert clock.slept == pytest.approx([one, 0.5 * one])
+        gemms.settle()
+        a @ b
+    assert clock.slept == pytest.approx([one, 0.5 * one, one])
+
+
+def test_gemms_sleep_in_a_backward_too() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    weight = torch.ones(6, 3, requires_grad=True)
+    form = Blocking(NoTransfers(0, 2))
+    with SleepingGemms(1e9) as gemms:
+        y = baselines.column_parallel(form, x, weight)
+        assert gemms.products == 1
+        grads = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+    assert gemms.products == 3
+    assert [grad.shape for grad in grads] == [x.shape, weight.shape]

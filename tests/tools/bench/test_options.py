@@ -1,0 +1,175 @@
+"""Names of variants, the programme, and what the command refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from commfuse_npu.tools import cli
+from commfuse_npu.tools.bench import namespaces, programme
+from commfuse_npu.tools.bench.progress import Progress
+from commfuse_npu.tools.bench.sweep import steps_of
+from commfuse_npu.tools.bench.variants import REFERENCE, applies_to, chosen, of_group
+
+_NO_OPTIONS = dict.fromkeys(
+    ("ranks", "works", "ratios", "variants", "dtypes", "links", "rounds", "gflops")
+)
+
+
+def _names(patterns: list[str], size: int) -> list[str]:
+    return [variant.name for variant in chosen(patterns, size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_variants_have_names_of_their_own_and_plans_that_exist(size: int) -> None:
+    variants = of_group(size)
+    assert len({variant.name for variant in variants}) == len(variants)
+    assert len(set(variants)) == len(variants)
+    for variant in variants:
+        if variant.schedule is not None:
+            assert variant.schedule.plan("gather", 0, size).lanes <= size - 1
+
+
+def test_chunks_orders_and_lanes_have_names() -> None:
+    ours = {variant.name: variant.schedule for variant in of_group(4)}
+    assert (ours["ours-c4"].lanes, ours["ours-c4"].order) == (3, "interleaved")
+    assert (ours["ours-c8-block-l1"].lanes, ours["ours-c8-block-l1"].order) == (1, "block")
+    assert (ours["ours-c6-t1.5"].chunks, ours["ours-c6-t1.5"].taper) == (6, 1.5)
+    assert _names(["ours-c?"], 2) == [REFERENCE, "ours-c1", "ours-c2", "ours-c4", "ours-c8"]
+
+
+def test_the_reference_is_always_measured() -> None:
+    assert _names(["coc-4"], 2) == [REFERENCE, "coc-4"]
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(ValueError, match="'ours-c3'; choose from p2p, collective"):
+        chosen(["ours-c3"], 2)
+
+
+def test_megatrons_order_needs_a_backward() -> None:
+    megatron = next(variant for variant in of_group(2) if variant.name == "megatron")
+    assert applies_to(megatron, "mlp")
+    assert not applies_to(megatron, "all-gather")
+
+
+def test_options_make_a_programme_of_their_own() -> None:
+    sweeps = programme.with_options(
+        programme.quick(), **{**_NO_OPTIONS, "ranks": (2, 4), "gflops": 10.0, "works": ("mlp",)}
+    )
+    assert [(s.ranks, s.gflops, s.works, s.link) for s in sweeps] == [
+        (2, 10.0, ("mlp",), "mesh"),
+        (4, 10.0, ("mlp",), "mesh"),
+    ]
+    assert "sleeping" in sweeps[0].mode
+
+
+def test_options_replace_values_of_the_programme() -> None:
+    sweeps = programme.with_options(programme.full(), **{**_NO_OPTIONS, "ratios": (0.5,)})
+    assert all(sweep.ratios == (0.5,) for sweep in sweeps)
+    assert {sweep.ranks for sweep in sweeps} == {2, 4}
+    assert all(steps_of(sweep) > 0 for sweep in sweeps)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--works", "mlp,none"], "--works none: choose from all-gather"),
+        (["--variants", "best"], "no variant for 2 ranks is called 'best'"),
+        (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+        (["--config", "/no/such.yaml"], "/no/such.yaml"),
+        (["--device", "npu", "--sleep-gemm", "9"], "leave it out"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(words, reason, capsys) -> None:
+    assert cli.main(["bench", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--ranks", "1"], ["--ratios", "-1"], ["--rounds", "0"], ["--sleep-gemm", "0"]]
+)
+def test_values_out_of_range_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["bench", *words])
+    assert left.value.code == 2
+
+
+def test_namespaces_say_what_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "no `ip` command" in namespaces.why_not()
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert namespaces.why_not() == "network namespaces need root"
+
+
+def test_namespaces_of_a_killed_run_are_removed_and_no_others(monkeypatch, tmp_path) -> None:
+    gone, alive = 2**22 + 1, os.getpid()  # larger than any pid, and this one
+    for name in (f"cfb{gone}s", f"cfb{gone}r11", f"cfb{alive}r0", f"cfb{gone}x", "cfb", "other"):
+        (tmp_path / name).touch()
+    ran: list[list[str]] = []
+    monkeypatch.setattr(namespaces, "_NAMESPACES", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command))
+    namespaces._remove_left_over()
+    assert sorted(command[-1] for command in ran) == [f"cfb{gone}r11", f"cfb{gone}s"]
+    monkeypatch.setattr(namespaces, "_NAMESPACES", str(tmp_path / "none"))
+    namespaces._remove_left_over()
+
+
+def test_namespaces_that_fail_half_way_are_removed(monkeypatch) -> None:
+    removed = []
+
+    class Done:
+        def __init__(self, code: int) -> None:
+            self.returncode, self.stdout, self.stderr = code, "", "RTNETLINK: not permitted"
+
+    def run(command, **_):
+        if command[:3] == ["ip", "netns", "del"]:
+            removed.append(command[3])
+        return Done("bridge" in command)
+
+    monkeypatch.setattr("subprocess.run", run)
+    with pytest.raises(RuntimeError, match="not permitted"), namespaces.Network(2, shared=True):
+        pass
+    assert len(removed) == 3
+
+
+class _Terminal:
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_progress_counts_up_and_never_beyond() -> None:
+    terminal = _Terminal()
+    progress = Progress(2, terminal)
+    progress.say("working")
+    for _ in range(3):
+        progress.step()
+    progress.close()
+    assert "[............" in terminal.text
+    assert "2/2" in terminal.text
+    assert "3/2" not in terminal.text
+    assert terminal.text.endswith("\n")
+
+
+def test_progress_is_late_when_time_runs_ahead_of_the_steps(monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress(10, _Terminal())
+    now[0] += 19
+    assert not progress.late(100)
+    now[0] += 2
+    assert progress.late(100)
+    progress.step(5)
+    assert not progress.late(100)

@@ -1,0 +1,69 @@
+"""Rates on real sockets."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from commfuse_npu.tools.bench import wire
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's option")
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        served, _ = server.accept()
+        with client, served:
+            yield client, served
+
+
+def _rate(of: socket.socket) -> int:
+    return int.from_bytes(of.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)
+
+
+def test_connected_sockets_get_a_rate_of_more_than_32_bits_and_lose_it_again(connection) -> None:
+    found = wire.pace(6e9)
+    assert found.problem == ""
+    assert found.sockets >= 2
+    assert [_rate(one) for one in connection] == [6_000_000_000] * 2
+    congestion = connection[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert congestion.rstrip(b"\0") == b"reno"
+    wire.pace(None)
+    assert [_rate(one) for one in connection] == [wire.UNLIMITED] * 2
+
+
+def test_only_connected_sockets_are_found_and_stay_open(connection) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socketpair()[0]:
+        ports = set()
+        for one in wire.connected_sockets():
+            ports.add(one.getsockname()[1])
+            one.close()
+        assert {one.getsockname()[1] for one in connection} <= ports
+        assert listening.getsockname()[1] not in ports
+    connection[0].sendall(b"x")
+    assert connection[1].recv(1) == b"x"
+
+
+def test_a_refusal_is_told_and_not_raised(connection, monkeypatch) -> None:
+    monkeypatch.setattr(socket, "TCP_CONGESTION", 9999)
+    assert "the kernel refuses" in wire.pace(1e6).problem
+
+
+def test_a_sandbox_that_only_pretends_is_noticed(connection, monkeypatch) -> None:
+    monkeypatch.setattr(wire, "_SO_MAX_PACING_RATE", socket.SO_RCVLOWAT)
+    assert "the kernel took a pacing rate of" in wire.pace(2**40).problem
+
+
+def test_elsewhere_there_is_no_pacing(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "this is darwin" in wire.pace(1e6).problem
+
+
+def test_without_connections_there_is_nothing_to_pace(monkeypatch) -> None:
+    monkeypatch.setattr(wire, "connected_sockets", list)
+    assert "has the group connected?" in wire.pace(1e6).problem

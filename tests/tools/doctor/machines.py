@@ -1,0 +1,101 @@
+"""Made-up machines, and how to look at what the doctor says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from commfuse_npu.tools.doctor import CommandResult, Finding, Machine, Package
+from commfuse_npu.tools.doctor.torch_install import TRY_TORCH_NPU
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = ROOT / "configs" / "llama3_8b.yaml"
+
+INFO_A2 = """\
++------------------------------------------------------------------------------------------------+
+| npu-smi 25.2.0                   Version: 25.2.0                                               |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 91.3        33                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3197 / 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | Warning       | 91.3        33                0    / 0             |
+| 0                         | 0000:C2:00.0  | 0           0    / 0          3197 / 65536         |
++===========================+===============+====================================================+
++---------------------------+---------------+----------------------------------------------------+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| No running processes found in NPU 0                                                            |
+"""
+INFO_A3 = """\
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
+| 0     Ascend910           | OK            | 178.5       36                0    / 0             |
+| 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536         |
+| 0     Ascend910           | OK            | -           36                0    / 0             |
+| 1     1                   | 0000:9F:00.0  | 0           0    / 0          3195 / 65536         |
+"""
+
+
+def topology(links: Sequence[Sequence[str]]) -> str:
+    heading = "        " + " ".join(f"NPU{i}" for i in range(len(links))) + " CPU Affinity\n"
+    rows = [f"NPU{i}    {' '.join(row)}   0-23\n" for i, row in enumerate(links)]
+    return heading + "".join(rows) + "Legend:\n  X = Self\n  HCCS = a link\n  PHB = a bridge\n"
+
+
+Answers = Mapping[str, CommandResult | None]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def machine(
+    variables: Mapping[str, str] = NOTHING,
+    packages: Mapping[str, Package] = NOTHING,
+    answers: Answers = NOTHING,
+    **others: Any,
+) -> Machine:
+    """A machine of which only this is known; ``answers`` by the end of a command line."""
+
+    def run(command: Sequence[str], _: Mapping[str, str]) -> CommandResult | None:
+        line = " ".join(command)
+        return next((answers[end] for end in answers if line.endswith(end)), None)
+
+    others.setdefault("cann", Path("/nowhere"))
+    return Machine(variables, packages.get, run, **others)
+
+
+NPU_ANSWERS: Answers = {
+    "npu-smi info": CommandResult(0, INFO_A2),
+    "npu-smi info -t topo": CommandResult(0, topology([["X", "HCCS"], ["HCCS", "X"]])),
+    TRY_TORCH_NPU: CommandResult(0, "a warning\n\nNPUs: 2\n"),
+}
+
+
+def stack(folder: Path, llm: str = "26.0.0dev0", mindspeed: str = "0.12.1") -> dict[str, Package]:
+    """Packages as checkouts of a supported set leave them, torch_npu and all."""
+    found = {}
+    for name, version, file in (
+        ("mindspeed_llm", llm, "tasks/megatron_adaptor_v2.py"),
+        ("mindspeed", mindspeed, "features_manager/features_manager.py"),
+    ):
+        path = folder / name / file
+        path.parent.mkdir(parents=True)
+        path.touch()
+        found[name] = Package(version, (folder / name,))
+    for part in ("core", "training"):
+        (folder / "megatron" / part).mkdir(parents=True)
+    found["megatron"] = Package("0.12.1", (folder / "megatron",))
+    found["torch"] = found["torch_npu"] = Package("2.7.1")
+    return found
+
+
+def only(findings: Sequence[Finding], what: str) -> Finding:
+    (found,) = [finding for finding in findings if finding.what == what]
+    return found
+
+
+def summary(finding: Finding) -> tuple[str, str]:
+    return finding.level, finding.value

@@ -1,0 +1,66 @@
+"""One variable at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from commfuse_npu.tools.doctor.environment import check_variables
+from tests.tools.doctor.launches import SIZES, launch
+from tests.tools.doctor.machines import NPU_ANSWERS, machine, only, summary
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "ok"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", None, "note"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", "error"),
+        ("HCCL_CONNECT_TIMEOUT", None, "note"),
+        ("HCCL_CONNECT_TIMEOUT", "600", "ok"),
+        ("HCCL_CONNECT_TIMEOUT", "120", "warning"),
+        ("HCCL_CONNECT_TIMEOUT", "10m", "error"),
+        ("HCCL_EXEC_TIMEOUT", None, "ok"),
+        ("HCCL_EXEC_TIMEOUT", "0", "ok"),
+        ("HCCL_EXEC_TIMEOUT", "60", "warning"),
+        ("HCCL_BUFFSIZE", None, "ok"),
+        ("HCCL_BUFFSIZE", "64", "ok"),
+        ("HCCL_BUFFSIZE", "0", "error"),
+        ("HCCL_BUFFSIZE", "64MB", "error"),
+        ("P2P_HCCL_BUFFSIZE", "20", "ok"),
+        ("P2P_HCCL_BUFFSIZE", "-1", "error"),
+        ("TORCH_HCCL_BLOCKING_WAIT", "1", "warning"),
+        ("TORCH_HCCL_BLOCKING_WAIT", "0", "ok"),
+        ("ASCEND_LAUNCH_BLOCKING", "1", "warning"),
+        ("TASK_QUEUE_ENABLE", "0", "warning"),
+        ("TASK_QUEUE_ENABLE", None, "ok"),
+        ("HCCL_DETERMINISTIC", None, "note"),
+        ("HCCL_DETERMINISTIC", "false", "note"),
+        ("HCCL_DETERMINISTIC", "TRUE", "ok"),
+    ],
+)
+def test_a_variable(name: str, value: str | None, level: str) -> None:
+    variables = {} if value is None else {name: value}
+    found = only(check_variables(machine(variables)), name)
+    assert found.level == level
+    if level not in ("ok", "note"):
+        assert found.value == value
+        assert found.expected
+        assert found.action
+
+
+def test_on_npus_the_default_time_to_connect_is_too_short() -> None:
+    found = only(check_variables(machine({}, {}, NPU_ANSWERS)), "HCCL_CONNECT_TIMEOUT")
+    assert summary(found) == ("warning", "unset (120 s)")
+
+
+def test_a_launch_needs_one_connection() -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    words = SIZES.split()
+    found = only(check_variables(machine(), launch(*words)), name)
+    assert summary(found) == ("error", "unset")
+    assigned = check_variables(machine(), launch(f"{name}=1", *words))
+    assert summary(only(assigned, name)) == ("ok", "1")
+    by_launcher = check_variables(machine(), launch("--config"))
+    assert summary(only(by_launcher, name)) == ("ok", "1")
+    alone = [word if word != "2" else "1" for word in words]
+    assert not [f for f in check_variables(machine({name: "8"}), launch(*alone)) if f.what == name]

@@ -1,0 +1,110 @@
+"""What is said about the options of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from commfuse_npu.tools.doctor.launch_checks import check_launch
+from commfuse_npu.tools.doctor.refused import ATTENTION_REFUSED, REFUSED
+from tests.tools.doctor.launches import FUSED, SIZES, launch
+from tests.tools.doctor.machines import only, summary
+
+
+def check(words: str) -> Callable[[str], tuple[str, str]]:
+    found = check_launch(launch(*words.split()))
+    return lambda what: summary(only(found, what))
+
+
+def test_the_flag_and_what_has_to_be_with_it() -> None:
+    assert check(SIZES)("--use-commfuse") == ("warning", "not given")
+    assert check(f"{SIZES} --use-commfuse")("--sequence-parallel") == ("warning", "not given")
+    alone = FUSED.replace("parallel-size 2", "parallel-size 1")
+    assert check(alone)("--tensor-model-parallel-size") == ("error", "1")
+    assert check(f"pretrain_gpt.py {FUSED}")("--use-commfuse") == (
+        "warning",
+        "given to pretrain_gpt.py itself",
+    )
+    registered = f"A=b torchrun -m mindspeed_patches.launch /llm/pretrain_gpt.py {FUSED}"
+    found = check_launch(launch(*registered.split()))
+    assert {finding.level for finding in found} == {"ok"}
+    assert check(f"{FUSED} --commfuse-attention")("--commfuse-attention")[0] == "note"
+    unknown = FUSED.replace("--vocab-size 512", "")
+    level, value = check(unknown)("--vocab-size")
+    assert level == "note"
+    assert value.startswith("not given; 32000 is assumed")
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_is_refused_is_an_error(option: str) -> None:
+    value = {"--schedules-method": " dualpipev", "--output-layer-slice-num": "=2"}.get(option, "")
+    assert check(f"{FUSED} {option}{value}")(option)[0] == "error"
+    without_it = check_launch(launch(*SIZES.split(), option + value.strip()))
+    assert option not in [finding.what for finding in without_it]
+
+
+ATTENTION = f"{FUSED} --commfuse-attention"
+REFUSED_VALUES = {
+    "--attention-dropout": " 0.1",
+    "--context-parallel-size": " 2",
+    "--position-embedding-type": " alibi",
+    "--pre-tockens": " 4096",
+    "--next-tockens": " 1",
+    "--sparse-mode": " 4",
+    "--shape-order": " TND",
+}
+
+
+@pytest.mark.parametrize("option", ATTENTION_REFUSED)
+def test_what_is_refused_with_attention_is_an_error(option: str) -> None:
+    value = REFUSED_VALUES.get(option, "")
+    words = f"{ATTENTION} --attention-dropout 0.0 {option}{value}"
+    found = only(check_launch(launch(*words.split())), option)
+    assert summary(found) == ("error", value.strip() or "given")
+    assert "--commfuse-attention" in found.expected
+    for flag in ("--commfuse-attention", "--use-commfuse"):
+        without_it = check_launch(launch(*words.replace(flag, "").split()))
+        assert option not in [finding.what for finding in without_it]
+
+
+def test_megatron_drops_out_unless_told_otherwise() -> None:
+    found = only(check_launch(launch(*ATTENTION.split())), "--attention-dropout")
+    assert summary(found) == ("error", "0.1, Megatron's default")
+    assert found.action == "pass --attention-dropout 0.0 or leave --commfuse-attention out"
+    # The launchers tell it so.
+    by_launcher = check_launch(launch("--config", "--commfuse-attention"))
+    assert {finding.what: finding.level for finding in by_launcher} == {
+        "layout": "ok",
+        "--commfuse-attention": "note",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "value"),
+    [
+        ("", "note", "given"),
+        ("--recompute-granularity full", "note", "given"),
+        (
+            "--recompute-activations",
+            "warning",
+            "given, but selective recomputation runs the core attention by itself",
+        ),
+        ("--commfuse-layers qkv,fc1", "error", "given, with --commfuse-layers qkv,fc1"),
+    ],
+)
+def test_whether_attention_can_be_fused(change: str, level: str, value: str) -> None:
+    words = f"{ATTENTION} --attention-dropout 0.0 {change}"
+    assert check(words)("--commfuse-attention") == (level, value)
+    unsplit = words.replace("--sequence-parallel", "")
+    if not change:
+        said = "given, but without sequence parallelism nothing is split"
+        assert check(unsplit)("--commfuse-attention") == ("warning", said)
+    off = check_launch(launch(*words.split(), "--no-commfuse-attention"))
+    assert "--commfuse-attention" not in [finding.what for finding in off]
+
+
+@pytest.mark.parametrize("harmless", ["--schedules-method other", "--output-layer-slice-num 1"])
+def test_values_that_are_not_meant_are_not_refused(harmless: str) -> None:
+    found = check_launch(launch(*f"{FUSED} {harmless}".split()))
+    assert {finding.level for finding in found} == {"ok"}

@@ -1,0 +1,158 @@
+"""The report as a whole, and the command that prints it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from commfuse_npu.tools import cli
+from commfuse_npu.tools.doctor import CommandResult, Finding, Report, command, diagnose, read_launch
+from commfuse_npu.tools.model_config import ModelConfig
+from tests.tools.doctor.command_line import run_doctor
+from tests.tools.doctor.launches import SIZES
+from tests.tools.doctor.machines import (
+    CONFIG,
+    INFO_A2,
+    NPU_ANSWERS,
+    ROOT,
+    machine,
+    only,
+    stack,
+    summary,
+)
+
+
+def test_a_supported_set_on_npus_is_ready(tmp_path) -> None:
+    home = tmp_path / "cann" / "aarch64-linux"
+    home.mkdir(parents=True)
+    (home / "ascend_toolkit_install.info").write_text("package_name=a\nversion=8.3.RC1\n", "utf-8")
+    variables = {
+        "ASCEND_HOME_PATH": str(tmp_path / "cann"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "HCCL_CONNECT_TIMEOUT": "1200",
+        "HCCL_DETERMINISTIC": "true",
+        "TASK_QUEUE_ENABLE": "2",
+    }
+    healthy = {
+        **NPU_ANSWERS,
+        "npu-smi info": CommandResult(0, INFO_A2.replace("Warning", "OK     ")),
+    }
+    report = diagnose(machine(variables, stack(tmp_path), healthy))
+    assert {finding.level for finding in report.findings} == {"ok"}
+    assert report.ready
+    assert summary(only(report.findings, "CANN")) == ("ok", "8.3.RC1")
+    assert only(report.findings, "import torch_npu").value == "NPUs: 2"
+    assert only(report.findings, "together").value.startswith("supported: MindSpeed-LLM 2.2.0")
+    assert report.as_text().endswith("ready: 0 errors, 0 warnings")
+
+
+def test_no_launch_is_no_launch() -> None:
+    assert read_launch(None, [], {}) is None
+    assert diagnose(machine()).layers == ()
+
+
+def test_this_machine_as_text_and_as_json() -> None:
+    text = run_doctor("--config", str(CONFIG))
+    assert text.returncode in (0, 1), text.stderr
+    last = text.stdout.splitlines()[-1]
+    assert last.startswith("ready: 0 errors" if text.returncode == 0 else "not ready: ")
+    data = json.loads(run_doctor("--config", str(CONFIG), "--json").stdout)
+    assert data["ready"] is (text.returncode == 0)
+    assert len(data["layers"]) == 5
+    versions = {f["what"]: f["value"] for f in data["findings"] if f["section"] == "versions"}
+    assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    for finding in data["findings"]:
+        assert set(finding) == {"section", "what", "level", "value", "expected", "action"}
+        assert finding["level"] == "ok" or finding["action"]
+
+
+def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
+    environment = {
+        **os.environ,
+        "DRY_RUN": "1",
+        "PYTHON": sys.executable,
+        "MINDSPEED_LLM_HOME": "/llm",
+        "HCCL_CONNECT_TIMEOUT": "7",
+    }
+    line = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "pretrain_llama3_8b_ptd.sh")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    found = read_launch(None, line.split(), {})
+    assert found is not None
+    assert found.variables["HCCL_CONNECT_TIMEOUT"] == "7"
+    assert found.registers
+    file = ModelConfig.load(CONFIG)
+    assert dataclasses.replace(found.config, vocab_size=file.vocab_size) == file
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "no.yaml"], "cannot read the configuration no.yaml: No such file"),
+        (["--", "--num-layers", "2"], "--hidden-size, --num-attention-heads"),
+        (["--", *f"{SIZES} --commfuse-lanes 0".split()], "--commfuse-lanes is 0; give a whole"),
+        (["--", *f"{SIZES} --commfuse-layers a".split()], "argument --commfuse-layers: unknown"),
+        (["--", *f"{SIZES} --commfuse-order x".split()], "argument --commfuse-order: invalid"),
+    ],
+)
+def test_a_question_that_makes_no_sense(words: list[str], message: str, capsys) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert f"commfuse-npu doctor: {message}" in capsys.readouterr().err
+
+
+def test_the_exit_code_says_whether_it_is_ready(monkeypatch, capsys) -> None:
+    report = Report((Finding("launch", "a", "error", "b", "c", "d"),))
+    monkeypatch.setattr(command, "diagnose", lambda machine, launch: report)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out == (
+        "launch\n  error    a: b; expected c -> d\nnot ready: 1 errors, 0 warnings\n"
+    )
+    monkeypatch.setattr(command, "diagnose", lambda machine, launch: Report(()))
+    assert cli.main(["doctor"]) == 0
+
+
+def test_nothing_of_the_stack_is_imported() -> None:
+    code = (
+        "import sys; from commfuse_npu.tools import cli; cli.main(['doctor']); "
+        "print({'mindspeed', 'mindspeed_llm', 'megatron.core', 'torch_npu', 'torch', "
+        "'mindspeed_patches'} & set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    assert run.stdout.splitlines()[-1] == "set()"
+
+
+def test_it_runs_where_torch_cannot_be_imported() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from commfuse_npu.tools import cli; "
+        f"sys.exit(cli.main(['doctor', '--config', {str(CONFIG)!r}, '--json']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert run.returncode in (0, 1), run.stderr
+    assert len(json.loads(run.stdout)["layers"]) == 5

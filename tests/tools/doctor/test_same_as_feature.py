@@ -1,0 +1,348 @@
+"""What the doctor says beforehand is what the code that runs later does."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commfuse_npu.tools.doctor.attention import attention_obstacle, recomputes_attention
+from commfuse_npu.tools.doctor.fuse_options import FuseOptions, schedule_of
+from commfuse_npu.tools.doctor.launch_checks import check_launch
+from commfuse_npu.tools.doctor.layers import fused_layers
+from commfuse_npu.tools.doctor.refused import (
+    ATTENTION_REFUSED,
+    DATA_PARALLEL_REFUSED,
+    REFUSED,
+    ULYSSES_REFUSED,
+    refused_value,
+)
+from commfuse_npu.tools.model_config import ModelConfig
+from tests.tools.doctor.launches import FUSED, SIZES, launch
+from tests.tools.doctor.machines import CONFIG, only
+
+
+def test_refused_options_are_those_of_the_feature() -> None:
+    refusals = pytest.importorskip("mindspeed_patches.refusals").REFUSALS
+    assert tuple(refusal.option.split()[0] for refusal in refusals) == REFUSED
+
+
+def test_options_refused_with_attention_are_those_of_the_feature() -> None:
+    from mindspeed_patches.refusals import ATTENTION_REFUSALS
+
+    assert tuple(refusal.option.split()[0] for refusal in ATTENTION_REFUSALS) == ATTENTION_REFUSED
+
+
+def test_options_refused_with_ulysses_are_those_of_the_feature() -> None:
+    from mindspeed_patches.refusals import ULYSSES_REFUSALS
+
+    assert tuple(refusal.option.split()[0] for refusal in ULYSSES_REFUSALS) == ULYSSES_REFUSED
+
+
+def test_options_refused_with_data_parallelism_are_those_of_the_feature() -> None:
+    from mindspeed_patches.refusals import DATA_PARALLEL_REFUSALS
+
+    refused = tuple(refusal.option.split()[0] for refusal in DATA_PARALLEL_REFUSALS)
+    assert refused == DATA_PARALLEL_REFUSED
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ("--use-distributed-optimizer --nproc_per_node 2", "note"),
+        ("--use-distributed-optimizer --nproc_per_node 1", "warning"),
+        ("--nproc_per_node 2", "error"),
+        ("--use-distributed-optimizer --nproc_per_node 2 --commfuse-schedule ring", "error"),
+    ],
+)
+def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
+    words: str, level: str
+) -> None:
+    from mindspeed_patches.arguments import commfuse_options
+    from mindspeed_patches.refusals import check_data_parallel
+
+    given = argparse.Namespace(
+        commfuse_dp=True,
+        use_distributed_optimizer="--use-distributed-optimizer" in words,
+        commfuse_schedule="ring" if "ring" in words else "auto",
+    )
+    with pytest.raises((AssertionError, ValueError)) if level == "error" else nullcontext():
+        commfuse_options(given)
+        check_data_parallel(given)
+    alone = FUSED.replace("--sequence-parallel", "").replace("parallel-size 2", "parallel-size 1")
+    whole = f"{alone} {words} --commfuse-dp"
+    found = check_launch(launch(*whole.split()))
+    assert only(found, "--commfuse-dp").level == level
+    # A tensor-parallel group of one is fine then.
+    assert not [f for f in found if f.what == "--tensor-model-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--context-parallel-size 1 --context-parallel-algo ulysses_cp_algo", True),
+        ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", True),
+        ("--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo", False),
+    ],
+)
+def test_layouts_are_refused_with_ulysses_as_by_the_feature(words: str, refused: bool) -> None:
+    from mindspeed_patches.refusals import IncompatibleOptionsError, check_ulysses_layout
+
+    size, algorithm = words.split()[1::2]
+    given = argparse.Namespace(
+        context_parallel_size=int(size), context_parallel_algo=algorithm, num_attention_heads=8
+    )
+    with pytest.raises(IncompatibleOptionsError) if refused else nullcontext():
+        check_ulysses_layout(given)
+    alone = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
+    found = check_launch(launch(*f"{alone} {words} --commfuse-ulysses".split()))
+    assert only(found, "--commfuse-ulysses").level == ("error" if refused else "note")
+    # A tensor-parallel group of one is fine then.
+    assert not [f for f in found if f.what == "--tensor-model-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "hides"),
+    [
+        ("", "all-to-alls hide behind attention and its projections;"),
+        (
+            "--group-query-attention --num-query-groups 1",
+            "that of q, k and v does not: 1 query groups are not divisible by CP 2;",
+        ),
+        (
+            "--tensor-model-parallel-size 2",
+            "that of q, k and v does not: at TP 2 the weights of the projections are not whole;",
+        ),
+    ],
+)
+def test_what_hides_under_ulysses_depends_on_the_layout(words: str, hides: str) -> None:
+    layout = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
+    options = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0 {layout} {words}"
+    found = check_launch(launch(*f"{options} --commfuse-ulysses".split()))
+    assert hides in only(found, "--commfuse-ulysses").action
+
+
+VALUES: dict[str, list[object]] = {
+    "--schedules-method": ["dualpipev", "other"],
+    "--output-layer-slice-num": [0, 1, 2],
+    "--context-parallel-size": [1, 2],
+    "--attention-dropout": [0, 0.0, 0.1, 1],
+    "--position-embedding-type": ["alibi", "rope"],
+    "--pre-tockens": [65536, 1048576, 4096],
+    "--next-tockens": [0, 1],
+    "--sparse-mode": [0, 2, 3, 4],
+    "--shape-order": ["SBH", "TND"],
+    "--reset-attention-mask": [True],
+    "--use-legacy-models": [True],
+    "--attention-mask-type": ["general", "causal"],
+    "--use-ulysses-allgather-kv": [True],
+    "--num-distributed-optimizer-instances": [1, 2],
+    "--optimizer": ["adam", "muon", "dist_muon"],
+    "--quant-grads": [True],
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [(option, value) for option in VALUES for value in VALUES[option]]
+)
+def test_values_are_refused_as_by_the_feature(option: str, value: object) -> None:
+    from mindspeed_patches.refusals import (
+        ATTENTION_REFUSALS,
+        DATA_PARALLEL_REFUSALS,
+        REFUSALS,
+        ULYSSES_REFUSALS,
+    )
+
+    every = (*REFUSALS, *ULYSSES_REFUSALS, *ATTENTION_REFUSALS, *DATA_PARALLEL_REFUSALS)
+    refusals = {refusal.option.split()[0]: refusal for refusal in every}
+    given = argparse.Namespace(**{refusals[option].names[0]: value})
+    words = [option] if value is True else [option, str(value)]
+    assert (refused_value(words, option) is not None) == refusals[option].given(given)
+
+
+def test_defaults_are_those_of_the_feature() -> None:
+    from mindspeed_patches.arguments import DEFAULTS
+
+    ours = FuseOptions()
+    for name in (
+        "layers",
+        "schedule",
+        "lanes",
+        "chunks",
+        "order",
+        "min_kib",
+        "attention",
+        "dp",
+        "ulysses",
+    ):
+        assert DEFAULTS[f"commfuse_{name}"] == getattr(ours, name)
+    assert DEFAULTS["use_commfuse"] == ours.use_commfuse
+
+
+def test_attention_without_proj_is_refused_by_the_feature() -> None:
+    from mindspeed_patches.arguments import commfuse_options
+
+    given = argparse.Namespace(commfuse_attention=True, commfuse_layers=("qkv",))
+    with pytest.raises(ValueError, match="--commfuse-attention needs proj among --commfuse-layers"):
+        commfuse_options(given)
+    found = check_launch(launch(*f"{FUSED} --commfuse-attention --commfuse-layers qkv".split()))
+    assert only(found, "--commfuse-attention").level == "error"
+
+
+@pytest.mark.parametrize("local", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["auto", "shifted", "ring", "two_level"])
+@pytest.mark.parametrize("lanes", [1, 3, 16])
+def test_schedules_are_those_of_the_feature(monkeypatch, local, schedule, lanes) -> None:
+    from mindspeed_patches.arguments import schedule_for
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    config = ModelConfig.load(CONFIG, ["--nproc_per_node", str(local)])
+    words = ["--commfuse-schedule", schedule, "--commfuse-lanes", str(lanes)]
+    options = FuseOptions.from_options([*words, "--commfuse-chunks", "2"])
+    given = argparse.Namespace(
+        commfuse_schedule=schedule,
+        commfuse_lanes=lanes,
+        commfuse_chunks=2,
+        commfuse_order="interleaved",
+        commfuse_taper=1.0,
+    )
+    assert schedule_of(config, options) == schedule_for(given, 8)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        FUSED,
+        f"{SIZES} --use-commfuse --bf16",
+        FUSED.replace("parallel-size 2", "parallel-size 1"),
+        f"{FUSED} --commfuse-layers qkv,fc2",
+        f"{FUSED} --commfuse-min-kib 100",
+        f"{FUSED} --commfuse-min-kib 12",
+        f"{SIZES} --use-commfuse --commfuse-layers fc2 --bf16",
+    ],
+)
+def test_reasons_and_shapes_are_those_of_the_wrappers(monkeypatch, words: str) -> None:
+    """Every layer as it would arrive at the wrappers, with operators that only say their name."""
+    from mindspeed_patches import wrappers
+
+    config = ModelConfig.from_options(words.split())
+    options = FuseOptions.from_options(words.split())
+    called = []
+    for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
+
+        def operator(x: torch.Tensor, weight: torch.Tensor, *_: object, op=name, **__: object):
+            called.append((op, tuple(x.shape), tuple(weight.shape)))
+            return x
+
+        monkeypatch.setattr(wrappers, name, operator)
+    made = wrappers.LinearWrappers(layers=options.layers, min_bytes=1024 * options.min_kib)
+    tp = config.tensor_model_parallel_size
+    made.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]
+    for found in fused_layers(config, options):
+        called.clear()
+        made.calls.clear()
+        weight = torch.empty(found.weight_shape, dtype=torch.bfloat16)
+        column = found.layer in ("qkv", "fc1", "output")
+        layer = SimpleNamespace(
+            commfuse_layer=found.layer,
+            weight=weight,
+            bias=None,
+            skip_bias_add=False,
+            sequence_parallel=config.uses_sequence_parallel,
+            gather_output=False,
+            input_is_parallel=True,
+            is_expert=False,
+            explicit_expert_comm=False,
+            disable_grad_reduce=False,
+            gradient_accumulation_fusion=False,
+            output_size_per_partition=found.weight_shape[0],
+            input_size=found.weight_shape[1],
+            config=SimpleNamespace(defer_embedding_wgrad_compute=False, cpu_offloading=False),
+        )
+
+        def own(*_: object) -> tuple[None, None]:
+            return None, None
+
+        wrap = made.column_forward_wrapper if column else made.row_forward_wrapper
+        wrap(own)(layer, torch.empty(found.input_shape, dtype=torch.bfloat16))
+        assert list(made.calls) == [(found.layer, found.reason or "fused")]
+        expected = [(found.operator, found.input_shape, found.weight_shape)]
+        assert called == (expected if found.operator else [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "",
+        "--sequence-parallel",
+        "--sequence-parallel --recompute-granularity selective",
+        "--sequence-parallel --recompute-activations",
+        "--sequence-parallel --recompute-granularity full",
+        "--sequence-parallel --commfuse-min-kib 100",
+    ],
+)
+def test_attention_waits_where_the_wrappers_let_it(monkeypatch, change: str) -> None:
+    """The core attention and the projection of a layer, with operators that only say their name."""
+    from mindspeed_patches import wrappers
+    from mindspeed_patches.attention import AttentionWrappers
+
+    words = f"{SIZES} --use-commfuse --bf16 --commfuse-attention {change}".split()
+    config, options = ModelConfig.from_options(words), FuseOptions.from_options(words)
+    called = []
+    for name in ("linear_reduce_scatter", "linear_all_reduce", "attention_linear_reduce_scatter"):
+
+        def operator(x: torch.Tensor, *_: object, op=name, **__: object) -> torch.Tensor:
+            called.append(op)
+            return x
+
+        monkeypatch.setattr(wrappers, name, operator)
+    made = wrappers.LinearWrappers(layers=options.layers, min_bytes=1024 * options.min_kib)
+    tp = config.tensor_model_parallel_size
+    made.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]
+
+    recomputed = recomputes_attention(words)
+    (found,) = [
+        layer
+        for layer in fused_layers(config, options, recomputed_attention=recomputed)
+        if layer.layer == "proj"
+    ]
+    # As Megatron's arguments would have it.
+    granularity = "selective" if "--recompute-activations" in words else None
+    if "--recompute-granularity" in words:
+        granularity = words[words.index("--recompute-granularity") + 1]
+    rows, batch, features = found.input_shape
+    heads = config.num_attention_heads // tp
+    q = torch.zeros(rows, batch, heads, features // heads, dtype=torch.bfloat16)
+
+    def attend(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return q.flatten(2)
+
+    layer = SimpleNamespace(
+        core_attention=SimpleNamespace(forward=attend),
+        attn_mask_type="causal",
+        checkpoint_core_attention=granularity == "selective",
+        training=True,
+        config=SimpleNamespace(attention_dropout=0.0, cpu_offloading=False),
+        # Of the projection.
+        commfuse_layer="proj",
+        weight=torch.empty(found.weight_shape, dtype=torch.bfloat16),
+        bias=None,
+        skip_bias_add=False,
+        sequence_parallel=config.uses_sequence_parallel,
+        input_is_parallel=True,
+        is_expert=False,
+        gradient_accumulation_fusion=False,
+    )
+    init = AttentionWrappers(made).self_attention_init_wrapper(lambda layer: None)
+    init(layer)
+    attended = layer.core_attention.forward(q, q, q, None)
+    made.row_forward_wrapper(lambda layer, x: (x, None))(layer, attended)
+
+    assert called == ([found.operator] if found.operator else [])
+    together = found.operator == "attention_linear_reduce_scatter"
+    said = attention_obstacle(config, recomputed) or found.reason or "fused"
+    assert made.calls["attention", said] == 1
+    assert together == (said == "fused")

@@ -1,0 +1,28 @@
+"""Buffers of lanes, and transfers that do not fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from commfuse_npu.tools.doctor import Finding, diagnose
+from tests.tools.doctor.launches import launch
+from tests.tools.doctor.machines import NOTHING, machine, summary
+
+
+def transfers(words: str, variables: Mapping[str, str] = NOTHING) -> list[Finding]:
+    made = machine(variables)
+    report = diagnose(made, launch("--config", *words.split()))
+    return [f for f in report.findings if f.what in ("memory for lanes", "largest transfer")]
+
+
+def test_buffers_of_lanes_are_counted() -> None:
+    (memory,) = transfers("")
+    assert memory.value == "800 MB per NPU: 2 lanes with 2 x 200 MB"
+    assert memory.action.startswith("--hccl-group-buffer commfuse:16 takes 64 MB")
+    (memory,) = transfers("--hccl-group-buffer tp:400;commfuse:32 --commfuse-lanes 3")
+    assert memory.value == "192 MB per NPU: 3 lanes with 2 x 32 MB"
+    memory, largest = transfers("", {"HCCL_BUFFSIZE": "8"})
+    assert memory.value == "32 MB per NPU: 2 lanes with 2 x 8 MB"
+    assert summary(largest) == ("warning", "16.0 MB")
+    assert largest.action == "--commfuse-chunks 2, or --hccl-group-buffer commfuse:16"
+    assert transfers("--commfuse-min-kib 99999") == []

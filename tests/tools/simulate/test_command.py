@@ -1,0 +1,125 @@
+"""``commfuse-npu simulate``: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commfuse_npu.tools import cli
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+QUICK = ["simulate", "--typical", "--variants", "megatron,commfuse-c2*", "--micro-batches", "1"]
+
+
+def test_tables_and_json(capsys, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    lengths = ["--sequence-lengths", "2048", "4096"]
+    options = ["simulate", "--variants", "commfuse-c2-l7", "--micro-batches", "1"]
+    assert cli.main([*options, *lengths, "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "Simulated, not measured." in text
+    assert text.count("## sequence") == 2
+    assert "commfuse-c2-l7" in text
+    assert "Peak memory of the simulator" in text
+    content = json.loads(out.read_text())
+    assert content["simulated"] is True
+    assert content["hardware"]["figures"]["inside.rate"]["source"]
+    first = content["points"][0]
+    assert [variant["variant"] for variant in first["variants"]] == ["plain-mesh", "commfuse-c2-l7"]
+    for variant in first["variants"]:
+        for name in ("step", "mfu", "tokens", "exposed"):
+            figure = variant[name]
+            assert 0 < figure["low"] <= figure["typical"] <= figure["high"]
+    plain, fused = first["variants"]
+    assert plain["removed"]["typical"] == plain["shorter"]["high"] == 0.0
+    ratio = fused["step"]["typical"] / plain["step"]["typical"]
+    assert fused["shorter"]["typical"] == pytest.approx(1 - ratio)
+
+
+def test_the_same_seed_prints_the_same(capsys) -> None:
+    def printed(seed: str) -> str:
+        noisy = [*QUICK, "--tp", "4", "--dp", "1", "--noise", "0.1", "--seed", seed]
+        assert cli.main([*noisy, "--sequence-lengths", "2048"]) == 0
+        return capsys.readouterr().out.split("| NPUs |")[0]
+
+    assert printed("1") == printed("1")
+    assert printed("1") != printed("2")
+
+
+def test_plot_and_trace(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    plot, trace = tmp_path / "plot.png", tmp_path / "trace.json"
+    lengths = ["--sequence-lengths", "2048", "4096"]
+    files = ["--plot", str(plot), "--trace", str(trace), "--trace-variant", "commfuse-c2-l7"]
+    assert cli.main([*QUICK, *lengths, *files]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"compute", "lane 0", "lane 6", "link to rank 1"} <= names
+    titles = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert titles == {"rank 0, as all 8 ranks, simulated"}
+    work = [event for event in events if event["ph"] == "X"]
+    assert {event["cat"] for event in work} == {"forward", "backward"}
+    threads: dict[tuple[int, int], float] = {}
+    for event in sorted(work, key=lambda event: event["ts"]):
+        key = event["pid"], event["tid"]
+        assert event["ts"] >= threads.get(key, 0.0) - 1e-6, event
+        threads[key] = event["ts"] + event["dur"]
+
+
+def test_numbers_of_npus(capsys) -> None:
+    options = ["--model", "llama3_70b", "--hardware", "ascend_910b_roce", "--npus", "32", "4096"]
+    assert cli.main([*QUICK, *options, "--sequence-lengths", "4096"]) == 0
+    text = capsys.readouterr().out
+    assert "DP 1, 128" in text
+    assert "| 4096 | 4096 |" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (["--tp", "3"], ["configs/llama3_8b.yaml: 32 attention heads are not divisible by TP 3"]),
+        (["--tp", "8", "--dp", "2"], ["ascend_910b_server.yaml: nodes:", "16 NPUs are more than"]),
+        (["--sequence-lengths", "1001"], ["sequence length 1001 is not divisible by TP*CP"]),
+        (["--npus", "12"], ["--npus 12 is not divisible by TP*CP*PP = 8*1*1 = 8; choose 8 or 16"]),
+        (["--npus", "8", "--dp", "1"], ["--npus and --dp say the same twice"]),
+        (["--hardware", "nowhere"], ["nowhere is neither a file nor one of"]),
+        (["--model", "llama_tiny"], ["llama_tiny.yaml"]),
+        (["--variants", "warp"], ["no variant is called 'warp'"]),
+        (["--trace", "x", "--trace-variant", "warp"], ["--trace-variant warp is unknown"]),
+        (["--straggler-factor", "0.5"], ["straggler_factor is 0.5; it has to be 1 or more"]),
+    ],
+)
+def test_what_makes_no_sense_is_explained(
+    capsys, tmp_path, monkeypatch, options: list[str], messages: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*QUICK, *options] if "--variants" not in options else
+                    ["simulate", "--typical", *options]) == 2  # fmt: skip
+    error = capsys.readouterr().err
+    for message in messages:
+        assert message in error
+    assert error.startswith("commfuse-npu simulate: error: ")
+
+
+def test_a_broken_description_is_explained(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    content = yaml.safe_load((CONFIGS / "hardware" / "ascend_910b_server.yaml").read_text("utf-8"))
+    content["inside"]["rate"]["low"] = -5
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    assert cli.main([*QUICK, "--hardware", str(path)]) == 2
+    assert f"{path}: inside.rate.low: -5 bytes/s is not above 0" in capsys.readouterr().err
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    program = (
+        "import sys, commfuse_npu.tools.plan_command, commfuse_npu.tools.verify_command; "
+        "import commfuse_npu.tools.simulate.command, commfuse_npu.tools.simulate.plot; "
+        "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

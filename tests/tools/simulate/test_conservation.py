@@ -1,0 +1,218 @@
+"""What holds for every timeline, and that it is noticed when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.checks import critical_path, problems
+from commfuse_npu.tools.simulate.disturbance import Disturbance
+from commfuse_npu.tools.simulate.engine import SimulationError, simulate
+from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.machine import Level
+from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, variants
+from tests.tools.simulate.machines import ideal
+
+MACHINE = ideal(
+    rate=2.0e10, latency=1.0e-5, cube_flops=3.0e14, gemm_half_rows=100.0, hbm_bandwidth=1.0e12,
+    transfer_slowdown=0.1, launch_overhead=1.0e-6,
+)  # fmt: skip
+
+
+def shape(ranks: int, sequence: int = 480) -> LayerShape:
+    return LayerShape(sequence, sequence, 1, 960, 1920, 1440, 3840, ranks)
+
+
+def machine_of(topology: str, batched: bool = True):
+    machine = replace(MACHINE, inside=replace(MACHINE.inside, topology=topology), batched=batched)
+    if topology.startswith("nic"):
+        inside = replace(MACHINE.inside, topology="full_mesh")
+        between = Level(topology, 1.0e10, 2.0e-5)
+        machine = replace(machine, inside=inside, between=between, npus_per_node=2)
+    return machine
+
+
+def played(
+    size: int, variant: Variant, part: str, topology: str, batched: bool, whole: bool = False
+) -> Played:
+    group = Group(machine_of(topology, batched), size)
+    build = getattr(llama, part)
+    return group.play(variant, lambda rank: build(rank, shape(size)), whole=whole)
+
+
+cases = st.tuples(
+    st.sampled_from([2, 4, 6]),
+    st.integers(0, 13),
+    st.sampled_from(["forward", "backward", "head_forward", "head_backward"]),
+    st.sampled_from(["full_mesh", "switched", "nic_per_npu", "nic_per_node"]),
+    st.booleans(),
+)
+
+
+def variant_of(size: int, number: int, topology: str) -> Variant:
+    members = 2 if topology.startswith("nic") and size > 2 else size
+    known = variants(size, members, size - 1)
+    return known[number % len(known)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_every_timeline_holds(case) -> None:
+    size, number, part, topology, batched = case
+    variant = variant_of(size, number, topology)
+    result = played(size, variant, part, topology, batched, whole=True)
+    assert problems(result.timeline, result.programs, result.links) == []
+    pieces = critical_path(result.timeline)
+    assert sum(end - start for _, start, end in pieces) == pytest.approx(result.seconds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_one_rank_stands_for_all(case) -> None:
+    size, number, part, topology, batched = case
+    variant = variant_of(size, number, topology)
+    one = played(size, variant, part, topology, batched)
+    everyone = played(size, variant, part, topology, batched, whole=True)
+    assert one.seconds == pytest.approx(everyone.seconds)
+    assert problems(one.timeline, one.programs, one.links) == []
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_bytes_are_the_lower_bound_of_the_collectives(size: int) -> None:
+    # Two gathers and two scatters forward; backward two gathers of gradients, two of inputs, and
+    # two scatters. Nobody can gather or scatter with less than n-1 blocks in and out.
+    sizes = LayerShape(384, 384, 1, 240, 480, 360, 960, size)
+    block = sizes.block * sizes.row_bytes
+    for variant in variants(size, size, size - 1):
+        for build, collectives in ((llama.forward, 4), (llama.backward, 6)):
+            result = Group(MACHINE, size).play(
+                variant, lambda rank, build=build: build(rank, sizes), whole=True
+            )
+            for program in result.programs:
+                assert program.sent == pytest.approx(collectives * (size - 1) * block), variant.name
+            moved = sum(transfer.message.size for transfer in result.timeline.moved)
+            assert moved == pytest.approx(size * collectives * (size - 1) * block), variant.name
+
+
+def test_nobody_transfers_without_communication() -> None:
+    assert played(4, COMPUTE_ONLY, "backward", "full_mesh", True).timeline.moved == ()
+
+
+def test_all_variants_do_the_same_gemms() -> None:
+    """With GEMMs linear in their rows and free memory, splitting changes no work."""
+    group = Group(replace(MACHINE, gemm_half_rows=0.0, hbm_bandwidth=1e30), 4)
+    for part in (llama.forward, llama.backward):
+        work = {
+            variant.name: group.play(
+                variant, lambda rank, part=part: part(rank, shape(4)), whole=True
+            ).work
+            for variant in variants(4, 4, 3)
+        }
+        assert max(work.values()) == pytest.approx(min(work.values())), work
+
+
+# ------------------------------------------------------------------- faults are noticed
+
+
+def two_ranks() -> tuple[list, Links]:
+    variant = Variant("fused", "fused", schedule=Schedule(lanes=1, chunks=2))
+    programs = []
+    for number in range(2):
+        rank = Rank(MACHINE, number, 2, 2, variant)
+        rank.gather_then_work("x", 4, 1.0e9, lambda run: float(run.stop - run.start))
+        programs.append(rank.finish())
+    return programs, Links(MACHINE, 2)
+
+
+def test_a_receive_that_nobody_sends_is_reported() -> None:
+    programs, links = two_ranks()
+    operations = programs[0].operations
+    first = next(i for i, op in enumerate(operations) if op.sends)
+    operations[first] = replace(operations[first], sends=())
+    with pytest.raises(SimulationError, match="rank 1 waits for ever in 'x' on lane 0"):
+        simulate(programs, links)
+
+
+def test_lanes_in_another_order_hang() -> None:
+    programs, links = two_ranks()
+    operations = programs[0].operations
+    first, second = [i for i, op in enumerate(operations) if op.sends]
+    operations[first], operations[second] = operations[second], operations[first]
+    with pytest.raises(SimulationError, match="waits for ever"):
+        simulate(programs, links)
+
+
+def test_an_engine_that_is_busy_twice_is_noticed() -> None:
+    programs, links = two_ranks()
+    timeline = simulate(programs, links)
+    spans = list(timeline.spans)
+    number = max(i for i, span in enumerate(spans) if span.operation.engine == "compute")
+    spans[number] = replace(spans[number], start=spans[number].start - 1.0)
+    found = problems(replace(timeline, spans=tuple(spans)), programs, links)
+    assert any("compute of rank" in line and "busy twice" in line for line in found)
+
+
+def test_a_gap_in_the_critical_path_is_noticed() -> None:
+    programs, links = two_ranks()
+    timeline = simulate(programs, links)
+    found = problems(replace(timeline, seconds=timeline.seconds + 1.0), programs, links)
+    assert any("critical path ends" in line for line in found)
+
+
+def test_a_link_that_carries_too_much_is_noticed() -> None:
+    programs, links = two_ranks()
+    timeline = simulate(programs, links)
+    fast = tuple(replace(moved, start=moved.end - 1e-12) for moved in timeline.moved)
+    found = problems(replace(timeline, moved=fast), programs, links)
+    assert any("less than" in line for line in found)
+
+
+def test_bytes_that_are_lost_or_moved_twice_are_noticed() -> None:
+    programs, links = two_ranks()
+    timeline = simulate(programs, links)
+    twice = replace(timeline, moved=(*timeline.moved, timeline.moved[0]))
+    assert any("carried out 2 times" in line for line in problems(twice, programs, links))
+    lost = Group(MACHINE, 2).play(COMPUTE_ONLY, lambda rank: llama.forward(rank, shape(2)))
+    found = problems(lost.timeline, programs, links)
+    assert any("carried out 0 times" in line for line in found)
+
+
+# ------------------------------------------------------------------- disturbances
+
+
+def disturbed(**options: float) -> Played:
+    group = Group(MACHINE, 4, disturbance=Disturbance(**options))
+    variant = next(one for one in variants(4, 4, 3) if one.name == "commfuse-c4-l3")
+    return group.play(variant, lambda rank: llama.forward(rank, shape(4)))
+
+
+def test_the_same_seed_gives_the_same_times() -> None:
+    options = {"noise": 0.1, "slow_links": 2, "stragglers": 1}
+    first, second = disturbed(seed=1, **options), disturbed(seed=1, **options)
+    assert first.timeline == second.timeline
+    assert disturbed(seed=2, **options).seconds != first.seconds
+    assert problems(first.timeline, first.programs, first.links) == []
+
+
+def test_slow_links_and_stragglers_cost_time() -> None:
+    calm = disturbed().seconds
+    assert disturbed(slow_links=12, slow_link_factor=3.0).seconds > calm
+    assert disturbed(stragglers=1).seconds > calm
+    assert len(disturbed(stragglers=1).programs) == 4
+    assert len(disturbed().programs) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("noise", -1), ("slow_links", -1), ("straggler_factor", 0.5)]
+)
+def test_a_senseless_disturbance_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        Disturbance(**{name: value})

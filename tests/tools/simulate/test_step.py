@@ -1,0 +1,238 @@
+"""Whole steps: pipelines, buckets, and that a step's cost does not grow with the NPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate import engine, group
+from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, fused, variants
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+ROCE = Hardware.load(CONFIGS / "hardware" / "ascend_910b_roce.yaml")
+LLAMA = ModelConfig.load(CONFIGS / "llama3_70b.yaml")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    f=st.floats(0.1, 10), b=st.floats(0.1, 10), stages=st.integers(1, 8), batches=st.integers(1, 20)
+)
+def test_equal_stages_take_the_closed_form(f: float, b: float, stages: int, batches: int) -> None:
+    pipeline = one_forward_one_backward([f] * stages, [b] * stages, batches)
+    assert pipeline.seconds == pytest.approx((batches + stages - 1) * (f + b))
+    assert pipeline.ends[0] == pipeline.seconds
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.floats(0, 2),
+)
+def test_a_pipeline_is_bounded_by_its_slowest_stage(stages, batches: int, transfer: float) -> None:
+    forward, backward = zip(*stages, strict=True)
+    time = one_forward_one_backward(forward, backward, batches, transfer).seconds
+    slowest = max(f + b for f, b in stages) * batches
+    once = sum(f + b for f, b in stages) + 2 * transfer * (len(stages) - 1)
+    assert time >= max(slowest, once) * (1 - 1e-9)
+    if batches == 1:
+        assert time == pytest.approx(once)
+    free = one_forward_one_backward(forward, backward, batches).seconds
+    assert time >= free
+
+
+def test_a_pipeline_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 forward"):
+        one_forward_one_backward([], [], 1)
+
+
+def test_buckets_close_when_they_are_large_enough() -> None:
+    assert buckets([30e6] * 5, ranks=4) == [[4, 3], [2, 1], [0]]
+    assert buckets([30e6] * 5, ranks=100) == [[4, 3, 2, 1], [0]]
+    assert buckets([], ranks=4) == []
+
+
+def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
+    order = [[2], [1], [0]]
+    assert exposed_scatter([5.0] * 3, order, [3.0] * 3) == 3.0
+    assert exposed_gather([5.0] * 3, order, [3.0] * 3) == 3.0
+    # A slow link: everything but what the layers cover.
+    assert exposed_scatter([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
+    assert exposed_gather([1.0] * 3, order, [3.0] * 3) == 9 + 1 - 3
+    assert exposed_scatter([1.0] * 3, order, [0.0] * 3) == 0.0
+
+
+def test_sums_after_the_backward_come_one_after_the_other() -> None:
+    order = [[2], [1], [0]]
+    # The first two have arrived; the third is waited for.
+    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [1.0] * 3) == 3 + 1
+    assert exposed_scatter([5.0] * 3, order, [0.5] * 3, [1.0] * 3) == 3
+    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [4.0] * 3) == 12
+
+
+def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
+    base = step(64)
+    small = Step(base.machine, replace(base.training, vocabulary=8))
+    # The embedding's gradients come last and its parameters are needed first.
+    assert base.time(REFERENCE).data_parallel > 1.2 * small.time(REFERENCE).data_parallel
+    # A table that is shared is exchanged once.
+    one = replace(base.training, layers=(8,), tp=8, dp=8)
+    tied, untied = (
+        Step(base.machine, replace(one, tied=tied)).time(REFERENCE).data_parallel
+        for tied in (True, False)
+    )
+    assert tied <= untied
+
+
+def test_data_parallelism_costs_what_is_not_hidden() -> None:
+    times = {}
+    for how in ("blocking", "overlapped", "commfuse"):
+        base = step(4096)
+        here = Step(base.machine, replace(base.training, data_parallel=how))
+        times[how] = here.time(REFERENCE)
+    assert times["blocking"].data_parallel > times["commfuse"].data_parallel
+    assert times["commfuse"].data_parallel > times["overlapped"].data_parallel > 0
+    assert times["blocking"].seconds > times["overlapped"].seconds
+
+
+def step(npus: int, hardware: Hardware = ROCE, **options: object) -> Step:
+    layout = Layout(tp=8, cp=1, dp=npus // 32, pp=4)
+    what = training(LLAMA, layout, 8192, replace(Options(micro_batches=4), **options))
+    return Step(hardware.machine(), what)
+
+
+def test_a_step_of_4096_npus_simulates_no_more_than_one_of_64(monkeypatch) -> None:
+    played = []
+
+    def counting(programs, links, speeds=None):
+        timeline = engine.simulate(programs, links, speeds)
+        played.append((len(programs), len(timeline.spans)))
+        return timeline
+
+    monkeypatch.setattr(group, "simulate", counting)
+    counts = {}
+    for npus in (64, 4096):
+        played.clear()
+        assert step(npus).time(REFERENCE).seconds > 0
+        assert {programs for programs, _ in played} == {1}
+        counts[npus] = sum(spans for _, spans in played)
+    # Only the number of buckets differs.
+    assert counts[4096] < 1.2 * counts[64]
+
+
+def test_a_step_is_more_than_its_work() -> None:
+    here = step(4096)
+    plain, free = here.time(REFERENCE), here.compute_only()
+    assert plain.seconds > here.compute_only(free=False).seconds >= free.seconds
+    assert free.data_parallel == 0.0 < plain.data_parallel
+    for variant in variants(8, 8, 7):
+        assert here.time(variant).seconds > free.seconds, variant.name
+    efficiency = here.training.flops / (free.seconds * 4096 * here.machine.cube_flops)
+    assert 0.1 < efficiency < 1
+
+
+def test_recomputation_adds_a_forward() -> None:
+    none, full = step(64).compute_only(), step(64, recompute="full").compute_only()
+    layers = 4 - 1 + 4  # the longest chain of stages and micro-batches, of 20 layers or more each
+    assert full.seconds - none.seconds >= layers * 17 * none.layer_forward
+
+
+def test_flops_are_those_of_the_parameters_and_of_attention() -> None:
+    what = step(32).training
+    model = ModelConfig.load(CONFIGS / "llama3_70b.yaml")
+    embedding = model.vocab_size * model.hidden_size
+    assert what.parameters == model.number_of_parameters - embedding
+    per_token = 6 * what.parameters + 6 * 80 * 8192 * 8192
+    assert what.flops == pytest.approx(per_token * 8192 * 4)
+    assert what.npus == 32
+
+
+@pytest.mark.parametrize("ulysses", [False, True])
+def test_context_parallelism_splits_the_attention(ulysses: bool) -> None:
+    alone = step(64)
+    what = replace(alone.training, cp=2, dp=1, ulysses=ulysses)
+    split = Step(alone.machine, what)
+    free, half = alone.compute_only(), split.compute_only()
+    assert 0.4 < half.layer_forward / free.layer_forward < 0.75
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
+def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
+    server = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
+    model = ModelConfig.load(CONFIGS / "llama2_7b.yaml")
+    times = {}
+    for how in ("plain", "fused"):
+        options = Options(micro_batch=1, micro_batches=2, ulysses=how)
+        here = Step(server.machine(), training(model, Layout(tp, cp, 1, 1), 32768, options))
+        # Each group takes as many of the lanes as it has peers.
+        ours = fused(Schedule(), lanes=3, chunks=2)
+        times[how] = [here.time(one) for one in (COMPUTE_ONLY, REFERENCE, ours)]
+    free, plain, fused_time = times["fused"]
+    assert times["plain"][:2] == [free, plain]
+    assert free.seconds < fused_time.seconds < times["plain"][2].seconds
+    assert fused_time.waiting < times["plain"][2].waiting <= plain.waiting
+    assert free.waiting < 0.01 * free.layer_forward
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(16, 1, 1, 4), "8 query groups are not divisible by TP 16; choose TP from 1, 2, 4"),
+        (Layout(8, 1, 1, 3), "80 layers are not divisible by PP 3"),
+        (Layout(8, 3, 1, 4), "sequence length 8192 is not divisible by TP*CP = 8*3 = 24"),
+        (Layout(8, 1, 3, 4), "global batch size 512 is not divisible by"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_explained(layout: Layout, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        training(LLAMA, layout, 8192, Options())
+    assert message in str(error.value)
+
+
+def test_a_layout_that_does_not_fit_the_machine_is_explained() -> None:
+    server = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
+    with pytest.raises(ValueError, match=r"= 32 NPUs are more than the 8 of 1 nodes of 8"):
+        list(sweep(LLAMA, server, [Layout(8, 1, 1, 4)], [8192], Options()))
+    uneven = replace(ROCE, npus_per_node=6)
+    with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
+        list(sweep(LLAMA, uneven, [Layout(8, 1, 1, 4)], [8192], Options()))
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no variant is called 'warp'; choose from plain-mesh"):
+        list(sweep(LLAMA, ROCE, [Layout(8, 1, 1, 4)], [8192], Options(patterns=("warp",))))
+
+
+def test_a_step_waits_for_gradients_and_for_parameters(monkeypatch) -> None:
+    from commfuse_npu.tools.simulate import step as module
+
+    base = step(64).time(REFERENCE)
+    for name in ("exposed_gather", "exposed_scatter"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_: 100.0)
+            time = step(64).time(REFERENCE)
+        assert 99.0 < time.seconds - base.seconds < 101.0, name
+        assert time.data_parallel - base.data_parallel > 99.0
+
+
+def test_one_tensor_parallel_rank_has_nothing_to_hide() -> None:
+    server = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
+    model = ModelConfig.load(CONFIGS / "llama3_8b.yaml")
+    options = Options(micro_batches=1, corners=False)
+    (point,) = sweep(model, server, [Layout(1, 1, 2, 1)], [2048], options)
+    times = {outcome.step.typical for outcome in point.outcomes}
+    assert max(times) == pytest.approx(min(times))
+    removed = point.outcomes[0].as_json()["removed"]
+    assert removed == {"low": None, "typical": None, "high": None}

@@ -1,0 +1,107 @@
+"""Attention under Ulysses context parallelism, fused and not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.simulate.checks import problems
+from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
+from commfuse_npu.tools.simulate.ulysses import Ulysses
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
+from tests.tools.simulate.machines import ideal
+
+H, QKV = 64, 96
+FREE_ATTENTION = replace(ideal(), attention_efficiency=math.inf)
+
+
+def shape(ranks: int, tp: int = 1, block: int = 120) -> LayerShape:
+    return LayerShape(
+        sequence=block, attended=ranks * block, batch=1, hidden=H, feed_forward=128, qkv=QKV,
+        vocabulary=100, ranks=tp,
+    )  # fmt: skip
+
+
+def play(machine: Machine, ulysses: Ulysses, ranks: int, part: str = "forward") -> Played:
+    schedule = ulysses.fused
+    variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
+    build = ulysses.forward if part == "forward" else ulysses.backward
+    return Group(machine, ranks).play(variant, build, whole=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(speed=st.floats(0.01, 100.0))
+def test_two_ranks_without_attention_take_the_closed_form(speed: float) -> None:
+    machine = replace(FREE_ATTENTION, cube_flops=speed)
+    what = shape(2)
+    qkv = machine.gemm(120, H, QKV)
+    out = machine.gemm(120, H, H)
+    there, back = (120 * width / 2 * ITEM_BYTES for width in (QKV, H))
+    fused = play(machine, Ulysses(what, Schedule("shifted", 1, 1)), 2).seconds
+    # The heads of the other are projected first, the own part of the output is used first.
+    expected = max(qkv, qkv / 2 + there) + max(out / 2, back) + out / 2
+    assert fused == pytest.approx(expected)
+    plain = play(machine, Ulysses(what, None), 2).seconds
+    # Without fusion the projections are not part of it.
+    assert plain == pytest.approx(there + back)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_same_bytes_move_and_nothing_is_busy_twice(
+    part: str, tp: int, chunks: int, ranks: int
+) -> None:
+    machine, what = replace(ideal(), cube_flops=50.0), shape(ranks, tp)
+    fused, plain = (
+        play(machine, Ulysses(what, schedule), ranks, part)
+        for schedule in (Schedule("shifted", ranks - 1, chunks), None)
+    )
+    for one in (fused, plain):
+        assert problems(one.timeline, one.programs, one.links) == []
+        for program in one.programs:
+            wanted = (ranks - 1) / ranks * 120 * (QKV + H) / tp * ITEM_BYTES
+            assert program.sent == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_work_does_not_depend_on_how_it_is_cut(part: str) -> None:
+    machine, what = ideal(), shape(4)
+    build = "forward" if part == "forward" else "backward"
+    works = {
+        chunks: play(machine, Ulysses(what, Schedule("shifted", 3, chunks)), 4, build).work
+        for chunks in (1, 2, 4)
+    }
+    assert works[2] == pytest.approx(works[1])
+    assert works[4] == pytest.approx(works[1])
+    alone = Group(machine, 4).play(COMPUTE_ONLY, getattr(Ulysses(what, None), build))
+    # Projections are in it only if they are fused.
+    assert alone.seconds < works[1]
+    assert alone.waiting == pytest.approx(0)
+
+
+def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:
+    what, schedule = shape(4), Schedule("shifted", 3, 1)
+    key_value = 16.0
+    once, twice = (Ulysses(what, schedule, key_value, repeats) for repeats in (1.0, 2.0))
+    assert once.projects
+    assert not twice.projects
+    sent = [play(ideal(), one, 4).programs[0].sent for one in (once, twice)]
+    assert sent[1] - sent[0] == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
+
+
+def test_fusing_hides_what_is_not_longer_than_the_work() -> None:
+    machine, what = replace(ideal(), cube_flops=30.0), shape(4)
+    schedule = Schedule("shifted", 3, 4)
+    for part in ("forward", "backward"):
+        fused = play(machine, Ulysses(what, schedule), 4, part)
+        plain = play(machine, Ulysses(what, None), 4, part)
+        assert fused.waiting < plain.waiting / 2

@@ -1,0 +1,128 @@
+"""Configurations that nobody writes on purpose: each reader answers in a line, and soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from commfuse_npu.tools.config_file import ConfigError, read_config
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.hardware import Hardware
+
+ROOT = Path(__file__).resolve().parents[2]
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+BROKEN = {
+    "object": ("x: !!python/object/apply:os.system [exit]", "could not determine a constructor"),
+    "name": ("x: !!python/name:os.system", "could not determine a constructor"),
+    "twice": ("a: 1\nb: 2\na: 3", "'a' is there twice"),
+    "twice deep": ("a: {b: 1, b: 2}", "'b' is there twice"),
+    "aliases": (BOMB, "aliases are not taken"),
+    "deep": ("[" * 20_000, "nested too deeply"),
+    "long number": ("a: " + "9" * 6000, "a number of 6000 digits"),
+    "long hex": ("a: 0x" + "f" * 6000, "a number of 6002 digits"),
+    "no date": ("a: 2026-99-99", "month must be in 1..12"),
+    "long": ("# " + "x" * 300_000, "longer than 262144 bytes"),
+    "not a mapping": ("- 1\n- 2", "list, not a mapping"),
+    "a list as a key": ("? [1, 2]\n: 3", "unhashable key"),
+    "empty": ("", "NoneType, not a mapping"),
+    "control": ("a: \x07", "special characters are not allowed"),
+}
+
+
+def cpu_pretraining(path: Path) -> Any:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from scripts.cpu_pretraining.arguments import parse_arguments
+    from scripts.cpu_pretraining.usage_error import UsageError
+
+    try:
+        return parse_arguments(["--config", str(path)], world_size=None)
+    except UsageError as error:
+        raise ConfigError(str(error)) from error
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "model": ModelConfig.load,
+    "hardware": Hardware.load,
+    "cpu pretraining": cpu_pretraining,
+}
+FILES = {
+    "model": ROOT / "configs/llama3_8b.yaml",
+    "hardware": ROOT / "configs/hardware/ascend_910b_server.yaml",
+    "cpu pretraining": ROOT / "configs/llama_tiny.yaml",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("case", BROKEN)
+def test_every_reader_refuses_it(tmp_path: Path, reader: str, case: str) -> None:
+    content, words = BROKEN[case]
+    path = tmp_path / "eine Datei 目录.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        READERS[reader](path)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_broken_letters(tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"is not valid yaml: .*decode"):
+        READERS[reader](path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        READERS[reader](tmp_path)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_name_with_spaces_and_other_letters(tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "eine Datei 目录.yaml"
+    path.write_bytes(FILES[reader].read_bytes())
+    assert READERS[reader](path)
+
+
+@pytest.mark.parametrize(
+    ("reader", "key", "value", "words"),
+    [
+        ("model", "lr", ".nan", "lr: nan is not a finite number"),
+        ("model", "lr", ".inf", "lr: inf is not a finite number"),
+        ("model", "hidden_size", "9" * 30, "hidden_size: a number of 30 digits; give at most 12"),
+        ("model", "hidden_size", ".nan", "hidden_size: nan is not a whole number"),
+        ("model", "hidden_size", "[[1]]", "is not a whole number"),
+        ("cpu pretraining", "lr", ".nan", "nan is not in"),
+        ("cpu pretraining", "hidden_size", "{a: 1}", "hidden_size: invalid value"),
+    ],
+)
+def test_numbers_that_are_none(tmp_path, reader: str, key: str, value: str, words: str) -> None:
+    text = FILES[reader].read_text(encoding="utf-8")
+    lines = [f"{key}: {value}" if one.startswith(f"{key}:") else one for one in text.splitlines()]
+    path = tmp_path / "file.yaml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        READERS[reader](path)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "9" * 39, "-1"])
+def test_figures_that_are_none(tmp_path: Path, number: str) -> None:
+    text = FILES["hardware"].read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    content["npu"]["gemm_efficiency"]["high"] = yaml.safe_load(number)
+    path = tmp_path / "file.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"npu\.gemm_efficiency\.high"):
+        Hardware.load(path)
+
+
+def test_what_people_write_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("a: 1\nb: 1.0e+9\nc: 0x10\nd: [1, x]\ne: {a: 2}\nf: null\ng: yes\nh: 1_000\n")
+    expected = {"a": 1, "b": 1e9, "c": 16, "d": [1, "x"], "e": {"a": 2}, "f": None, "g": True}
+    assert read_config(path) == {**expected, "h": 1000}
