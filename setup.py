@@ -1,4 +1,4 @@
-"""Packaging.  What an Ascend user needs is torch and torch_npu, which their system provides."""
+"""Packaging: commfuse_npu with the shipped configurations inside, and mindspeed_patches."""
 
 from __future__ import annotations
 
@@ -21,14 +21,24 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["commfuse_npu*", "mindspeed_patches*"]),
-    package_data={"commfuse_npu": ["py.typed"], "mindspeed_patches": ["py.typed"]},
+    packages=[
+        *find_packages(include=["commfuse_npu*", "mindspeed_patches*"]),
+        "commfuse_npu.configs",
+        "commfuse_npu.configs.hardware",
+    ],
+    package_dir={"commfuse_npu.configs": "configs"},
+    package_data={
+        "commfuse_npu": ["py.typed"],
+        "commfuse_npu.configs": ["*.yaml"],
+        "commfuse_npu.configs.hardware": ["*.yaml"],
+        "mindspeed_patches": ["py.typed"],
+    },
     entry_points={"console_scripts": ["commfuse-npu=commfuse_npu.tools.cli:main"]},
-    # torch is not required here: a bare requirement would replace the torch that torch_npu is
-    # built for, or bring in CUDA.  Take it from an extra or from the system.
-    install_requires=[],
+    # torch is not required: a bare requirement would replace the torch that torch_npu is built for,
+    # or bring in CUDA.  Take it from an extra or from the system.
+    install_requires=["pyyaml"],
     extras_require={
-        "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "packaging", "pyyaml", "tqdm"],
+        "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "packaging", "tqdm"],
         "npu": ["torch==2.7.1", "torch-npu==2.7.1"],
         "plot": ["matplotlib"],
         "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],

@@ -1,4 +1,4 @@
-"""Fixtures that hand out groups of gloo processes."""
+"""Groups of gloo processes, small disks, and which tests are long."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import Ranks
+
+_MOST_RANKS = {"distributed": 3, "emulator": 3}
+"""Groups up to this size are in the short tier; three ranks have every order that four have."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the larger groups of the folders whose tests have a ``size``."""
+    for item in items:
+        most = _MOST_RANKS.get(item.path.parent.name)
+        case = getattr(item, "callspec", None)
+        if most is not None and case is not None and case.params.get("size", 0) > most:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="module")

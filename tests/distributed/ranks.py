@@ -13,18 +13,17 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
 
 from scripts.free_port import free_port
+from tests.limits import LIMIT, PATIENT
 
-# torch is imported once, in the process that the ranks are forked from.
+# Imported once, in the process that the ranks are forked from.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
-_GRACE = 12.0
+_context.set_forkserver_preload(["pytest", "torch.distributed", "commfuse_npu.ops"])
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Gloo:
         """Join the other ranks."""
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=PATIENT)
 
     def begin(self, settings: Any) -> None:
         """A function starts, with the settings of :meth:`Ranks.settings_of_run`."""
@@ -124,10 +123,14 @@ class Ranks:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60,
+        timeout: float = LIMIT,
         may_die: bool = False,
+        grace: float = 20.0,
     ) -> list[Outcome]:
         """Run ``function(rank, *args)`` on every rank and return what came of it.
+
+        When one has failed the others get ``grace`` seconds more: they may wait for it in a plain
+        collective, whose limit is long.
 
         A rank that dies fails the test, unless it ``may_die``: its outcome is then an EOFError.
         """
@@ -151,8 +154,7 @@ class Ranks:
                         pytest.fail(f"rank {rank} of {self.size} died in {function.__name__}{args}")
                     outcomes[rank] = Outcome(error=EOFError())
                 if outcomes[rank].error is not None:
-                    # The others may wait for it in a plain collective, whose limit is long.
-                    end = min(end, time.monotonic() + _GRACE)
+                    end = min(end, time.monotonic() + grace)
         for rank in range(self.size):
             if rank not in outcomes:
                 if not any(outcome.error for outcome in outcomes.values()):
@@ -164,7 +166,7 @@ class Ranks:
             self.kill()
         return [outcomes[rank] for rank in range(self.size)]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
         """As :meth:`outcomes`, but an exception on any rank fails the test."""
         found = self.outcomes(function, *args, timeout=timeout)
         failed = [

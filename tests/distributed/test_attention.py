@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from unittest import mock
@@ -23,6 +22,7 @@ from commfuse_npu.ops.attention import (
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
+from tests.limits import PATIENT
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 """Query and key heads of a rank."""
@@ -32,7 +32,7 @@ Result = dict[str, torch.Tensor]
 
 @lru_cache
 def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=3, timeout=timedelta(seconds=20), batched=batched)
+    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ KINDS = [Case(heads, causal) for heads, causal in product(HEADS, (True, False))]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_one_process_and_the_plain_form(ranks, size: int, dtype: torch.dtype) -> None:
     cases = [replace(case, dtype=dtype) for case in KINDS]
-    ranks(size).run(compared, cases, timeout=100)
+    ranks(size).run(compared, cases)
 
 
 SCHEDULES = (
@@ -204,7 +204,7 @@ def test_options(ranks, size: int) -> None:
     for main_grad in (torch.float32, torch.bfloat16):
         options = replace(base.options, main_grad=True)
         cases.append(replace(base, dtype=torch.bfloat16, main_grad=main_grad, options=options))
-    ranks(size).run(compared, cases, timeout=100)
+    ranks(size).run(compared, cases)
 
 
 def without_gradients(rank: int) -> None:

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -24,12 +23,13 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Exchange
+from tests.limits import PATIENT
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def link(batched: bool = False, seconds: float = 15, **options: Any) -> Transport:
-    return Transport.create(lanes=3, timeout=timedelta(seconds=seconds), batched=batched, **options)
+def link(batched: bool = False, **options: Any) -> Transport:
+    return Transport.create(lanes=3, timeout=PATIENT, batched=batched, **options)
 
 
 @lru_cache
@@ -151,7 +151,7 @@ def every_case(rank: int, batched: bool) -> None:
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_the_collective(ranks, size: int, batched: bool) -> None:
-    ranks(size).run(every_case, batched, timeout=60)
+    ranks(size).run(every_case, batched)
 
 
 def whole_numbers(rank: int) -> None:
@@ -251,12 +251,12 @@ def any_order(rank: int, batched: bool, scratch_bytes: int) -> None:
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_may_wait_in_different_orders(ranks, size, batched, scratch_bytes) -> None:
-    ranks(size).run(any_order, batched, scratch_bytes, timeout=40)
+    ranks(size).run(any_order, batched, scratch_bytes)
 
 
 def mixed_at_first_use(rank: int, batched: bool, check: str) -> None:
     """Combinations that are new are compared; a rank in a wait still needs those in the start."""
-    link_ = link(batched, seconds=5, check=check)
+    link_ = link(batched, check=check)
     options = BucketOptions(Schedule(lanes=1, chunks=4), scratch_bytes=0)
     started = []
     for bucket, expected, handle in start_all(rank, link_, options, 7):
@@ -271,7 +271,7 @@ def mixed_at_first_use(rank: int, batched: bool, check: str) -> None:
 @pytest.mark.parametrize("check", ["first", "always"])
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 def test_comparing_the_ranks_does_not_hang(ranks, batched: bool, check: str) -> None:
-    ranks(3).run(mixed_at_first_use, batched, check, timeout=30)
+    ranks(3).run(mixed_at_first_use, batched, check)
 
 
 def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
@@ -354,7 +354,7 @@ def starts_before_the_others(rank: int, batched: bool) -> None:
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 def test_a_start_needs_nobody_else(ranks, batched: bool) -> None:
-    ranks(3).run(starts_before_the_others, batched, timeout=30)
+    ranks(3).run(starts_before_the_others, batched)
 
 
 def untouched_until_the_wait(rank: int) -> None:
@@ -529,39 +529,39 @@ def test_scratch_memory_stays_within_its_limit(ranks, reduce_dtype, batched: boo
 
 
 def sizes_differ(rank: int) -> None:
-    Buckets(link(seconds=3)).reduce_scatter(torch.ones(2 * (3 + rank)))
+    Buckets(link()).reduce_scatter(torch.ones(2 * (3 + rank)))
 
 
 def dtypes_differ(rank: int) -> None:
-    Buckets(link(seconds=3)).all_gather(torch.ones(4, dtype=BF16 if rank else FP32))
+    Buckets(link()).all_gather(torch.ones(4, dtype=BF16 if rank else FP32))
 
 
 def averages_differ(rank: int) -> None:
-    Buckets(link(seconds=3)).reduce_scatter(torch.ones(4), average=rank == 1)
+    Buckets(link()).reduce_scatter(torch.ones(4), average=rank == 1)
 
 
 def reduce_dtypes_differ(rank: int) -> None:
     options = BucketOptions(reduce_dtype=FP32 if rank else None)
-    Buckets(link(seconds=3), options).reduce_scatter(torch.ones(4, dtype=BF16))
+    Buckets(link(), options).reduce_scatter(torch.ones(4, dtype=BF16))
 
 
 def scratch_differs(rank: int) -> None:
     options = BucketOptions(scratch_bytes=100 + rank)
-    Buckets(link(seconds=3), options).reduce_scatter(torch.ones(4))
+    Buckets(link(), options).reduce_scatter(torch.ones(4))
 
 
 def directions_differ(rank: int) -> None:
     options = BucketOptions(last_first=rank == 1)
-    Buckets(link(seconds=3), options).all_gather(torch.ones(4))
+    Buckets(link(), options).all_gather(torch.ones(4))
 
 
 def operations_differ(rank: int) -> None:
-    buckets = Buckets(link(seconds=3))
+    buckets = Buckets(link())
     (buckets.all_gather if rank else buckets.reduce_scatter)(torch.ones(4))
 
 
 def one_is_empty(rank: int) -> None:
-    Buckets(link(seconds=3)).all_gather(torch.ones(4 * rank))
+    Buckets(link()).all_gather(torch.ones(4 * rank))
 
 
 def told(rank: int, function: Callable[[int], None]) -> str:
@@ -584,13 +584,13 @@ def told(rank: int, function: Callable[[int], None]) -> str:
     ],
 )
 def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) -> None:
-    for message in ranks(2).run(told, function, timeout=20):
+    for message in ranks(2).run(told, function):
         assert re.search(words, message), message
 
 
 def dies_midway(rank: int) -> list[str]:
     """The last rank ends after its start, when some of its partials have not been sent."""
-    link_ = link(seconds=5)
+    link_ = link()
     options = BucketOptions(Schedule(lanes=2, chunks=4), scratch_bytes=0)
     buckets = Buckets(link_, options)
     buckets.reduce_scatter(data(rank, 3 * 400, FP32)).wait()
@@ -617,7 +617,7 @@ def dies_midway(rank: int) -> list[str]:
 def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
     group = ranks(3)
     group.kill()
-    outcomes = group.outcomes(dies_midway, timeout=30, may_die=True)
+    outcomes = group.outcomes(dies_midway, may_die=True)
     assert isinstance(outcomes[2].error, EOFError)
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error is None, outcome.trace
@@ -628,7 +628,7 @@ def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
 
 def interrupted(rank: int) -> None:
     """An error between transfers, here while adding, breaks the transport as well."""
-    link_ = link(seconds=3)
+    link_ = link()
     bucket = data(rank, link_.size * 8, FP32)
     before = bucket.clone()
     handle = Buckets(link_).reduce_scatter(bucket)

@@ -68,7 +68,7 @@ def every(rank: int, batched: bool, size: int) -> None:
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_the_collective(ranks: Any, size: int, batched: bool) -> None:
-    ranks(size).run(every, batched, size, timeout=120)
+    ranks(size).run(every, batched, size)
 
 
 def refused(rank: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -22,12 +21,11 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.ops.linear import linear_all_reduce
 from commfuse_npu.runtime.pipeline import Gather, gather_and_consume, produce_and_reduce
-
-SHORT = timedelta(seconds=3)
+from tests.limits import BRIEF, PATIENT
 
 
 def link(**options: Any) -> Transport:
-    return Transport.create(lanes=2, timeout=SHORT, **options)
+    return Transport.create(lanes=2, timeout=PATIENT, **options)
 
 
 def layer(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +80,7 @@ def nothing_on_one_rank(rank: int) -> None:
     ],
 )
 def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) -> None:
-    for outcome in ranks(2).outcomes(function, timeout=20):
+    for outcome in ranks(2).outcomes(function):
         assert isinstance(outcome.error, MismatchError), outcome
         with pytest.raises(MismatchError, match=words):
             raise outcome.error
@@ -95,12 +93,13 @@ def shapes_known_to_both_but_mixed_up(rank: int) -> None:
     transport = link()
     for rows in (4, 8):
         all_gather_linear(*layer(rows), transport=transport)
+    transport.timeout = BRIEF
     all_gather_linear(*layer(8 if rank else 4), transport=transport)
 
 
 def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
     """A receive that is too short aborts the process on gloo; tags keep the two apart."""
-    for outcome in ranks(2).outcomes(shapes_known_to_both_but_mixed_up, timeout=30):
+    for outcome in ranks(2).outcomes(shapes_known_to_both_but_mixed_up):
         assert isinstance(outcome.error, TransportError)
         assert "all_gather_linear: receiving block" in str(outcome.error)
 
@@ -113,7 +112,7 @@ def mixed_up_and_always_checked(rank: int) -> None:
 
 
 def test_checking_always_finds_mixed_up_shapes_before_anything_is_sent(ranks) -> None:
-    for outcome in ranks(2).outcomes(mixed_up_and_always_checked, timeout=20):
+    for outcome in ranks(2).outcomes(mixed_up_and_always_checked):
         assert isinstance(outcome.error, MismatchError)
 
 
@@ -122,12 +121,13 @@ def absent(rank: int) -> str:
     all_gather_linear(*layer(4), transport=transport)
     if rank == 1:
         return "left"
+    transport.timeout = BRIEF
     all_gather_linear(*layer(4), transport=transport)
     return "never"
 
 
 def test_a_rank_that_does_not_come_becomes_an_error_that_names_it(ranks) -> None:
-    waiting, left = ranks(2).outcomes(absent, timeout=20)
+    waiting, left = ranks(2).outcomes(absent)
     assert left.value == "left"
     message = str(waiting.error)
     assert isinstance(waiting.error, TransportError)
@@ -139,6 +139,7 @@ def broken_stays_broken(rank: int) -> str:
     transport = link()
     if rank == 1:
         return "left"
+    transport.timeout = BRIEF
     try:
         all_gather_linear(*layer(4), transport=transport)
     except TransportError:
@@ -148,7 +149,7 @@ def broken_stays_broken(rank: int) -> str:
 
 
 def test_a_broken_transport_refuses_further_work(ranks) -> None:
-    waiting, _ = ranks(2).outcomes(broken_stays_broken, timeout=20)
+    waiting, _ = ranks(2).outcomes(broken_stays_broken)
     assert "This transport cannot be used any more" in str(waiting.error)
 
 
@@ -164,7 +165,7 @@ def dies(rank: int) -> str:
 def test_a_rank_that_dies_becomes_an_error(ranks) -> None:
     group = ranks(2)
     group.kill()
-    waiting, dead = group.outcomes(dies, timeout=30, may_die=True)
+    waiting, dead = group.outcomes(dies, may_die=True)
     assert isinstance(waiting.error, TransportError), waiting
     assert isinstance(dead.error, EOFError)
 
@@ -186,7 +187,7 @@ def dies_and_others_go_on(rank: int) -> list[str]:
 def test_every_later_call_says_why_the_transport_is_broken(ranks) -> None:
     group = ranks(2)
     group.kill()
-    waiting, _ = group.outcomes(dies_and_others_go_on, timeout=30, may_die=True)
+    waiting, _ = group.outcomes(dies_and_others_go_on, may_die=True)
     assert waiting.error is None, waiting.trace
     assert len(set(waiting.value)) == 1
     assert "rank 0 of 2" in waiting.value[0]
@@ -240,7 +241,7 @@ def raises_between(rank: int) -> None:
 
 
 def test_an_exception_in_a_callback_breaks_the_transport(ranks) -> None:
-    for outcome in ranks(2).outcomes(raises_between, timeout=20):
+    for outcome in ranks(2).outcomes(raises_between):
         assert "gather_and_consume was interrupted by KeyError('in the callback')" in str(
             outcome.error
         )
@@ -389,7 +390,7 @@ def refused_inputs(rank: int) -> None:
 
 
 def test_inputs_that_cannot_work_are_refused(ranks) -> None:
-    ranks(2).run(refused_inputs, timeout=40)
+    ranks(2).run(refused_inputs)
 
 
 def main_grad_is_missing_or_odd(rank: int) -> None:
@@ -465,12 +466,14 @@ def test_lanes_are_checked(ranks) -> None:
 
 def absent_from_the_start(rank: int) -> None:
     transport = link()
+    transport.timeout = BRIEF
+    dist.barrier()
     if rank != 1:
         all_gather_linear(*layer(4), transport=transport)
 
 
 def test_a_rank_that_does_not_come_to_the_first_call_is_named(ranks) -> None:
-    outcomes = ranks(3).outcomes(absent_from_the_start, timeout=20)
+    outcomes = ranks(3).outcomes(absent_from_the_start)
     assert outcomes[1].error is None
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, TransportError), outcomes[rank]
@@ -488,11 +491,12 @@ def no_second_lane(rank: int) -> None:
         return new_group(*args, **kwargs)
 
     with mock.patch.object(dist, "new_group", limited):
-        link()
+        Transport.create(lanes=2, timeout=4 * BRIEF)
 
 
+@pytest.mark.long
 def test_a_lane_that_one_rank_cannot_make_is_told_to_all(ranks) -> None:
-    for outcome in ranks(3).outcomes(no_second_lane, timeout=30):
+    for outcome in ranks(3).outcomes(no_second_lane):
         assert isinstance(outcome.error, TransportError), outcome
         # The cause comes before what the others met because of it.
         assert "could not be made everywhere (peer 1: lane 1 of 2: Too many open files; " in str(
@@ -506,7 +510,7 @@ def nobody_has_a_lane(rank: int) -> None:
 
 
 def test_what_fewest_ranks_met_comes_first(ranks) -> None:
-    for outcome in ranks(3).outcomes(nobody_has_a_lane, timeout=30):
+    for outcome in ranks(3).outcomes(nobody_has_a_lane):
         words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
         with pytest.raises(TransportError, match=words):
             raise outcome.error
@@ -517,6 +521,8 @@ def absent_from_the_rest(rank: int) -> None:
     transport = link()
     if rank == 1:
         transport.all_reduce = lambda name, tensor: None  # type: ignore[method-assign]
+    else:
+        transport.timeout = BRIEF
     x, weight = layer(5)
     linear_all_reduce(x, weight, transport=transport)
 
@@ -526,6 +532,7 @@ def absent_from_the_norm(rank: int) -> None:
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     transport.agree("clip_gradient_norm", max_norm=1.0)
+    transport.timeout = BRIEF
     if rank == 0:
         clip_gradient_norm(model, 1.0, transport)
 
@@ -539,7 +546,7 @@ def absent_from_the_norm(rank: int) -> None:
 )
 def test_the_groups_own_collectives_have_the_transports_limit(ranks, function, name: str) -> None:
     """That of the group is longer than the test may take."""
-    waiting, left = ranks(2).outcomes(function, timeout=20)
+    waiting, left = ranks(2).outcomes(function)
     assert left.error is None, left.trace
     assert isinstance(waiting.error, TransportError), waiting
     assert f"{name}: not every rank came here: " in str(waiting.error)
@@ -559,7 +566,7 @@ def test_a_closed_transport_says_so(ranks) -> None:
 def groups_of_a_job(rank: int) -> None:
     """Two groups of two ranks: every process makes the lanes of both, and uses its own."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    transport = Transport.create(groups[rank // 2], lanes=2, timeout=SHORT)
+    transport = Transport.create(groups[rank // 2], lanes=2, timeout=PATIENT)
     assert transport.ranks == ((0, 1) if rank < 2 else (2, 3))
     x = torch.full((2, 4), float(rank))
     y = all_gather_linear(x, torch.eye(4), transport=transport)
@@ -588,12 +595,13 @@ def not_there(rank: int) -> None:
     transport = link()
     transport.confirm("the end")
     if rank == 0:
+        transport.timeout = BRIEF
         transport.confirm("the end")
 
 
 def test_a_rank_that_is_not_there_is_missed_every_time(ranks) -> None:
     """Unlike a comparison, which the ranks make once."""
-    outcomes = ranks(2).outcomes(not_there, timeout=20)
+    outcomes = ranks(2).outcomes(not_there)
     assert outcomes[1].error is None
     assert isinstance(outcomes[0].error, TransportError)
     assert "comparing the end with the other ranks" in str(outcomes[0].error)
@@ -608,7 +616,7 @@ def somewhere_else(rank: int) -> None:
 
 
 def test_a_rank_that_is_somewhere_else_is_told_apart(ranks) -> None:
-    for outcome in ranks(2).outcomes(somewhere_else, timeout=20):
+    for outcome in ranks(2).outcomes(somewhere_else):
         assert isinstance(outcome.error, MismatchError)
         assert "operation: " in str(outcome.error)
 
@@ -620,6 +628,6 @@ def after_a_failure(rank: int) -> None:
 
 
 def test_a_broken_transport_meets_nobody(ranks) -> None:
-    for outcome in ranks(2).outcomes(after_a_failure, timeout=20):
+    for outcome in ranks(2).outcomes(after_a_failure):
         assert isinstance(outcome.error, TransportError)
         assert "planted" in str(outcome.error)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 
 import torch
 
 from commfuse_npu import Transport
 from scripts.evidence.host_overhead import Overhead, measure
+from tests.limits import PATIENT
 
 
 def _measured(rank: int) -> tuple[list[Overhead], int]:
-    link = Transport.create(lanes=1, timeout=timedelta(seconds=20))
+    link = Transport.create(lanes=1, timeout=PATIENT)
     with torch.no_grad():
         found = measure(link, calls=2)
     operations = link.operations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -18,13 +17,14 @@ from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
+from tests.limits import PATIENT
 
 COLUMN, ROW, FULL = "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"
 
 
 @lru_cache
 def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=3, timeout=timedelta(seconds=20), batched=batched)
+    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 @dataclass(frozen=True)
@@ -257,20 +257,20 @@ def variants(op: str) -> list[Case]:
 @pytest.mark.parametrize("op", [COLUMN, ROW, FULL])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bits_of_the_plain_form_with_the_same_gemms(ranks, size: int, op: str) -> None:
-    ranks(size).run(check_bits, variants(op), timeout=120)
+    ranks(size).run(check_bits, variants(op))
 
 
 @pytest.mark.parametrize("op", [COLUMN, ROW, FULL])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_process_without_rounding(ranks, size: int, op: str) -> None:
-    ranks(size).run(check_single, [replace(c, ones=True) for c in variants(op)], True, timeout=120)
+    ranks(size).run(check_single, [replace(c, ones=True) for c in variants(op)], True)
 
 
 @pytest.mark.parametrize("op", [COLUMN, ROW, FULL])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_one_process_within_rounding(ranks, size: int, op: str) -> None:
     cases = [c for c in variants(op) if c.main_grad in (None, torch.float32)]
-    ranks(size).run(check_single, cases, False, timeout=120)
+    ranks(size).run(check_single, cases, False)
 
 
 def all_reduce_any_rows(rank: int) -> None:
@@ -325,7 +325,7 @@ def test_forward_only(ranks) -> None:
 
 def inference_then_training(rank: int) -> None:
     """Buffers that were allocated in inference mode serve a training afterwards."""
-    link = Transport.create(timeout=timedelta(seconds=20))
+    link = Transport.create(timeout=PATIENT)
     x, weight = torch.ones(4, 32), torch.ones(32, 32, requires_grad=True)
     for _ in range(2):
         with torch.inference_mode():

@@ -6,8 +6,6 @@ receives are waited for decides what can be hidden at all.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from commfuse_npu.ops import linear as module
 from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.runtime.transport import Exchange
 from tests.distributed.calls import watch_calls
+from tests.limits import PATIENT
 
 
 def recorded(
@@ -24,7 +23,7 @@ def recorded(
 ) -> tuple[list[str], list[str]]:
     """Events of the forward and of the backward of one layer."""
     lanes = options.schedule.lanes
-    link = Transport.create(lanes=lanes, timeout=timedelta(seconds=20), batched=batched)
+    link = Transport.create(lanes=lanes, timeout=PATIENT, batched=batched)
     column = op == "all_gather_linear"
     x = torch.ones(4 if column else 4 * link.size, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)
@@ -108,7 +107,7 @@ def test_row(ranks, wgrad: str) -> None:
 
 
 def _waits_between_dgrads(rank: int) -> list[str]:
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    link = Transport.create(lanes=2, timeout=PATIENT)
     options = LinearOptions(Schedule(lanes=2, chunks=4))
     x = torch.ones(8, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)

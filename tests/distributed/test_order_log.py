@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from commfuse_npu.runtime.pipeline import gather_and_consume
 from commfuse_npu.tools import cli
 from tests.distributed import test_attention, test_linear, test_ulysses
 from tests.distributed.test_linear import COLUMN, FULL, ROW
+from tests.limits import BRIEF, PATIENT
 
 Programme = Callable[[int, OrderLog, bool], list[Transport]]
 """``programme(rank, log, batched)``; returns the transports that it made."""
@@ -31,9 +31,7 @@ WAYS = pytest.mark.parametrize("batched", [False, True], ids=["single", "batched
 
 
 def link(log: OrderLog, batched: bool, group: Any = None) -> Transport:
-    return Transport.create(
-        group, lanes=3, timeout=timedelta(seconds=15), batched=batched, order_log=log
-    )
+    return Transport.create(group, lanes=3, timeout=PATIENT, batched=batched, order_log=log)
 
 
 def record(rank: int, folder: str, programme: Programme, batched: bool) -> None:
@@ -355,12 +353,14 @@ def test_a_run_that_was_cut_off_is_judged_as_far_as_it_goes(run, capsys, batched
 
 def hangs(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     """Rank 1 leaves an operation out, and all fail in their waits."""
-    made = Transport.create(lanes=2, timeout=timedelta(seconds=2), batched=batched, order_log=log)
+    made = Transport.create(lanes=2, timeout=PATIENT, batched=batched, order_log=log)
     plan = Schedule(lanes=2).plan("gather", rank, made.size)
     for turn in range(3):
         if (rank, turn) == (1, 1):
             made.order_log = None
             break
+        if turn == 1:
+            made.timeout = BRIEF
         try:
             gather_and_consume(torch.ones(2), lambda piece, rows: None, transport=made, plan=plan)
         except TransportError:
@@ -419,7 +419,7 @@ def test_what_is_remembered_stays_within_bounds(ranks, tmp_path) -> None:
 
 
 def unlogged(rank: int) -> None:
-    made = Transport.create(lanes=2, timeout=timedelta(seconds=15))
+    made = Transport.create(lanes=2, timeout=PATIENT)
     plan = Schedule(lanes=2).plan("gather", rank, made.size)
     gather_and_consume(torch.ones(2), lambda piece, rows: None, transport=made, plan=plan)
     assert made.order_log is None

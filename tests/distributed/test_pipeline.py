@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -20,6 +19,7 @@ from commfuse_npu.runtime.pipeline import (
     produce_and_reduce,
 )
 from commfuse_npu.runtime.transport import Transport
+from tests.limits import PATIENT
 
 ROWS, COLUMNS = 7, 6
 
@@ -27,7 +27,7 @@ ROWS, COLUMNS = 7, 6
 @lru_cache
 def transport(batched: bool) -> Transport:
     """One per process and way of posting; made by all ranks at the same time."""
-    return Transport.create(lanes=3, timeout=timedelta(seconds=20), batched=batched)
+    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 def data(rank: int, rows: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -140,4 +140,4 @@ def every(
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_the_collective(ranks, size, function, flag, batched) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        ranks(size).run(every, function, batched, size, flag, dtype, timeout=120)
+        ranks(size).run(every, function, batched, size, flag, dtype)

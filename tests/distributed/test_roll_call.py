@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
-
-LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
+from tests.limits import BRIEF, PATIENT
 
 
 def said(rank: int) -> Any:
@@ -19,7 +17,7 @@ def said(rank: int) -> Any:
 
 def heard(rank: int) -> list[list[Any]]:
     group = dist.new_group()
-    return [roll_call(value, group, LONG) for value in (said(rank), None)]
+    return [roll_call(value, group, PATIENT) for value in (said(rank), None)]
 
 
 def test_everyone_hears_everyone(ranks) -> None:
@@ -29,7 +27,7 @@ def test_everyone_hears_everyone(ranks) -> None:
 
 def heard_in_a_part(rank: int) -> list[Any]:
     group = dist.new_group([2, 0])
-    return roll_call(rank, group, LONG) if rank != 1 else []
+    return roll_call(rank, group, PATIENT) if rank != 1 else []
 
 
 def test_answers_are_in_the_order_of_the_group(ranks) -> None:
@@ -42,7 +40,7 @@ def missed(rank: int) -> tuple[int, str] | None:
     if rank == 1:
         return None
     with pytest.raises(MissingRankError) as caught:
-        roll_call(said(rank), group, SHORT)
+        roll_call(said(rank), group, BRIEF)
     return caught.value.peer, str(caught.value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
 from itertools import product
@@ -20,6 +19,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
 from commfuse_npu.runtime.transport import Exchange, Transport
 from tests.distributed.calls import watch_calls
+from tests.limits import BRIEF, PATIENT
 
 # The package exports the function of this name.
 module = import_module("commfuse_npu.ops.sharded_linear")
@@ -27,7 +27,7 @@ module = import_module("commfuse_npu.ops.sharded_linear")
 
 @lru_cache
 def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=3, timeout=timedelta(seconds=30), batched=batched)
+    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def check_bits(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bits_of_the_plain_form_with_the_same_blocks(ranks, size: int) -> None:
-    ranks(size).run(check_bits, timeout=120)
+    ranks(size).run(check_bits)
 
 
 def check_case(rank: int, case: Case, how: str) -> float:
@@ -211,7 +211,7 @@ def check_single(rank: int, exact: bool) -> float:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_process(ranks, size: int, exact: bool) -> None:
     # Measured: 3.4 eps at most.
-    ranks(size).run(check_single, exact, timeout=120)
+    ranks(size).run(check_single, exact)
 
 
 def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -302,7 +302,7 @@ def test_without_gradients_and_under_autocast(ranks) -> None:
 
 def order_of_backward(rank: int, batched: bool) -> list[str]:
     lanes = 1 if batched else 2
-    link = Transport.create(lanes=lanes, timeout=timedelta(seconds=20), batched=batched)
+    link = Transport.create(lanes=lanes, timeout=PATIENT, batched=batched)
     options = ShardedOptions(Schedule(lanes=lanes))
     x = torch.ones(4, 8, requires_grad=True)
     shard = torch.ones(4, 8, requires_grad=True)
@@ -384,12 +384,12 @@ def test_frozen_weights_and_inputs_without_gradient_transfer_nothing(ranks) -> N
         assert found == [["ReduceScatter", "Gather"], ["Gather"], ["ReduceScatter"]]
 
 
-def short() -> Transport:
-    return Transport.create(lanes=2, timeout=timedelta(seconds=3))
+def fresh() -> Transport:
+    return Transport.create(lanes=2, timeout=PATIENT)
 
 
 def refused(rank: int) -> None:
-    link = short()
+    link = fresh()
     x, shard = torch.ones(3, 4), torch.ones(2, 4)
     for kind, words, call in (
         (
@@ -442,10 +442,10 @@ def disagree(rank: int) -> None:
     frozen = torch.ones(2, 4, requires_grad=rank == 0)
     average = ShardedOptions(average=bool(rank))
     with pytest.raises(MismatchError, match=r"block: .* here, .* there"):
-        sharded_linear(x, torch.ones(2 + rank, 4), transport=short())
+        sharded_linear(x, torch.ones(2 + rank, 4), transport=fresh())
     with pytest.raises(MismatchError, match=r"options: .*average.* here, .*average.* there"):
-        sharded_linear(x, shard, transport=short(), options=average)
-    y = sharded_linear(x, frozen, transport=short())
+        sharded_linear(x, shard, transport=fresh(), options=average)
+    y = sharded_linear(x, frozen, transport=fresh())
     with pytest.raises(MismatchError):
         y.sum().backward()
 
@@ -456,11 +456,12 @@ def test_ranks_that_disagree_are_told(ranks) -> None:
 
 def absent_in_backward(rank: int) -> str:
     x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
-    link = short()
+    link = fresh()
     sharded_linear(x, shard, transport=link).sum().backward()
     y = sharded_linear(x, shard, transport=link)
     if rank == 1:
         return "failed"
+    link.timeout = BRIEF
     with pytest.raises(TransportError) as caught:
         y.sum().backward()
     return str(caught.value)

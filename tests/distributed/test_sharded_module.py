@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -27,19 +26,19 @@ from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
 from commfuse_npu.ops.weight_prefetch import _Pending
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Exchange, Transport
+from tests.limits import BRIEF, PATIENT
 
 TIED = "its weight is used by another module too"
 
 
 @lru_cache
 def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=2, timeout=timedelta(seconds=30), batched=batched)
+    return Transport.create(lanes=2, timeout=PATIENT, batched=batched)
 
 
-def short() -> Transport:
+def fresh() -> Transport:
     """With a plain group of its own, because a collective that a rank misses breaks its group."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    return Transport.create(group, lanes=2, timeout=timedelta(seconds=3))
+    return Transport.create(dist.new_group(timeout=PATIENT), lanes=2, timeout=PATIENT)
 
 
 # -------------------------------------------------------------------- a plain Llama
@@ -170,7 +169,7 @@ def llama_like_fsdp(rank: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_plain_llama_trains_as_with_fully_shard(ranks, size: int) -> None:
-    for losses, parameters in ranks(size).run(llama_like_fsdp, timeout=120):
+    for losses, parameters in ranks(size).run(llama_like_fsdp):
         # Measured: 5e-7, which is one ulp of a loss of 4, and 9e-5 of weights that move by 6e-2:
         # AdamW divides the rounding of a gradient that is nearly zero by its own size.
         assert losses <= 5e-6
@@ -199,7 +198,7 @@ def same_bits_every_time(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_same_training_bit_for_bit(ranks, size: int) -> None:
-    ranks(size).run(same_bits_every_time, timeout=120)
+    ranks(size).run(same_bits_every_time)
 
 
 # ---------------------------------------------------------------- against one process
@@ -508,12 +507,13 @@ def test_orders_that_differ(ranks, size: int) -> None:
 
 def failing_rank(rank: int, where: str) -> tuple[str, str, bool]:
     """One rank fails; what the others are told, and whether they stepped."""
-    link = short()
+    link = fresh()
     model = chain(link)
     for _ in range(2):
         model(torch.ones(3, 16)).sum().backward()
         average_gradients(model, link)
     before = [p.detach().clone() for p in model.parameters()]
+    link.timeout = BRIEF
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     message = kind = ""
 
@@ -553,12 +553,13 @@ def test_a_rank_that_fails_keeps_all_from_stepping(ranks, where: str) -> None:
 
 
 def nothing_replicated(rank: int) -> str:
-    link = short()
+    link = fresh()
     torch.manual_seed(5)
     model = shard_linears(nn.Linear(4, 4, bias=False).requires_grad_(False), transport=link)
     average_gradients(model, link)
     if rank == 1:
         return "left"
+    link.timeout = BRIEF
     with pytest.raises(TransportError) as caught:
         average_gradients(model, link)
     return str(caught.value)
@@ -659,7 +660,7 @@ def converted(rank: int) -> None:
     assert not made.training
     torch.manual_seed(rank)
     with pytest.raises(MismatchError, match=r"parameters: .* here, .* there"):
-        shard_linears(nn.Linear(4, 4), transport=short())
+        shard_linears(nn.Linear(4, 4), transport=fresh())
 
 
 def test_conversion(ranks) -> None:

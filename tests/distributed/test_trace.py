@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.runtime import trace, transport
 from commfuse_npu.runtime.trace import Event, Trace, events_of_viewer
+from tests.limits import PATIENT
 
 HOUR = 3600 * 10**9
 
@@ -26,7 +26,7 @@ def _traced(rank: int, path: str, batched: bool) -> int:
     with pytest.MonkeyPatch.context() as patch:
         for module in (trace, transport):
             patch.setattr(module, "clock", lambda: real() + rank * HOUR)
-        link = Transport.create(lanes=2, timeout=timedelta(seconds=20), batched=batched)
+        link = Transport.create(lanes=2, timeout=PATIENT, batched=batched)
         options = LinearOptions(Schedule(lanes=2, chunks=2))
         x = torch.ones(8, 16, requires_grad=True)
         weight = torch.ones(24, 16, requires_grad=True)
@@ -87,7 +87,7 @@ def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
 
 
 def _untraced(rank: int) -> list[object]:
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    link = Transport.create(lanes=2, timeout=PATIENT)
     asked: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "clock", lambda: asked.append(1) or 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from commfuse_npu.ops import (
     plain_linear_reduce_scatter,
 )
 from commfuse_npu.tuning import Tuning, decisions, tuner
+from tests.limits import PATIENT
 
 ROWS, INPUTS, OUTPUTS = 64, 32, 48
 
@@ -54,7 +54,7 @@ def _layer(
 
 def _wanted(rank: int, op: str, chunks: int | None, folder: str | None) -> Any:
     """Let ``chunks`` (``None``: the plain path) win on rank 0, and something else elsewhere."""
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    link = Transport.create(lanes=2, timeout=PATIENT)
     options = LinearOptions(Schedule(lanes=2), tuning=Tuning(folder))
     ran: list[object] = []
 
@@ -75,7 +75,7 @@ def _wanted(rank: int, op: str, chunks: int | None, folder: str | None) -> Any:
 
 
 def _fixed(rank: int, op: str, schedule: Schedule | None) -> list[torch.Tensor]:
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+    link = Transport.create(lanes=2, timeout=PATIENT)
     generator = torch.Generator().manual_seed(rank)
     rows = ROWS if op == "column" else ROWS * link.size
     x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
@@ -139,7 +139,7 @@ def test_what_was_found_is_kept_for_the_next_run_unless_it_is_damaged(ranks, tmp
 
 def _halves(rank: int, fast_forward: bool) -> Any:
     """One half of a layer is fastest plainly, the other one with four chunks."""
-    link = Transport.create(lanes=1, timeout=timedelta(seconds=20))
+    link = Transport.create(lanes=1, timeout=PATIENT)
     options = LinearOptions(Schedule(lanes=1), tuning=Tuning())
     asked: list[object] = []
 
@@ -165,7 +165,7 @@ def test_a_layer_of_which_one_half_is_worth_fusing_is_fused(ranks, fast_forward:
 
 
 def _ranks_that_differ(rank: int) -> str:
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=5))
+    link = Transport.create(lanes=2, timeout=PATIENT)
     schedule = replace(Schedule(lanes=2), order="interleaved" if rank else "block")
     with pytest.raises(RuntimeError) as caught:
         _layer(link, "column", LinearOptions(schedule, tuning=Tuning()))

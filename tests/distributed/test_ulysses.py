@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -26,6 +25,7 @@ from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.plan import Piece, Plan, Schedule
 from commfuse_npu.runtime import pipeline
 from commfuse_npu.runtime.transport import Exchange, MismatchError, Transport
+from tests.limits import PATIENT
 
 D, A, HIDDEN, BATCH = 16, 2, 32, 2
 """Features of a head, query heads of a rank, hidden size, batch: rows are 64 bytes long or more."""
@@ -43,7 +43,7 @@ Result = dict[str, torch.Tensor]
 
 @lru_cache
 def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=3, timeout=timedelta(seconds=20), batched=batched)
+    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ ALONE = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_one_process_and_the_plain_form(ranks: Any, size: int, dtype: torch.dtype) -> None:
     cases = [replace(case, dtype=dtype) for case in (*LAYERS, *ALONE)]
-    ranks(size).run(compared, cases, timeout=100)
+    ranks(size).run(compared, cases)
 
 
 SCHEDULES = (
@@ -341,7 +341,7 @@ def test_schedules(ranks: Any, size: int) -> None:
     cases = [Case(op, options=LinearOptions(of)) for op, of in product(EACH, every)]
     cases += [Case(op, batched=True, options=LinearOptions(every[2])) for op in EACH]
     cases += [Case(op, batched=True) for op in EACH]
-    ranks(size).run(compared, cases, timeout=100)
+    ranks(size).run(compared, cases)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -370,7 +370,7 @@ def test_options(ranks: Any, size: int) -> None:
         changes = {"dtype": torch.bfloat16, "main_grad": main_grad, "options": options}
         cases += [replace(base, **changes), Case("a", own_rows=False, **changes)]
         cases += [Case("c", **changes)]
-    ranks(size).run(compared, cases, timeout=100)
+    ranks(size).run(compared, cases)
 
 
 def without_gradients(rank: int) -> None:
@@ -540,7 +540,7 @@ def test_bad_input_is_refused_before_anything_is_sent(ranks: Any) -> None:
 
 
 def other_rows(rank: int) -> None:
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=5))
+    link = Transport.create(lanes=2, timeout=PATIENT)
     rows = [[slice(0, 64)], [slice(64, 128)]]
     with pytest.raises(MismatchError, match=r"do not call the same: rows: .* here"):
         ops.linear_all_to_all(

@@ -34,7 +34,7 @@ def ranks(emulated: Callable[..., EmulatedRanks]) -> Callable[[int], EmulatedRan
     return lambda size: emulated(size, Settings(max_delay=0.0003, seed=size, streams=streams))
 
 
-REPRESENTATIVE = (
+REPRESENTATIVE = {
     "test_attention__without_gradients",
     "test_attention__parts_of_one_tensor",
     "test_buckets__sums_of_whole_numbers",
@@ -48,23 +48,14 @@ REPRESENTATIVE = (
     "test_pipeline__equals_the_collective[3-exchange-True-batched]",
     "test_sharded_linear__without_gradients_and_under_autocast",
     "test_ulysses__small",
-)
-"""The tests of other folders that run here always; a name without brackets stands for all cases."""
+}
+"""The tests of other folders that are in the short tier here; without brackets: all their cases."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests written for gloo take a few, and all with ``EMULATE_ALL=1``."""
-    if os.environ.get("EMULATE_ALL") == "1":
-        return
-    left_out = [
-        item
-        for item in items
-        if item.path.parent.name == "emulator"
-        and item.path.name == "test_operators.py"
-        and item.name not in REPRESENTATIVE
-        and item.name.split("[")[0] not in REPRESENTATIVE
-    ]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        kept = set(items) - set(left_out)
-        items[:] = [item for item in items if item in kept]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the tests written for gloo a few are in the short tier."""
+    for item in items:
+        if item.path.name == "test_operators.py" and not (
+            {item.name, item.name.split("[")[0]} & REPRESENTATIVE
+        ):
+            item.add_marker(pytest.mark.long)

@@ -7,7 +7,6 @@ other end hangs the next operation of its communicator on the real HCCL, so it f
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.distributed.ranks import Gloo, Outcome, Ranks, _context
 from tests.emulator.link import Link
 from tests.emulator.referee_thread import RefereeThread
 from tests.emulator.settings import Settings
+from tests.limits import LIMIT, PATIENT
 
 
 class EmulatedHccl(Gloo):
@@ -37,7 +37,7 @@ class EmulatedHccl(Gloo):
 
         self._link = Link(self.line, Settings())
         register(self._link, size)
-        dist.init_process_group(BACKEND, timeout=timedelta(seconds=60))
+        dist.init_process_group(BACKEND, timeout=PATIENT)
 
     def begin(self, settings: Settings) -> None:
         assert self._link is not None
@@ -84,16 +84,17 @@ class EmulatedRanks(Ranks):
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60,
+        timeout: float = LIMIT,
         may_die: bool = False,
+        grace: float = 20.0,
     ) -> list[Outcome]:
         if not self._processes:
             self._start()
         assert self._referee is not None
         self._referee.begin(self.settings)
-        return super().outcomes(function, *args, timeout=timeout, may_die=may_die)
+        return super().outcomes(function, *args, timeout=timeout, may_die=may_die, grace=grace)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
         values = super().run(function, *args, timeout=timeout)
         assert self._referee is not None
         left = self._referee.left_over()

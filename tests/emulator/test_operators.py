@@ -1,10 +1,9 @@
 """The tests of the operators and the pipelines, which were written for gloo, on an emulated HCCL.
 
-They get their ranks from the fixture of this folder; every transport posts batches.  A few run
-always, all of them (about five minutes) with ``EMULATE_ALL=1`` in the environment; with
-``EMULATE_STREAMS=1`` all communicators of a rank share a stream, or so many as are said.  On one
-stream ``test_buckets__a_start_needs_nobody_else`` hangs, and rightly so: it broadcasts in another
-group, before the transfers on one rank and after them on the others.
+They get their ranks from the fixture of this folder; every transport posts batches.  With
+``EMULATE_STREAMS=1`` in the environment all communicators of a rank share a stream, or so many as
+are said.  On one stream ``test_buckets__a_start_needs_nobody_else`` hangs, and rightly so: it
+broadcasts in another group, before the transfers on one rank and after them on the others.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ ALIASED = Settings(streams=1)
 def test_a_cycle_is_named(
     emulated, program: str, size: int, warm: bool, cycle: str, words: str
 ) -> None:
-    reports = emulated(size).outcomes(planted.told, getattr(planted, program), warm, timeout=10)
+    reports = emulated(size).outcomes(planted.told, getattr(planted, program), warm)
     first = reports[0].value
     assert first.startswith(f"DeadlockError: deadlock: a cycle of ranks {cycle}\n")
     assert words in first

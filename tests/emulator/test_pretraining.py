@@ -70,14 +70,16 @@ def own(request: pytest.FixtureRequest) -> Any:
     emulated.kill()
 
 
-@pytest.mark.parametrize("layout", [TP, DP], ids=["tensor-parallel", "replicas"])
+@pytest.mark.parametrize(
+    "layout", [TP, pytest.param(DP, marks=pytest.mark.long)], ids=["tensor-parallel", "replicas"]
+)
 def test_a_training_has_the_weights_that_it_has_on_gloo(
     own: Any, tmp_path: Path, layout: str
 ) -> None:
     gloo, emulated = own
     emulated.settings = Settings(max_delay=0.0003, seed=1)
     hashes = [
-        weights(ranks.run(pretrained, backend, layout, str(tmp_path), free_port(), timeout=120))
+        weights(ranks.run(pretrained, backend, layout, str(tmp_path), free_port()))
         for ranks, backend in ((gloo, "gloo"), (emulated, "emulated_hccl"))
     ]
     assert hashes[0] == hashes[1]

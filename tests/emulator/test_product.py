@@ -8,7 +8,6 @@ time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -23,12 +22,13 @@ from commfuse_npu.runtime.transport import Transport
 from tests.distributed import test_attention, test_ulysses
 from tests.distributed.test_linear import COLUMN, FULL, ROW, Case, inputs, run
 from tests.emulator.settings import Settings
+from tests.limits import PATIENT
 
 
 @lru_cache
 def transport(size: int) -> Transport:
     """With as many lanes as there are peers."""
-    return Transport.create(lanes=size - 1, timeout=timedelta(seconds=20), batched=True)
+    return Transport.create(lanes=size - 1, timeout=PATIENT, batched=True)
 
 
 def schedules(size: int) -> Iterator[Schedule]:
@@ -64,17 +64,17 @@ def linears(rank: int, size: int, chosen: list[Schedule], dtype: torch.dtype) ->
     assert not link._in_flight
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("size", range(2, 9))
 def test_linears(emulated: Any, size: int) -> None:
     settings = Settings(max_delay=0.0005, seed=size)
     ranks = emulated(size, settings)
-    ranks.run(linears, size, list(schedules(size)), torch.float32, timeout=90)
+    ranks.run(linears, size, list(schedules(size)), torch.float32)
 
 
 def test_linears_in_bf16_on_shared_streams(emulated: Any) -> None:
     """Lanes that are not side by side after all, as when a pool of streams is used up."""
     ranks = emulated(4, Settings(max_delay=0.0005, streams=2))
-    ranks.run(linears, 4, list(schedules(4))[::3], torch.bfloat16, timeout=90)
+    ranks.run(linears, 4, list(schedules(4))[::3], torch.bfloat16)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -87,7 +87,7 @@ def test_attention_and_its_projection(emulated: Any, size: int) -> None:
             ("MQA", "ring", 2, 2),
         )
     ]
-    emulated(size, Settings(max_delay=0.0005)).run(test_attention.compared, cases, timeout=90)
+    emulated(size, Settings(max_delay=0.0005)).run(test_attention.compared, cases)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -100,12 +100,12 @@ def test_ulysses_layers(emulated: Any, size: int) -> None:
             ("a-bc", "ring", 1, 2),
         )
     ]
-    emulated(size, Settings(max_delay=0.0005)).run(test_ulysses.compared, cases, timeout=90)
+    emulated(size, Settings(max_delay=0.0005)).run(test_ulysses.compared, cases)
 
 
 def closed_and_made_again(rank: int) -> None:
     for _ in range(2):
-        link = Transport.create(lanes=2, timeout=timedelta(seconds=20))
+        link = Transport.create(lanes=2, timeout=PATIENT)
         case = Case(ROW, shape=(8, 32), options=LinearOptions(Schedule(lanes=2)))
         call = partial(linear.linear_reduce_scatter, transport=link, options=case.options)
         run(case, inputs(rank, link.size, case), call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.pipeline import gather_and_consume
 from commfuse_npu.runtime.transport import Exchange, Transport
+from tests.limits import PATIENT
 
 Fault = Callable[[int, Transport, pytest.MonkeyPatch], None]
 
@@ -63,7 +63,7 @@ def arrivals_not_waited_for(rank: int, link: Transport, patch: pytest.MonkeyPatc
 
 def gathered(rank: int, fault: Fault) -> tuple[str, torch.Tensor]:
     """The error of a gather with a fault in it, and what was consumed."""
-    link = Transport.create(lanes=2, timeout=timedelta(seconds=10), batched=True)
+    link = Transport.create(lanes=2, timeout=PATIENT, batched=True)
     plan = Schedule(lanes=2).plan("gather", rank, link.size)
     got = torch.zeros(2 * link.size)
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,7 @@ def test_without_a_fault(emulated: Any) -> None:
     ],
 )
 def test_wrong_orders_are_reported(emulated: Any, fault: Fault, words: list[str]) -> None:
-    outcomes = emulated(3).outcomes(gathered, fault, timeout=20)
+    outcomes = emulated(3).outcomes(gathered, fault)
     errors = [outcome.value[0] for outcome in outcomes]
     for word in words:
         assert any(word in error for error in errors), errors

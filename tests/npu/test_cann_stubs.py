@@ -18,6 +18,7 @@ from mindspeed_patches.rehearsal.cann_stubs import (
     main,
     write_cann_stubs,
 )
+from tests.limits import LIMIT
 
 TOOLS = ("gcc", "nm", "readelf")
 
@@ -31,7 +32,7 @@ def compiled(source: str, library: Path, *options: str) -> Path:
     code = library.with_suffix(".c")
     code.write_text(source)
     command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", str(library)]
-    subprocess.run([*command, str(code), *options], check=True, timeout=60)
+    subprocess.run([*command, str(code), *options], check=True, timeout=LIMIT)
     return library
 
 
@@ -75,7 +76,7 @@ def test_what_is_missing_is_found_and_replaced(site: Path, tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert told.stdout.strip() == "4", "10 * 0 + 3 of torch + 1 of libm"
     load_cann_stubs(out)
@@ -145,7 +146,7 @@ def test_stand_ins_are_needed_and_enough(npu) -> None:
         env={**os.environ, "LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert refused.returncode != 0
     assert ".so: cannot open shared object file" in refused.stderr

@@ -324,6 +324,7 @@ def gemms_with_collectives(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_gemms_with_collectives(npu_pair) -> None:
     port = free_port()
     for rank, worker in enumerate(npu_pair):

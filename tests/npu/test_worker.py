@@ -19,6 +19,7 @@ def lost() -> None:
     os._exit(3)
 
 
+@pytest.mark.long
 def test_errors_deaths_and_hangs_fail_the_test_and_the_next_call_works(npu_pair) -> None:
     worker = npu_pair[0]
     assert worker.run(os.path.basename, "a/b") == "b"

@@ -21,11 +21,12 @@ from typing import Any
 
 import pytest
 
+from tests.limits import LIMIT
+
 ENVIRONMENT = Path(f"{sys.prefix}-npu")
 """What scripts/environment.sh makes: torch_npu beside the environment that runs the tests."""
 
 _ROOT = Path(__file__).parents[2]
-_START = 120.0
 
 
 def why_not() -> str | None:
@@ -63,7 +64,7 @@ class Worker:
         )
         theirs.close()
         self._pipe = Connection(ours.detach())
-        self._receive("import torch_npu", _START)
+        self._receive("import torch_npu", LIMIT)
 
     def send(self, function: Callable[..., Any], *args: Any) -> None:
         """Begin to run ``function(*args)``; the function is found by name over there."""
@@ -72,11 +73,11 @@ class Worker:
         self._pipe.send((function, args))
         self._running = f"{function.__name__}{args}"
 
-    def receive(self, timeout: float = 60) -> Any:
+    def receive(self, timeout: float = LIMIT) -> Any:
         """What the function returned; fails the test if it raised."""
         return self._receive(self._running, timeout)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
         """:meth:`send` and :meth:`receive`."""
         self.send(function, *args)
         return self.receive(timeout)

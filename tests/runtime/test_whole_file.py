@@ -76,7 +76,7 @@ SIMULATE = (
 )
 
 
-@pytest.mark.parametrize("option", ["--json", "--trace", "--plot"])
+@pytest.mark.parametrize("option", ["--json", pytest.param("--plot", marks=pytest.mark.long)])
 def test_simulate_says_that_the_disk_is_full(
     small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
