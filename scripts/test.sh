@@ -9,12 +9,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu test npu
 cd "$ROOT"
 
-tier=(-m "not long")
+options=(-m "not long")
 if [ "${1:-}" = --all ]; then
-    tier=()
+    options=()
     shift
 fi
+# A file's tests share their processes, so they stay together.
+[ $# -gt 0 ] || options+=(--numprocesses auto --maxprocesses 4 --dist loadfile)
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest --durations=10 "${tier[@]}" "$@"
+exec python -m pytest --durations=10 "${options[@]}" "$@"

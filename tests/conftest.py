@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,16 +11,24 @@ import pytest
 
 from tests.distributed.ranks import Ranks
 
-_MOST_RANKS = {"distributed": 3, "emulator": 3}
-"""Groups up to this size are in the short tier; three ranks have every order that four have."""
+_MOST_RANKS = 3
+"""In the short tier a test has one size of group, and three ranks have all that four have."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the larger groups of the folders whose tests have a ``size``."""
-    for item in items:
-        most = _MOST_RANKS.get(item.path.parent.name)
-        case = getattr(item, "callspec", None)
-        if most is not None and case is not None and case.params.get("size", 0) > most:
+    """Of a test for several sizes of groups, the largest up to three ranks is in the short tier."""
+    sizes: defaultdict[str, set[int]] = defaultdict(set)
+    sized = {
+        item: item.callspec.params["size"]
+        for item in items
+        if item.path.parent.name in ("distributed", "emulator")
+        and "size" in getattr(getattr(item, "callspec", None), "params", {})
+    }
+    for item, size in sized.items():
+        sizes[f"{item.path}::{item.originalname}"].add(size)
+    for item, size in sized.items():
+        few = [one for one in sizes[f"{item.path}::{item.originalname}"] if one <= _MOST_RANKS]
+        if size != max(few, default=None):
             item.add_marker(pytest.mark.long)
 
 

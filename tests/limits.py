@@ -13,5 +13,5 @@ LIMIT = 240.0
 PATIENT = timedelta(seconds=200)
 """Of transports and process groups in whose operations everybody takes part."""
 
-BRIEF = timedelta(seconds=2)
+BRIEF = timedelta(seconds=1)
 """Of an operation that cannot end, because a rank stays away on purpose; set just before it."""

@@ -466,7 +466,7 @@ def test_lanes_are_checked(ranks) -> None:
 
 def absent_from_the_start(rank: int) -> None:
     transport = link()
-    transport.timeout = BRIEF
+    transport.timeout = 3 * BRIEF
     dist.barrier()
     if rank != 1:
         all_gather_linear(*layer(4), transport=transport)
@@ -491,7 +491,7 @@ def no_second_lane(rank: int) -> None:
         return new_group(*args, **kwargs)
 
     with mock.patch.object(dist, "new_group", limited):
-        Transport.create(lanes=2, timeout=4 * BRIEF)
+        Transport.create(lanes=2, timeout=8 * BRIEF)
 
 
 @pytest.mark.long

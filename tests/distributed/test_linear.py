@@ -204,9 +204,9 @@ def check_single(rank: int, cases: list[Case], exact: bool) -> None:
 def schedules() -> Iterator[Schedule]:
     for shape, lanes, chunks in product(("shifted", "ring"), (1, 3), (1, 2, 3)):
         yield Schedule(shape, lanes, chunks)
+    yield Schedule("ring", 1, 4, "block", taper=2)
     yield Schedule("shifted", 2, 2, "block")
     yield Schedule("shifted", 2, 3, taper=2)
-    yield Schedule("ring", 1, 4, "block", taper=2)
     yield Schedule("shifted", 2, 40)  # more chunks than rows
 
 
@@ -254,22 +254,32 @@ def variants(op: str) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("op", [COLUMN, ROW, FULL])
+every_op = pytest.mark.parametrize("op", [COLUMN, ROW, FULL])
+every_share = pytest.mark.parametrize(
+    "nth", [pytest.param(3, id="a third"), pytest.param(1, id="all", marks=pytest.mark.long)]
+)
+"""Of the variants: each value of each option is in every third, not each with each other."""
+
+
+@every_op
+@every_share
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_bits_of_the_plain_form_with_the_same_gemms(ranks, size: int, op: str) -> None:
-    ranks(size).run(check_bits, variants(op))
+def test_bits_of_the_plain_form_with_the_same_gemms(ranks, size: int, op: str, nth: int) -> None:
+    ranks(size).run(check_bits, variants(op)[::nth])
 
 
-@pytest.mark.parametrize("op", [COLUMN, ROW, FULL])
+@every_op
+@every_share
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equals_one_process_without_rounding(ranks, size: int, op: str) -> None:
-    ranks(size).run(check_single, [replace(c, ones=True) for c in variants(op)], True)
+def test_equals_one_process_without_rounding(ranks, size: int, op: str, nth: int) -> None:
+    ranks(size).run(check_single, [replace(c, ones=True) for c in variants(op)[::nth]], True)
 
 
-@pytest.mark.parametrize("op", [COLUMN, ROW, FULL])
+@every_op
+@every_share
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_equals_one_process_within_rounding(ranks, size: int, op: str) -> None:
-    cases = [c for c in variants(op) if c.main_grad in (None, torch.float32)]
+def test_equals_one_process_within_rounding(ranks, size: int, op: str, nth: int) -> None:
+    cases = [c for c in variants(op)[::nth] if c.main_grad in (None, torch.float32)]
     ranks(size).run(check_single, cases, False)
 
 

@@ -70,9 +70,8 @@ def own(request: pytest.FixtureRequest) -> Any:
     emulated.kill()
 
 
-@pytest.mark.parametrize(
-    "layout", [TP, pytest.param(DP, marks=pytest.mark.long)], ids=["tensor-parallel", "replicas"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [TP, DP], ids=["tensor-parallel", "replicas"])
 def test_a_training_has_the_weights_that_it_has_on_gloo(
     own: Any, tmp_path: Path, layout: str
 ) -> None:
