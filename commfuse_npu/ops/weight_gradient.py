@@ -66,8 +66,13 @@ class WeightGradient:
             self._kernels.accumulate_weight_gradient(self._blocks, grad_output, total_input)
         elif self._target is not None:
             self._kernels.accumulate_weight_gradient(self._target, grad_output, total_input)
-        else:
+        elif self._grad is None:
             self._grad = grad_output.t().matmul(total_input)
+        else:
+            raise RuntimeError(
+                "a second product for a weight gradient that is made of one: with blocks=False "
+                "add() takes all rows at once; ask for blocks=True"
+            )
 
     def take(self, total: torch.Tensor) -> None:
         """Add a sum of such products that was made elsewhere: ``[O, I]``, fp32, rounded here."""

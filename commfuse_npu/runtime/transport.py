@@ -52,6 +52,9 @@ __all__ = [
 
 Check = Literal["first", "always"]
 
+_MOST_AGREED = 4096
+"""Combinations of operation, shapes and options that are remembered, about 1 KiB each."""
+
 
 def _device_backend(backend: str) -> tuple[str, str]:
     """``(device type, name)`` of a group's backend; of ``cpu:gloo,npu:hccl`` the device's is meant.
@@ -303,7 +306,7 @@ class Transport:
         self.device_type, _ = _device_backend(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
-        self._agreed: dict[Hashable, int] = {}
+        self._agreed: OrderedDict[Hashable, int] = OrderedDict()
         self._in_flight: set[Exchange] = set()
         self._thread = threading.get_ident()
         self._broken: str | None = None
@@ -403,16 +406,47 @@ class Transport:
         return len(self._lanes)
 
     def _warm_up(self) -> None:
-        """Create now what is created at first use: HCCL's communicators, gloo's connections."""
+        """Create now what is created at first use: HCCL's communicators, gloo's connections.
+
+        A batch opens a link to each of its peers at its first use, and no collective opens those of
+        batches (read in HCCL).  So each lane carries a rank number over each distance here, in the
+        order of a plan.
+        """
         for index, lane in enumerate(self._lanes):
-            token = torch.ones(1, device=self.device_type)
-            with _making(f"warming up lane {index} of {len(self._lanes)}"):
-                dist.all_reduce(token, group=lane)
-            if int(token.item()) != self.size:
-                raise TransportError(
-                    f"warming up lane {index} of {len(self._lanes)} gave {token.item()} instead of "
-                    f"{self.size}: its ranks are not those of the group"
-                )
+            what = f"warming up lane {index} of {len(self._lanes)}"
+            mine = torch.full((1,), self.rank, device=self.device_type)
+            for distance in range(1, self.size):
+                source = (self.rank - distance) % self.size
+                theirs = torch.full_like(mine, -1)
+                peers = (self.rank + distance) % self.size, source
+                with _making(f"{what}, distance {distance}"):
+                    self._swap(lane, mine, theirs, *(self.ranks[peer] for peer in peers))
+                if int(theirs.item()) != source:
+                    raise TransportError(
+                        f"{what}: rank {source} of the group says that it is {theirs.item()}: the "
+                        "lane's ranks are not those of the group"
+                    )
+
+    def _swap(
+        self,
+        lane: dist.ProcessGroup,
+        mine: torch.Tensor,
+        theirs: torch.Tensor,
+        target: int,
+        source: int,
+    ) -> None:
+        """Send one tensor and receive another, as this transport posts."""
+        works: list[Any]
+        if self.batched:
+            operations = [
+                dist.P2POp(dist.isend, mine, target, lane),
+                dist.P2POp(dist.irecv, theirs, source, lane),
+            ]
+            works = dist.batch_isend_irecv(operations)
+        else:
+            works = [dist.irecv(theirs, source, lane), dist.isend(mine, target, lane)]
+        for work in works:
+            self.wait_for(work)
 
     def close(self) -> None:
         """Give the lanes up.  Every process of the group calls it, with nothing under way."""
@@ -502,11 +536,15 @@ class Transport:
         signature = (("operation", name), *facts.items())
         identity = self._agreed.get(signature)
         if identity is not None and (self.size == 1 or self.check == "first"):
+            self._agreed.move_to_end(signature)
             return identity
         if self.size > 1:
             self._compare(name, signature)
         if identity is None:
             identity = self._agreed[signature] = zlib.crc32(repr(signature).encode())
+            # The ranks run the same operations, so that they forget the same.
+            if len(self._agreed) > _MOST_AGREED:
+                self._agreed.popitem(last=False)
         return identity
 
     def confirm(self, name: str) -> None:

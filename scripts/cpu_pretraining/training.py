@@ -18,7 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from commfuse_npu.runtime.trace import Trace, write
+from commfuse_npu.runtime.trace import Trace
+from commfuse_npu.tools.trace_file import write
 
 from .checkpoint import FoundCheckpoint, load_state, save_state, shape_of_run
 from .data import Corpus, global_batch_samples

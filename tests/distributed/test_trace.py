@@ -14,7 +14,8 @@ import torch
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.runtime import trace, transport
-from commfuse_npu.runtime.trace import Event, Trace, events_of_viewer
+from commfuse_npu.runtime.trace import Event, Trace
+from commfuse_npu.tools.trace_file import events_of_viewer, write
 from tests.limits import PATIENT
 
 HOUR = 3600 * 10**9
@@ -36,7 +37,7 @@ def _traced(rank: int, path: str, batched: bool) -> int:
             y = all_gather_linear(x, weight, transport=link, options=options)
             z = linear_reduce_scatter(y, back, transport=link, options=options)
             z.sum().backward()
-        count = trace.write(link, Path(path))
+        count = write(link, Path(path))
         link.close()
     return count
 

@@ -77,3 +77,11 @@ def test_odd_main_grads_are_refused() -> None:
     weight.main_grad = torch.zeros(2, 3, dtype=torch.float64)
     with pytest.raises(RuntimeError, match=r"main_grad is torch.float64; .* needs float32"):
         WeightGradient(weight, main_grad=True, blocks=False)
+
+
+def test_one_product_stays_one_product() -> None:
+    gradient = WeightGradient(torch.zeros(1, 1), main_grad=False, blocks=False)
+    gradient.add(torch.ones(2, 1), torch.ones(2, 1))
+    with pytest.raises(RuntimeError, match="a second product for a weight gradient"):
+        gradient.add(torch.ones(2, 1), torch.ones(2, 1))
+    assert gradient.result().item() == 2

@@ -59,7 +59,7 @@ def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
 
 
 def read_trace(content: Any) -> dict[str, Any]:
-    """``content`` if it is a trace as :func:`commfuse_npu.runtime.trace.write` makes them.
+    """``content`` if it is a trace as :func:`commfuse_npu.tools.trace_file.write` makes them.
 
     Raises:
         ValueError: it is not.

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.runtime.trace import Event, events_of_viewer
+from commfuse_npu.runtime.trace import Event
 from commfuse_npu.tools import cli
+from commfuse_npu.tools.trace_file import events_of_viewer
 
 WORDS = [
     "simulate",

@@ -1,0 +1,61 @@
+"""What a transport does before the first operation, and what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu import Transport
+from commfuse_npu.ops import all_gather_linear
+from commfuse_npu.runtime import transport
+from tests.limits import PATIENT
+
+
+def warmed(rank: int, batched: bool) -> list[tuple[int, int]]:
+    """(lane, distance) of what is sent while the lanes are made."""
+    sent: list[tuple[Any, int]] = []
+    p2p, isend = dist.P2POp, dist.isend
+
+    def send(tensor: torch.Tensor, to: int, group: Any = None, tag: int = 0) -> Any:
+        # The group for comparisons sends too; only the lanes send the number of a rank.
+        if tensor.numel() == 1 and tensor.item() == rank:
+            sent.append((group, to))
+        return isend(tensor, to, group, tag)
+
+    def operation(op: Any, tensor: torch.Tensor, peer: int, group: Any) -> Any:
+        if op is dist.isend:
+            sent.append((group, peer))
+        return p2p(isend if op is send else op, tensor, peer, group)
+
+    with mock.patch.object(dist, "P2POp", operation), mock.patch.object(dist, "isend", send):
+        if batched:
+            with mock.patch.object(dist, "isend", isend):
+                link = Transport.create(lanes=2, timeout=PATIENT, batched=True)
+        else:
+            link = Transport.create(lanes=2, timeout=PATIENT, batched=False)
+    lanes = list(link._lanes)
+    return [(lanes.index(group), (to - rank) % 3) for group, to in sent if group in lanes]
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+def test_every_lane_is_warmed_over_every_distance_in_one_order(ranks, batched: bool) -> None:
+    """A collective would not open the links that batches use."""
+    for order in ranks(3).run(warmed, batched):
+        assert order == [(0, 1), (0, 2), (1, 1), (1, 2)]
+
+
+def remembers(rank: int) -> int:
+    link = Transport.create(lanes=2, timeout=PATIENT)
+    with mock.patch.object(transport, "_MOST_AGREED", 3):
+        for rows in (1, 2, 3, 4, 5, 1, 2):
+            y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), transport=link)
+            assert torch.equal(y, torch.full((2 * rows, 3), 4.0))
+    return len(link._agreed)
+
+
+def test_what_was_agreed_on_is_forgotten_alike(ranks) -> None:
+    assert ranks(2).run(remembers) == [3, 3]
