@@ -1,0 +1,103 @@
+"""An extension of griffe: the docstrings of the sources, as Markdown.
+
+They are written for whoever reads the source, with roles, literal blocks and tables of
+reStructuredText.  mkdocstrings takes Markdown; what differs is put into its words here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(?P<shown>~?)(?P<name>[\w.]+)`")
+_LITERAL = re.compile(
+    r"^(?P<indent> *)(?P<lead>[^\n]*)::\n\n(?P<block>(?:(?P=indent) {4}[^\n]*\n|\n)+)", re.M
+)
+_RULE = r"=+(?: +=+)+ *\n"
+_TABLE = re.compile(rf"^(?P<indent> *){_RULE}(?:.*\n)*?(?P=indent){_RULE}(?=\s*\n|\Z)", re.M)
+_SECTION = re.compile(r"^(?:Args|Attributes|Raises):\n(?: {4}[^\n]*\n|\n)+", re.M)
+_SEVERAL = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)+):(?P<what>[^\n]*\n(?: {5}[^\n]*\n)*)", re.M)
+
+
+class Docstrings(griffe.Extension):
+    """Changes every docstring before it is parsed."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = _markdown(obj.docstring.value, obj)
+
+
+def _markdown(text: str, scope: griffe.Object) -> str:
+    text = _TABLE.sub(lambda table: _table(textwrap.dedent(table[0])), f"{text}\n")
+    text = _LITERAL.sub(_literal, text)
+    text = _SECTION.sub(lambda section: _SEVERAL.sub(_one_by_one, section[0]), text)
+    return _ROLE.sub(lambda role: _reference(role, scope), text)
+
+
+def _table(text: str) -> str:
+    """A row whose first cell is empty goes on with the row above; the header may begin so."""
+    rule, *lines = text.splitlines()
+    starts = [column.start() for column in re.finditer("=+", rule)]
+    rows = [[""] * len(starts)] if lines.count(rule) == 1 else []  # without a header
+    for line in (line for line in lines if line != rule):
+        ends = [*starts[1:], len(line)]
+        cells = [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+        if cells[0] or not rows:
+            rows.append(cells)
+        else:
+            rows[-1] = [
+                f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells, strict=True)
+            ]
+    marked = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([marked[0], "|---" * len(starts) + "|", *marked[1:]]) + "\n"
+
+
+def _one_by_one(match: re.Match[str]) -> str:
+    """``a, b: what`` as an entry each, so that each gets its own type."""
+    return "".join(f"    {name}:{match['what']}" for name in match["names"].split(", "))
+
+
+def _literal(match: re.Match[str]) -> str:
+    block, lead = textwrap.dedent(match["block"]).strip("\n"), match["lead"]
+    before = f"{match['indent']}{lead}:\n\n" if lead.strip() else ""
+    indented = textwrap.indent(block, match["indent"])
+    return f"{before}{_fenced(indented, match['indent'], _language(block))}\n"
+
+
+def _language(block: str) -> str:
+    """Python if it is, else the drawing or the command line that it is."""
+    try:
+        ast.parse(block)
+    except SyntaxError:
+        return "text"
+    return "python"
+
+
+def _fenced(block: str, indent: str, language: str) -> str:
+    return f"{indent}```{language}\n{block.rstrip()}\n{indent}```\n"
+
+
+def _reference(match: re.Match[str], scope: griffe.Object) -> str:
+    """A link where the name has a page; else only the name."""
+    name = match["name"]
+    shown = name.rsplit(".", 1)[-1] if match["shown"] else name.lstrip(".")
+    module = scope if scope.is_module else scope.module
+    if name.startswith("."):
+        package = module if module.is_init_module else module.parent
+        path = f"{package.path}{name}" if package is not None else name
+    else:
+        path = _found(name, scope)
+    return f'<autoref identifier="{path}" optional><code>{shown}</code></autoref>'
+
+
+def _found(name: str, scope: griffe.Object) -> str:
+    first, _, rest = name.partition(".")
+    try:
+        found = scope.resolve(first)
+    except griffe.NameResolutionError:
+        return name
+    return f"{found}.{rest}" if rest else found

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Build the documentation into site/; a broken link or anchor is an error.
+#
+#   bash scripts/docs.sh
+#   python3 -m http.server --directory site --bind 127.0.0.1        then open http://127.0.0.1:8000
+#
+# Sets up .venv-docs by itself; torch is not needed. Further arguments go to mkdocs build.
+set -eu
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+PACKAGES="$ROOT/scripts/requirements/docs.txt"
+VENV="$VENV-docs"
+
+if ! cmp -s "$PACKAGES" "$VENV/.installed-docs"; then
+    echo "Installing what builds the documentation into $VENV (once)" >&2
+    "${PYTHON:-python3}" -m venv "$VENV"
+    install_packages --requirement "$PACKAGES"
+    cp "$PACKAGES" "$VENV/.installed-docs"
+fi
+cd "$ROOT"
+
+# The theme's notice about a future mkdocs: the version is pinned.
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --site-dir site "$@"
+
+if grep -rEn --include='*.html' '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' site; then
+    echo "The pages above load something from elsewhere." >&2
+    exit 1
+fi

@@ -1,0 +1,89 @@
+"""What the texts name is there: links, anchors, paths, options; what they say twice is the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+TEXTS = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+
+_CODE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(
+    r"(?<![\w./-])(?:commfuse_npu|mindspeed_patches|scripts|configs|docs|tests)/[\w./*-]*[\w*/]"
+)
+_OPTION = re.compile(r'"(--(?:use-)?commfuse[\w-]*)"')
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", _CODE.sub("", text), re.M)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def broken_links(text: str, file: Path) -> list[str]:
+    """Links of ``file`` to files, or to anchors in them, that do not exist.
+
+    Anchors of the pages of the API are made when the site is built, and checked there.
+    """
+    found = []
+    for link in _LINK.findall(_CODE.sub("", text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = file.parent / name if name else file
+        if not target.exists():
+            found.append(link)
+        elif anchor and target.parent.name != "api":
+            whole = text if target == file else target.read_text(encoding="utf-8")
+            if anchor not in anchors(whole):
+                found.append(link)
+    return found
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths below the root, in prose and in commands, that lead nowhere."""
+    return [path for path in _PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))]
+
+
+def missing_options(text: str) -> list[str]:
+    """Options that the launch declares and ``text`` does not have."""
+    declared = (ROOT / "mindspeed_patches" / "arguments.py").read_text(encoding="utf-8")
+    return [option for option in _OPTION.findall(declared) if f"`{option}`" not in text]
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)
+def test_links_and_paths_lead_somewhere(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert broken_links(text, file) == []
+    assert missing_paths(text) == []
+
+
+@pytest.mark.parametrize("page", ["options.md", "commfuse_zh.md"])
+def test_every_option_of_the_launch_is_explained(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert missing_options(text) == []
+    assert len(missing_options("")) > 10
+
+
+def test_what_leads_nowhere_is_found() -> None:
+    text = """# One page\n[a](docs/none.md) [b](#one-page) [c](#two) [d](docs/how.md#the-idea)
+[e](docs/how.md#none) [f](https://example.org) `scripts/none.sh` `scripts/*.sh` `tests/plan/`
+`commfuse_npu/transport.py`\n```\n[g](none)\n```\n"""
+    assert broken_links(text, ROOT / "README.md") == ["docs/none.md", "#two", "docs/how.md#none"]
+    lost = ["docs/none.md", "scripts/none.sh", "commfuse_npu/transport.py"]
+    assert missing_paths(text) == lost
+
+
+def test_the_simulated_figures_are_the_same_everywhere() -> None:
+    rows = [
+        re.findall(r"^\| Llama .*$", (ROOT / file).read_text(encoding="utf-8"), re.M)
+        for file in ("README.md", "docs/simulate.md")
+    ]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 5
