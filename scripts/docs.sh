@@ -19,7 +19,7 @@ fi
 cd "$ROOT"
 
 # The theme's notice about a future mkdocs: the version is pinned.
-NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --site-dir site "$@"
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --config-file .mkdocs.yml --strict --site-dir site "$@"
 
 if grep -rEn --include='*.html' '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' site; then
     echo "The pages above load something from elsewhere." >&2
