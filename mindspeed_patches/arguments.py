@@ -19,9 +19,23 @@ from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
+from mindspeed_patches.refusals import (
+    ATTENTION_REFUSALS,
+    DATA_PARALLEL_REFUSALS,
+    ULYSSES_REFUSALS,
+    check_compatible,
+    parallel_size,
+)
 from mindspeed_patches.wrappers import LAYERS
 
-__all__ = ["DEFAULTS", "CommFuseOptions", "add_arguments", "commfuse_options", "schedule_for"]
+__all__ = [
+    "DEFAULTS",
+    "CommFuseOptions",
+    "add_arguments",
+    "checked_options",
+    "commfuse_options",
+    "schedule_for",
+]
 
 DEFAULTS: dict[str, Any] = {
     "use_commfuse": False,
@@ -182,26 +196,50 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             f"{given.commfuse_chunks} --commfuse-taper {given.commfuse_taper:g} name them; leave "
             "one or the other out"
         )
-    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
-    context_parallel = int(getattr(args, "context_parallel_size", None) or 1)
-    exchange = schedule_for(given, context_parallel, stride=tensor_parallel)
+    tensor_parallel = parallel_size(args, "tensor_model")
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=schedule_for(given, tensor_parallel),
             keep_gathered=given.commfuse_keep_gathered,
-            reduce_dtype=torch.float32 if given.commfuse_reduce_dtype == "float32" else None,
+            reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
             tuning=Tuning(str(default_folder())) if given.commfuse_tuning == "on" else None,
         ),
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
         attention=given.commfuse_attention,
-        ulysses=LinearOptions(exchange, wgrad=given.commfuse_wgrad)
+        ulysses=LinearOptions(
+            schedule_for(given, parallel_size(args, "context"), stride=tensor_parallel),
+            wgrad=given.commfuse_wgrad,
+        )
         if given.commfuse_ulysses
         else None,
         data_parallel=_bucket_options(given, args) if given.commfuse_dp else None,
         order_log=given.commfuse_order_log,
     )
+
+
+def checked_options(args: argparse.Namespace) -> CommFuseOptions:
+    """:func:`commfuse_options`, if nothing that is known so far excludes them.
+
+    Raises:
+        IncompatibleOptionsError: another option does.
+        ValueError: a value does not fit.
+    """
+    check_compatible(args)
+    options = commfuse_options(args)
+    for asked, refusals in (
+        (options.attention, ATTENTION_REFUSALS),
+        (options.ulysses, ULYSSES_REFUSALS),
+        (options.data_parallel, DATA_PARALLEL_REFUSALS),
+    ):
+        if asked:
+            check_compatible(args, refusals)
+    return options
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return torch.float32 if name == "float32" else None
 
 
 def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
@@ -216,8 +254,8 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
             "waits for ranks in between that compute something else; choose auto, shifted or "
             "two_level, or leave --commfuse-dp out"
         )
-    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
-    stages = int(getattr(args, "pipeline_model_parallel_size", None) or 1)
+    tensor_parallel = parallel_size(args, "tensor_model")
+    stages = parallel_size(args, "pipeline_model")
     # Early the size of the job is known to the launcher only.
     world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
     # Pipeline stages come last in Megatron's order of ranks, or before data parallelism.
@@ -226,7 +264,7 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
     return replace(
         OPTIONS,
         schedule=schedule_for(given, size, stride=inner),
-        reduce_dtype=torch.float32 if given.commfuse_dp_reduce_dtype == "float32" else None,
+        reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
     )
 
 

@@ -163,7 +163,7 @@ class UlyssesWrappers(UlyssesExchange):
         Returns:
             What ``forward`` is to be given.
         """
-        size, layers = self._lanes().size, self._linears.layers
+        size, layers = self.lanes().size, self._linears.layers
         both = layer_obstacle(layer, given)
         reasons = {
             "qkv": both or qkv_obstacle(layer, hidden.shape[0], size, given, layers),
@@ -191,7 +191,7 @@ class UlyssesWrappers(UlyssesExchange):
         """Of this rank's rows ``[s, ...]``, one or a tuple, to those of all rows ``[S, ...]``."""
         if isinstance(positions, tuple):
             return tuple(self._whole(part) for part in positions)
-        return None if positions is None else self._positions.of(positions, self._lanes().group)
+        return None if positions is None else self._positions.of(positions, self.lanes().group)
 
     def _projection_to_heads(self, linear: Any) -> tuple[str, Callable[..., Any]]:
         """The method to replace, and what makes ``[S, B, q, k and v of own heads]`` instead."""
@@ -204,7 +204,7 @@ class UlyssesWrappers(UlyssesExchange):
             if bias is not None and not weight.requires_grad:
                 # As in Megatron: beside a frozen weight the bias gets no gradient either.
                 bias = bias.detach()
-            lanes = self._lanes()
+            lanes = self.lanes()
             # A query group is rows of the weight one after the other, and so are those of a rank.
             if self._form == "fused":
                 return linear_all_to_all(input, weight, bias, transport=lanes, options=options)
@@ -230,7 +230,7 @@ class UlyssesWrappers(UlyssesExchange):
         """
         own = attention.forward
         core = innermost(attention.local_attn)
-        lanes = self._lanes()
+        lanes = self.lanes()
 
         def forward(
             query: torch.Tensor,
@@ -276,7 +276,7 @@ class UlyssesWrappers(UlyssesExchange):
                 return own(input_)
             for name in ("ulysses", "proj"):
                 self._linears.calls[name, self._form] += 1
-            lanes = self._lanes()
+            lanes = self.lanes()
             arguments: dict[str, Any] = {
                 "bias": None if linear.skip_bias_add else linear.bias,
                 "causal": input_.causal,
