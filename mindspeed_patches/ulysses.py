@@ -244,24 +244,23 @@ class UlyssesWrappers(UlyssesExchange):
             reason = softmax_obstacle(
                 core.config, attention.training, query, key, value, mask, given
             )
-            if reason is not None and not exchanged:
-                return own(query, key, value, *args, **kwargs)
             if reason is not None:
+                if not exchanged:
+                    return own(query, key, value, *args, **kwargs)
                 self._linears.leave("ulysses", reason)
-                return heads_to_rows(
-                    attention.local_attn(query, key, value, *args, **kwargs), lanes.group
-                )
+                attended = attention.local_attn(query, key, value, *args, **kwargs)
+                return heads_to_rows(attended, lanes.group)
             heads = query, key, value
             if not exchanged:
                 heads = rows_to_heads(query, key, value, lanes.group)
             causal = mask == "causal"
             if not joins:
-                return self._attend_with(heads, causal, scale)
+                return self._attend(heads, causal, scale)
             return DeferredAttention.of(
                 *heads,
                 causal=causal,
                 scale=scale,
-                attend=lambda: self._attend_with(heads, causal, scale),
+                attend=lambda: self._attend(heads, causal, scale),
                 ranks=lanes.size,
             )
 

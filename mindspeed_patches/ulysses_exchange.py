@@ -85,22 +85,12 @@ class UlyssesExchange(OverLanes):
             if reason is not None:
                 self._linears.leave("ulysses", reason)
                 return forward(attention, query, key, value, *args, **kwargs)
-            return self._attend(query, key, value, mask == "causal", scale_of(core))
+            heads = rows_to_heads(query, key, value, self.lanes().group)
+            return self._attend(heads, mask == "causal", scale_of(core))
 
         return ulysses_forward
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        heads = rows_to_heads(query, key, value, self.lanes().group)
-        return self._attend_with(heads, causal, scale)
-
-    def _attend_with(
         self,
         heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         causal: bool,
@@ -142,8 +132,6 @@ class UlyssesExchange(OverLanes):
         lanes = self.lanes()
         if exchange["spg"] is not lanes.group:
             return "it exchanges heads over another group than the context-parallel one"
-        if lanes.size == 1:
-            return "a context-parallel group of one has nothing to transfer"
         if (exchange["scatter_idx"], exchange["gather_idx"]) != (2, 0):
             return "it exchanges other dimensions than heads and sequence"
         calculator = exchange.get("gather_size_calculator")
@@ -155,8 +143,6 @@ class UlyssesExchange(OverLanes):
                 f"{heads} query heads and {key_heads} key heads cannot be shared out "
                 f"evenly among {lanes.size} ranks"
             )
-        if getattr(attention.local_attn.config, "context_parallel_kv_cache_policy", None):
-            return "context_parallel_kv_cache_policy leaves the exchange to local attention"
         return None
 
 

@@ -21,6 +21,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.ulysses import UlyssesWrappers
+from mindspeed_patches.ulysses_exchange import innermost, scale_of
 from mindspeed_patches.wrappers import LAYERS
 
 MODULE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
@@ -236,12 +237,6 @@ OBSTACLES = [
     ),
     (attention(), {}, qkv(3, 3), "3 query heads and 3 key heads cannot be shared out evenly"),
     (attention(), {}, qkv(4, 3), "4 query heads and 3 key heads cannot be shared out evenly"),
-    (
-        attention(config={"context_parallel_kv_cache_policy": "full"}),
-        {},
-        qkv(),
-        "context_parallel_kv_cache_policy leaves the exchange to local attention",
-    ),
 ]
 
 
@@ -269,14 +264,6 @@ def test_obstacles_by_their_reason(
     assert len(caplog.records) == 1  # said once
 
 
-def test_a_group_of_one_has_nothing_to_exchange() -> None:
-    linears = LinearWrappers()
-    ulysses = UlyssesWrappers(linears)
-    ulysses.transport = SimpleNamespace(size=1, group=GROUP)  # type: ignore[assignment]
-    ulysses.ulysses_forward_wrapper(lambda *args: None)(attention(), *qkv(), None)
-    assert linears.calls["ulysses", "a context-parallel group of one has nothing to transfer"] == 1
-
-
 def test_lanes_that_were_not_made() -> None:
     ulysses = UlyssesWrappers(LinearWrappers())
     with pytest.raises(RuntimeError, match="the lanes of the context-parallel group do not exist"):
@@ -288,16 +275,9 @@ def test_lanes_that_were_not_made() -> None:
     [(0.3, {"softmax_scale": 0.2}, 0.3), (None, {"softmax_scale": 0.2}, 0.2), (None, {}, None)],
 )
 def test_the_scale_is_that_of_local_attention(
-    monkeypatch: pytest.MonkeyPatch, own: float | None, config: dict[str, Any], expected: float
+    own: float | None, config: dict[str, Any], expected: float | None
 ) -> None:
-    found = []
-    monkeypatch.setattr(
-        UlyssesWrappers, "_attend", lambda self, q, k, v, causal, scale: found.append(scale)
-    )
-    layer = attention(config=config, nested=True)
+    core = innermost(attention(config=config, nested=True).local_attn)
     if own is not None:
-        layer.local_attn.core_attention.scale = own
-    ulysses = UlyssesWrappers(LinearWrappers())
-    ulysses.transport = SimpleNamespace(size=2, group=GROUP)  # type: ignore[assignment]
-    ulysses.ulysses_forward_wrapper(lambda *args: None)(layer, *qkv(), None)
-    assert found == [expected]
+        core.scale = own
+    assert scale_of(core) == expected
