@@ -24,6 +24,8 @@ from mindspeed_patches.refusals import (
     DATA_PARALLEL_REFUSALS,
     ULYSSES_REFUSALS,
     check_compatible,
+    check_data_parallel,
+    check_ulysses_layout,
     parallel_size,
 )
 from mindspeed_patches.wrappers import LAYERS
@@ -34,6 +36,7 @@ __all__ = [
     "add_arguments",
     "checked_options",
     "commfuse_options",
+    "complete_options",
     "schedule_for",
 ]
 
@@ -235,6 +238,21 @@ def checked_options(args: argparse.Namespace) -> CommFuseOptions:
     ):
         if asked:
             check_compatible(args, refusals)
+    return options
+
+
+def complete_options(args: argparse.Namespace) -> CommFuseOptions:
+    """:func:`checked_options` of the real arguments, if what they need is there, too.
+
+    Raises:
+        IncompatibleOptionsError: also, something that they need is missing.
+        ValueError: a value does not fit.
+    """
+    options = checked_options(args)
+    if options.ulysses is not None:
+        check_ulysses_layout(args)
+    if options.data_parallel is not None:
+        check_data_parallel(args)
     return options
 
 

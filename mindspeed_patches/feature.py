@@ -18,29 +18,21 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from commfuse_npu.kernels import use_matmul_add
+from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import (
     DEFAULTS,
     CommFuseOptions,
     add_arguments,
     checked_options,
+    complete_options,
 )
-from mindspeed_patches.attention import AttentionWrappers
-from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
-from mindspeed_patches.lanes import (
-    ContextParallelLanes,
-    DataParallelLanes,
-    Lanes,
-    TensorParallelLanes,
-)
+from mindspeed_patches.lanes import Lanes
 from mindspeed_patches.refusals import (
     IncompatibleOptionsError,
-    check_data_parallel,
     check_flag,
-    check_ulysses_layout,
     parallel_size,
 )
-from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
@@ -78,28 +70,13 @@ class CommFuseFeature(MindSpeedFeature):
             ValueError: an option has no sense.
         """
         options = checked_options(args)
-        self.wrappers = LinearWrappers(options.linear, options.layers, min_bytes=options.min_bytes)
-        self._lanes = []
-        if not _elsewhere(options) or parallel_size(args, "tensor_model") > 1:
-            self.wrappers.register(patch_manager)
-            if _uses_transformer_engine(args):
-                self.wrappers.register_transformer_engine(patch_manager)
-            if options.attention:
-                AttentionWrappers(self.wrappers).register(patch_manager)
-            self._lanes.append(TensorParallelLanes(self.wrappers, options.linear.schedule.lanes))
-        if options.ulysses is not None:
-            ulysses = UlyssesWrappers(self.wrappers, options.ulysses)
-            ulysses.register(patch_manager)
-            self._lanes.append(ContextParallelLanes(ulysses, options.ulysses.schedule.lanes))
-        if options.data_parallel is not None:
-            buckets = BucketWrappers(self.wrappers, options.data_parallel)
-            buckets.register(patch_manager)
-            self._lanes += [
-                DataParallelLanes(direction, options.data_parallel.schedule.lanes)
-                for direction in (buckets.gradients, buckets.parameters)
-            ]
+        self.wrappers, self._lanes = register_wrappers(
+            patch_manager,
+            options,
+            linears=not _elsewhere(options) or parallel_size(args, "tensor_model") > 1,
+            transformer_engine=_uses_transformer_engine(args),
+        )
         for lanes in self._lanes:
-            lanes.order_log = options.order_log
             lanes.register(patch_manager)
         _use_mindspeeds_matmul_add()
 
@@ -120,11 +97,7 @@ class CommFuseFeature(MindSpeedFeature):
                 f"{level} leaves features of level {self.optimization_level} out; leave one of the "
                 "two out"
             )
-        options = checked_options(args)
-        if options.ulysses is not None:
-            check_ulysses_layout(args)
-        if options.data_parallel is not None:
-            check_data_parallel(args)
+        options = complete_options(args)
         alone = parallel_size(args, "tensor_model") == 1
         if alone and not _elsewhere(options):
             raise IncompatibleOptionsError(

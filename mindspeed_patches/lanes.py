@@ -51,6 +51,7 @@ class Lanes:
         lanes: how many to make per group.
 
     Attributes:
+        user: see there.
         buffer_megabytes: HCCL's buffer per lane, as large as that of the groups if None.
         order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
     """
@@ -61,7 +62,7 @@ class Lanes:
     def __init__(self, user: OverLanes, lanes: int) -> None:
         self.buffer_megabytes: int | None = None
         self.order_log: str | None = None
-        self._user = user
+        self.user = user
         self._lanes = lanes
 
     def _group(self) -> dist.ProcessGroup:
@@ -105,7 +106,7 @@ class Lanes:
         log = None
         if self.order_log is not None:
             log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
-        self._user.transport = Transport.create(
+        self.user.transport = Transport.create(
             group,
             lanes=self._lanes,
             timeout=timedelta(minutes=timeout_minutes),
@@ -118,7 +119,7 @@ class Lanes:
 
     def close(self) -> None:
         """Give up the lanes that there are."""
-        transport, self._user.transport = self._user.transport, None
+        transport, self.user.transport = self.user.transport, None
         if transport is not None:
             transport.close()
 

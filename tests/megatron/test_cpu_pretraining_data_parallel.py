@@ -127,12 +127,12 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
     [
         (
             "--commfuse-dp --no-use-distributed-optimizer",
-            r"--commfuse-dp needs --use-distributed-optimizer, .+; give both, or leave",
+            r"--commfuse-dp needs --use-distributed-optimizer: .+; add it, or leave",
         ),
-        ("--commfuse-dp --no-use-commfuse", r"--commfuse-dp needs --use-commfuse, .+; give both"),
+        ("--commfuse-dp --no-use-commfuse", r"--commfuse-dp needs --use-commfuse, .+; add it"),
         (
             "--commfuse-dp --commfuse-schedule ring",
-            "--commfuse-dp and --commfuse-schedule ring exclude each other; choose auto",
+            r"--commfuse-dp and --commfuse-schedule ring exclude each other: .+; choose auto",
         ),
         (
             "--overlap-param-gather",

@@ -103,15 +103,15 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
     [
         (
             ["--commfuse-ulysses"],
-            r"--commfuse-ulysses needs --context-parallel-size of at least 2, .+; choose 2 or more",
+            r"--commfuse-ulysses needs --context-parallel-size of at least 2: .+; leave one of the",
         ),
         (
             [*FUSED, "--no-use-commfuse"],
-            r"--commfuse-ulysses needs --use-commfuse, .+; give both",
+            r"--commfuse-ulysses needs --use-commfuse, .+; add it",
         ),
         (
             [*CP2, "--commfuse-attention"],
-            r"--commfuse-attention and --context-parallel-size 2 exclude each other: .+; leave",
+            r"--commfuse-attention and --context-parallel-size exclude each other: .+; leave",
         ),
         (
             ["--context-parallel-size", "8"],
