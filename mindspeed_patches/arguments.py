@@ -40,27 +40,6 @@ __all__ = [
     "schedule_for",
 ]
 
-DEFAULTS: dict[str, Any] = {
-    "use_commfuse": False,
-    "commfuse_layers": LAYERS,
-    "commfuse_schedule": "auto",
-    "commfuse_lanes": 2,
-    "commfuse_chunks": 1,
-    "commfuse_taper": 1.0,
-    "commfuse_order": "interleaved",
-    "commfuse_tuning": "off",
-    "commfuse_reduce_dtype": "none",
-    "commfuse_wgrad": "whole",
-    "commfuse_keep_gathered": False,
-    "commfuse_min_kib": 0,
-    "commfuse_attention": False,
-    "commfuse_ulysses": False,
-    "commfuse_dp": False,
-    "commfuse_dp_reduce_dtype": "none",
-    "commfuse_order_log": None,
-}
-"""What an option is when it is not given."""
-
 
 def whole(minimum: int) -> Callable[[str], int]:
     """A converter for argparse: a whole number of at least ``minimum``."""
@@ -87,75 +66,76 @@ def _layer_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _option(default: Any, help: str | None = None, **keywords: Any) -> tuple[Any, dict[str, Any]]:
+    """What an option is when it is not given, and how argparse takes it."""
+    if isinstance(default, bool):
+        keywords["action"] = argparse.BooleanOptionalAction
+    return default, {"help": help, **keywords}
+
+
+_OPTIONS = {
+    "use_commfuse": _option(False, "fuse the tensor-parallel linears"),
+    "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
+    "commfuse_schedule": _option(
+        "auto",
+        "auto: two_level if a tensor-parallel group spans nodes, else shifted",
+        choices=("auto", "shifted", "ring", "two_level"),
+    ),
+    "commfuse_lanes": _option(2, "transfers in flight", type=whole(1)),
+    "commfuse_chunks": _option(1, "sub-blocks per block", type=whole(1)),
+    "commfuse_taper": _option(
+        1.0, "each sub-block is so many times as long as the next to arrive", type=float
+    ),
+    "commfuse_order": _option("interleaved", choices=("block", "interleaved")),
+    "commfuse_tuning": _option(
+        "off",
+        "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
+        "shape, and remember it on disk; off: as given, the same in every run",
+        choices=("off", "on"),
+    ),
+    "commfuse_reduce_dtype": _option(
+        "none", "float32: add partial sums in fp32 and round once", choices=("none", "float32")
+    ),
+    "commfuse_wgrad": _option(
+        "whole",
+        "blocks: a weight-gradient GEMM per arriving block, other rounding",
+        choices=("whole", "blocks"),
+    ),
+    "commfuse_keep_gathered": _option(False, "more memory, no re-gather"),
+    "commfuse_attention": _option(
+        False, "fuse attention with the projection of its output (needs proj among the layers)"
+    ),
+    "commfuse_ulysses": _option(
+        False,
+        "fuse attention and its projections with the exchange of heads (needs Ulysses context "
+        "parallelism)",
+    ),
+    "commfuse_dp": _option(
+        False, "exchange gradients and parameters of the distributed optimizer by the plans, too"
+    ),
+    "commfuse_dp_reduce_dtype": _option(
+        "none",
+        "float32: add the ranks' gradients in fp32 and round once, other bits than the collective",
+        choices=("none", "float32"),
+    ),
+    "commfuse_min_kib": _option(
+        0, "layers whose block per rank is smaller keep Megatron's collective", type=whole(0)
+    ),
+    "commfuse_order_log": _option(
+        None,
+        "write what each rank posts and waits for, in order, for commfuse-npu verify --log",
+        metavar="FOLDER",
+    ),
+}
+
+DEFAULTS = {name: default for name, (default, _) in _OPTIONS.items()}
+"""What an option is when it is not given."""
+
+
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Declare the options, without defaults: set :data:`DEFAULTS` where they are wanted."""
-    flag = argparse.BooleanOptionalAction
-    parser.add_argument("--use-commfuse", action=flag, help="fuse the tensor-parallel linears")
-    parser.add_argument(
-        "--commfuse-layers", type=_layer_names, help=f"which, from {','.join(LAYERS)}"
-    )
-    parser.add_argument(
-        "--commfuse-schedule",
-        choices=("auto", "shifted", "ring", "two_level"),
-        help="auto: two_level if a tensor-parallel group spans nodes, else shifted",
-    )
-    parser.add_argument("--commfuse-lanes", type=whole(1), help="transfers in flight")
-    parser.add_argument("--commfuse-chunks", type=whole(1), help="sub-blocks per block")
-    parser.add_argument(
-        "--commfuse-taper",
-        type=float,
-        help="each sub-block is so many times as long as the next to arrive",
-    )
-    parser.add_argument("--commfuse-order", choices=("block", "interleaved"))
-    parser.add_argument(
-        "--commfuse-tuning",
-        choices=("off", "on"),
-        help="on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
-        "shape, and remember it on disk; off: as given, the same in every run",
-    )
-    parser.add_argument(
-        "--commfuse-reduce-dtype",
-        choices=("none", "float32"),
-        help="float32: add partial sums in fp32 and round once",
-    )
-    parser.add_argument(
-        "--commfuse-wgrad",
-        choices=("whole", "blocks"),
-        help="blocks: a weight-gradient GEMM per arriving block, other rounding",
-    )
-    parser.add_argument("--commfuse-keep-gathered", action=flag, help="more memory, no re-gather")
-    parser.add_argument(
-        "--commfuse-attention",
-        action=flag,
-        help="fuse attention with the projection of its output (needs proj among the layers)",
-    )
-    parser.add_argument(
-        "--commfuse-ulysses",
-        action=flag,
-        help="fuse attention and its projections with the exchange of heads (needs Ulysses context "
-        "parallelism)",
-    )
-    parser.add_argument(
-        "--commfuse-dp",
-        action=flag,
-        help="exchange gradients and parameters of the distributed optimizer by the plans, too",
-    )
-    parser.add_argument(
-        "--commfuse-dp-reduce-dtype",
-        choices=("none", "float32"),
-        help="float32: add the ranks' gradients in fp32 and round once, other bits than the "
-        "collective",
-    )
-    parser.add_argument(
-        "--commfuse-min-kib",
-        type=whole(0),
-        help="layers whose block per rank is smaller keep Megatron's collective",
-    )
-    parser.add_argument(
-        "--commfuse-order-log",
-        metavar="FOLDER",
-        help="write what each rank posts and waits for, in order, for commfuse-npu verify --log",
-    )
+    for name, (_, keywords) in _OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
 
 
 @dataclass(frozen=True)
