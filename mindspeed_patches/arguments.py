@@ -268,23 +268,21 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
 
 def _typed(args: argparse.Namespace) -> argparse.Namespace:
     """The CommFuse options of a namespace, converted from strings where need be."""
-    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    add_arguments(parser)
     values = dict(DEFAULTS)
-    for action in parser._actions:
-        value = getattr(args, action.dest, None)
-        if value is None or action.dest not in DEFAULTS:
+    for name, (_, keywords) in _OPTIONS.items():
+        value = getattr(args, name, None)
+        if value is None:
             continue
-        option = action.option_strings[0]
-        if isinstance(value, str):
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, str) and "type" in keywords:
             try:
-                value = action.type(value) if callable(action.type) else value
+                value = keywords["type"](value)
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{option}: {error}") from error
-        if action.choices is not None and value not in action.choices:
-            choices = ", ".join(map(str, action.choices))
-            raise ValueError(f"{option}: {value!r} is not one of {choices}")
-        values[action.dest] = value
+        choices = keywords.get("choices", (value,))
+        if value not in choices:
+            raise ValueError(f"{option}: {value!r} is not one of {', '.join(choices)}")
+        values[name] = value
     return argparse.Namespace(**values)
 
 
