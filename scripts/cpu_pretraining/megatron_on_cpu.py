@@ -183,7 +183,7 @@ class cuda_means_cpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         result = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and "cuda" not in result:
             # The optimizers compare this name with "torch.cuda.FloatTensor" and refuse others.
             return result.replace("torch.", "torch.cuda.", 1)
         return result

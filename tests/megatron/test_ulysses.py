@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -23,6 +23,7 @@ from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.ulysses_exchange import innermost, scale_of
 from mindspeed_patches.wrappers import LAYERS
+from tests.megatron.in_ranks import megatron, patched
 
 MODULE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
 LENGTH, BATCH, DIMENSION = 16, 2, 8
@@ -41,21 +42,9 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-@contextmanager
-def megatron() -> Iterator[None]:
-    """Parallel state of the real Megatron with context parallelism over all ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
-
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    try:
-        with megatron_on_cpu(), cuda_means_cpu():
-            model_parallel_cuda_manual_seed(1)
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
+def all_ranks() -> AbstractContextManager[None]:
+    """Megatron with context parallelism over all ranks."""
+    return megatron(context_parallel=dist.get_world_size())
 
 
 def build(case: Case, context_parallel: int) -> torch.nn.Module:
@@ -132,16 +121,13 @@ def wrapped(
     ulysses.transport = lanes(dist.get_world_size())
     # The lanes of another test over the same ranks serve, whatever group they were made for.
     ulysses.transport.group = parallel_state.get_context_parallel_group()
-    manager.apply_patches()
-    try:
+    with patched(manager):
         yield linears
-    finally:
-        manager.remove_patches()
 
 
 def compared(rank: int, cases: list[Case]) -> None:
     size = dist.get_world_size()
-    with megatron():
+    with all_ranks():
         for case in cases:
             results = {}
             for form in ("fused", "plain"):
@@ -185,7 +171,7 @@ def test_four_ranks_that_share_key_heads(ranks) -> None:
 
 def dropout_keeps_its_own_forward(rank: int) -> int:
     case = Case(config={"attention_dropout": 0.1})
-    with megatron(), wrapped(LinearOptions(case.schedule), "fused") as linears:
+    with all_ranks(), wrapped(LinearOptions(case.schedule), "fused") as linears:
         assert all(torch.isfinite(x).all() for x in run(case, 2))
         return linears.calls["ulysses", "attention dropout is 0.1"]
 
