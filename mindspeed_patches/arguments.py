@@ -19,30 +19,26 @@ from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
+from mindspeed_patches.refusals import (
+    ATTENTION_REFUSALS,
+    DATA_PARALLEL_REFUSALS,
+    ULYSSES_REFUSALS,
+    check_compatible,
+    check_data_parallel,
+    check_ulysses_layout,
+    parallel_size,
+)
 from mindspeed_patches.wrappers import LAYERS
 
-__all__ = ["DEFAULTS", "CommFuseOptions", "add_arguments", "commfuse_options", "schedule_for"]
-
-DEFAULTS: dict[str, Any] = {
-    "use_commfuse": False,
-    "commfuse_layers": LAYERS,
-    "commfuse_schedule": "auto",
-    "commfuse_lanes": 2,
-    "commfuse_chunks": 1,
-    "commfuse_taper": 1.0,
-    "commfuse_order": "interleaved",
-    "commfuse_tuning": "off",
-    "commfuse_reduce_dtype": "none",
-    "commfuse_wgrad": "whole",
-    "commfuse_keep_gathered": False,
-    "commfuse_min_kib": 0,
-    "commfuse_attention": False,
-    "commfuse_ulysses": False,
-    "commfuse_dp": False,
-    "commfuse_dp_reduce_dtype": "none",
-    "commfuse_order_log": None,
-}
-"""What an option is when it is not given."""
+__all__ = [
+    "DEFAULTS",
+    "CommFuseOptions",
+    "add_arguments",
+    "checked_options",
+    "commfuse_options",
+    "complete_options",
+    "schedule_for",
+]
 
 
 def whole(minimum: int) -> Callable[[str], int]:
@@ -70,75 +66,76 @@ def _layer_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _option(default: Any, help: str | None = None, **keywords: Any) -> tuple[Any, dict[str, Any]]:
+    """What an option is when it is not given, and how argparse takes it."""
+    if isinstance(default, bool):
+        keywords["action"] = argparse.BooleanOptionalAction
+    return default, {"help": help, **keywords}
+
+
+_OPTIONS = {
+    "use_commfuse": _option(False, "fuse the tensor-parallel linears"),
+    "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
+    "commfuse_schedule": _option(
+        "auto",
+        "auto: two_level if a tensor-parallel group spans nodes, else shifted",
+        choices=("auto", "shifted", "ring", "two_level"),
+    ),
+    "commfuse_lanes": _option(2, "transfers in flight", type=whole(1)),
+    "commfuse_chunks": _option(1, "sub-blocks per block", type=whole(1)),
+    "commfuse_taper": _option(
+        1.0, "each sub-block is so many times as long as the next to arrive", type=float
+    ),
+    "commfuse_order": _option("interleaved", choices=("block", "interleaved")),
+    "commfuse_tuning": _option(
+        "off",
+        "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
+        "shape, and remember it on disk; off: as given, the same in every run",
+        choices=("off", "on"),
+    ),
+    "commfuse_reduce_dtype": _option(
+        "none", "float32: add partial sums in fp32 and round once", choices=("none", "float32")
+    ),
+    "commfuse_wgrad": _option(
+        "whole",
+        "blocks: a weight-gradient GEMM per arriving block, other rounding",
+        choices=("whole", "blocks"),
+    ),
+    "commfuse_keep_gathered": _option(False, "more memory, no re-gather"),
+    "commfuse_attention": _option(
+        False, "fuse attention with the projection of its output (needs proj among the layers)"
+    ),
+    "commfuse_ulysses": _option(
+        False,
+        "fuse attention and its projections with the exchange of heads (needs Ulysses context "
+        "parallelism)",
+    ),
+    "commfuse_dp": _option(
+        False, "exchange gradients and parameters of the distributed optimizer by the plans, too"
+    ),
+    "commfuse_dp_reduce_dtype": _option(
+        "none",
+        "float32: add the ranks' gradients in fp32 and round once, other bits than the collective",
+        choices=("none", "float32"),
+    ),
+    "commfuse_min_kib": _option(
+        0, "layers whose block per rank is smaller keep Megatron's collective", type=whole(0)
+    ),
+    "commfuse_order_log": _option(
+        None,
+        "write what each rank posts and waits for, in order, for commfuse-npu verify --log",
+        metavar="FOLDER",
+    ),
+}
+
+DEFAULTS = {name: default for name, (default, _) in _OPTIONS.items()}
+"""What an option is when it is not given."""
+
+
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Declare the options, without defaults: set :data:`DEFAULTS` where they are wanted."""
-    flag = argparse.BooleanOptionalAction
-    parser.add_argument("--use-commfuse", action=flag, help="fuse the tensor-parallel linears")
-    parser.add_argument(
-        "--commfuse-layers", type=_layer_names, help=f"which, from {','.join(LAYERS)}"
-    )
-    parser.add_argument(
-        "--commfuse-schedule",
-        choices=("auto", "shifted", "ring", "two_level"),
-        help="auto: two_level if a tensor-parallel group spans nodes, else shifted",
-    )
-    parser.add_argument("--commfuse-lanes", type=whole(1), help="transfers in flight")
-    parser.add_argument("--commfuse-chunks", type=whole(1), help="sub-blocks per block")
-    parser.add_argument(
-        "--commfuse-taper",
-        type=float,
-        help="each sub-block is so many times as long as the next to arrive",
-    )
-    parser.add_argument("--commfuse-order", choices=("block", "interleaved"))
-    parser.add_argument(
-        "--commfuse-tuning",
-        choices=("off", "on"),
-        help="on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
-        "shape, and remember it on disk; off: as given, the same in every run",
-    )
-    parser.add_argument(
-        "--commfuse-reduce-dtype",
-        choices=("none", "float32"),
-        help="float32: add partial sums in fp32 and round once",
-    )
-    parser.add_argument(
-        "--commfuse-wgrad",
-        choices=("whole", "blocks"),
-        help="blocks: a weight-gradient GEMM per arriving block, other rounding",
-    )
-    parser.add_argument("--commfuse-keep-gathered", action=flag, help="more memory, no re-gather")
-    parser.add_argument(
-        "--commfuse-attention",
-        action=flag,
-        help="fuse attention with the projection of its output (needs proj among the layers)",
-    )
-    parser.add_argument(
-        "--commfuse-ulysses",
-        action=flag,
-        help="fuse attention and its projections with the exchange of heads (needs Ulysses context "
-        "parallelism)",
-    )
-    parser.add_argument(
-        "--commfuse-dp",
-        action=flag,
-        help="exchange gradients and parameters of the distributed optimizer by the plans, too",
-    )
-    parser.add_argument(
-        "--commfuse-dp-reduce-dtype",
-        choices=("none", "float32"),
-        help="float32: add the ranks' gradients in fp32 and round once, other bits than the "
-        "collective",
-    )
-    parser.add_argument(
-        "--commfuse-min-kib",
-        type=whole(0),
-        help="layers whose block per rank is smaller keep Megatron's collective",
-    )
-    parser.add_argument(
-        "--commfuse-order-log",
-        metavar="FOLDER",
-        help="write what each rank posts and waits for, in order, for commfuse-npu verify --log",
-    )
+    for name, (_, keywords) in _OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
 
 
 @dataclass(frozen=True)
@@ -182,26 +179,65 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             f"{given.commfuse_chunks} --commfuse-taper {given.commfuse_taper:g} name them; leave "
             "one or the other out"
         )
-    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
-    context_parallel = int(getattr(args, "context_parallel_size", None) or 1)
-    exchange = schedule_for(given, context_parallel, stride=tensor_parallel)
+    tensor_parallel = parallel_size(args, "tensor_model")
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=schedule_for(given, tensor_parallel),
             keep_gathered=given.commfuse_keep_gathered,
-            reduce_dtype=torch.float32 if given.commfuse_reduce_dtype == "float32" else None,
+            reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
             tuning=Tuning(str(default_folder())) if given.commfuse_tuning == "on" else None,
         ),
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
         attention=given.commfuse_attention,
-        ulysses=LinearOptions(exchange, wgrad=given.commfuse_wgrad)
+        ulysses=LinearOptions(
+            schedule_for(given, parallel_size(args, "context"), stride=tensor_parallel),
+            wgrad=given.commfuse_wgrad,
+        )
         if given.commfuse_ulysses
         else None,
         data_parallel=_bucket_options(given, args) if given.commfuse_dp else None,
         order_log=given.commfuse_order_log,
     )
+
+
+def checked_options(args: argparse.Namespace) -> CommFuseOptions:
+    """:func:`commfuse_options`, if nothing that is known so far excludes them.
+
+    Raises:
+        IncompatibleOptionsError: another option does.
+        ValueError: a value does not fit.
+    """
+    check_compatible(args)
+    options = commfuse_options(args)
+    for asked, refusals in (
+        (options.attention, ATTENTION_REFUSALS),
+        (options.ulysses, ULYSSES_REFUSALS),
+        (options.data_parallel, DATA_PARALLEL_REFUSALS),
+    ):
+        if asked:
+            check_compatible(args, refusals)
+    return options
+
+
+def complete_options(args: argparse.Namespace) -> CommFuseOptions:
+    """:func:`checked_options` of the real arguments, if what they need is there, too.
+
+    Raises:
+        IncompatibleOptionsError: also, something that they need is missing.
+        ValueError: a value does not fit.
+    """
+    options = checked_options(args)
+    if options.ulysses is not None:
+        check_ulysses_layout(args)
+    if options.data_parallel is not None:
+        check_data_parallel(args)
+    return options
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return torch.float32 if name == "float32" else None
 
 
 def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
@@ -216,8 +252,8 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
             "waits for ranks in between that compute something else; choose auto, shifted or "
             "two_level, or leave --commfuse-dp out"
         )
-    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
-    stages = int(getattr(args, "pipeline_model_parallel_size", None) or 1)
+    tensor_parallel = parallel_size(args, "tensor_model")
+    stages = parallel_size(args, "pipeline_model")
     # Early the size of the job is known to the launcher only.
     world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
     # Pipeline stages come last in Megatron's order of ranks, or before data parallelism.
@@ -226,29 +262,27 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
     return replace(
         OPTIONS,
         schedule=schedule_for(given, size, stride=inner),
-        reduce_dtype=torch.float32 if given.commfuse_dp_reduce_dtype == "float32" else None,
+        reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
     )
 
 
 def _typed(args: argparse.Namespace) -> argparse.Namespace:
     """The CommFuse options of a namespace, converted from strings where need be."""
-    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    add_arguments(parser)
     values = dict(DEFAULTS)
-    for action in parser._actions:
-        value = getattr(args, action.dest, None)
-        if value is None or action.dest not in DEFAULTS:
+    for name, (_, keywords) in _OPTIONS.items():
+        value = getattr(args, name, None)
+        if value is None:
             continue
-        option = action.option_strings[0]
-        if isinstance(value, str):
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, str) and "type" in keywords:
             try:
-                value = action.type(value) if callable(action.type) else value
+                value = keywords["type"](value)
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{option}: {error}") from error
-        if action.choices is not None and value not in action.choices:
-            choices = ", ".join(map(str, action.choices))
-            raise ValueError(f"{option}: {value!r} is not one of {choices}")
-        values[action.dest] = value
+        choices = keywords.get("choices", (value,))
+        if value not in choices:
+            raise ValueError(f"{option}: {value!r} is not one of {', '.join(choices)}")
+        values[name] = value
     return argparse.Namespace(**values)
 
 

@@ -51,6 +51,7 @@ from commfuse_npu.ops.buckets import (
     plain_reduce_scatter_bucket,
 )
 from commfuse_npu.runtime.transport import Transport
+from mindspeed_patches.lanes import OverLanes
 from mindspeed_patches.wrappers import Form, LinearWrappers
 
 __all__ = ["OPTIONS", "BucketWrappers", "Direction"]
@@ -74,31 +75,24 @@ class _Handles(list[_Waitable]):
             handle.wait()
 
 
-class Direction:
-    """Gradients or parameters: their transport, and what exchanges buckets over it.
+class Direction(OverLanes):
+    """Gradients or parameters: what exchanges their buckets, over lanes for these buckets only.
+
+    The lanes are of the group over which parameters are sharded.
 
     Args:
         name: under which calls are counted.
-
-    Attributes:
-        transport: lanes of the group over which parameters are sharded, for these buckets only.
-            Set it when the groups exist and before the first bucket is started.
     """
 
     def __init__(self, name: str, options: BucketOptions) -> None:
         self.name = name
-        self.transport: Transport | None = None
+        self._missing = (
+            f"for {name} do not exist: set BucketWrappers.{name}.transport = "
+            "Transport.create(get_data_parallel_group(with_context_parallel=True)) on all ranks "
+            "after initialize_model_parallel and before the first backward"
+        )
         self._options = options
         self._made: tuple[Transport, Buckets] | None = None
-
-    def lanes(self) -> Transport:
-        if self.transport is None:
-            raise RuntimeError(
-                f"the lanes for {self.name} do not exist: set BucketWrappers.{self.name}.transport "
-                "= Transport.create(get_data_parallel_group(with_context_parallel=True)) on all "
-                "ranks after initialize_model_parallel and before the first backward"
-            )
-        return self.transport
 
     def buckets(self) -> Buckets:
         lanes = self.lanes()

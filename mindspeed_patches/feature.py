@@ -18,26 +18,21 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from commfuse_npu.kernels import use_matmul_add
-from mindspeed_patches.arguments import DEFAULTS, CommFuseOptions, add_arguments, commfuse_options
-from mindspeed_patches.attention import AttentionWrappers
-from mindspeed_patches.data_parallel import BucketWrappers
+from mindspeed_patches.all_wrappers import register_wrappers
+from mindspeed_patches.arguments import (
+    DEFAULTS,
+    CommFuseOptions,
+    add_arguments,
+    checked_options,
+    complete_options,
+)
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
-from mindspeed_patches.lanes import (
-    ContextParallelLanes,
-    DataParallelLanes,
-    Lanes,
-    TensorParallelLanes,
-)
+from mindspeed_patches.lanes import Lanes
 from mindspeed_patches.refusals import (
-    ATTENTION_REFUSALS,
-    DATA_PARALLEL_REFUSALS,
-    ULYSSES_REFUSALS,
     IncompatibleOptionsError,
-    check_compatible,
-    check_data_parallel,
-    check_ulysses_layout,
+    check_flag,
+    parallel_size,
 )
-from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
@@ -74,37 +69,16 @@ class CommFuseFeature(MindSpeedFeature):
             IncompatibleOptionsError: an option excludes CommFuse.
             ValueError: an option has no sense.
         """
-        options = _checked(args)
-        self.wrappers = LinearWrappers(options.linear, options.layers, min_bytes=options.min_bytes)
-        self._lanes = []
-        elsewhere = options.ulysses is not None or options.data_parallel is not None
-        if not elsewhere or _tensor_parallel(args) > 1:
-            self._register_linears(patch_manager, args, options)
-        if options.ulysses is not None:
-            ulysses = UlyssesWrappers(self.wrappers, options.ulysses)
-            ulysses.register(patch_manager)
-            self._lanes.append(ContextParallelLanes(ulysses, options.ulysses.schedule.lanes))
-        if options.data_parallel is not None:
-            buckets = BucketWrappers(self.wrappers, options.data_parallel)
-            buckets.register(patch_manager)
-            for direction in (buckets.gradients, buckets.parameters):
-                count = options.data_parallel.schedule.lanes
-                self._lanes.append(DataParallelLanes(direction, count))
+        options = checked_options(args)
+        self.wrappers, self._lanes = register_wrappers(
+            patch_manager,
+            options,
+            linears=not _elsewhere(options) or parallel_size(args, "tensor_model") > 1,
+            transformer_engine=_uses_transformer_engine(args),
+        )
         for lanes in self._lanes:
-            lanes.order_log = options.order_log
             lanes.register(patch_manager)
         _use_mindspeeds_matmul_add()
-
-    def _register_linears(
-        self, patch_manager: Any, args: argparse.Namespace, options: CommFuseOptions
-    ) -> None:
-        assert self.wrappers is not None
-        self.wrappers.register(patch_manager)
-        if _uses_transformer_engine(args):
-            self.wrappers.register_transformer_engine(patch_manager)
-        if options.attention:
-            AttentionWrappers(self.wrappers).register(patch_manager)
-        self._lanes.append(TensorParallelLanes(self.wrappers, options.linear.schedule.lanes))
 
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the real arguments; MindSpeed calls this on every feature, also without its flag.
@@ -113,13 +87,8 @@ class CommFuseFeature(MindSpeedFeature):
             IncompatibleOptionsError: an option excludes CommFuse, or one that it needs is missing.
             ValueError: an option has no sense.
         """
+        check_flag(args)
         if not getattr(args, self.feature_name, None):
-            for name in ("ulysses", "dp"):
-                if getattr(args, f"commfuse_{name}", None):
-                    raise IncompatibleOptionsError(
-                        f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
-                        f"it, or leave --commfuse-{name} out"
-                    )
             return
         level = getattr(args, "optimization_level", self.optimization_level)
         if level < self.optimization_level:
@@ -128,18 +97,14 @@ class CommFuseFeature(MindSpeedFeature):
                 f"{level} leaves features of level {self.optimization_level} out; leave one of the "
                 "two out"
             )
-        options = _checked(args)
-        if options.ulysses is not None:
-            check_ulysses_layout(args)
-        if options.data_parallel is not None:
-            check_data_parallel(args)
-        elsewhere = options.ulysses is not None or options.data_parallel is not None
-        if not elsewhere and _tensor_parallel(args) == 1:
+        options = complete_options(args)
+        alone = parallel_size(args, "tensor_model") == 1
+        if alone and not _elsewhere(options):
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a "
                 "tensor-parallel group of one transfers nothing; leave one of the two out"
             )
-        if options.attention and _tensor_parallel(args) == 1:
+        if alone and options.attention:
             raise IncompatibleOptionsError(
                 "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "
                 "fused with a projection that one rank alone transfers nothing for; leave one of "
@@ -150,22 +115,9 @@ class CommFuseFeature(MindSpeedFeature):
             lanes.buffer_megabytes = megabytes
 
 
-def _checked(args: argparse.Namespace) -> CommFuseOptions:
-    """The options, if nothing that is known so far excludes them."""
-    check_compatible(args)
-    options = commfuse_options(args)
-    if options.attention:
-        check_compatible(args, ATTENTION_REFUSALS)
-    if options.ulysses is not None:
-        check_compatible(args, ULYSSES_REFUSALS)
-    if options.data_parallel is not None:
-        check_compatible(args, DATA_PARALLEL_REFUSALS)
-    return options
-
-
-def _tensor_parallel(args: argparse.Namespace) -> int:
-    """The tensor-parallel size, early (a string, if typed at all) or real."""
-    return int(getattr(args, "tensor_model_parallel_size", None) or 1)
+def _elsewhere(options: CommFuseOptions) -> bool:
+    """Whether something is fused that needs no tensor parallelism."""
+    return options.ulysses is not None or options.data_parallel is not None
 
 
 def _use_mindspeeds_matmul_add() -> None:

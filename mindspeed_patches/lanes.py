@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,26 +19,39 @@ from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options
 
-__all__ = ["ContextParallelLanes", "DataParallelLanes", "Lanes", "TensorParallelLanes"]
+__all__ = ["ContextParallelLanes", "DataParallelLanes", "Lanes", "OverLanes", "TensorParallelLanes"]
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.parallel_state"
 
 
-class _Wrappers(Protocol):
-    """Whatever needs lanes."""
+class OverLanes:
+    """What transfers over lanes of its own.
 
-    transport: Transport | None
+    Attributes:
+        transport: the lanes.  Set it when Megatron's groups exist and before the first forward
+            (for buckets, the first backward).
+    """
+
+    transport: Transport | None = None
+    _missing: str
+    """Which lanes do not exist, and how they are made by hand."""
+
+    def lanes(self) -> Transport:
+        if self.transport is None:
+            raise RuntimeError(f"the lanes {self._missing}")
+        return self.transport
 
 
 class Lanes:
-    """Wrappers of Megatron's set-up and end of process groups.
+    """Makes the lanes of ``user`` with Megatron's process groups, and gives them up with them.
 
     Args:
-        wrappers: what gets the transport.
+        user: what gets the transport.
         lanes: how many to make per group.
 
     Attributes:
+        user: see there.
         buffer_megabytes: HCCL's buffer per lane, as large as that of the groups if None.
         order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
     """
@@ -46,10 +59,10 @@ class Lanes:
     _what: str
     _name: str  # Megatron's, of the group
 
-    def __init__(self, wrappers: _Wrappers, lanes: int) -> None:
+    def __init__(self, user: OverLanes, lanes: int) -> None:
         self.buffer_megabytes: int | None = None
         self.order_log: str | None = None
-        self._wrappers = wrappers
+        self.user = user
         self._lanes = lanes
 
     def _group(self) -> dist.ProcessGroup:
@@ -72,21 +85,8 @@ class Lanes:
         @functools.wraps(initialize)
         def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
             initialize(*args, **kwargs)
-            self._close()
-            group = self._group()
-            log = None
-            if self.order_log is not None:
-                log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
-            self._wrappers.transport = Transport.create(
-                group,
-                lanes=self._lanes,
-                timeout=timedelta(minutes=kwargs.get("distributed_timeout_minutes", 30)),
-                lane_options=lane_options(group, self.buffer_megabytes, self._name),
-                order_log=log,
-            )
-            _logger.info(
-                "CommFuse made %d lanes per %s group of %d", self._lanes, self._what, group.size()
-            )
+            self.close()
+            self.open(kwargs.get("distributed_timeout_minutes", 30))
 
         return initialize_model_parallel
 
@@ -95,13 +95,31 @@ class Lanes:
 
         @functools.wraps(destroy)
         def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
-            self._close()
+            self.close()
             destroy(*args, **kwargs)
 
         return destroy_model_parallel
 
-    def _close(self) -> None:
-        transport, self._wrappers.transport = self._wrappers.transport, None
+    def open(self, timeout_minutes: float) -> None:
+        """Make the lanes; a collective of all processes, when Megatron's groups exist."""
+        group = self._group()
+        log = None
+        if self.order_log is not None:
+            log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
+        self.user.transport = Transport.create(
+            group,
+            lanes=self._lanes,
+            timeout=timedelta(minutes=timeout_minutes),
+            lane_options=lane_options(group, self.buffer_megabytes, self._name),
+            order_log=log,
+        )
+        _logger.info(
+            "CommFuse made %d lanes per %s group of %d", self._lanes, self._what, group.size()
+        )
+
+    def close(self) -> None:
+        """Give up the lanes that there are."""
+        transport, self.user.transport = self.user.transport, None
         if transport is not None:
             transport.close()
 

@@ -1,4 +1,4 @@
-"""With what CommFuse cannot be combined, why, and what to do instead.
+"""With what CommFuse cannot be combined, what its options need, why, and what to do instead.
 
 Asked twice: at patch time, because features that replace Megatron's linear classes do so before
 any argument is checked, and again with the real arguments.  At patch time options that nobody typed
@@ -21,7 +21,9 @@ __all__ = [
     "Refusal",
     "check_compatible",
     "check_data_parallel",
+    "check_flag",
     "check_ulysses_layout",
+    "parallel_size",
 ]
 
 
@@ -38,99 +40,90 @@ def _more_than_one(value: Any) -> bool:
     return int(value or 1) > 1
 
 
+def _one_of(*values: str) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _other_than(*numbers: int) -> Callable[[Any], bool]:
+    return lambda value: value is not None and int(value) not in numbers
+
+
 @dataclass(frozen=True)
 class Refusal:
     """An option that excludes ``--use-commfuse``, or another option of CommFuse.
 
     Attributes:
         option: how a user writes it.
-        names: its attributes in a namespace.
         why: what it does that does not go together.
         instead: the way out.
         applies: whether a value of it is one that is meant.
+        also: another attribute in a namespace that means the same.
         ours: the option of CommFuse.
     """
 
     option: str
-    names: tuple[str, ...]
     why: str
-    instead: str
+    instead: str = "leave one of the two out"
     applies: Callable[[Any], bool] = _set
+    also: tuple[str, ...] = ()
     ours: str = "--use-commfuse"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its attributes in a namespace."""
+        return self.option.split()[0].removeprefix("--").replace("-", "_"), *self.also
 
     def given(self, args: argparse.Namespace) -> bool:
         return any(self.applies(getattr(args, name, None)) for name in self.names)
 
     def __str__(self) -> str:
-        return f"{self.ours} and {self.option} exclude each other: {self.why}; {self.instead}"
+        instead = self.instead.format(ours=self.ours)
+        return f"{self.ours} and {self.option} exclude each other: {self.why}; {instead}"
 
 
-_CHOOSE = "leave one of the two out"
+def _with(ours: str, *refusals: Refusal) -> tuple[Refusal, ...]:
+    return tuple(replace(refusal, ours=ours) for refusal in refusals)
+
+
 _REPLACES = "it replaces Megatron's column- and row-parallel linear layers by its own"
+_NO_WGRAD = "it takes the weight gradients out of the backward of the linear layers"
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal("--use-ascend-mc2", ("use_ascend_mc2",), _REPLACES, _CHOOSE),
-    Refusal("--use-ascend-coc", ("use_ascend_coc",), _REPLACES, _CHOOSE),
-    Refusal("--unaligned-linear", ("unaligned_linear",), _REPLACES, _CHOOSE),
+    Refusal("--use-ascend-mc2", _REPLACES),
+    Refusal("--use-ascend-coc", _REPLACES),
+    Refusal("--unaligned-linear", _REPLACES),
     Refusal(
-        "--tp-2d",
-        ("tp_2d",),
-        "it splits each linear layer over two dimensions with collectives of its own",
-        _CHOOSE,
+        "--tp-2d", "it splits each linear layer over two dimensions with collectives of its own"
     ),
     Refusal(
         "--moe-fb-overlap",
-        ("moe_fb_overlap",),
         "it takes the backward of the linear layers apart to overlap it with expert transfers",
-        _CHOOSE,
     ),
-    Refusal(
-        "--use-nanopipe",
-        ("use_nanopipe",),
-        "it takes the weight gradients out of the backward of the linear layers",
-        _CHOOSE,
-    ),
+    Refusal("--use-nanopipe", _NO_WGRAD),
     Refusal(
         "--schedules-method dualpipev",
-        ("schedules_method",),
-        "it takes the weight gradients out of the backward of the linear layers",
-        "leave --use-commfuse out or choose another pipeline schedule",
-        lambda value: value == "dualpipev",
+        _NO_WGRAD,
+        "leave {ours} out or choose another pipeline schedule",
+        _one_of("dualpipev"),
     ),
-    Refusal(
-        "--qat-scheme",
-        ("qat_scheme",),
-        "quantization-aware training quantizes inside the linear layers",
-        _CHOOSE,
-    ),
+    Refusal("--qat-scheme", "quantization-aware training quantizes inside the linear layers"),
     Refusal(
         "--fp8-format",
-        ("fp8_format", "fp8"),
         "the fused layers compute in fp32, bf16 and fp16 only",
         "leave one of the two out and train in --bf16",
+        also=("fp8",),
     ),
     Refusal(
-        "--lora-target-modules",
-        ("lora_target_modules",),
-        "LoRA wraps the linear layers and trains adapters beside them",
-        _CHOOSE,
+        "--lora-target-modules", "LoRA wraps the linear layers and trains adapters beside them"
     ),
-    Refusal(
-        "--tp-comm-overlap",
-        ("tp_comm_overlap",),
-        "it is Transformer Engine's own overlap of the same transfers",
-        _CHOOSE,
-    ),
+    Refusal("--tp-comm-overlap", "it is Transformer Engine's own overlap of the same transfers"),
     Refusal(
         "--output-layer-slice-num",
-        ("output_layer_slice_num",),
         "it runs the output layer slice by slice with collectives of its own",
-        "leave one of the two out",
-        _more_than_one,
+        applies=_more_than_one,
     ),
     Refusal(
         "--use-legacy-models",
-        ("use_legacy_models",),
         "legacy models do not use Megatron core's linear layers",
         "leave one of the two out; --use-mcore-models has the layers that are fused",
     ),
@@ -140,172 +133,147 @@ REFUSALS: tuple[Refusal, ...] = (
 
 _WINDOW = "a query sees a window of the keys only"
 
-ATTENTION_REFUSALS: tuple[Refusal, ...] = tuple(
-    replace(refusal, ours="--commfuse-attention")
-    for refusal in (
-        Refusal(
-            "--reset-attention-mask",
-            ("reset_attention_mask",),
-            "attention stops at the ends of documents, which a split of the queries ignores",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--attention-dropout",
-            ("attention_dropout",),
-            "the fused attention has no dropout",
-            "pass --attention-dropout 0.0 or leave --commfuse-attention out",
-            lambda value: float(value or 0) > 0,
-        ),
-        Refusal(
-            "--multi-latent-attention",
-            ("multi_latent_attention",),
-            "its queries and keys are not those of Megatron's SelfAttention",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--context-parallel-size",
-            ("context_parallel_size",),
-            "a rank has a part of the sequence only",
-            _CHOOSE,
-            _more_than_one,
-        ),
-        Refusal(
-            "--position-embedding-type alibi",
-            ("position_embedding_type",),
-            "alibi adds a bias to the scores",
-            _CHOOSE,
-            lambda value: value == "alibi",
-        ),
-        Refusal("--sliding-window", ("sliding_window",), _WINDOW, _CHOOSE),
-        Refusal("--interleave-sliding-window", ("interleave_sliding_window",), _WINDOW, _CHOOSE),
-        Refusal(
-            "--pre-tockens",
-            ("pre_tockens",),
-            _WINDOW,
-            "leave one of the two out, or pass the default",
-            # MindSpeed's default and MindSpeed-LLM's: more than any sequence that they expect.
-            lambda value: value is not None and int(value) not in (65536, 1048576),
-        ),
-        Refusal(
-            "--next-tockens",
-            ("next_tockens",),
-            "queries see later keys, too",
-            "leave one of the two out, or pass 0",
-            lambda value: value is not None and int(value) != 0,
-        ),
-        Refusal(
-            "--sparse-mode",
-            ("sparse_mode",),
-            "other modes than 0 and 2 have other masks than causal and none",
-            "leave one of the two out, or choose 0 or 2",
-            lambda value: value is not None and int(value) not in (0, 2),
-        ),
-        Refusal(
-            "--shape-order TND",
-            ("shape_order",),
-            "sequences are packed one after the other, and a split of the queries ignores their "
-            "ends",
-            "leave one of the two out, or choose SBH",
-            lambda value: value == "TND",
-        ),
-        Refusal(
-            "--query-pre-attn-scalar",
-            ("query_pre_attn_scalar",),
-            "it scales the scores otherwise",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--attn-logit-softcapping",
-            ("attn_logit_softcapping",),
-            "it bends the scores before the softmax",
-            _CHOOSE,
-        ),
-    )
+ATTENTION_REFUSALS = _with(
+    "--commfuse-attention",
+    Refusal(
+        "--reset-attention-mask",
+        "attention stops at the ends of documents, which a split of the queries ignores",
+    ),
+    Refusal(
+        "--attention-dropout",
+        "the fused attention has no dropout",
+        "pass --attention-dropout 0.0 or leave {ours} out",
+        lambda value: float(value or 0) > 0,
+    ),
+    Refusal(
+        "--multi-latent-attention",
+        "its queries and keys are not those of Megatron's SelfAttention",
+    ),
+    Refusal(
+        "--context-parallel-size", "a rank has a part of the sequence only", applies=_more_than_one
+    ),
+    Refusal(
+        "--position-embedding-type alibi",
+        "alibi adds a bias to the scores",
+        applies=_one_of("alibi"),
+    ),
+    Refusal("--sliding-window", _WINDOW),
+    Refusal("--interleave-sliding-window", _WINDOW),
+    Refusal(
+        "--pre-tockens",
+        _WINDOW,
+        "leave one of the two out, or pass the default",
+        # MindSpeed's default and MindSpeed-LLM's: more than any sequence that they expect.
+        _other_than(65536, 1048576),
+    ),
+    Refusal(
+        "--next-tockens",
+        "queries see later keys, too",
+        "leave one of the two out, or pass 0",
+        _other_than(0),
+    ),
+    Refusal(
+        "--sparse-mode",
+        "other modes than 0 and 2 have other masks than causal and none",
+        "leave one of the two out, or choose 0 or 2",
+        _other_than(0, 2),
+    ),
+    Refusal(
+        "--shape-order TND",
+        "sequences are packed one after the other, and a split of the queries ignores their ends",
+        "leave one of the two out, or choose SBH",
+        _one_of("TND"),
+    ),
+    Refusal("--query-pre-attn-scalar", "it scales the scores otherwise"),
+    Refusal("--attn-logit-softcapping", "it bends the scores before the softmax"),
 )
 """Every option that excludes ``--commfuse-attention``."""
 
 
-ULYSSES_REFUSALS: tuple[Refusal, ...] = tuple(
-    replace(
-        refusal,
-        ours="--commfuse-ulysses",
-        instead=refusal.instead.replace("--commfuse-attention", "--commfuse-ulysses"),
-    )
-    for refusal in (
-        *(other for other in ATTENTION_REFUSALS if other.option != "--context-parallel-size"),
-        Refusal(
-            "--context-parallel-kv-cache-policy",
-            ("context_parallel_kv_cache_policy",),
-            "it exchanges the heads inside the local attention, and again in the backward",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--use-ulysses-allgather-kv",
-            ("use_ulysses_allgather_kv",),
-            "it gathers keys and values instead of exchanging heads",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--attention-mask-type general",
-            ("attention_mask_type",),
-            "queries then see what the mask of the data says",
-            "leave one of the two out, or choose causal",
-            lambda value: value == "general",
-        ),
-    )
+ULYSSES_REFUSALS = _with(
+    "--commfuse-ulysses",
+    *(other for other in ATTENTION_REFUSALS if other.option != "--context-parallel-size"),
+    Refusal(
+        "--context-parallel-kv-cache-policy",
+        "it exchanges the heads inside the local attention, and again in the backward",
+    ),
+    Refusal("--use-ulysses-allgather-kv", "it gathers keys and values instead of exchanging heads"),
+    Refusal(
+        "--attention-mask-type general",
+        "queries then see what the mask of the data says",
+        "leave one of the two out, or choose causal",
+        _one_of("general"),
+    ),
 )
 """Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
 
 
 _OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
 
-DATA_PARALLEL_REFUSALS: tuple[Refusal, ...] = tuple(
-    replace(refusal, ours="--commfuse-dp")
-    for refusal in (
-        Refusal(
-            "--num-distributed-optimizer-instances",
-            ("num_distributed_optimizer_instances",),
-            "gradients are then reduced in two steps, over two groups",
-            _CHOOSE,
-            _more_than_one,
-        ),
-        Refusal("--use-custom-fsdp", ("use_custom_fsdp",), _OWN_BUFFERS, _CHOOSE),
-        Refusal("--use-torch-fsdp2", ("use_torch_fsdp2",), _OWN_BUFFERS, _CHOOSE),
-        Refusal("--layerzero", ("layerzero",), _OWN_BUFFERS, _CHOOSE),
-        Refusal(
-            "--quant-grads",
-            ("quant_grads",),
-            "the ranks agree on scales of the quantized gradients before they sum them",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--enable-high-availability",
-            ("enable_high_availability",),
-            "it all-reduces gradients, so that ranks hold replicas of each other's shards",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--ttp-enabled",
-            ("ttp_enabled",),
-            "after a fault it goes on with repaired process groups, and lanes are not repaired",
-            _CHOOSE,
-        ),
-        Refusal(
-            "--optimizer muon",
-            ("optimizer",),
-            "it shards whole layers and gathers them in transfers of its own",
-            "leave --commfuse-dp out or choose another optimizer",
-            lambda value: value in ("muon", "dist_muon"),
-        ),
-        Refusal(
-            "--layerwise-disaggregated-training",
-            ("layerwise_disaggregated_training",),
-            "its first pipeline stage does not reduce gradients",
-            _CHOOSE,
-        ),
-    )
+DATA_PARALLEL_REFUSALS = _with(
+    "--commfuse-dp",
+    Refusal(
+        "--num-distributed-optimizer-instances",
+        "gradients are then reduced in two steps, over two groups",
+        applies=_more_than_one,
+    ),
+    Refusal("--use-custom-fsdp", _OWN_BUFFERS),
+    Refusal("--use-torch-fsdp2", _OWN_BUFFERS),
+    Refusal("--layerzero", _OWN_BUFFERS),
+    Refusal(
+        "--quant-grads",
+        "the ranks agree on scales of the quantized gradients before they sum them",
+    ),
+    Refusal(
+        "--enable-high-availability",
+        "it all-reduces gradients, so that ranks hold replicas of each other's shards",
+    ),
+    Refusal(
+        "--ttp-enabled",
+        "after a fault it goes on with repaired process groups, and lanes are not repaired",
+    ),
+    Refusal(
+        "--optimizer muon",
+        "it shards whole layers and gathers them in transfers of its own",
+        "leave {ours} out or choose another optimizer",
+        _one_of("muon", "dist_muon"),
+    ),
+    Refusal(
+        "--layerwise-disaggregated-training",
+        "its first pipeline stage does not reduce gradients",
+    ),
 )
 """Every option that excludes ``--commfuse-dp``."""
+
+
+def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
+    """Refuse what is already known to exclude CommFuse.
+
+    Raises:
+        IncompatibleOptionsError: names all such options, the reasons and the way out.
+    """
+    found = [str(refusal) for refusal in refusals if refusal.given(args)]
+    if found:
+        raise IncompatibleOptionsError("\n".join(found))
+
+
+def parallel_size(args: argparse.Namespace, kind: str) -> int:
+    """Of ``kind`` parallelism (``tensor_model``, ``context``), early (a string) or real."""
+    return int(getattr(args, f"{kind}_parallel_size", None) or 1)
+
+
+def check_flag(args: argparse.Namespace) -> None:
+    """Refuse options that do nothing without ``--use-commfuse``, where it is not given.
+
+    Raises:
+        IncompatibleOptionsError: names the option.
+    """
+    for name in ("ulysses", "dp"):
+        if getattr(args, f"commfuse_{name}", None) and not getattr(args, "use_commfuse", None):
+            raise IncompatibleOptionsError(
+                f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
+                f"it, or leave --commfuse-{name} out"
+            )
 
 
 def check_data_parallel(args: argparse.Namespace) -> None:
@@ -333,7 +301,7 @@ def check_ulysses_layout(args: argparse.Namespace) -> None:
     Raises:
         IncompatibleOptionsError: no Ulysses context parallelism, or sizes that do not divide.
     """
-    size = int(getattr(args, "context_parallel_size", None) or 1)
+    size, tensor_parallel = parallel_size(args, "context"), parallel_size(args, "tensor_model")
     if size < 2:
         raise IncompatibleOptionsError(
             "--commfuse-ulysses needs --context-parallel-size of at least 2: a context-parallel "
@@ -346,7 +314,6 @@ def check_ulysses_layout(args: argparse.Namespace) -> None:
             "others do not exchange heads, or do so over a part of the group; choose it, or leave "
             "--commfuse-ulysses out"
         )
-    tensor_parallel = int(getattr(args, "tensor_model_parallel_size", None) or 1)
     heads = getattr(args, "num_attention_heads", None)
     if heads is not None and heads % (tensor_parallel * size):
         raise IncompatibleOptionsError(
@@ -360,14 +327,3 @@ def check_ulysses_layout(args: argparse.Namespace) -> None:
             f"--commfuse-ulysses: --seq-length {length} is not divisible by "
             f"--context-parallel-size {size}; choose {-(-length // size) * size}"
         )
-
-
-def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
-    """Refuse what is already known to exclude CommFuse.
-
-    Raises:
-        IncompatibleOptionsError: names all such options, the reasons and the way out.
-    """
-    found = [str(refusal) for refusal in refusals if refusal.given(args)]
-    if found:
-        raise IncompatibleOptionsError("\n".join(found))

@@ -163,7 +163,7 @@ class UlyssesWrappers(UlyssesExchange):
         Returns:
             What ``forward`` is to be given.
         """
-        size, layers = self._lanes().size, self._linears.layers
+        size, layers = self.lanes().size, self._linears.layers
         both = layer_obstacle(layer, given)
         reasons = {
             "qkv": both or qkv_obstacle(layer, hidden.shape[0], size, given, layers),
@@ -191,7 +191,7 @@ class UlyssesWrappers(UlyssesExchange):
         """Of this rank's rows ``[s, ...]``, one or a tuple, to those of all rows ``[S, ...]``."""
         if isinstance(positions, tuple):
             return tuple(self._whole(part) for part in positions)
-        return None if positions is None else self._positions.of(positions, self._lanes().group)
+        return None if positions is None else self._positions.of(positions, self.lanes().group)
 
     def _projection_to_heads(self, linear: Any) -> tuple[str, Callable[..., Any]]:
         """The method to replace, and what makes ``[S, B, q, k and v of own heads]`` instead."""
@@ -204,7 +204,7 @@ class UlyssesWrappers(UlyssesExchange):
             if bias is not None and not weight.requires_grad:
                 # As in Megatron: beside a frozen weight the bias gets no gradient either.
                 bias = bias.detach()
-            lanes = self._lanes()
+            lanes = self.lanes()
             # A query group is rows of the weight one after the other, and so are those of a rank.
             if self._form == "fused":
                 return linear_all_to_all(input, weight, bias, transport=lanes, options=options)
@@ -230,7 +230,7 @@ class UlyssesWrappers(UlyssesExchange):
         """
         own = attention.forward
         core = innermost(attention.local_attn)
-        lanes = self._lanes()
+        lanes = self.lanes()
 
         def forward(
             query: torch.Tensor,
@@ -244,24 +244,23 @@ class UlyssesWrappers(UlyssesExchange):
             reason = softmax_obstacle(
                 core.config, attention.training, query, key, value, mask, given
             )
-            if reason is not None and not exchanged:
-                return own(query, key, value, *args, **kwargs)
             if reason is not None:
+                if not exchanged:
+                    return own(query, key, value, *args, **kwargs)
                 self._linears.leave("ulysses", reason)
-                return heads_to_rows(
-                    attention.local_attn(query, key, value, *args, **kwargs), lanes.group
-                )
+                attended = attention.local_attn(query, key, value, *args, **kwargs)
+                return heads_to_rows(attended, lanes.group)
             heads = query, key, value
             if not exchanged:
                 heads = rows_to_heads(query, key, value, lanes.group)
             causal = mask == "causal"
             if not joins:
-                return self._attend_with(heads, causal, scale)
+                return self._attend(heads, causal, scale)
             return DeferredAttention.of(
                 *heads,
                 causal=causal,
                 scale=scale,
-                attend=lambda: self._attend_with(heads, causal, scale),
+                attend=lambda: self._attend(heads, causal, scale),
                 ranks=lanes.size,
             )
 
@@ -276,7 +275,7 @@ class UlyssesWrappers(UlyssesExchange):
                 return own(input_)
             for name in ("ulysses", "proj"):
                 self._linears.calls[name, self._form] += 1
-            lanes = self._lanes()
+            lanes = self.lanes()
             arguments: dict[str, Any] = {
                 "bias": None if linear.skip_bias_add else linear.bias,
                 "causal": input_.causal,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from commfuse_npu.ops import attention_all_to_all, plain_attention_all_to_all
 from commfuse_npu.ops.collective_functions import all_to_all
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.runtime.transport import Transport
+from mindspeed_patches.lanes import OverLanes
 from mindspeed_patches.softmax_attention import call_arguments, mask_type, softmax_obstacle
 from mindspeed_patches.wrappers import Form, LinearWrappers
 
@@ -28,8 +28,8 @@ __all__ = ["UlyssesExchange", "heads_to_rows", "innermost", "rows_to_heads", "sc
 Forward = Callable[..., torch.Tensor]
 
 
-class UlyssesExchange:
-    """The wrapper of the class that exchanges heads, and what it needs.
+class UlyssesExchange(OverLanes):
+    """The wrapper of the class that exchanges heads; its lanes are of the context-parallel group.
 
     Args:
         linears: where calls are counted and reasons are logged, under the name ``ulysses``.
@@ -37,11 +37,13 @@ class UlyssesExchange:
             ``gradient_accumulation_fusion``.
         form: ``fused``; or ``plain``, the plain collectives with the blocks of the fused form, the
             reference that it equals bit for bit.
-
-    Attributes:
-        transport: lanes of the context-parallel group.  Set it when the groups exist and before
-            the first forward.
     """
+
+    _missing = (
+        "of the context-parallel group do not exist: set UlyssesWrappers.transport = "
+        "Transport.create(get_context_parallel_group()) on all ranks after "
+        "initialize_model_parallel and before the first forward"
+    )
 
     def __init__(
         self,
@@ -49,7 +51,6 @@ class UlyssesExchange:
         options: LinearOptions = LinearOptions(),
         form: Form = "fused",
     ) -> None:
-        self.transport: Transport | None = None
         self._linears = linears
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
         self._form = form
@@ -84,29 +85,19 @@ class UlyssesExchange:
             if reason is not None:
                 self._linears.leave("ulysses", reason)
                 return forward(attention, query, key, value, *args, **kwargs)
-            return self._attend(query, key, value, mask == "causal", scale_of(core))
+            heads = rows_to_heads(query, key, value, self.lanes().group)
+            return self._attend(heads, mask == "causal", scale_of(core))
 
         return ulysses_forward
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        heads = rows_to_heads(query, key, value, self._lanes().group)
-        return self._attend_with(heads, causal, scale)
-
-    def _attend_with(
         self,
         heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
         """From q, k, v ``[S, B, heads of this rank, D]`` to ``[s, B, A * D]``."""
-        lanes, options = self._lanes(), self._options[False]
+        lanes, options = self.lanes(), self._options[False]
         self._linears.calls["ulysses", self._form] += 1
         if self._form == "fused":
             return attention_all_to_all(
@@ -120,15 +111,6 @@ class UlyssesExchange:
             options=options,
             same_blocks=True,
         )
-
-    def _lanes(self) -> Transport:
-        if self.transport is None:
-            raise RuntimeError(
-                "the lanes of the context-parallel group do not exist: set "
-                "UlyssesWrappers.transport = Transport.create(get_context_parallel_group()) on all "
-                "ranks after initialize_model_parallel and before the first forward"
-            )
-        return self.transport
 
     def _obstacle(
         self,
@@ -147,11 +129,9 @@ class UlyssesExchange:
             args, kwargs: of the exchange, from the mask on.
         """
         exchange = attention.local_attn.ulysses_comm_para
-        lanes = self._lanes()
+        lanes = self.lanes()
         if exchange["spg"] is not lanes.group:
             return "it exchanges heads over another group than the context-parallel one"
-        if lanes.size == 1:
-            return "a context-parallel group of one has nothing to transfer"
         if (exchange["scatter_idx"], exchange["gather_idx"]) != (2, 0):
             return "it exchanges other dimensions than heads and sequence"
         calculator = exchange.get("gather_size_calculator")
@@ -163,8 +143,6 @@ class UlyssesExchange:
                 f"{heads} query heads and {key_heads} key heads cannot be shared out "
                 f"evenly among {lanes.size} ranks"
             )
-        if getattr(attention.local_attn.config, "context_parallel_kv_cache_policy", None):
-            return "context_parallel_kv_cache_policy leaves the exchange to local attention"
         return None
 
 

@@ -23,7 +23,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -38,8 +38,8 @@ from commfuse_npu.ops import (
     plain_linear_reduce_scatter,
 )
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.deferred_attention import DeferredAttention
+from mindspeed_patches.lanes import OverLanes
 
 __all__ = ["LAYERS", "LinearWrappers"]
 
@@ -57,11 +57,7 @@ _MODULE = "megatron.core.tensor_parallel.layers"
 _TRANSFORMER_ENGINE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 
 
-class _Manager(Protocol):
-    def register_patch(self, orig_func_name: str, new_func: Callable[..., Any]) -> None: ...
-
-
-class LinearWrappers:
+class LinearWrappers(OverLanes):
     """The wrappers, and what they share: a transport, options and the count of their calls.
 
     Args:
@@ -73,14 +69,19 @@ class LinearWrappers:
         min_bytes: layers of which a rank's block is smaller keep Megatron's forward.
 
     Attributes:
-        transport: lanes of the tensor-parallel group.  Set it when the groups exist and before the
-            first forward.
+        transport: lanes of the tensor-parallel group.
         calls: how often each layer took which path, as ``(layer, path)``.
         layers: which are fused.
 
     Raises:
         ValueError: a layer is unknown.
     """
+
+    _missing = (
+        "of the tensor-parallel group do not exist: set LinearWrappers.transport = "
+        "Transport.create(get_tensor_model_parallel_group()) on all ranks after "
+        "initialize_model_parallel and before the first forward"
+    )
 
     def __init__(
         self,
@@ -94,7 +95,6 @@ class LinearWrappers:
             raise ValueError(
                 f"unknown layers {', '.join(unknown)}; choose from {', '.join(LAYERS)}"
             )
-        self.transport: Transport | None = None
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
         self._form = form
@@ -102,16 +102,16 @@ class LinearWrappers:
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
         self._said: set[str] = set()
 
-    def register(self, manager: _Manager) -> None:
+    def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
-        for name, init, forward in (
-            ("ColumnParallelLinear", self.column_init_wrapper, self.column_forward_wrapper),
-            ("RowParallelLinear", self.row_init_wrapper, self.row_forward_wrapper),
+        for name, forward_wrapper in (
+            ("ColumnParallelLinear", self.column_forward_wrapper),
+            ("RowParallelLinear", self.row_forward_wrapper),
         ):
-            manager.register_patch(f"{_MODULE}.{name}.__init__", init)
-            manager.register_patch(f"{_MODULE}.{name}.forward", forward)
+            manager.register_patch(f"{_MODULE}.{name}.__init__", self.named_init_wrapper)
+            manager.register_patch(f"{_MODULE}.{name}.forward", forward_wrapper)
 
-    def register_transformer_engine(self, manager: _Manager) -> None:
+    def register_transformer_engine(self, manager: Any) -> None:
         """Register for the layer that ``--transformer-impl transformer_engine`` uses, too.
 
         MindSpeed's ``MindSpeedTELayerNormColumnParallelLinear`` takes the place of qkv and fc1
@@ -122,27 +122,25 @@ class LinearWrappers:
             self.norm_column_init_wrapper,
         )
 
-    # Megatron does not keep the name of a layer's communication buffer.
-
-    def column_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Remember which layer this is."""
+    def named_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Remember which layer this is: the name of its communication buffer."""
 
         @functools.wraps(init)
-        def column_init(layer: Any, *args: Any, **kwargs: Any) -> None:
+        def init_and_name(layer: Any, *args: Any, **kwargs: Any) -> None:
             init(layer, *args, **kwargs)
             # Only the output layer says whether its weight is shared with the embedding.
             unnamed = "output" if "skip_weight_param_allocation" in kwargs else "unnamed"
             layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or unnamed
 
-        return column_init
+        return init_and_name
 
     def norm_column_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
         """Remember which layer this is, and take over its linear part; its norm stays."""
+        init_and_name = self.named_init_wrapper(init)
 
         @functools.wraps(init)
         def norm_column_init(layer: Any, *args: Any, **kwargs: Any) -> None:
-            init(layer, *args, **kwargs)
-            layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or "unnamed"
+            init_and_name(layer, *args, **kwargs)
             linear = layer._linear_forward_impl
 
             def linear_forward(
@@ -155,22 +153,12 @@ class LinearWrappers:
                 reason = self._column_obstacle(layer, input, weight, None)
                 if reason is None:
                     return self._column_linear(layer, input, weight, bias)
-                self._count(layer, reason)
+                self.leave(_name(layer), reason)
                 return linear(input=input, weight=weight, bias=bias, **keywords)
 
             layer._linear_forward_impl = linear_forward
 
         return norm_column_init
-
-    def row_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Remember which layer this is."""
-
-        @functools.wraps(init)
-        def row_init(layer: Any, *args: Any, **kwargs: Any) -> None:
-            init(layer, *args, **kwargs)
-            layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or "unnamed"
-
-        return row_init
 
     def column_forward_wrapper(self, forward: Forward) -> Forward:
         """``forward(input_, weight=None, runtime_gather_output=None) -> (output, bias)``."""
@@ -185,7 +173,7 @@ class LinearWrappers:
             used = layer.weight if weight is None else weight
             reason = self._column_obstacle(layer, input_, used, runtime_gather_output)
             if reason is not None:
-                self._count(layer, reason)
+                self.leave(_name(layer), reason)
                 return forward(layer, input_, weight, runtime_gather_output)
             bias = None if layer.skip_bias_add else layer.bias
             output = self._column_linear(layer, input_, used, bias)
@@ -196,15 +184,15 @@ class LinearWrappers:
     def _column_linear(
         self, layer: Any, input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        self._count(layer, self._form)
+        self.calls[_name(layer), self._form] += 1
         if bias is not None and not weight.requires_grad:
             # As in Megatron: beside a frozen weight the bias gets no gradient either.
             bias = bias.detach()
         options = self._options[layer.gradient_accumulation_fusion]
         if self._form == "fused":
-            return all_gather_linear(input_, weight, bias, transport=self._lanes(), options=options)
+            return all_gather_linear(input_, weight, bias, transport=self.lanes(), options=options)
         return plain_all_gather_linear(
-            input_, weight, bias, group=self._lanes().group, options=options, same_gemms=True
+            input_, weight, bias, group=self.lanes().group, options=options, same_gemms=True
         )
 
     def row_forward_wrapper(self, forward: Forward) -> Forward:
@@ -221,14 +209,14 @@ class LinearWrappers:
                 self.leave("attention", reason or "without sequence parallelism nothing is split")
                 input_ = input_.value()
             if reason is not None:
-                self._count(layer, reason)
+                self.leave(_name(layer), reason)
                 return forward(layer, input_)
-            self._count(layer, self._form)
+            self.calls[_name(layer), self._form] += 1
             bias = None if layer.skip_bias_add else layer.bias
             options = self._options[layer.gradient_accumulation_fusion]
             if self._form == "fused":
                 fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
-                output = fused(input_, layer.weight, bias, transport=self._lanes(), options=options)
+                output = fused(input_, layer.weight, bias, transport=self.lanes(), options=options)
             else:
                 plain = (
                     plain_linear_reduce_scatter
@@ -239,7 +227,7 @@ class LinearWrappers:
                     input_,
                     layer.weight,
                     bias,
-                    group=self._lanes().group,
+                    group=self.lanes().group,
                     options=options,
                     same_gemms=True,
                 )
@@ -251,7 +239,7 @@ class LinearWrappers:
         self, layer: Any, attention: DeferredAttention
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The attention that waited, and the projection of its output."""
-        self._count(layer, self._form)
+        self.calls[_name(layer), self._form] += 1
         self.calls["attention", self._form] += 1
         arguments: dict[str, Any] = {
             "bias": None if layer.skip_bias_add else layer.bias,
@@ -261,30 +249,20 @@ class LinearWrappers:
         }
         tensors = attention.q, attention.k, attention.v, layer.weight
         if self._form == "fused":
-            output = attention_linear_reduce_scatter(*tensors, **arguments, transport=self._lanes())
+            output = attention_linear_reduce_scatter(*tensors, **arguments, transport=self.lanes())
         else:
             output = plain_attention_linear_reduce_scatter(
-                *tensors, **arguments, group=self._lanes().group, same_blocks=True
+                *tensors, **arguments, group=self.lanes().group, same_blocks=True
             )
         return output, layer.bias if layer.skip_bias_add else None
 
-    def _lanes(self) -> Transport:
-        if self.transport is None:
-            raise RuntimeError(
-                "the lanes of the tensor-parallel group do not exist: set LinearWrappers.transport "
-                "= Transport.create(get_tensor_model_parallel_group()) on all ranks after "
-                "initialize_model_parallel and before the first forward"
-            )
-        return self.transport
-
     def _obstacle(self, layer: Any, block_bytes: int) -> str | None:
         """Why a layer of either kind keeps Megatron's forward, or ``None``."""
-        name = getattr(layer, "commfuse_layer", "unnamed")
-        if name not in self.layers:
-            return f"{name} is not in the list of layers to fuse"
+        if _name(layer) not in self.layers:
+            return f"{_name(layer)} is not in the list of layers to fuse"
         if layer.is_expert or getattr(layer, "explicit_expert_comm", False):
             return "expert layers communicate by their own rules"
-        if self._lanes().size == 1:
+        if self.lanes().size == 1:
             return "a tensor-parallel group of one has nothing to transfer"
         if getattr(layer.config, "cpu_offloading", False):
             return "cpu_offloading needs Transformer Engine's layers"
@@ -318,20 +296,13 @@ class LinearWrappers:
     def _row_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
         if not layer.input_is_parallel:
             return "the input has to be scattered first"
-        ranks = self._lanes().size
+        ranks = self.lanes().size
         features = layer.weight.shape[0]
         block = input_.numel() // input_.shape[-1] // ranks * features * input_.element_size()
         obstacle = self._obstacle(layer, block)
         if obstacle is None and layer.sequence_parallel and input_.shape[0] % ranks:
             return f"sequence length {input_.shape[0]} is not divisible by {ranks}"
         return obstacle
-
-    def _count(self, layer: Any, path: str) -> None:
-        name = getattr(layer, "commfuse_layer", "unnamed")
-        if path in ("fused", "plain"):
-            self.calls[name, path] += 1
-        else:
-            self.leave(name, path)
 
     def leave(self, name: str, reason: str, count: int = 1) -> None:
         """Count calls that Megatron does itself; the reason is logged once."""
@@ -348,3 +319,8 @@ class LinearWrappers:
             f"{path if path in ('fused', 'plain') else f'by Megatron, because {path}'}"
             for (name, path), count in sorted(self.calls.items())
         ]
+
+
+def _name(layer: Any) -> str:
+    """One of :data:`LAYERS`, or ``unnamed``, as what was made before the patches is, too."""
+    return getattr(layer, "commfuse_layer", "unnamed")

@@ -25,4 +25,4 @@ fi
 
 export LD_LIBRARY_PATH="$NPU_VENV/cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec "$NPU_VENV/bin/python" -m mindspeed_patches.rehearse "$@"
+exec "$NPU_VENV/bin/python" -m mindspeed_patches.rehearsal "$@"

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindspeed_patches.rehearsal import UsageError
 from mindspeed_patches.rehearsal.shell_launch import Command, capture_commands
-from mindspeed_patches.rehearsal.usage_error import UsageError
 
 __all__ = ["Launch", "Options", "read_launch"]
 

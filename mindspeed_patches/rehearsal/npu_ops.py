@@ -22,8 +22,7 @@ npu_mm_reduce_scatter_base
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -39,6 +38,8 @@ _COMPRESSED = 2048
 """Side of the triangular mask that the sparse modes 2, 3 and 4 take, whatever the lengths."""
 _STATISTICS = 8
 """How often the operator repeats a row's maximum and sum, in a last dimension."""
+_FAR = 2147483647
+"""The default of ``pre_tockens`` and ``next_tockens``: farther than any key."""
 
 _library: list[torch.library.Library] = []
 
@@ -62,12 +63,28 @@ def register_cpu_kernels() -> None:
         library.impl(name, kernel, "CompositeImplicitAutograd")
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, "CPU")
-    library.impl("npu_fusion_attention", _differentiable_attention, "AutogradCPU")
+    # Its arguments come by position up to the last one that is given.
+    schema = torch.ops.npu.npu_fusion_attention.default._schema
+    names = [argument.name for argument in schema.arguments]
+    for kernel, key in ((fusion_attention, "CPU"), (_differentiable_attention, "AutogradCPU")):
+
+        def by_name(*args: Any, kernel: Callable[..., Any] = kernel, **keywords: Any) -> Any:
+            return kernel(**dict(zip(names, args, strict=False)), **keywords)
+
+        library.impl("npu_fusion_attention", by_name, key)
 
 
-def _refuse(operator: str, **unsupported: object) -> None:
-    for name, value in unsupported.items():
-        if value is not None:
+_NO_MATTER = (
+    *("inner_precise", "gen_mask_parallel", "sync", "softmax_layout", "softmax_in"),
+    *("seed", "offset", "numels", "comm_turn", "comm_mode"),
+)
+"""How a device computes, not what; or of dropout, which is refused itself."""
+
+
+def _refuse(operator: str, others: Mapping[str, object]) -> None:
+    """Raise for an argument that would change the result and is not emulated."""
+    for name, value in others.items():
+        if value is not None and name not in _NO_MATTER:
             raise NotImplementedError(
                 f"{operator}: {name} is not emulated on the CPU; leave it out or use an NPU"
             )
@@ -108,7 +125,7 @@ def rotary_mul(
     Args:
         rotary_mode: ``half`` pairs feature i with ``i + D/2``, ``interleave`` 2i with ``2i + 1``.
     """
-    _refuse("npu_rotary_mul", rotate=rotate)
+    _refuse("npu_rotary_mul", {"rotate": rotate})
     x = input.float()
     if rotary_mode == "half":
         low, high = x.chunk(2, -1)
@@ -290,16 +307,31 @@ class _Attention:
 
 
 def _attention_call(
+    operator: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     head_num: int,
     input_layout: str,
     scale: float,
-    masking: _Masking,
-    pse: torch.Tensor | None,
-    lengths: tuple[Sequence[int] | None, Sequence[int] | None],
+    *,
+    pse: torch.Tensor | None = None,
+    atten_mask: torch.Tensor | None = None,
+    keep_prob: float = 1.0,
+    pre_tockens: int = _FAR,
+    next_tockens: int = _FAR,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    sparse_mode: int = 0,
+    **others: Any,
 ) -> tuple[_Attention, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The arguments that forward and backward share, checked; and q, k, v in ``[B, A, S, D]``."""
+    if keep_prob != 1.0:
+        raise NotImplementedError(
+            f"{operator}: keep_prob {keep_prob}, dropout is not emulated; use 1.0"
+        )
+    _refuse(operator, others)
+    masking = _Masking(sparse_mode, atten_mask, pre_tockens, next_tockens)
     layout = _Layout(input_layout)
     flat = input_layout in ("SBH", "BSH")
     size = query.shape[-1] // head_num if flat else query.shape[-1]
@@ -313,7 +345,7 @@ def _attention_call(
         )
     segments = [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
     if input_layout == "TND":
-        if lengths[0] is None or lengths[1] is None:
+        if actual_seq_qlen is None or actual_seq_kvlen is None:
             raise ValueError(
                 "npu_fusion_attention: TND needs actual_seq_qlen and actual_seq_kvlen, the ends of "
                 "the packed sequences"
@@ -321,7 +353,7 @@ def _attention_call(
         segments = [
             (slice(*rows), slice(*columns))
             for rows, columns in zip(
-                pairwise([0, *lengths[0]]), pairwise([0, *lengths[1]]), strict=True
+                pairwise([0, *actual_seq_qlen]), pairwise([0, *actual_seq_kvlen]), strict=True
             )
         ]
     return _Attention(layout, masking, scale, pse, segments), q, k, v
@@ -333,25 +365,9 @@ def fusion_attention(
     value: torch.Tensor,
     head_num: int,
     input_layout: str,
-    pse: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
+    *,
     scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = 2147483647,
-    next_tockens: int = 2147483647,
-    inner_precise: int = 0,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    sink: torch.Tensor | None = None,
-    dropout_mask: torch.Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
     """Flash attention.
 
@@ -371,21 +387,8 @@ def fusion_attention(
         The output, like ``query``; maximum and sum of each row's softmax, fp32 ``[B, A, S, 8]``
         (``[T, A, 8]`` for TND); an empty tensor; and three numbers for dropout, zero.
     """
-    if keep_prob != 1.0:
-        raise NotImplementedError(
-            f"npu_fusion_attention: keep_prob {keep_prob}, dropout is not emulated; use 1.0"
-        )
-    _refuse(
-        "npu_fusion_attention",
-        padding_mask=padding_mask,
-        prefix=prefix,
-        sink=sink,
-        dropout_mask=dropout_mask,
-    )
-    masking = _Masking(sparse_mode, atten_mask, pre_tockens, next_tockens)
-    lengths = actual_seq_qlen, actual_seq_kvlen
     call, q, k, v = _attention_call(
-        query, key, value, head_num, input_layout, scale, masking, pse, lengths
+        "npu_fusion_attention", query, key, value, head_num, input_layout, scale, **keywords
     )
     out, top, total = call.forward(q, k, v)
     statistics = [x.expand(-1, -1, -1, _STATISTICS) for x in (top, total)]
@@ -403,29 +406,11 @@ def fusion_attention_grad(
     head_num: int,
     input_layout: str,
     *,
-    pse: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
     softmax_max: torch.Tensor | None = None,
     softmax_sum: torch.Tensor | None = None,
-    softmax_in: torch.Tensor | None = None,
     attention_in: torch.Tensor | None = None,
     scale_value: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = 2147483647,
-    next_tockens: int = 2147483647,
-    inner_precise: int = 0,
-    seed: int = 0,
-    offset: int = 0,
-    numels: int = 0,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    sink: torch.Tensor | None = None,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The backward of :func:`fusion_attention`.
 
@@ -435,18 +420,13 @@ def fusion_attention_grad(
         The gradients of query, key and value, and two empty tensors for those of pse and sink.
     """
     name = "npu_fusion_attention_grad"
-    if keep_prob != 1.0:
-        raise NotImplementedError(f"{name}: keep_prob {keep_prob}, dropout is not emulated; use 1")
-    _refuse(name, padding_mask=padding_mask, prefix=prefix, sink=sink)
     if softmax_max is None or softmax_sum is None or attention_in is None:
         raise ValueError(
             f"{name}: softmax_max, softmax_sum and attention_in are results of the forward; pass "
             "all three"
         )
-    masking = _Masking(sparse_mode, atten_mask, pre_tockens, next_tockens)
-    lengths = actual_seq_qlen, actual_seq_kvlen
     call, q, k, v = _attention_call(
-        query, key, value, head_num, input_layout, scale_value, masking, pse, lengths
+        name, query, key, value, head_num, input_layout, scale_value, **keywords
     )
     statistics = softmax_max, softmax_sum
     if input_layout == "TND":
@@ -463,11 +443,15 @@ class _FusionAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keywords: dict[str, Any],
     ) -> Any:
-        results = call(query, key, value)
+        results = fusion_attention(query, key, value, **keywords)
         ctx.save_for_backward(query, key, value, *results[:3])
-        ctx.call = call
+        ctx.keywords = keywords
         ctx.mark_non_differentiable(*results[1:4])
         return results
 
@@ -475,51 +459,27 @@ class _FusionAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, top, total = ctx.saved_tensors
-        call: _Call = ctx.call
-        if call.keywords.get("pse") is not None and call.keywords["pse"].requires_grad:
+        keywords = dict(ctx.keywords)
+        if keywords.get("pse") is not None and keywords["pse"].requires_grad:
             raise NotImplementedError("npu_fusion_attention: the gradient of pse is not emulated")
-        shared = inspect.signature(fusion_attention_grad).parameters
-        keywords = {name: value for name, value in call.keywords.items() if name in shared}
         grads = torch.ops.npu.npu_fusion_attention_grad(
             query,
             key,
             value,
             grad,
-            *call.arguments,
             softmax_max=top,
             softmax_sum=total,
             attention_in=out,
-            scale_value=call.keywords.get("scale", 1.0),
+            scale_value=keywords.pop("scale", 1.0),
             **keywords,
         )
         return *grads[:3], None
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments beside query, key and value, kept for the backward."""
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        return fusion_attention(query, key, value, *self.arguments, **self.keywords)
-
-
-_OPTIONAL = tuple(inspect.signature(fusion_attention).parameters)[5:]
-
-
 def _differentiable_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    head_num: int,
-    input_layout: str,
-    *positional: Any,
-    **keywords: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **keywords: Any
 ) -> Any:
-    keywords = {**dict(zip(_OPTIONAL, positional, strict=False)), **keywords}
-    return _FusionAttention.apply(query, key, value, _Call((head_num, input_layout), keywords))
+    return _FusionAttention.apply(query, key, value, keywords)
 
 
 # ------------------------------------------------------------------------ optimizer
@@ -563,18 +523,14 @@ def apply_adam_w(
 # ------------------------------------------------------- GEMM with a collective (MC2)
 
 
-def _group(hcom: str) -> dist.ProcessGroup:
-    """In the rehearsal the name of a group's communicator is the name of the group."""
-    c10d: Any = dist.distributed_c10d
-    return c10d._resolve_process_group(hcom)
-
-
 def _check_mc2(
     name: str, x: torch.Tensor, x2: torch.Tensor, hcom: str, world_size: int
 ) -> dist.ProcessGroup:
     if x.dim() != 2 or x2.dim() != 2:
         raise ValueError(f"{name}: needs matrices, not {tuple(x.shape)} and {tuple(x2.shape)}")
-    group = _group(hcom)
+    # In the rehearsal the name of a group's communicator is the name of the group.
+    c10d: Any = dist.distributed_c10d
+    group: dist.ProcessGroup = c10d._resolve_process_group(hcom)
     if group.size() != world_size:
         raise ValueError(f"{name}: world_size {world_size}, but group {hcom} has {group.size()}")
     return group
@@ -587,20 +543,16 @@ def all_gather_base_mm(
     world_size: int,
     *,
     bias: torch.Tensor | None = None,
-    x1_scale: torch.Tensor | None = None,
-    x2_scale: torch.Tensor | None = None,
     gather_index: int = 0,
     gather_output: bool = True,
-    comm_turn: int = 0,
-    output_dtype: torch.dtype | None = None,
-    comm_mode: str | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``all_gather(input) @ x2 + bias`` and the gathered input, over the group named ``hcom``.
 
     The device's limits (k from 256 to 65534, 2, 4 or 8 ranks, 16 bits) are not checked.
     """
     name = "npu_all_gather_base_mm"
-    _refuse(name, x1_scale=x1_scale, x2_scale=x2_scale, output_dtype=output_dtype)
+    _refuse(name, others)
     if gather_index != 0:
         raise NotImplementedError(f"{name}: gather_index {gather_index} is not emulated; 0 is")
     group = _check_mc2(name, input, x2, hcom, world_size)
@@ -617,17 +569,12 @@ def mm_reduce_scatter_base(
     world_size: int,
     *,
     reduce_op: str = "sum",
-    bias: torch.Tensor | None = None,
-    x1_scale: torch.Tensor | None = None,
-    x2_scale: torch.Tensor | None = None,
-    comm_turn: int = 0,
-    output_dtype: torch.dtype | None = None,
-    comm_mode: str | None = None,
+    **others: Any,
 ) -> torch.Tensor:
     """``reduce_scatter(input @ x2)`` over the group named ``hcom``; limits: as the other."""
     name = "npu_mm_reduce_scatter_base"
     # On the device, too, a bias is no part of what can be used.
-    _refuse(name, bias=bias, x1_scale=x1_scale, x2_scale=x2_scale, output_dtype=output_dtype)
+    _refuse(name, others)
     if reduce_op != "sum":
         raise NotImplementedError(f"{name}: reduce_op {reduce_op!r} is not emulated; sum is")
     group = _check_mc2(name, input, x2, hcom, world_size)
@@ -646,7 +593,6 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rotary_mul,
 }
 _KERNELS: dict[str, Callable[..., Any]] = {
-    "npu_fusion_attention": fusion_attention,
     "npu_fusion_attention_grad": fusion_attention_grad,
     "npu_apply_adam_w.out": apply_adam_w,
     "npu_all_gather_base_mm": all_gather_base_mm,

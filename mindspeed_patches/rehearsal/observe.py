@@ -8,9 +8,9 @@ functions stays.
 from __future__ import annotations
 
 import functools
-import logging
+import hashlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ import torch.distributed as dist
 
 from commfuse_npu.plan import Kind
 from mindspeed_patches.rehearsal.collectives import CollectiveCounter
-from mindspeed_patches.rehearsal.fingerprints import optimizer_hash, weight_hashes
 from mindspeed_patches.rehearsal.records import Record
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "optimizer_hash", "weight_hashes"]
 
 _TRAINING = "megatron.training.training"
-_logger = logging.getLogger(__name__)
 
 
 class Observer:
@@ -118,7 +116,6 @@ class Observer:
             self._collectives.know_model(self._model)
             self._know_groups()
             self.record.weights_before = weight_hashes(self._model)
-            self.record.optimizer_before = optimizer_hash(self._optimizer)
             return result
 
         return setup_model_and_optimizer
@@ -151,30 +148,58 @@ class Observer:
                 words = name.replace("_GROUP", "").lower().split("_")
                 self._collectives.know_group(" ".join(filter(None, words)), value)
         self.record.layout = ", ".join(
-            f"{short} {rank}/{size}"
-            for short, rank, size in (
-                (
-                    "tp",
-                    parallel_state.get_tensor_model_parallel_rank(),
-                    parallel_state.get_tensor_model_parallel_world_size(),
-                ),
-                (
-                    "pp",
-                    parallel_state.get_pipeline_model_parallel_rank(),
-                    parallel_state.get_pipeline_model_parallel_world_size(),
-                ),
-                (
-                    "cp",
-                    parallel_state.get_context_parallel_rank(),
-                    parallel_state.get_context_parallel_world_size(),
-                ),
-                (
-                    "dp",
-                    parallel_state.get_data_parallel_rank(),
-                    parallel_state.get_data_parallel_world_size(),
-                ),
+            f"{short} {getattr(parallel_state, f'get_{kind}_parallel_rank')()}"
+            f"/{getattr(parallel_state, f'get_{kind}_parallel_world_size')()}"
+            for short, kind in (
+                ("tp", "tensor_model"),
+                ("pp", "pipeline_model"),
+                ("cp", "context"),
+                ("dp", "data"),
             )
         )
+
+
+# ------------------------------------------------- SHA-256 over every bit of the state
+
+
+def weight_hashes(chunks: Iterable[torch.nn.Module]) -> dict[str, str]:
+    """The hash of each parameter of this rank, by its name."""
+    return {
+        f"{index}.{name}": _hash([("", parameter)])
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def optimizer_hash(optimizer: Any) -> str:
+    """One hash for what the optimizer keeps on this rank: fp32 main weights, moments, steps."""
+    return _hash(_state(optimizer))
+
+
+def _state(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    # Megatron chains an optimizer per kind of parameters, and each wraps one of torch's kind.
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:  # no parameters on this rank
+            continue
+        for group_index, group in enumerate(inner.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                name = f"{index}.{group_index}.{number}"
+                yield name, parameter
+                for key, value in sorted(inner.state.get(parameter, {}).items()):
+                    yield f"{name}.{key}", value
+
+
+def _hash(named: Iterable[tuple[str, Any]]) -> str:
+    digest = hashlib.sha256()
+    for name, value in named:
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            # view(uint8) of a scalar is refused, of its one element not.
+            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            digest.update(f"{name} {value!r} ".encode())
+    return digest.hexdigest()
 
 
 def _hex(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,8 +26,7 @@ class Record:
         grad_norms: per iteration.
         weights_before: a hash per parameter, before the first iteration.
         weights_after: the same after the last.
-        optimizer_before: a hash of the optimizer's state.
-        optimizer_after: the same after the last iteration.
+        optimizer_after: a hash of the optimizer's state after the last iteration.
         features: names of MindSpeed's features that were applied.
         patches: replacements and wrappers per patched function.
         collectives: ``[layer, where, operation, group, count]``.
@@ -42,13 +42,17 @@ class Record:
     grad_norms: list[str | None] = field(default_factory=list)
     weights_before: dict[str, str] = field(default_factory=dict)
     weights_after: dict[str, str] = field(default_factory=dict)
-    optimizer_before: str = ""
     optimizer_after: str = ""
     features: list[str] = field(default_factory=list)
     patches: dict[str, list[str]] = field(default_factory=dict)
     collectives: list[tuple[str, str, str, str, int]] = field(default_factory=list)
     calls: list[tuple[str, str, int]] = field(default_factory=list)
     plans: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def weights_hash(self) -> str:
+        """One hash for all parameters and their names, after the last iteration."""
+        return hashlib.sha256(repr(sorted(self.weights_after.items())).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         (folder / f"rank_{self.rank}.json").write_text(json.dumps(asdict(self)), "utf-8")

@@ -16,7 +16,6 @@ from mindspeed_patches.rehearsal.compare import (
     is_message,
     relative_difference,
 )
-from mindspeed_patches.rehearsal.fingerprints import overall_hash
 from mindspeed_patches.rehearsal.records import Record
 
 __all__ = [
@@ -169,8 +168,7 @@ def hash_lines(runs: Runs) -> list[str]:
     for index, first in enumerate(next(iter(runs.values()))):
         lines.append(f"rank {first.rank} ({first.layout})")
         for way, records in runs.items():
-            record = records[index]
-            lines.append(f"  {way:<10} weights   {overall_hash(record.weights_after)}")
+            lines.append(f"  {way:<10} weights   {records[index].weights_hash}")
         for way, records in runs.items():
             lines.append(f"  {way:<10} optimizer {records[index].optimizer_after}")
     return lines

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from mindspeed_patches.rehearsal import UsageError
 from mindspeed_patches.rehearsal.command_line import Options
-from mindspeed_patches.rehearsal.usage_error import UsageError
 
 __all__ = ["Layout", "layout_of", "scale_down"]
 

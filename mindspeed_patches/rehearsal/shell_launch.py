@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindspeed_patches.rehearsal.usage_error import UsageError
+from mindspeed_patches.rehearsal import UsageError
 
 __all__ = ["Command", "capture_commands"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_patches.rehearsal.usage_error import UsageError
+from mindspeed_patches.rehearsal import UsageError
 
 __all__ = ["BRANCHES", "Stack", "find_stack"]
 

@@ -3,7 +3,7 @@
 Puts the stand-ins in their places, CommFuse too if asked, then runs the script as if it had been
 started itself, and leaves a record of what happened.  The environment variables
 ``COMMFUSE_REHEARSAL_RECORDS`` (a folder) and ``COMMFUSE_REHEARSAL_WAY`` (``reference`` or
-``commfuse``) are set by :mod:`mindspeed_patches.rehearse`.
+``commfuse``) are set by :mod:`mindspeed_patches.rehearsal`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from commfuse_npu.tools.config_file import ConfigError, read_config
-from mindspeed_patches.arguments import add_arguments, whole
+from mindspeed_patches.arguments import add_arguments, complete_options, whole
+from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
 
 from .speed import WARM_UP_ITERATIONS
 from .usage_error import UsageError, is_first_process
@@ -258,6 +259,7 @@ def parse_arguments(
         # Nothing to split the sequence over; Megatron refuses the combination.
         args.sequence_parallel = False
     _check_layout(args, world_size)
+    _check_commfuse(args)
     _check_model(args)
     _check_training(args)
     if args.link_rate is not None:
@@ -287,27 +289,6 @@ def _check_layout(args: argparse.Namespace, world_size: int | None) -> None:
             f"{world_size} processes were started, but --tensor-model-parallel-size {tp} "
             f"{times_cp}times --data-parallel-size {dp} is {tp * cp * dp}; {ways}"
         )
-    for name in ("ulysses", "dp"):
-        if getattr(args, f"commfuse_{name}") and not args.use_commfuse:
-            raise UsageError(
-                f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; give both, "
-                f"or leave --commfuse-{name} out"
-            )
-    if args.commfuse_ulysses and cp == 1:
-        raise UsageError(
-            "--commfuse-ulysses needs --context-parallel-size of at least 2, where heads are "
-            "exchanged; choose 2 or more, or leave --commfuse-ulysses out"
-        )
-    if args.commfuse_dp and not args.use_distributed_optimizer:
-        raise UsageError(
-            "--commfuse-dp needs --use-distributed-optimizer, which shards gradients and "
-            "parameters; give both, or leave --commfuse-dp out"
-        )
-    if args.commfuse_dp and args.commfuse_schedule == "ring":
-        raise UsageError(
-            "--commfuse-dp and --commfuse-schedule ring exclude each other; choose auto, shifted "
-            "or two_level, or leave --commfuse-dp out"
-        )
     if args.overlap_param_gather and not (
         args.use_distributed_optimizer and args.overlap_grad_reduce
     ):
@@ -315,11 +296,15 @@ def _check_layout(args: argparse.Namespace, world_size: int | None) -> None:
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; "
             "give all three, or leave --overlap-param-gather out"
         )
-    if args.commfuse_attention and cp > 1:
-        raise UsageError(
-            f"--commfuse-attention and --context-parallel-size {cp} exclude each other: a rank has "
-            "a part of the sequence only; leave one of the two out, or use --commfuse-ulysses"
-        )
+
+
+def _check_commfuse(args: argparse.Namespace) -> None:
+    """As MindSpeed's feature does; of Ulysses there is one algorithm here."""
+    try:
+        check_flag(args)
+        complete_options(argparse.Namespace(**vars(args), context_parallel_algo="ulysses_cp_algo"))
+    except (IncompatibleOptionsError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _divisible(value: int, divisor: int, what: str, by: str, option: str) -> None:

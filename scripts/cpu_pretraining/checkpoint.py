@@ -19,6 +19,8 @@ import argparse
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,10 +173,9 @@ def _tracked(checkpoints: Path) -> int | None:
 
 
 def _missing_file(folder: Path) -> str | None:
-    facts_file = folder / FACTS_FILE
-    if not facts_file.is_file():
+    if not (folder / FACTS_FILE).is_file():
         return FACTS_FILE
-    facts = _facts(facts_file)
+    facts = _facts(folder / FACTS_FILE)
     for name in ("tensor_model_parallel_size", "context_parallel_size", "data_parallel_size"):
         if type(facts.get(name)) is not int:
             return f"{name} in {FACTS_FILE}"
@@ -222,20 +223,20 @@ def save_state(
     first = dist.get_rank() == 0
     partial = checkpoints / f".{_folder_name(iteration)}.partial"
     final = checkpoints / _folder_name(iteration)
-    with _Together("prepare", partial):
+    with _together("prepare", partial):
         if first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    with _Together("write", partial):
+    with _together("write", partial):
         folder = partial / _rank_folder(tp_rank, dp_rank)
         folder.mkdir()
         with (folder / STATE_FILE).open("wb") as file:
             torch.save(state, file)
-            _sync(file.fileno())
+            os.fsync(file.fileno())
         _sync_folder(folder)
         if first:
             _write_synced(partial / FACTS_FILE, json.dumps(facts, indent=1))
-    with _Together("publish", final):
+    with _together("publish", final):
         if first:
             _publish(partial, final)
             _write_synced(checkpoints / f".{TRACKER}.partial", f"{iteration}\n")
@@ -245,27 +246,21 @@ def save_state(
     return final
 
 
-class _Together:
+@contextmanager
+def _together(step: str, path: Path) -> Iterator[None]:
     """A step of which all ranks learn whether every rank managed it; it ends like a barrier."""
-
-    def __init__(self, step: str, path: Path) -> None:
-        self._step = step
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, (OSError, RuntimeError)):
-            return
-        failures = torch.tensor([int(error is not None)])
-        dist.all_reduce(failures)
-        if failures.item():
-            reason = str(error) if error is not None else "another rank failed, see its message"
-            raise CheckpointError(
-                f"could not {self._step} {self._path}: {reason}; "
-                "the previous checkpoint is untouched"
-            ) from error
+    failed: Exception | None = None
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        failed = error
+    failures = torch.tensor([int(failed is not None)])
+    dist.all_reduce(failures)
+    if failures.item():
+        reason = failed or "another rank failed, see its message"
+        raise CheckpointError(
+            f"could not {step} {path}: {reason}; the previous checkpoint is untouched"
+        ) from failed
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -296,16 +291,12 @@ def _write_synced(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        _sync(file.fileno())
-
-
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _sync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)

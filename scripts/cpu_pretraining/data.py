@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ import torch
 
 from .usage_error import UsageError
 
-__all__ = ["ByteTokenizer", "Corpus", "global_batch_samples", "load_corpus"]
+__all__ = ["VOCABULARY", "Corpus", "global_batch_samples", "load_corpus", "tokens_of"]
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -32,22 +33,16 @@ _SKIPPED_FOLDERS = frozenset(
 _SPLIT_NUMBER = {"train": 0, "valid": 1}
 
 
-class ByteTokenizer:
-    """One token per byte, 0 to 255, and 256 for the end of a document."""
+VOCABULARY = 257
+"""One token per byte, 0 to 255, and 256 for the end of a document."""
 
-    vocab_size = 257
-    end_of_document = 256
 
-    def encode(self, document: bytes) -> Tokens:
-        """Tokens of `document`, `[len(document) + 1]` uint16, the last one `end_of_document`."""
-        tokens = np.empty(len(document) + 1, dtype=np.uint16)
-        tokens[:-1] = np.frombuffer(document, dtype=np.uint8)
-        tokens[-1] = self.end_of_document
-        return tokens
-
-    def decode(self, tokens: Sequence[int] | Tokens) -> bytes:
-        """The bytes of `tokens`; ends of documents become newlines."""
-        return bytes(10 if token == self.end_of_document else int(token) for token in tokens)
+def tokens_of(document: bytes) -> Tokens:
+    """``[len(document) + 1]`` uint16, the last one the end of the document."""
+    tokens = np.empty(len(document) + 1, dtype=np.uint16)
+    tokens[:-1] = np.frombuffer(document, dtype=np.uint8)
+    tokens[-1] = VOCABULARY - 1
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -119,9 +114,7 @@ def load_corpus(
     if not documents:
         raise UsageError(f"{source} holds no data; give a file or folder with text to --data-path")
 
-    tokenizer = ByteTokenizer()
-    encoded = [tokenizer.encode(document) for document in documents]
-    train, valid = _hold_out(encoded, valid_fraction)
+    train, valid = _hold_out([tokens_of(document) for document in documents], valid_fraction)
     _check_length(train, "training", source, seq_length)
     if need_valid:
         _check_length(valid, "validation", source, seq_length)
@@ -149,7 +142,7 @@ def _files_below(root: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def _unreadable(error: OSError) -> None:
+def _unreadable(error: OSError) -> NoReturn:
     raise UsageError(f"cannot read {error.filename}: {error.strerror}; check its permissions")
 
 
@@ -161,7 +154,6 @@ def _read_documents(paths: Sequence[Path], limit: int | None) -> list[bytes]:
             document = path.read_bytes()
         except OSError as error:
             _unreadable(error)
-            raise  # _unreadable always raises; this tells the type checker
         documents.append(document)
         total += len(document)
         if limit is not None and total >= limit:

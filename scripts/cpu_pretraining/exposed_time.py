@@ -21,10 +21,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -47,19 +49,19 @@ _BINDINGS = (
 _CALLERS = ("megatron.", "commfuse_npu.")
 
 
+@dataclass
 class ExposedTime:
-    """A counter of blocked seconds that only grows; take differences."""
+    """Seconds that this rank was blocked since the measurement started; take differences."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    seconds: float = 0.0
 
-    def blocked_seconds(self) -> float:
-        """Seconds this rank was blocked since the measurement started."""
-        return self._seconds
-
-    def add(self, seconds: float) -> None:
-        """Count `seconds` more."""
-        self._seconds += seconds
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 class _TimedWork:
@@ -70,11 +72,8 @@ class _TimedWork:
         self._counter = counter
 
     def wait(self, *args: Any) -> Any:
-        start = time.perf_counter()
-        try:
+        with self._counter.counting():
             return self._work.wait(*args)
-        finally:
-            self._counter.add(time.perf_counter() - start)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -84,14 +83,10 @@ def _timed(collective: Callable[..., Any], counter: ExposedTime) -> Callable[...
     @wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        group = kwargs.get("group")
-        if not caller.startswith(_CALLERS) or not _is_counted(group):
+        if not caller.startswith(_CALLERS) or not _is_counted(kwargs.get("group")):
             return collective(*args, **kwargs)
-        start = time.perf_counter()
-        try:
+        with counter.counting():
             work = collective(*args, **kwargs)
-        finally:
-            counter.add(time.perf_counter() - start)
         return _TimedWork(work, counter) if isinstance(work, dist.Work) else work
 
     return call
@@ -109,12 +104,8 @@ def _is_counted(group: Any) -> bool:
 def measure_exposed_time() -> Iterator[ExposedTime]:
     """Count inside the block; the wrapped functions are put back when it ends."""
     counter = ExposedTime()
-    before = [(import_module(module), name) for module, name in _BINDINGS]
-    originals = [getattr(module, name) for module, name in before]
-    try:
-        for (module, name), original in zip(before, originals, strict=True):
-            setattr(module, name, _timed(original, counter))
+    with ExitStack() as patches:
+        for module, name in _BINDINGS:
+            timed = _timed(getattr(import_module(module), name), counter)
+            patches.enter_context(mock.patch(f"{module}.{name}", timed))
         yield counter
-    finally:
-        for (module, name), original in zip(before, originals, strict=True):
-            setattr(module, name, original)

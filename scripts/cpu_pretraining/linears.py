@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
-
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
+from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import commfuse_options
-from mindspeed_patches.attention import AttentionWrappers
-from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.ulysses import UlyssesWrappers
-from mindspeed_patches.wrappers import Form
+from mindspeed_patches.lanes import DataParallelLanes, Lanes
 
-__all__ = ["MODES", "LinearsInUse", "tensor_parallel_linears"]
-
-MODES = ("megatron", "plain", "commfuse")
-"""Megatron's own layers; the plain collectives with the fused form's GEMMs; the fused form."""
+__all__ = ["LinearsInUse", "tensor_parallel_linears"]
 
 
 class LinearsInUse:
@@ -32,14 +21,14 @@ class LinearsInUse:
     def __init__(
         self,
         mode: str,
-        wrappers: LinearWrappers | None,
         schedule: Schedule,
-        ulysses: UlyssesWrappers | None = None,
+        wrappers: LinearWrappers | None = None,
+        lanes: Sequence[Lanes] = (),
     ) -> None:
         self._mode = mode
-        self._wrappers = wrappers
         self._schedule = schedule
-        self._ulysses = ulysses
+        self._wrappers = wrappers
+        self._lanes = lanes
 
     def blocked_seconds(self) -> float:
         """Time that this rank was blocked in transfers of fused layers since the start.
@@ -48,9 +37,8 @@ class LinearsInUse:
         """
         if self._mode != "commfuse":
             return 0.0
-        users = (self._wrappers, self._ulysses)
-        transports = [user.transport for user in users if user is not None]
-        return sum(lanes.blocked_seconds for lanes in transports if lanes is not None)
+        counted = (lanes for lanes in self._lanes if not isinstance(lanes, DataParallelLanes))
+        return sum(lanes.user.lanes().blocked_seconds for lanes in counted)
 
     @property
     def transport(self) -> Transport | None:
@@ -74,52 +62,28 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
     A collective over all processes, like the set-up of groups: enter it after
     ``initialize_model_parallel`` and before the model is built.
 
-    Raises:
-        ValueError: an unknown mode or option.
+    Args:
+        mode: ``megatron`` for Megatron's own layers; ``plain`` for the plain collectives with the
+            fused form's GEMMs; ``commfuse`` for the fused form.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
     options = commfuse_options(args)
     schedule = options.linear.schedule
     if mode == "megatron":
-        yield LinearsInUse(mode, None, schedule)
+        yield LinearsInUse(mode, schedule)
         return
-    form: Form = "fused" if mode == "commfuse" else "plain"
-    wrappers = LinearWrappers(options.linear, options.layers, form, options.min_bytes)
     manager = PatchManager()
-    wrappers.register(manager)
-    if options.attention:
-        AttentionWrappers(wrappers).register(manager)
-    log = None
-    if options.order_log is not None and form == "fused":
-        log = shared_order_log(options.order_log, dist.get_rank(), dist.get_world_size())
-    create = partial(
-        Transport.create, timeout=timedelta(minutes=args.distributed_timeout_minutes), order_log=log
+    wrappers, all_lanes = register_wrappers(
+        manager,
+        options,
+        form="fused" if mode == "commfuse" else "plain",
+        ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
     )
-    wrappers.transport = create(
-        parallel_state.get_tensor_model_parallel_group(), lanes=schedule.lanes
-    )
-    transports, ulysses = [wrappers.transport], None
-    if options.ulysses is not None:
-        ulysses = UlyssesWrappers(wrappers, options.ulysses, form)
-        ulysses.register(manager, "scripts.cpu_pretraining.ulysses.UlyssesAttention")
-        ulysses.transport = create(
-            parallel_state.get_context_parallel_group(), lanes=options.ulysses.schedule.lanes
-        )
-        transports.append(ulysses.transport)
-    if options.data_parallel is not None:
-        buckets = BucketWrappers(wrappers, options.data_parallel, form)
-        buckets.register(manager)
-        group = parallel_state.get_data_parallel_group(
-            with_context_parallel=True, partial_data_parallel=True
-        )
-        for direction in (buckets.gradients, buckets.parameters):
-            direction.transport = create(group, lanes=options.data_parallel.schedule.lanes)
-            transports.append(direction.transport)
+    for lanes in all_lanes:
+        lanes.open(args.distributed_timeout_minutes)
     manager.apply_patches()
     try:
-        yield LinearsInUse(mode, wrappers, schedule, ulysses)
+        yield LinearsInUse(mode, schedule, wrappers, all_lanes)
     finally:
         manager.remove_patches()
-        for transport in transports:
-            transport.close()
+        for lanes in all_lanes:
+            lanes.close()

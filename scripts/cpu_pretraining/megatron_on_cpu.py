@@ -14,10 +14,12 @@ buffers, its optimizers and its learning-rate schedule run as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -28,10 +30,6 @@ from commfuse_npu.kernels.cpu import accumulate_weight_gradient
 __all__ = ["REPLACEMENTS", "Replacement", "cuda_means_cpu", "megatron_on_cpu"]
 
 CPU = torch.device("cpu")
-
-
-def _current_device() -> torch.device:
-    return CPU
 
 
 def _get_rng_state(
@@ -87,7 +85,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "torch.cuda",
         "current_device",
-        _current_device,
+        lambda: CPU,
         "buffers of the linear layers, collectives and gradients are allocated on it",
     ),
     Replacement(
@@ -144,28 +142,17 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     ),
 )
 
-_ABSENT = object()
-
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Apply `REPLACEMENTS`; put back what was there before when the block ends."""
-    from importlib import import_module
-
-    before: list[tuple[Any, str, Any]] = []
-    try:
-        for replacement in REPLACEMENTS:
-            module = import_module(replacement.module)
-            name = replacement.attribute
-            before.append((module, name, getattr(module, name, _ABSENT)))
-            setattr(module, name, replacement.stand_in)
+    with ExitStack() as patches:
+        for one in REPLACEMENTS:
+            module = import_module(one.module)
+            patches.enter_context(
+                mock.patch.object(module, one.attribute, one.stand_in, create=True)
+            )
         yield
-    finally:
-        for module, name, value in reversed(before):
-            if value is _ABSENT:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
 
 
 def _is_cuda(device: object) -> bool:
@@ -174,8 +161,12 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Answers three questions the way a GPU would: where to allocate, `.cuda()` and `.type()`."""
+class cuda_means_cpu(TorchFunctionMode):
+    """A context in which torch reads the device "cuda" as "cpu".
+
+    Inside, `torch.zeros(1, device="cuda")` allocates on the CPU, `tensor.cuda()` is the tensor
+    itself and `tensor.type()` answers as on a GPU ("torch.cuda.FloatTensor").
+    """
 
     def __torch_function__(
         self,
@@ -192,16 +183,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         result = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and "cuda" not in result:
             # The optimizers compare this name with "torch.cuda.FloatTensor" and refuse others.
             return result.replace("torch.", "torch.cuda.", 1)
         return result
-
-
-def cuda_means_cpu() -> TorchFunctionMode:
-    """A context in which torch reads the device "cuda" as "cpu".
-
-    Inside, `torch.zeros(1, device="cuda")` allocates on the CPU, `tensor.cuda()` is the tensor
-    itself and `tensor.type()` answers as on a GPU ("torch.cuda.FloatTensor").
-    """
-    return _CudaMeansCpu()

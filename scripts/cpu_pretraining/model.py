@@ -22,7 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from .data import ByteTokenizer
+from .data import VOCABULARY
 from .megatron_on_cpu import cuda_means_cpu
 from .ulysses import UlyssesAttention
 
@@ -61,7 +61,7 @@ class Trainee:
 def padded_vocab_size(args: argparse.Namespace) -> int:
     """Vocabulary rounded up so that every tensor-parallel rank gets whole multiples of it."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return -(-ByteTokenizer.vocab_size // multiple) * multiple
+    return -(-VOCABULARY // multiple) * multiple
 
 
 def build_trainee(args: argparse.Namespace) -> Trainee:

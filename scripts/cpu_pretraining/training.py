@@ -122,7 +122,9 @@ class _Loop:
 
     def run(self, stop: StopRequest, checkpoints: bool, pace: Callable[[], int]) -> Outcome:
         args, outcome = self.args, Outcome(iteration=self.iteration)
-        metrics = self._metrics_log()
+        metrics = None
+        if self.first:
+            metrics = MetricsLog(self.folder / "metrics.jsonl", keep_until=self.iteration)
         bar = _progress_bar(args.train_iters, self.iteration, self.first)
         since_line: list[float] = []
         entries: list[dict[str, Any]] = []
@@ -198,11 +200,6 @@ class _Loop:
             return True
         return bool(interval) and self.iteration % interval == 0
 
-    def _metrics_log(self) -> MetricsLog | None:
-        if not self.first:
-            return None
-        return MetricsLog(self.folder / "metrics.jsonl", keep_until=self.iteration)
-
     def _iteration(self, stop: StopRequest) -> tuple[dict[str, Any], int]:
         """One optimizer step; returns the metrics entry and the agreed stop signal (0: go on)."""
         args, trainee = self.args, self.trainee
@@ -243,7 +240,7 @@ class _Loop:
             )
 
     def _blocked_seconds(self) -> float:
-        return self.linears.blocked_seconds() + self.collectives.blocked_seconds()
+        return self.linears.blocked_seconds() + self.collectives.seconds
 
     def _validate(self, metrics: MetricsLog | None, bar: Any) -> None:
         """Loss of the held-out data on the same samples every time."""

@@ -21,7 +21,9 @@ def main(words: list[str]) -> int:
     """Run the named tool with the rest of the words; its exit code."""
     if words[:1] and words[0] in _TOOLS:
         sys.argv[0] = f"python -m scripts.evidence {words[0]}"  # what its --help calls it
-        return int(import_module(f"scripts.evidence.{words[0]}").main(words[1:]))
+        # The ranks of faults are made from its package, which must not import the command.
+        module = "faults.command" if words[0] == "faults" else words[0]
+        return int(import_module(f"scripts.evidence.{module}").main(words[1:]))
     print(__doc__)
     print(*(f"  {name:<15} {what}" for name, what in _TOOLS.items()), sep="\n")
     if words[:1] in ([], ["-h"], ["--help"]):

@@ -12,20 +12,17 @@ With two ranks there is one addition, rounded once either way, so all three are 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.ops.buckets import plain_reduce_scatter_bucket
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
-from scripts.free_port import free_port
+from scripts.gloo_ranks import run_ranks
 
 __all__ = ["Errors", "main", "measure"]
 
@@ -75,20 +72,14 @@ def measure(
     return found
 
 
-def _rank(rank: int, port: int, size: int, elements: int, dtype: str, average: bool) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(minutes=2))
-    try:
-        transport = Transport.create()
-        found = measure(transport, elements, DTYPES[dtype], average)
-        everyone: list[list[Errors]] = [[]] * size
-        dist.all_gather_object(everyone, found)
-        if rank == 0:
-            _print(size, everyone)
-        transport.close()
-    finally:
-        dist.destroy_process_group()
+def _rank(rank: int, elements: int, dtype: str, average: bool) -> None:
+    transport = Transport.create()
+    found = measure(transport, elements, DTYPES[dtype], average)
+    everyone: list[list[Errors]] = [[]] * transport.size
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        _print(transport.size, everyone)
+    transport.close()
 
 
 def _print(size: int, everyone: Sequence[Sequence[Errors]]) -> None:
@@ -116,5 +107,5 @@ def main(argv: Sequence[str]) -> int:
     print(f"{what} of {args.dtype} gradients against fp64, {args.elements} elements per shard")
     print(f"{'ranks':>5}  {'':<24} {'mean error':>12} {'largest':>12}  bits of the collective")
     for size in args.ranks:
-        spawn(_rank, args=(free_port(), size, args.elements, args.dtype, args.average), nprocs=size)
+        run_ranks(_rank, size, args.elements, args.dtype, args.average)
     return 0

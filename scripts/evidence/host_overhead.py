@@ -13,7 +13,6 @@ is the same.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,12 +21,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
-from scripts.free_port import free_port
+from scripts.gloo_ranks import run_ranks
 
 __all__ = ["Overhead", "main", "measure"]
 
@@ -73,12 +71,8 @@ def measure(transport: Transport, calls: int) -> list[Overhead]:
     return found
 
 
-def _rank(rank: int, size: int, port: int, calls: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
+def _rank(rank: int, calls: int) -> None:
+    size = dist.get_world_size()
     transport = Transport.create(lanes=max(1, size - 1), timeout=timedelta(seconds=60))
     with torch.no_grad():
         found = measure(transport, calls)
@@ -91,7 +85,6 @@ def _rank(rank: int, size: int, port: int, calls: int) -> None:
             )
     dist.barrier()
     transport.close()
-    dist.destroy_process_group()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,6 +95,4 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.calls < 1:
         parser.error(f"--calls is {given.calls}; give a whole number from 1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    spawn(_rank, (given.ranks, free_port(), given.calls), nprocs=given.ranks)
-    return 0
+    return run_ranks(_rank, given.ranks, given.calls)

@@ -14,8 +14,6 @@ kernel that allocates its results and computes nothing.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -26,7 +24,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from commfuse_npu import ops
 from commfuse_npu.ops.options import LinearOptions
@@ -34,7 +31,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import BufferPool, Transport
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
-from scripts.free_port import free_port
+from scripts.gloo_ranks import run_ranks
 
 __all__ = ["Memory", "main", "measure"]
 
@@ -148,26 +145,18 @@ def _call(
     return forward_and_backward
 
 
-def _rank(rank: int, port: int, size: int, shape: tuple[int, int, int, int], file: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+def _rank(rank: int, shape: tuple[int, int, int, int], file: str) -> None:
     found = measure(*shape)
-    everyone: list[Any] = [None] * size
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     if rank == 0:
         worst = [
             max(of_op, key=lambda memory: memory.fused) for of_op in zip(*everyone, strict=True)
         ]
-        print(_table(worst, size, shape))
+        print(_table(worst, len(everyone), shape))
         if file:
             rows = [{**asdict(m), "extra_blocks": m.extra_blocks} for m in worst]
             write_json(Path(file), rows, indent=2)
-    dist.destroy_process_group()
-    # All is said and written.  An ordinary end lets the destructors of torch's libraries run, and
-    # about one in ten aborts there ("terminate called without an active exception"; torch 2.13).
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def _table(found: list[Memory], size: int, shape: tuple[int, int, int, int]) -> str:
@@ -204,5 +193,4 @@ def main(argv: Sequence[str]) -> int:
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
     shape = (args.sequence, args.hidden, args.heads, args.chunks)
-    spawn(_rank, args=(free_port(), args.ranks, shape, args.json), nprocs=args.ranks)
-    return 0
+    return run_ranks(_rank, args.ranks, shape, args.json)

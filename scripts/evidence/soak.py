@@ -13,7 +13,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import (
@@ -36,7 +33,7 @@ from commfuse_npu.ops import (
 )
 from scripts.evidence.markdown_section import replace_section
 from scripts.evidence.process_state import ProcessState, process_state
-from scripts.free_port import free_port
+from scripts.gloo_ranks import run_ranks
 
 __all__ = ["allowed_kib", "complaints", "judged", "main", "slope_kib", "soak", "unexplained_kib"]
 
@@ -244,12 +241,7 @@ def _report(
     return "\n".join(lines)
 
 
-def _rank(rank: int, port: int, given: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=_RANKS,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
+def _rank(rank: int, given: argparse.Namespace) -> int:
     transport = Transport.create(lanes=3, timeout=timedelta(seconds=120))
     start = time.monotonic()
     history: list[list[ProcessState]] = [[] for _ in range(_RANKS)]
@@ -268,9 +260,7 @@ def _rank(rank: int, port: int, given: argparse.Namespace) -> None:
         if given.markdown is not None:
             replace_section(given.markdown, "soak", text)
     transport.close()
-    dist.destroy_process_group()
-    if rank == 0 and any(complaints(states) for states in history):
-        sys.exit(1)
+    return int(any(complaints(states) for states in history))
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -296,11 +286,4 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Train, and say what grew; 1 if anything did."""
-    given = _arguments(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        spawn(_rank, (free_port(), given), nprocs=_RANKS)
-    except ProcessExitedException as error:
-        # The ranks exit with 1 when something grew, and have said so.
-        return int(error.exit_code)
-    return 0
+    return run_ranks(_rank, _RANKS, _arguments(argv))

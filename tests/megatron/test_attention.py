@@ -17,7 +17,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.attention import AttentionWrappers
-from tests.megatron.test_wrappers import megatron
+from tests.megatron.in_ranks import megatron, patched
 
 OPTIONS = LinearOptions(Schedule(lanes=1, chunks=2))
 HIDDEN, LENGTH, BATCH = 64, 16, 2
@@ -82,11 +82,8 @@ def wrapped(case: Case, form: str):
     wrappers.register(manager)
     AttentionWrappers(wrappers).register(manager)
     wrappers.transport = lanes(parallel_state.get_tensor_model_parallel_group())
-    manager.apply_patches()
-    try:
+    with patched(manager):
         yield wrappers
-    finally:
-        manager.remove_patches()
 
 
 def run(case: Case) -> dict[str, torch.Tensor]:

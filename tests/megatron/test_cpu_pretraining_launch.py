@@ -3,55 +3,100 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from scripts.cpu_pretraining import launch
+from tests.megatron.in_ranks import TINY
 
 
-def launch(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.cpu_pretraining.launch", *options],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_a_mistake_is_answered_before_any_rank_starts() -> None:
-    run = launch("--seq-length", "255")
-    assert run.returncode == 2
-    assert run.stderr.splitlines() == [
+def test_a_mistake_is_answered_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(launch, "torchrun", lambda words: pytest.fail("ranks were started"))
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["--seq-length", "255"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
         "cpu_pretraining: error: sequence length 255 is not divisible by the tensor-parallel size "
         "2; choose --seq-length 254 or 256"
     ]
 
 
-def test_the_exit_code_is_that_of_the_run(tmp_path) -> None:
-    run = launch("--resume", "--runs-dir", str(tmp_path))
-    assert run.returncode == 2
-    assert "there is no complete checkpoint in" in run.stderr
-    assert "ended with exit code 2; its own message is above" in run.stderr
-    assert "Traceback" not in run.stderr
+@pytest.mark.parametrize(("tp", "cp", "dp"), [(1, 1, 1), (2, 2, 3)])
+def test_as_many_ranks_as_the_layout_needs(
+    monkeypatch: pytest.MonkeyPatch, tp: int, cp: int, dp: int
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(launch, "torchrun", started.extend)
+    layout = f"--tensor-model-parallel-size {tp} --context-parallel-size {cp} "
+    layout += f"--data-parallel-size {dp} --global-batch-size 12"
+    assert launch.main(layout.split()) == 0
+    assert started[started.index("--nproc_per_node") + 1] == str(tp * cp * dp)
+    assert started[-len(layout.split()) :] == layout.split()
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 2)])
-def test_as_many_ranks_as_the_layout_needs(tmp_path, tp: int, dp: int) -> None:
-    run = launch(
-        *f"--tensor-model-parallel-size {tp} --data-parallel-size {dp} --num-layers 1 --fp32 "
-        "--hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 "
-        "--seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
-        "--eval-interval 0 --save-interval 0".split(),
-        *("--runs-dir", str(tmp_path)),
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        (ChildFailedError("run", {1: ProcessFailure(1, 0, 2, "")}), 2),
+        (ChildFailedError("run", {1: ProcessFailure(1, 0, -9, "")}), 137),
+        (SignalException("stopped", signal.SIGINT), 130),
+    ],
+)
+def test_the_exit_code_is_that_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, ended: Exception, code: int
+) -> None:
+    def torchrun(words: list[str]) -> None:
+        raise ended
+
+    monkeypatch.setattr(launch, "torchrun", torchrun)
+    assert launch.main([]) == code
+    said = "rank 1 ended with exit code" if isinstance(ended, ChildFailedError) else ""
+    assert said in capsys.readouterr().err
+
+
+def start(runs: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "scripts.cpu_pretraining.launch", *TINY.split()),
+            *("--runs-dir", str(runs), *options),
+        ],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    assert run.returncode == 0, run.stderr
-    assert " iteration        2/       2 | consumed samples:            8 |" in run.stdout
-    folders = list(tmp_path.glob("llama_tiny/checkpoints/iter_0000002/mp_rank_*"))
-    assert len(folders) == tp * dp
+
+
+def test_a_comparison_from_the_command_line(tmp_path: Path) -> None:
+    with start(tmp_path, "--compare", "--train-iters", "2", "--eval-interval", "0") as process:
+        said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert "identical: True" in said.splitlines()
+
+
+@pytest.mark.long
+def test_ctrl_c_saves_and_answers_130(tmp_path: Path) -> None:
+    with start(tmp_path, "--train-iters", "100000", "--save-interval", "0") as process:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if " iteration        2/" in line:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 130, said
+    assert "give the same command with --resume to go on" in said
+    assert "Traceback" not in said
+    assert list(tmp_path.glob("llama_tiny/checkpoints/iter_*/mp_rank_01_000/model_optim.pt"))

@@ -6,34 +6,36 @@ import contextlib
 import io
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.tools.bench import wire
 from scripts.cpu_pretraining import __main__ as command
+from scripts.cpu_pretraining import link_rate
 from scripts.cpu_pretraining.arguments import parse_arguments
+from scripts.cpu_pretraining.data import Corpus, load_corpus
+from scripts.cpu_pretraining.interrupt import StopRequest
 from scripts.cpu_pretraining.speed import Speed, speed_of
 from scripts.cpu_pretraining.usage_error import UsageError
+from tests.megatron.in_ranks import TINY, megatron
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's option")
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = (
-    "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
-    "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 2 --fp32 "
-    "--train-iters 5 --lr-warmup-iters 1 --eval-interval 0 --distributed-timeout-minutes 2"
+OPTIONS = (
+    f"{TINY} --num-layers 1 --global-batch-size 2 --train-iters 5 --eval-interval 0 --data-path "
+    f"{Path(wire.__file__).parent}"
 )
 RATE = 300_000_000
 
 
 def parse(options: str, world_size: int | None = None) -> Any:
-    return parse_arguments([*TINY.split(), *options.split()], world_size=world_size)
+    return parse_arguments([*OPTIONS.split(), *options.split()], world_size=world_size)
 
 
 def test_no_rate_unless_asked_for() -> None:
@@ -108,33 +110,17 @@ def rates() -> set[int]:
     return found
 
 
-def training(work: Callable[[Any, Any], Any], options: str) -> Any:
-    """What `work` gives, of two ranks with Megatron set up."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from scripts.cpu_pretraining.data import load_corpus
-    from scripts.cpu_pretraining.megatron_on_cpu import megatron_on_cpu
-
+def request(options: str) -> tuple[Any, Corpus]:
     args = parse(options, dist.get_world_size())
-    corpus = load_corpus(
-        str(ROOT / "commfuse_npu"), valid_fraction=0.05, seq_length=32, need_valid=False
-    )
-    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
-    try:
-        with megatron_on_cpu():
-            return work(args, corpus)
-    finally:
-        parallel_state.destroy_model_parallel()
+    return args, load_corpus(args.data_path, valid_fraction=0.05, seq_length=32, need_valid=False)
 
 
 def rates_while_training(rank: int, folder: Path, options: str) -> list[set[int]]:
     """Rates before each iteration and after the training; one connection comes during the first."""
-    from scripts.cpu_pretraining import training as module
-    from scripts.cpu_pretraining.interrupt import StopRequest
+    from scripts.cpu_pretraining import training
 
     found, late = [], contextlib.ExitStack()
-    iterate = module._Loop._iteration
+    iterate = training._Loop._iteration
 
     def watched(loop: Any, stop: Any) -> Any:
         found.append(rates())
@@ -143,12 +129,13 @@ def rates_while_training(rank: int, folder: Path, options: str) -> list[set[int]
             late.enter_context(socket.create_connection(server.getsockname()))
         return iterate(loop, stop)
 
-    with late, mock.patch.object(module._Loop, "_iteration", watched):
-        training(
-            lambda args, corpus: module.train(
-                args, corpus, mode="commfuse", folder=folder, stop=StopRequest(), checkpoints=False
-            ),
-            options,
+    with late, mock.patch.object(training._Loop, "_iteration", watched), megatron(2):
+        training.train(
+            *request(options),
+            mode="commfuse",
+            folder=folder,
+            stop=StopRequest(),
+            checkpoints=False,
         )
         found.append(rates())
     return found
@@ -165,10 +152,6 @@ def test_every_connection_has_the_rate_while_training_and_loses_it(ranks, tmp_pa
 
 def refused_on_rank_one(rank: int, when: str) -> tuple[str, set[int], int]:
     """The error, the rates that are left, and how often the training was entered."""
-    import torch.distributed as dist
-
-    from scripts.cpu_pretraining import link_rate
-
     entered = 0
     with contextlib.ExitStack() as patches:
 
@@ -208,14 +191,10 @@ def test_a_refusal_on_one_rank_is_an_error_on_all(ranks, when: str) -> None:
 
 def compared(rank: int, folder: Path) -> tuple[int, str]:
     from scripts.cpu_pretraining.compare import compare
-    from scripts.cpu_pretraining.interrupt import StopRequest
 
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = training(
-            lambda args, corpus: compare(args, corpus, folder, StopRequest()),
-            "--compare --link-rate 300",
-        )
+    with contextlib.redirect_stdout(printed), megatron(2):
+        code = compare(*request("--compare --link-rate 300"), folder, StopRequest())
     return code, printed.getvalue()
 
 

@@ -21,9 +21,11 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport, TransportError
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
+from tests.megatron.in_ranks import megatron, patched
 
 GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
-ITERATIONS = 20
+PATIENT, IMPATIENT = timedelta(seconds=60), timedelta(seconds=6)
+"""Limits of transports: where nothing goes wrong, and where somebody is waited for in vain."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Case:
     microbatches: int = 1
     schedule: Schedule = Schedule(lanes=1)
     tensor_parallel: int = 1
-    iterations: int = ITERATIONS
+    iterations: int = 6
     references: tuple[str, ...] = ("megatron",)
 
 
@@ -67,32 +69,17 @@ class Net(torch.nn.Module):
 
 
 @contextmanager
-def megatron(tensor_parallel: int = 1, minutes: float = 1) -> Iterator[None]:
-    """Parallel state of the real Megatron; what is left of the ranks are replicas."""
-    from megatron.core import parallel_state
-
-    from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
-
-    parallel_state.initialize_model_parallel(tensor_parallel, distributed_timeout_minutes=minutes)
-    try:
-        with megatron_on_cpu(), cuda_means_cpu():
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-@contextmanager
 def wrapped(
     case: Case,
     form: str,
     before: Callable[[PatchManager], None] = lambda manager: None,
-    close: bool = True,
+    fails: bool = False,
 ) -> Iterator[LinearWrappers]:
     """The wrappers of one form; ``megatron`` stands for none.
 
     Args:
         before: registers what other features would, earlier.
-        close: give the lanes up at the end, which broken ones cannot be.
+        fails: the lanes will be broken: they cannot be given up at the end.
     """
     from megatron.core import parallel_state
 
@@ -107,15 +94,14 @@ def wrapped(
         )
         for direction in (buckets.gradients, buckets.parameters):
             direction.transport = Transport.create(
-                group, lanes=case.schedule.lanes, timeout=timedelta(seconds=4)
+                group, lanes=case.schedule.lanes, timeout=IMPATIENT if fails else PATIENT
             )
             transports.append(direction.transport)
-    manager.apply_patches()
     try:
-        yield linears
+        with patched(manager):
+            yield linears
     finally:
-        manager.remove_patches()
-        for transport in transports if close else ():
+        for transport in () if fails else transports:
             transport.close()
 
 
@@ -248,23 +234,24 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
         Case(overlap_gradients=True),
         Case(**BOTH, references=("megatron", "plain")),
         Case(**BOTH, **BF16),
-        Case(**BF16, fp32_gradients=False, iterations=6),
-        Case(**BOTH, **BF16, fp32_gradients=False, microbatches=2, clip=0.0, iterations=6),
-        Case(**BOTH, frozen=True, iterations=6),
-        Case(**BOTH, schedule=Schedule(lanes=1, chunks=3), iterations=6),
-        Case(**BOTH, average=True, references=("plain",), iterations=6),
-        Case(average=True, references=("plain",), iterations=6),
+        Case(**BF16, fp32_gradients=False),
+        Case(**BOTH, **BF16, fp32_gradients=False, microbatches=2, clip=0.0),
+        Case(**BOTH, frozen=True),
+        Case(**BOTH, schedule=Schedule(lanes=1, chunks=3)),
+        Case(**BOTH, average=True, references=("plain",)),
+        Case(average=True, references=("plain",)),
     ]
     for found in ranks(2).run(compared, cases, timeout=150):
         # Only with overlapped gradients does Megatron make more than one bucket.
         assert [count > 1 for count in found] == [case.overlap_gradients for case in cases]
 
 
+@pytest.mark.long
 def test_four_ranks_as_replicas_and_as_two_halves_of_two(ranks) -> None:
     cases = [
-        Case(**BOTH, **BF16, fp32_gradients=False, schedule=Schedule(lanes=2), iterations=8),
-        Case(**BOTH, tensor_parallel=2, iterations=8),
-        Case(**BF16, tensor_parallel=2, iterations=8),
+        Case(**BOTH, **BF16, fp32_gradients=False, schedule=Schedule(lanes=2)),
+        Case(**BOTH, tensor_parallel=2),
+        Case(**BF16, tensor_parallel=2),
     ]
     ranks(4).run(compared, cases, timeout=150)
 
@@ -362,65 +349,68 @@ class Failure:
     culprit: int
 
 
-def failing(rank: int, failures: list[Failure]) -> list[tuple[str, bool, int]]:
+def failing(rank: int, failure: Failure) -> tuple[str, bool, int]:
     """What a rank saw: the kind of error, whether no bit has changed since, steps that were made.
 
     Broken process groups are left behind; the ranks have to be ended.
     """
-    found = []
-    for failure in failures:
-        # Groups of other failures are broken, this one gets new ones.
-        with (
-            megatron(failure.case.tensor_parallel, minutes=0.08),
-            wrapped(failure.case, "fused", close=False),
-        ):
-            training = Training(failure.case)
-            for _ in range(2):
-                training.iterate()
-            training.finish_parameters()
-            if rank == failure.culprit:
-                failure.where(training, failure.how)
-            before, kind = training.sha256(), "none"
-            try:
-                training.iterate()
-            except (PlantedError, TransportError, RuntimeError) as error:
-                kind = type(error).__name__
-            found.append((kind, training.sha256() == before, training.steps))
-    return found
+    tensor_parallel, minutes = failure.case.tensor_parallel, IMPATIENT.total_seconds() / 60
+    with megatron(tensor_parallel, minutes=minutes), wrapped(failure.case, "fused", fails=True):
+        training = Training(failure.case)
+        for _ in range(2):
+            training.iterate()
+        training.finish_parameters()
+        if rank == failure.culprit:
+            failure.where(training, failure.how)
+        before, kind = training.sha256(), "none"
+        try:
+            training.iterate()
+        except (PlantedError, TransportError, RuntimeError) as error:
+            kind = type(error).__name__
+        return kind, training.sha256() == before, training.steps
 
 
 NO_OVERLAP = Case(clip=0.0)
 OVERLAP = replace(NO_OVERLAP, **BOTH)
 
 
-def test_a_rank_that_raises_keeps_the_others_from_their_step(ranks) -> None:
-    failures = [
-        Failure(OVERLAP, fail_in_backward, raise_it, 1),
-        Failure(OVERLAP, fail_in_a_bucket, raise_it, 1),
-        Failure(OVERLAP, fail_after_all, raise_it, 1),
-        Failure(NO_OVERLAP, fail_after_all, raise_it, 1),
-    ]
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [
+        (OVERLAP, fail_after_all),
+        pytest.param(OVERLAP, fail_in_backward, marks=long),
+        pytest.param(OVERLAP, fail_in_a_bucket, marks=long),
+        pytest.param(NO_OVERLAP, fail_after_all, marks=long),
+    ],
+)
+def test_a_rank_that_raises_keeps_the_others_from_their_step(
+    ranks, case: Case, where: Callable[..., None]
+) -> None:
     try:
-        found = ranks(2).run(failing, failures, timeout=60)
+        found = ranks(2).run(failing, Failure(case, where, raise_it, 1))
     finally:
         ranks(2).kill()
-    assert found == [[("TransportError", True, 2)] * 4, [("PlantedError", True, 2)] * 4]
+    assert found == [("TransportError", True, 2), ("PlantedError", True, 2)]
 
 
+@long
 def test_the_error_reaches_the_other_halves_of_the_replicas(ranks) -> None:
     """Ranks 1 and 3 sum over a group of their own, in which nothing is amiss."""
     failure = Failure(replace(OVERLAP, tensor_parallel=2), fail_after_all, raise_it, 2)
     try:
-        found = ranks(4).run(failing, [failure], timeout=60)
+        found = ranks(4).run(failing, failure)
     finally:
         ranks(4).kill()
     kinds = ["TransportError", "TransportError", "PlantedError", "TransportError"]
-    assert found == [[(kind, True, 2)] for kind in kinds]
+    assert found == [(kind, True, 2) for kind in kinds]
 
 
 def test_a_rank_that_dies_keeps_the_others_from_their_step(ranks) -> None:
     failure = Failure(OVERLAP, fail_in_a_bucket, die, 1)
-    outcomes = ranks(3).outcomes(failing, [failure], timeout=60, may_die=True)
+    outcomes = ranks(3).outcomes(failing, failure, may_die=True)
     assert isinstance(outcomes[1].error, EOFError)
     for survivor in (0, 2):
-        assert outcomes[survivor].value == [("TransportError", True, 2)], outcomes
+        assert outcomes[survivor].value == ("TransportError", True, 2), outcomes

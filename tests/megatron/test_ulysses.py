@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -21,7 +21,9 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.ulysses import UlyssesWrappers
+from mindspeed_patches.ulysses_exchange import innermost, scale_of
 from mindspeed_patches.wrappers import LAYERS
+from tests.megatron.in_ranks import megatron, patched
 
 MODULE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
 LENGTH, BATCH, DIMENSION = 16, 2, 8
@@ -40,21 +42,9 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-@contextmanager
-def megatron() -> Iterator[None]:
-    """Parallel state of the real Megatron with context parallelism over all ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
-
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    try:
-        with megatron_on_cpu(), cuda_means_cpu():
-            model_parallel_cuda_manual_seed(1)
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
+def all_ranks() -> AbstractContextManager[None]:
+    """Megatron with context parallelism over all ranks."""
+    return megatron(context_parallel=dist.get_world_size())
 
 
 def build(case: Case, context_parallel: int) -> torch.nn.Module:
@@ -131,16 +121,13 @@ def wrapped(
     ulysses.transport = lanes(dist.get_world_size())
     # The lanes of another test over the same ranks serve, whatever group they were made for.
     ulysses.transport.group = parallel_state.get_context_parallel_group()
-    manager.apply_patches()
-    try:
+    with patched(manager):
         yield linears
-    finally:
-        manager.remove_patches()
 
 
 def compared(rank: int, cases: list[Case]) -> None:
     size = dist.get_world_size()
-    with megatron():
+    with all_ranks():
         for case in cases:
             results = {}
             for form in ("fused", "plain"):
@@ -184,7 +171,7 @@ def test_four_ranks_that_share_key_heads(ranks) -> None:
 
 def dropout_keeps_its_own_forward(rank: int) -> int:
     case = Case(config={"attention_dropout": 0.1})
-    with megatron(), wrapped(LinearOptions(case.schedule), "fused") as linears:
+    with all_ranks(), wrapped(LinearOptions(case.schedule), "fused") as linears:
         assert all(torch.isfinite(x).all() for x in run(case, 2))
         return linears.calls["ulysses", "attention dropout is 0.1"]
 
@@ -236,12 +223,6 @@ OBSTACLES = [
     ),
     (attention(), {}, qkv(3, 3), "3 query heads and 3 key heads cannot be shared out evenly"),
     (attention(), {}, qkv(4, 3), "4 query heads and 3 key heads cannot be shared out evenly"),
-    (
-        attention(config={"context_parallel_kv_cache_policy": "full"}),
-        {},
-        qkv(),
-        "context_parallel_kv_cache_policy leaves the exchange to local attention",
-    ),
 ]
 
 
@@ -269,14 +250,6 @@ def test_obstacles_by_their_reason(
     assert len(caplog.records) == 1  # said once
 
 
-def test_a_group_of_one_has_nothing_to_exchange() -> None:
-    linears = LinearWrappers()
-    ulysses = UlyssesWrappers(linears)
-    ulysses.transport = SimpleNamespace(size=1, group=GROUP)  # type: ignore[assignment]
-    ulysses.ulysses_forward_wrapper(lambda *args: None)(attention(), *qkv(), None)
-    assert linears.calls["ulysses", "a context-parallel group of one has nothing to transfer"] == 1
-
-
 def test_lanes_that_were_not_made() -> None:
     ulysses = UlyssesWrappers(LinearWrappers())
     with pytest.raises(RuntimeError, match="the lanes of the context-parallel group do not exist"):
@@ -288,16 +261,9 @@ def test_lanes_that_were_not_made() -> None:
     [(0.3, {"softmax_scale": 0.2}, 0.3), (None, {"softmax_scale": 0.2}, 0.2), (None, {}, None)],
 )
 def test_the_scale_is_that_of_local_attention(
-    monkeypatch: pytest.MonkeyPatch, own: float | None, config: dict[str, Any], expected: float
+    own: float | None, config: dict[str, Any], expected: float | None
 ) -> None:
-    found = []
-    monkeypatch.setattr(
-        UlyssesWrappers, "_attend", lambda self, q, k, v, causal, scale: found.append(scale)
-    )
-    layer = attention(config=config, nested=True)
+    core = innermost(attention(config=config, nested=True).local_attn)
     if own is not None:
-        layer.local_attn.core_attention.scale = own
-    ulysses = UlyssesWrappers(LinearWrappers())
-    ulysses.transport = SimpleNamespace(size=2, group=GROUP)  # type: ignore[assignment]
-    ulysses.ulysses_forward_wrapper(lambda *args: None)(layer, *qkv(), None)
-    assert found == [expected]
+        core.scale = own
+    assert scale_of(core) == expected

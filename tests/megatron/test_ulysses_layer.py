@@ -6,6 +6,7 @@ import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from mindspeed_patches.whole_positions import WholePositions
 from mindspeed_patches.wrappers import LAYERS
 from tests.distributed.test_ulysses import note_order
 from tests.megatron import test_ulysses
-from tests.megatron.test_ulysses import lanes, megatron
+from tests.megatron.test_ulysses import all_ranks, lanes
 
 LENGTH, BATCH, DIMENSION, HIDDEN = 16, 2, 8, 24
 ALL = ("qkv", "ulysses", "proj")
@@ -209,7 +210,7 @@ def close_to_not_split(found: dict[str, torch.Tensor], case: Case) -> None:
 
 def compared(rank: int, cases: list[Case]) -> None:
     size = dist.get_world_size()
-    with megatron():
+    with all_ranks():
         for case in cases:
             results = {}
             for form in ("fused", "plain"):
@@ -258,7 +259,7 @@ def test_four_ranks(ranks) -> None:
 
 def partly(rank: int, case: Case) -> list[tuple[str, str]]:
     size = dist.get_world_size()
-    with megatron():
+    with all_ranks():
         results, calls = {}, []
         for form in ("fused", "plain"):
             with wrapped(case, form) as linears:
@@ -315,7 +316,7 @@ def test_what_cannot_join_leaves_the_rest_fused(ranks, name: str) -> None:
 
 def selective_recomputation(rank: int) -> set[tuple[str, str]]:
     case = Case(config={"recompute_granularity": "selective"})
-    with megatron(), wrapped(case) as linears:
+    with all_ranks(), wrapped(case) as linears:
         found = run(case, 2)
         close_to_not_split(found, case)
         return set(linears.calls)
@@ -328,7 +329,7 @@ def test_core_attention_that_is_recomputed_by_itself(ranks) -> None:
 
 def what_attention_refuses(rank: int) -> set[tuple[str, str]]:
     case = Case(config={"attention_dropout": 0.1})
-    with megatron(), wrapped(case) as linears:
+    with all_ranks(), wrapped(case) as linears:
         assert all(torch.isfinite(tensor).all() for tensor in run(case, 2).values())
         return set(linears.calls)
 
@@ -358,7 +359,7 @@ def reasons(rank: int) -> None:
         assert re.search(expected, found), found
 
     rotary = torch.zeros(8, 1, 1, 8)
-    with megatron():
+    with all_ranks():
         layer = build(Case(), 2)
         good = {"attention_mask": None, "rotary_pos_emb": (rotary, None)}
         assert layer_obstacle(layer, good) is qkv(good) is proj_obstacle(layer, LAYERS) is None
@@ -411,7 +412,7 @@ def a_mask_that_changes_between(rank: int) -> set[tuple[str, str]]:
     from megatron.core.transformer.enums import AttnMaskType
 
     case = Case()
-    with megatron():
+    with all_ranks():
         with wrapped(case) as linears:
             layer, rows = build(case, 2), own_rows(2)
             layer.linear_qkv.register_forward_hook(
@@ -435,7 +436,7 @@ def test_attention_that_turns_out_to_be_more(ranks) -> None:
 
 def hooks_and_what_is_left_behind(rank: int) -> None:
     case, seen = Case(), []
-    with megatron(), wrapped(case) as linears:
+    with all_ranks(), wrapped(case) as linears:
         layer, rows = build(case, 2), own_rows(2)
         modules = (layer, layer.linear_qkv, layer.core_attention, layer.linear_proj)
         for name in ("linear_qkv", "core_attention", "linear_proj"):
@@ -459,7 +460,7 @@ def test_hooks_run_and_nothing_stays_replaced(ranks) -> None:
 def recorded(rank: int) -> tuple[list[str], list[str]]:
     """What is done in a forward and in a backward, in order."""
     case, events = Case(options=LinearOptions(Schedule(lanes=1))), []
-    with megatron(), wrapped(case), pytest.MonkeyPatch.context() as patch:
+    with all_ranks(), wrapped(case), pytest.MonkeyPatch.context() as patch:
         layer, rows = build(case, 2), own_rows(2)
         x = torch.randn(LENGTH // 2, BATCH, HIDDEN).requires_grad_()
         call(case, layer, x, rows)  # the ranks compare what they do, once
@@ -490,7 +491,7 @@ def on_either_side(rank: int, dtype: torch.dtype) -> None:
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
     size = dist.get_world_size()
-    with megatron():
+    with all_ranks():
         group = lanes(size).group
         for case in (Case(), Case(config={"rotary_interleaved": True})):
             layer, rows = build(replace(case, dtype=dtype), size), own_rows(size)
@@ -520,23 +521,19 @@ def test_norms_and_positions_are_the_same_bits_on_either_side(ranks, dtype: torc
     ranks(4).run(on_either_side, dtype)
 
 
-def gathers(rank: int) -> None:
-    count = 0
+def counted_gathers() -> Any:
     original = whole_positions.all_gather_rows
+    return mock.patch.object(whole_positions, "all_gather_rows", side_effect=original)
 
-    def counted(*args: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return original(*args)
 
-    with megatron(), pytest.MonkeyPatch.context() as patch:
+def gathers(rank: int) -> None:
+    with all_ranks(), counted_gathers() as gather:
         group = lanes(2).group
-        patch.setattr(whole_positions, "all_gather_rows", counted)
         known = WholePositions()
 
         def expect(part: torch.Tensor, total: int) -> None:
             whole = known.of(part, group)
-            assert count == total
+            assert gather.call_count == total
             rows = whole[2 * rank : 2 * rank + 2]
             assert torch.equal(rows, part)
             assert not whole.requires_grad
@@ -554,7 +551,7 @@ def gathers(rank: int) -> None:
             expect(torch.full((2, 2), float(number)), number)
         expect(part, 12)  # forgotten
         known.of(torch.zeros(2, 2), dist.new_group([0, 1]))
-        assert count == 13
+        assert gather.call_count == 13
         expect(part, 14)  # of another group
         with torch.inference_mode():
             unseen = torch.ones(2, 2)
@@ -570,16 +567,8 @@ def gathers_of_layers(rank: int) -> int:
     """Three layers, one of them recomputed, two iterations."""
     from megatron.core.tensor_parallel import checkpoint
 
-    case, count = Case(), 0
-    original = whole_positions.all_gather_rows
-
-    def counted(*args: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return original(*args)
-
-    with megatron(), wrapped(case), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_positions, "all_gather_rows", counted)
+    case = Case()
+    with all_ranks(), wrapped(case), counted_gathers() as gather:
         layer, rows = build(case, 2), own_rows(2)
         angles = positions(case, rows)
         for _ in range(2):
@@ -590,7 +579,7 @@ def gathers_of_layers(rank: int) -> int:
                 return call(case, layer, hidden, rows, emb)
 
             checkpoint(forward, False, x, angles).sum().backward()
-        return count
+        return int(gather.call_count)
 
 
 def test_all_layers_and_recomputation_share_what_is_gathered(ranks) -> None:
@@ -630,7 +619,7 @@ def the_scale_of_another_layer(patch: pytest.MonkeyPatch) -> None:
 
 def planted(rank: int, name: str) -> None:
     case = Case()
-    with megatron(), pytest.MonkeyPatch.context() as patch:
+    with all_ranks(), pytest.MonkeyPatch.context() as patch:
         FAULTS[name](patch)
         with wrapped(case):
             found = run(case, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
+from tests.megatron.in_ranks import megatron, patched
 
 SIZES = {"hidden": 64, "ffn": 128, "length": 32, "batch": 2}
 
@@ -43,24 +43,6 @@ class Knobs:
     length: int = SIZES["length"]
     options: LinearOptions = LinearOptions(Schedule(chunks=2))
     layers: tuple[str, ...] = LAYERS
-
-
-@contextmanager
-def megatron(size: int) -> Iterator[None]:
-    """Parallel state of the real Megatron with tensor parallelism over all ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
-
-    warnings.simplefilter("ignore")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-    try:
-        with megatron_on_cpu(), cuda_means_cpu():
-            model_parallel_cuda_manual_seed(1)
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def build(knobs: Knobs) -> torch.nn.Module:
@@ -155,11 +137,8 @@ def wrapped(knobs: Knobs, form: str, min_bytes: int = 0) -> Iterator[LinearWrapp
     wrappers.transport = lanes(parallel_state.get_tensor_model_parallel_group())
     manager = PatchManager()
     wrappers.register(manager)
-    manager.apply_patches()
-    try:
+    with patched(manager):
         yield wrappers
-    finally:
-        manager.remove_patches()
 
 
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
@@ -245,7 +224,7 @@ def fused_cases() -> list[tuple[Knobs, str]]:
     return [(knobs, "fused") for knobs in cases]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_fused_layers_equal_megatrons(ranks, size: int) -> None:
     # Two ranks: also the bits of the unsplit GEMM and of gloo's all-reduce, at these shapes.
     ranks(size).run(compared, fused_cases(), size == 2, timeout=150)
@@ -446,12 +425,9 @@ def without_lanes(rank: int) -> None:
     with megatron(2):
         manager = PatchManager()
         LinearWrappers().register(manager)
-        manager.apply_patches()
-        try:
-            with pytest.raises(RuntimeError, match="after initialize_model_parallel and before"):
-                build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
-        finally:
-            manager.remove_patches()
+        refusal = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
+        with patched(manager), refusal:
+            build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
 
 
 def test_lanes_have_to_exist(ranks) -> None:

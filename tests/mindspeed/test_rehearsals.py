@@ -89,7 +89,7 @@ def why_not() -> str | None:
     if missing:
         return (
             f"set {', '.join(missing)} to checkouts of MindSpeed, MindSpeed-LLM, Megatron-LM "
-            "(python -m mindspeed_patches.rehearse -- x.py says which belong together)"
+            "(python -m mindspeed_patches.rehearsal -- x.py says which belong together)"
         )
     if not (ENVIRONMENT / ".installed-rehearse").exists():
         return f"no {ENVIRONMENT}; bash scripts/rehearse_on_cpu.sh --help makes it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import types
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from commfuse_npu import Schedule
 from commfuse_npu.tuning import Tuning
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
-from mindspeed_patches.patching import Feature, FeaturesManager, PatchManager
+from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import (
     ATTENTION_REFUSALS,
     REFUSALS,
@@ -285,10 +285,6 @@ class TestHooks:
     def test_patches_only_with_the_flag(self) -> None:
         pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-        class Manager(FeaturesManager):
-            FEATURES_LIST: ClassVar[list[Feature]] = [CommFuseFeature()]
-            patches = PatchManager()
-
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -299,19 +295,18 @@ class TestHooks:
                 parallel_state.initialize_model_parallel,
             ]
 
-        before = owners()
+        before, manager, feature = owners(), PatchManager(), CommFuseFeature()
         off = argparse.Namespace(optimization_level=2, use_commfuse=False)
-        Manager.apply_features_pre_patches(off)
-        Manager.apply_features_patches(off)
-        assert owners() == before
         on = real_arguments(transformer_impl="local")
-        Manager.apply_features_pre_patches(on)
+        assert not feature.is_need_apply(off)
+        assert feature.is_need_apply(on)
+        feature.register_patches(manager, on)
         assert owners() == before
-        Manager.apply_features_patches(on)
+        manager.apply_patches()
         try:
             assert all(new.__wrapped__ is old for new, old in zip(owners(), before, strict=True))
         finally:
-            Manager.patches.remove_patches()
+            manager.remove_patches()
         assert owners() == before
 
     def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(

@@ -76,14 +76,11 @@ def test_wrappers_may_come_after_a_first_apply(module) -> None:
     assert module.add(1, 2) == 40
 
 
-def test_a_second_replacement_is_refused_unless_forced(module) -> None:
+def test_a_second_replacement_is_refused(module) -> None:
     manager = PatchManager()
     manager.register_patch("patched_module.add", subtract)
     with pytest.raises(RuntimeError, match=r"patched_module.add is replaced already; wrap it"):
         manager.register_patch("patched_module.add", lambda a, b: 0)
-    manager.register_patch("patched_module.add", lambda a, b: 0, force_patch=True)
-    manager.apply_patches()
-    assert module.add(5, 2) == 0
 
 
 def test_what_other_modules_imported_is_rebound(module) -> None:
@@ -111,12 +108,10 @@ def test_removing_puts_everything_back(module) -> None:
     before, held = module.add, sys.modules["importing_module"].add
     manager = PatchManager()
     manager.register_patch("patched_module.add", times_ten_wrapper)
-    manager.register_patch("patched_module.missing.function", subtract, create_dummy=True)
     manager.apply_patches()
     manager.remove_patches()
     assert module.add is before
     assert sys.modules["importing_module"].add is held
-    sys.modules.pop("patched_module.missing", None)
 
 
 def test_a_patch_stays_in_force_until_the_next_apply(module) -> None:
@@ -147,20 +142,6 @@ def test_modules_that_import_a_patched_function_later_follow_too(module) -> None
         sys.modules.pop("later_module")
 
 
-def test_wrappers_are_removed_by_name(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", plus_one_wrapper)
-    manager.register_patch("patched_module.add", times_ten_wrapper)
-    manager.apply_patches()
-    manager.remove_wrappers("patched_module.add", "plus_one_wrapper")
-    manager.apply_patches()
-    assert module.add(1, 2) == 30
-    with pytest.raises(RuntimeError, match="has no wrapper called plus_two_wrapper"):
-        manager.remove_wrappers("patched_module.add", "plus_two_wrapper")
-    with pytest.raises(ValueError, match="no patch is registered"):
-        manager.remove_wrappers("patched_module.sub", None)
-
-
 def test_what_is_missing_is_named(module) -> None:
     manager = PatchManager()
     manager.register_patch("patched_module.absent", subtract)
@@ -170,11 +151,3 @@ def test_what_is_missing_is_named(module) -> None:
     manager.register_patch("no_such_package.function", subtract)
     with pytest.raises(ModuleNotFoundError):
         manager.apply_patches()
-
-
-def test_no_function_stands_for_one_that_does_not_exist(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", None)
-    manager.apply_patches()
-    with pytest.raises(RuntimeError, match=r"patched_module.add does not exist here"):
-        module.add(1, 2)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_patches.rehearsal import UsageError
 from mindspeed_patches.rehearsal.command_line import Options, read_launch
-from mindspeed_patches.rehearsal.usage_error import UsageError
 
 ARGS = ["--num-layers", "2", "--bf16"]
 TORCHRUN = ["--nproc_per_node", "4", "--nnodes", "2", "--node_rank", "0"]

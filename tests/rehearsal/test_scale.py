@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed_patches.rehearsal import UsageError
 from mindspeed_patches.rehearsal.command_line import Options
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
-from mindspeed_patches.rehearsal.usage_error import UsageError
 
 LLAMA3_70B = (
     "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --num-layers 80 "

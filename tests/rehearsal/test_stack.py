@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_patches.rehearsal import UsageError
+from mindspeed_patches.rehearsal.__main__ import main
 from mindspeed_patches.rehearsal.stack import find_stack
-from mindspeed_patches.rehearsal.usage_error import UsageError
-from mindspeed_patches.rehearse import main
 
 
 def checkout(folder: Path, *files: str, setup: str = "") -> str:

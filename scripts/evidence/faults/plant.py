@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.runtime.transport import BufferPool, Transport
+from commfuse_npu.tools.bench.wire import connected_sockets
 from scripts.evidence.faults.operations import UserError
 from scripts.evidence.faults.scenario import TIMEOUT, Phase, Scenario
 
@@ -136,34 +137,18 @@ def user_code() -> None:
     raise UserError("a mistake in the program")
 
 
-def _sockets() -> list[socket.socket]:
-    """The connected TCP sockets of this process, as copies of their descriptors."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            one = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue  # no socket, or the descriptor of the listing itself
-        try:
-            one.getpeername()
-        except OSError:
-            one.close()  # not connected
-            continue
-        found.append(one)
-    return [one for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
-
-
 def connections() -> list[tuple[int, int]]:
     """``(own port, port of the other end)`` of every TCP connection of this process."""
-    found = []
-    for one in _sockets():
-        found.append((one.getsockname()[1], one.getpeername()[1]))
-        one.close()
-    return found
+    return [ends for _, ends in _connections()]
 
 
 def _shut_down(chosen: Callable[[tuple[int, int]], bool]) -> None:
-    for one in _sockets():
-        if chosen((one.getsockname()[1], one.getpeername()[1])):
+    for one, ends in _connections():
+        if chosen(ends):
             one.shutdown(socket.SHUT_RDWR)
-        one.close()
+
+
+def _connections() -> Iterator[tuple[socket.socket, tuple[int, int]]]:
+    for one in connected_sockets():
+        with one:
+            yield one, (one.getsockname()[1], one.getpeername()[1])

@@ -10,10 +10,8 @@ import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from scripts.evidence.faults import left_over
-from scripts.evidence.faults.order import Order
 from scripts.evidence.faults.rank import Diary
 from scripts.evidence.faults.scenario import TIMEOUT, Scenario
 
@@ -66,10 +64,6 @@ class Player:
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Player:
-        loopback = "lo" if sys.platform.startswith("linux") else "lo0"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "scripts.evidence.faults.warm_start"],
             cwd=_ROOT,
@@ -78,23 +72,19 @@ class Player:
                 left_over.MARK: self._mark,
                 "OMP_NUM_THREADS": "1",
                 "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-                "GLOO_SOCKET_IFNAME": loopback,
+                "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0",
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+
+    def __enter__(self) -> Player:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            left_over.end(self._mark, besides=set())
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        left_over.end(self._mark, besides=set())
 
     def play(self, scenario: Scenario, *, limit: float = LIMIT_SECONDS) -> Played:
         """Play one scenario; it takes ``limit`` seconds at most, if all ranks hang.
@@ -103,13 +93,12 @@ class Player:
             RuntimeError: the process that forks the ranks ended; its message is on stderr.
         """
         process = self._process
-        assert process is not None, "use it in a with block"
         assert process.stdin is not None
         assert process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="commfuse-faults-") as name:
             folder = Path(name)
             try:
-                pickle.dump(Order(scenario, folder, limit), process.stdin)
+                pickle.dump((scenario, folder, limit), process.stdin)
                 process.stdin.flush()
                 ended: list[int | None] = pickle.load(process.stdout)
             except (EOFError, OSError) as error:

@@ -1,9 +1,11 @@
 """Ranks for one scenario after the other, from an interpreter that has torch imported already.
 
-Run as a process of its own, with ``python -m``, it takes scenarios from its standard input and
-forks a process per rank.  A rank returns to the end of the program or raises through it, so that it
-ends as any Python program does: with its traceback, its exit code, and whatever torch does at the
-end of an interpreter.  Importing torch takes longer than most scenarios.
+Run as a process of its own, with ``python -m``, it takes from its standard input a scenario, a
+folder for what its ranks write (``rank-R.txt`` gets the output of one) and the seconds after which
+those that are left are killed, and forks a process per rank.  A rank returns to the end of the
+program or raises through it, so that it ends as any Python program does: with its traceback, its
+exit code, and whatever torch does at the end of an interpreter.  Importing torch takes longer than
+most scenarios.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.evidence.faults.order import Order
 from scripts.evidence.faults.rank import run
 
 __all__ = ["main"]
@@ -32,18 +33,18 @@ def main() -> int:
     gc.freeze()
     while True:
         try:
-            order: Order = pickle.load(sys.stdin.buffer)
+            scenario, folder, limit = pickle.load(sys.stdin.buffer)
         except EOFError:
             return 0
         pids: dict[int, int] = {}
-        for rank in range(order.scenario.ranks):
+        for rank in range(scenario.ranks):
             pid = os.fork()
             if pid == 0:
-                _become(order.folder / f"rank-{rank}.txt")
-                run(order.scenario, rank, order.folder)
+                _become(folder / f"rank-{rank}.txt")
+                run(scenario, rank, folder)
                 return 0
             pids[pid] = rank
-        pickle.dump(_ended(pids, order.limit), replies)
+        pickle.dump(_ended(pids, limit), replies)
         replies.flush()
 
 

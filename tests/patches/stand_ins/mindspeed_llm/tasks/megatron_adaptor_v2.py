@@ -17,9 +17,7 @@ class FeatureAdaptor:
 
     @classmethod
     def execute(cls) -> None:
-        args = cls.get_mindspeed_llm_args()
-        MindSpeedFeaturesManager.apply_features_pre_patches(args)
-        MindSpeedFeaturesManager.apply_features_patches(args)
+        MindSpeedFeaturesManager.apply_features_patches(cls.get_mindspeed_llm_args())
 
 
 FeatureAdaptor.execute()

@@ -2,9 +2,9 @@
 
 ::
 
-    python -m mindspeed_patches.rehearse [OPTIONS] -- my_pretrain.sh
-    python -m mindspeed_patches.rehearse [OPTIONS] -- torchrun ... pretrain_gpt.py ARGS
-    python -m mindspeed_patches.rehearse [OPTIONS] -- pretrain_gpt.py ARGS
+    python -m mindspeed_patches.rehearsal [OPTIONS] -- my_pretrain.sh
+    python -m mindspeed_patches.rehearsal [OPTIONS] -- torchrun ... pretrain_gpt.py ARGS
+    python -m mindspeed_patches.rehearsal [OPTIONS] -- pretrain_gpt.py ARGS
 
 The real MindSpeed-LLM, MindSpeed, Megatron-LM and torch_npu run, over stand-ins for the device, for
 CANN and for HCCL (gloo).  What is shown is what does not depend on the device: which features and
@@ -30,7 +30,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_patches.rehearsal import report
+from mindspeed_patches.rehearsal import UsageError, report
 from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, write_cann_stubs
 from mindspeed_patches.rehearsal.command_line import Launch, read_launch
 from mindspeed_patches.rehearsal.compare import (
@@ -44,7 +44,6 @@ from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference
 from mindspeed_patches.rehearsal.run import Run, RunFailedError, run_script, worker_environment
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 from mindspeed_patches.rehearsal.stack import Stack, find_stack
-from mindspeed_patches.rehearsal.usage_error import UsageError
 
 __all__ = ["main"]
 
@@ -54,7 +53,7 @@ _OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses")
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_patches.rehearse",
+        prog="python -m mindspeed_patches.rehearsal",
         usage="%(prog)s [OPTIONS] -- LAUNCH...",
         description="Rehearse a launch of MindSpeed-LLM on CPU, with and without CommFuse.",
         epilog="LAUNCH: pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a .sh script",
@@ -189,22 +188,18 @@ def _print_preparations(stack: Stack, launch: Launch, layout: Layout) -> None:
     for note in launch.notes:
         print(f"note: {note}")
     if launch.environment:
-        print("environment of the launch:", *_assignments(launch.environment))
+        settings = (f"{name}={value}" for name, value in sorted(launch.environment.items()))
+        print("environment of the launch:", *settings)
     print("changes to the launch:")
     for change in launch.options.changes:
         print(f"  {change}")
     sys.stdout.flush()
 
 
-def _assignments(environment: dict[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in sorted(environment.items())]
-
-
 def _train_and_compare(given: argparse.Namespace, launch: Launch, run: Run, folder: Path) -> int:
-    words = {
-        "reference": reference_run(launch.options),
-        "commfuse": commfuse_run(launch.options),
-    }
+    words = dict(
+        zip(WAYS, (reference_run(launch.options), commfuse_run(launch.options)), strict=True)
+    )
     runs: dict[str, list[Record]] = {}
     for way in WAYS if given.only is None else (given.only,):
         print(f"--- the {way} run, {run.processes} processes", flush=True)

@@ -1,0 +1,62 @@
+"""All wrappers that the options ask for, and their lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_patches.arguments import CommFuseOptions
+from mindspeed_patches.attention import AttentionWrappers
+from mindspeed_patches.data_parallel import BucketWrappers
+from mindspeed_patches.lanes import (
+    ContextParallelLanes,
+    DataParallelLanes,
+    Lanes,
+    TensorParallelLanes,
+)
+from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
+from mindspeed_patches.wrappers import Form, LinearWrappers
+
+__all__ = ["register_wrappers"]
+
+
+def register_wrappers(
+    manager: Any,
+    options: CommFuseOptions,
+    *,
+    form: Form = "fused",
+    linears: bool = True,
+    transformer_engine: bool = False,
+    ulysses_attention: str = MINDSPEED_ULYSSES,
+) -> tuple[LinearWrappers, list[Lanes]]:
+    """Register with MindSpeed's patch manager, or with our stand-in.
+
+    Args:
+        form: see :class:`LinearWrappers`.
+        linears: wrap the tensor-parallel layers; else they are not touched.
+        transformer_engine: see :meth:`LinearWrappers.register_transformer_engine`.
+        ulysses_attention: the class that exchanges heads.
+
+    Returns:
+        What counts the calls, and lanes that are to be made when Megatron's groups exist.
+    """
+    wrappers = LinearWrappers(options.linear, options.layers, form, options.min_bytes)
+    lanes: list[Lanes] = []
+    if linears:
+        wrappers.register(manager)
+        if transformer_engine:
+            wrappers.register_transformer_engine(manager)
+        if options.attention:
+            AttentionWrappers(wrappers).register(manager)
+        lanes.append(TensorParallelLanes(wrappers, options.linear.schedule.lanes))
+    if options.ulysses is not None:
+        ulysses = UlyssesWrappers(wrappers, options.ulysses, form)
+        ulysses.register(manager, ulysses_attention)
+        lanes.append(ContextParallelLanes(ulysses, options.ulysses.schedule.lanes))
+    if options.data_parallel is not None:
+        buckets = BucketWrappers(wrappers, options.data_parallel, form)
+        buckets.register(manager)
+        for direction in (buckets.gradients, buckets.parameters):
+            lanes.append(DataParallelLanes(direction, options.data_parallel.schedule.lanes))
+    for one in lanes:
+        one.order_log = options.order_log if form == "fused" else None
+    return wrappers, lanes

@@ -1,0 +1,19 @@
+"""Ranks come with megatron-core imported, which takes a process longer than most of these tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+
+_context = multiprocessing.get_context("forkserver")
+# After tests/distributed/ranks.py, which names torch, and before the first rank is forked.
+_context.set_forkserver_preload(["torch", "torch.distributed", "scripts.cpu_pretraining.training"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported() -> None:
+    """No rank has to wait for the imports within the limit of a test."""
+    process = _context.Process(target=int)
+    process.start()
+    process.join()
