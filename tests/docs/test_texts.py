@@ -16,7 +16,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(
     r"(?<![\w./-])(?:commfuse_npu|mindspeed_patches|scripts|configs|docs|tests)/[\w./*-]*[\w*/]"
 )
-_OPTION = re.compile(r'"(--(?:use-)?commfuse[\w-]*)"')
+_OPTION = re.compile(r'^    "((?:use_)?commfuse\w*)": _option', re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
@@ -54,7 +54,8 @@ def missing_paths(text: str) -> list[str]:
 def missing_options(text: str) -> list[str]:
     """Options that the launch declares and ``text`` does not have."""
     declared = (ROOT / "mindspeed_patches" / "arguments.py").read_text(encoding="utf-8")
-    return [option for option in _OPTION.findall(declared) if f"`{option}`" not in text]
+    options = [f"--{name.replace('_', '-')}" for name in _OPTION.findall(declared)]
+    return [option for option in options if f"`{option}`" not in text]
 
 
 @pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)
