@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from scripts.evidence.faults.processes import Played, Report
-from scripts.evidence.faults.scenario import TIMEOUT, Scenario
+from scripts.evidence.faults.scenario import Scenario
 
 __all__ = ["MARGIN_SECONDS", "cause", "names_peer", "names_step", "problems", "said", "short"]
 
@@ -73,7 +73,7 @@ def _wrong(scenario: Scenario, report: Report, margin: float) -> list[str]:
         return wrong + _expect(report, "UserError", "a mistake in the program")
     if faulty and scenario.fault.startswith("no memory"):
         return wrong + _expect(report, "RuntimeError", "can't allocate memory")
-    return wrong + _wrong_message(scenario, report) + _wrong_time(report, margin)
+    return wrong + _wrong_message(scenario, report) + _wrong_time(scenario, report, margin)
 
 
 def _expect(report: Report, kind: str, words: str) -> list[str]:
@@ -110,8 +110,8 @@ def _wrong_message(scenario: Scenario, report: Report) -> list[str]:
     return wrong
 
 
-def _wrong_time(report: Report, margin: float) -> list[str]:
-    limit = TIMEOUT.total_seconds() + margin
+def _wrong_time(scenario: Scenario, report: Report, margin: float) -> list[str]:
+    limit = scenario.timeout + margin
     if report.after is not None and report.after <= limit:
         return []
     return [f"it reported after {report.after} s; the limit is {limit:g} s"]

@@ -17,7 +17,6 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
-from scripts.evidence.faults.scenario import TIMEOUT
 
 __all__ = ["MISMATCHES"]
 
@@ -88,7 +87,7 @@ def _left_out(odd: bool, transport: Transport) -> None:
 
 
 def _lanes(odd: bool, transport: Transport) -> None:
-    Transport.create(lanes=2 + odd, timeout=TIMEOUT)
+    Transport.create(lanes=2 + odd, timeout=transport.timeout)
 
 
 MISMATCHES: dict[str, Callable[[bool, Transport], None]] = {

@@ -25,12 +25,10 @@ import torch.distributed as dist
 from commfuse_npu.runtime.transport import BufferPool, Transport
 from commfuse_npu.tools.bench.wire import connected_sockets
 from scripts.evidence.faults.operations import UserError
-from scripts.evidence.faults.scenario import TIMEOUT, Phase, Scenario
+from scripts.evidence.faults.scenario import Phase, Scenario
 
-__all__ = ["SLOW_SECONDS", "TOO_SLOW_SECONDS", "Plant", "connections", "user_code"]
+__all__ = ["Plant", "connections", "user_code"]
 
-SLOW_SECONDS = TIMEOUT.total_seconds() / 2
-TOO_SLOW_SECONDS = TIMEOUT.total_seconds() + 2.0
 _Report = Callable[..., None]
 
 
@@ -104,7 +102,8 @@ class Plant:
         elif fault == "user error":
             user_code()
         elif fault in ("slow", "too slow"):
-            time.sleep(SLOW_SECONDS if fault == "slow" else TOO_SLOW_SECONDS)
+            limit = self._scenario.timeout
+            time.sleep(limit / 2 if fault == "slow" else limit + 2.0)
             self._report(what="woke", at=time.monotonic())
         elif fault == "all connections lost":
             _shut_down(lambda ends: True)

@@ -13,12 +13,9 @@ from pathlib import Path
 
 from scripts.evidence.faults import left_over
 from scripts.evidence.faults.rank import Diary
-from scripts.evidence.faults.scenario import TIMEOUT, Scenario
+from scripts.evidence.faults.scenario import Scenario
 
 __all__ = ["Played", "Player", "Report"]
-
-LIMIT_SECONDS = 60.0 + 3 * TIMEOUT.total_seconds()
-"""For a whole scenario; ranks that are left after it are killed."""
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -86,12 +83,16 @@ class Player:
         self._process.communicate()
         left_over.end(self._mark, besides=set())
 
-    def play(self, scenario: Scenario, *, limit: float = LIMIT_SECONDS) -> Played:
-        """Play one scenario; it takes ``limit`` seconds at most, if all ranks hang.
+    def play(self, scenario: Scenario, *, limit: float | None = None) -> Played:
+        """Play one scenario.
+
+        Args:
+            limit: in seconds; ranks that are left after it are killed.
 
         Raises:
             RuntimeError: the process that forks the ranks ended; its message is on stderr.
         """
+        limit = 60.0 + 3 * scenario.timeout if limit is None else limit
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

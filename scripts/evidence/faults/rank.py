@@ -22,11 +22,10 @@ from commfuse_npu.runtime.transport import Transport
 from scripts.evidence.faults.mismatches import MISMATCHES
 from scripts.evidence.faults.operations import OPERATIONS, Operation
 from scripts.evidence.faults.plant import Plant, connections
-from scripts.evidence.faults.scenario import TIMEOUT, Phase, Scenario
+from scripts.evidence.faults.scenario import Phase, Scenario
 
 __all__ = ["Diary", "run"]
 
-_STAY_SECONDS = 3 * TIMEOUT.total_seconds()
 _RUNS = 3  # after the first; who got all it needed meets the fault in the next
 
 
@@ -81,7 +80,8 @@ def _play(scenario: Scenario, rank: int, folder: Path, diary: Diary) -> None:
     if rank == scenario.faulty and scenario.fault != "mismatch":
         plant = Plant(scenario, diary.write, folder)
         plant.enter("making lanes", armed=True)
-    transport = Transport.create(lanes=scenario.lanes, timeout=TIMEOUT)
+    timeout = timedelta(seconds=scenario.timeout)
+    transport = Transport.create(lanes=scenario.lanes, timeout=timeout)
     if scenario.fault == "mismatch":
         diary.write(what="calls", at=time.monotonic())
         MISMATCHES[scenario.operation](rank == scenario.faulty, transport)
@@ -125,7 +125,7 @@ def _wait_for_the_others(scenario: Scenario, folder: Path) -> None:
     others = [Diary(folder, rank) for rank in range(scenario.ranks)]
     if scenario.fault == "killed":
         del others[scenario.faulty]
-    end = time.monotonic() + _STAY_SECONDS
+    end = time.monotonic() + 3 * scenario.timeout
     while time.monotonic() < end:
         if all(any(e["what"] in ("error", "finished") for e in d.read()) for d in others):
             return

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 from commfuse_npu.plan import Shape
 
-__all__ = ["TIMEOUT", "Fault", "Phase", "Place", "Scenario"]
-
-TIMEOUT = timedelta(seconds=3)
-"""How long a wait of the transport may take; also for making its lanes."""
+__all__ = ["Fault", "Phase", "Place", "Scenario"]
 
 Fault = Literal[
     "killed",
@@ -43,6 +39,7 @@ class Scenario:
         stay: a rank that reported stays alive until all have: nobody learns of the fault only
             because another process ended.
         quick: belongs to the short table too.
+        timeout: seconds that a wait of the transport may take; also for making its lanes.
     """
 
     fault: Fault
@@ -57,6 +54,7 @@ class Scenario:
     lanes: int = 2
     stay: bool = False
     quick: bool = False
+    timeout: float = 3.0
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from scripts.evidence.faults.processes import Player
 from scripts.evidence.faults.scenario import Scenario
 
 # A busy machine must not fail a row: what hangs is killed at a limit of its own.
-PATIENT = 60.0
+TIMEOUT, MARGIN = 20.0, 60.0
 
 if not sys.platform.startswith("linux"):
     pytest.skip("the rows look into /proc", allow_module_level=True)
@@ -29,23 +30,29 @@ def player() -> Iterator[Player]:
         yield playing
 
 
+LONG = (
+    "killed/all_gather_linear/first_use/middle/3_ranks",
+    "killed/all_gather_linear/forward/middle/4_ranks/ring",
+    "slow/Buckets/forward/middle/3_ranks",
+    "one_connection_lost/linear_reduce_scatter/forward/middle/4_ranks",
+    "no_lane:_too_many_open_files/Transport.create/making_lanes/middle/3_ranks",
+)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "killed/all_gather_linear/backward/middle/3_ranks",
-        "killed/all_gather_linear/first_use/middle/3_ranks",
-        "killed/all_gather_linear/forward/middle/4_ranks/ring",
-        "slow/Buckets/forward/middle/3_ranks",
         "user_error/gather_and_consume/forward/middle/3_ranks",
-        "one_connection_lost/linear_reduce_scatter/forward/middle/4_ranks",
         "mismatch/dtype/forward/middle/3_ranks",
-        "no_lane:_too_many_open_files/Transport.create/making_lanes/middle/3_ranks",
         "no_memory_for_scratch/linear_reduce_scatter/forward/middle/3_ranks",
+        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
     ],
 )
 def test_rows(player: Player, name: str) -> None:
     (scenario,) = (row for row in scenarios(quick=True) if row.name == name)
-    assert problems(player.play(scenario), margin=PATIENT) == []
+    played = player.play(replace(scenario, timeout=TIMEOUT))
+    assert problems(played, margin=MARGIN) == []
 
 
 def test_no_two_rows_have_the_same_name() -> None:
@@ -55,11 +62,12 @@ def test_no_two_rows_have_the_same_name() -> None:
 
 def test_ranks_that_hang_are_killed_and_said_to_hang(player: Player) -> None:
     """The limit is over before the slow rank wakes up."""
-    found = problems(player.play(Scenario("too slow", "Buckets"), limit=2.0), margin=PATIENT)
+    found = problems(player.play(Scenario("too slow", "Buckets"), limit=2.0), margin=MARGIN)
     assert "rank 1: it hung and was killed" in found
 
 
-def test_a_process_that_is_left_over_is_found_and_ended() -> None:
+def test_a_process_that_is_left_over_is_found_and_ended(monkeypatch) -> None:
+    monkeypatch.setattr(left_over, "_PATIENCE", 0.1)
     mark = f"test-{os.getpid()}"
     sleeper = subprocess.Popen(["sleep", "300"], env={**os.environ, left_over.MARK: mark})
     try:

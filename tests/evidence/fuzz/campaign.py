@@ -21,7 +21,7 @@ from tests.evidence.fuzz.strategy import cases
 
 __all__ = ["Compare", "Figures", "campaign", "failure_of"]
 
-_CASE_SECONDS = 60.0
+_CASE_SECONDS = 240.0
 _SHRINKING_SECONDS = 60.0
 """A failure that hangs until a wait is over would else be made small for many minutes."""
 

@@ -10,7 +10,7 @@ from tests.evidence.fuzz.case import LANES, Case
 
 __all__ = ["at_rest", "transport_of"]
 
-_TIMEOUT = timedelta(seconds=15)
+_TIMEOUT = timedelta(seconds=60)
 
 
 @lru_cache

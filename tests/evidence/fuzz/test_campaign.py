@@ -43,6 +43,7 @@ def second_chunk_added_twice(rank: int, case: Case) -> list[str]:
         return complaints(rank, case)
 
 
+@pytest.mark.long
 def test_a_fault_of_one_option_is_found_and_made_small(ranks) -> None:
     figures = campaign(ranks(2), 100, seed=1, compare=odd_blocks_lose_a_row)
     case = figures.smallest
@@ -57,6 +58,7 @@ def test_a_fault_of_one_option_is_found_and_made_small(ranks) -> None:
     assert not failure_of(ranks(2), case)
 
 
+@pytest.mark.long
 def test_a_fault_of_three_ranks_is_found(ranks) -> None:
     assert campaign(ranks(3), 40, seed=1, compare=second_chunk_added_twice).smallest is not None
 
