@@ -104,7 +104,7 @@ def pretrained(
     """
     data = Path(__file__).resolve().parents[2] / "commfuse_npu"
     argv = [*TINY.split(), "--data-path", str(data), *options, "--runs-dir", str(runs)]
-    outcomes = group.run(work, free_port(), argv, timeout=200)
+    outcomes = group.run(work, free_port(), argv)
     assert {one.code for one in outcomes} == {code}, outcomes[0]
     return outcomes[0]
 

@@ -142,7 +142,7 @@ def test_attention_and_projection_run_as_one(ranks) -> None:
         Case(config={"attention_dropout": 0.1}, eval=True),
         Case(config={"add_bias_linear": True}),
     ]
-    ranks(2).run(compared, [(case, "fused") for case in cases], timeout=100)
+    ranks(2).run(compared, [(case, "fused") for case in cases])
 
 
 def test_what_else_there_is_keeps_megatrons_attention(ranks) -> None:
@@ -161,7 +161,7 @@ def test_what_else_there_is_keeps_megatrons_attention(ranks) -> None:
         ),
         (replace(BASE, layers=("qkv",)), "proj is not in the list of layers to fuse"),
     ]
-    ranks(2).run(compared, cases, timeout=100)
+    ranks(2).run(compared, cases)
 
 
 def dropout(rank: int) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from scripts.cpu_pretraining import launch
+from tests.limits import LIMIT
 from tests.megatron.in_ranks import TINY
 
 
@@ -82,7 +83,7 @@ def start(runs: Path, *options: str) -> subprocess.Popen[str]:
 
 def test_a_comparison_from_the_command_line(tmp_path: Path) -> None:
     with start(tmp_path, "--compare", "--train-iters", "2", "--eval-interval", "0") as process:
-        said, _ = process.communicate(timeout=240)
+        said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, said
     assert "identical: True" in said.splitlines()
 

@@ -200,7 +200,7 @@ def compared(rank: int, folder: Path) -> tuple[int, str]:
 
 @linux_only
 def test_compare_over_links_says_speeds_ratios_and_identical(ranks, tmp_path: Path) -> None:
-    code, printed = ranks(2).run(compared, tmp_path, timeout=120)[0]
+    code, printed = ranks(2).run(compared, tmp_path)[0]
     lines = printed.splitlines()
     assert code == 0, printed
     assert lines[-1] == "identical: True"

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,10 +20,11 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport, TransportError
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
+from tests.limits import BRIEF, PATIENT
 from tests.megatron.in_ranks import megatron, patched
 
 GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
-PATIENT, IMPATIENT = timedelta(seconds=60), timedelta(seconds=6)
+IMPATIENT = 6 * BRIEF
 """Limits of transports: where nothing goes wrong, and where somebody is waited for in vain."""
 
 
@@ -241,7 +241,7 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
         Case(**BOTH, average=True, references=("plain",)),
         Case(average=True, references=("plain",)),
     ]
-    for found in ranks(2).run(compared, cases, timeout=150):
+    for found in ranks(2).run(compared, cases):
         # Only with overlapped gradients does Megatron make more than one bucket.
         assert [count > 1 for count in found] == [case.overlap_gradients for case in cases]
 
@@ -253,7 +253,7 @@ def test_four_ranks_as_replicas_and_as_two_halves_of_two(ranks) -> None:
         Case(**BOTH, tensor_parallel=2),
         Case(**BF16, tensor_parallel=2),
     ]
-    ranks(4).run(compared, cases, timeout=150)
+    ranks(4).run(compared, cases)
 
 
 # ---------------------------------------------------- on top of what MindSpeed puts there
@@ -302,7 +302,7 @@ def on_mindspeed(rank: int) -> None:
 
 
 def test_handles_that_are_lists_are_waited_for_one_by_one(ranks) -> None:
-    ranks(2).run(on_mindspeed, timeout=60)
+    ranks(2).run(on_mindspeed)
 
 
 # ------------------------------------------------------------------- one rank that fails

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.ulysses_exchange import innermost, scale_of
 from mindspeed_patches.wrappers import LAYERS
+from tests.limits import PATIENT
 from tests.megatron.in_ranks import megatron, patched
 
 MODULE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
@@ -105,7 +105,7 @@ def run(case: Case, context_parallel: int) -> list[torch.Tensor]:
 
 @lru_cache
 def lanes(ranks: int) -> Transport:
-    return Transport.create(lanes=3, timeout=timedelta(seconds=20))
+    return Transport.create(lanes=3, timeout=PATIENT)
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def test_fused_plain_unfused_and_not_split(ranks) -> None:
         Case(key_heads=1),  # repeated: one for each of two ranks
         Case(heads=6, key_heads=3),  # repeated although there are more than ranks
     ]
-    ranks(2).run(compared, cases, timeout=100)
+    ranks(2).run(compared, cases)
 
 
 def test_four_ranks_that_share_key_heads(ranks) -> None:
@@ -166,7 +166,7 @@ def test_four_ranks_that_share_key_heads(ranks) -> None:
         Case(heads=4, key_heads=1, schedule=Schedule("ring", lanes=1)),
         Case(heads=4, key_heads=4, schedule=Schedule("two_level", lanes=2, node_size=2)),
     ]
-    ranks(4).run(compared, cases, timeout=100)
+    ranks(4).run(compared, cases)
 
 
 def dropout_keeps_its_own_forward(rank: int) -> int:

@@ -243,7 +243,7 @@ def test_fused_plain_unfused_and_not_split(ranks) -> None:
         Case(eval=True),
         Case(config={"softmax_scale": 0.2, "rotary_interleaved": True}),
     ]
-    ranks(2).run(compared, cases, timeout=200)
+    ranks(2).run(compared, cases)
 
 
 def test_four_ranks(ranks) -> None:
@@ -251,7 +251,7 @@ def test_four_ranks(ranks) -> None:
         Case(heads=8, groups=4, options=LinearOptions(Schedule(lanes=3))),
         Case(heads=4, groups=4, options=LinearOptions(Schedule("ring", lanes=1))),
     ]
-    ranks(4).run(compared, cases, timeout=200)
+    ranks(4).run(compared, cases)
 
 
 # ------------------------------------------------------- what joins, and what not
@@ -306,7 +306,7 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_what_cannot_join_leaves_the_rest_fused(ranks, name: str) -> None:
     case, fused, left = PARTS[name]
-    for calls in ranks(2).run(partly, case, timeout=100):
+    for calls in ranks(2).run(partly, case):
         assert {layer for layer, path in calls if path == "fused"} == set(fused)
         reasons = {layer: path for layer, path in calls if path != "fused"}
         assert reasons.keys() == {f"{layer} of ulysses" for layer in left}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
+from tests.limits import PATIENT
 from tests.megatron.in_ranks import megatron, patched
 
 SIZES = {"hidden": 64, "ffn": 128, "length": 32, "batch": 2}
@@ -126,7 +126,7 @@ def run(knobs: Knobs) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
 
 @lru_cache
 def lanes(group: dist.ProcessGroup) -> Transport:
-    return Transport.create(group, timeout=timedelta(seconds=20))
+    return Transport.create(group, timeout=PATIENT)
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def fused_cases() -> list[tuple[Knobs, str]]:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_fused_layers_equal_megatrons(ranks, size: int) -> None:
     # Two ranks: also the bits of the unsplit GEMM and of gloo's all-reduce, at these shapes.
-    ranks(size).run(compared, fused_cases(), size == 2, timeout=150)
+    ranks(size).run(compared, fused_cases(), size == 2)
 
 
 def delegated_cases() -> list[tuple[Knobs, str]]:
@@ -257,7 +257,7 @@ def delegated_cases() -> list[tuple[Knobs, str]]:
 
 
 def test_other_layers_are_left_to_megatron_with_the_reason(ranks) -> None:
-    ranks(2).run(compared, delegated_cases(), True, timeout=100)
+    ranks(2).run(compared, delegated_cases(), True)
 
 
 def tensor_parallel_of_one(rank: int) -> None:

@@ -235,4 +235,4 @@ def test_plan_and_proof_need_no_torch() -> None:
         "from commfuse_npu.proof import verify, verify_log\n"
         "verify.verify([Schedule().plan('gather', r, 2) for r in range(2)])\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,7 @@ from scripts.evidence.faults.catalogue import scenarios
 from scripts.evidence.faults.judge import problems
 from scripts.evidence.faults.processes import Player
 from scripts.evidence.faults.scenario import Scenario
+from tests.limits import LIMIT
 
 # A busy machine must not fail a row: what hangs is killed at a limit of its own.
 TIMEOUT, MARGIN = 20.0, 60.0
@@ -77,7 +78,7 @@ def test_a_process_that_is_left_over_is_found_and_ended(monkeypatch) -> None:
         while not left_over.marked(mark, besides=set()) and time.monotonic() < end:
             time.sleep(0.05)
         assert left_over.end(mark, besides=set()) == ("sleep 300",)
-        assert sleeper.wait(timeout=60) == -9
+        assert sleeper.wait(timeout=LIMIT) == -9
         assert left_over.end(mark, besides=set()) == ()
     finally:
         sleeper.kill()

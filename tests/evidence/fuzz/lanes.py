@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import lru_cache
 
 from commfuse_npu.runtime.transport import Check, Transport
 from tests.evidence.fuzz.case import LANES, Case
+from tests.limits import PATIENT
 
 __all__ = ["at_rest", "transport_of"]
-
-_TIMEOUT = timedelta(seconds=60)
 
 
 @lru_cache
 def _all_lanes() -> Transport:
-    return Transport.create(lanes=LANES, timeout=_TIMEOUT)
+    return Transport.create(lanes=LANES, timeout=PATIENT)
 
 
 @lru_cache
@@ -26,7 +24,7 @@ def _transport(lanes: int, batched: bool, check: Check) -> Transport:
         made.group,
         made._lanes[:lanes],
         made._control,
-        timeout=_TIMEOUT,
+        timeout=PATIENT,
         batched=batched,
         check=check,
     )

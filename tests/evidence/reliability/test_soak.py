@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -17,13 +16,14 @@ from commfuse_npu.runtime.transport import BufferPool, Transport
 from scripts.evidence import soak as command
 from scripts.evidence.process_state import ProcessState
 from scripts.evidence.soak import complaints, soak
+from tests.limits import PATIENT
 
 _kept: list[Any] = []
 
 
 @lru_cache
 def link() -> Transport:
-    return Transport.create(lanes=2, timeout=timedelta(seconds=60))
+    return Transport.create(lanes=2, timeout=PATIENT)
 
 
 def what_grew(rank: int, leak: Callable[[], None] | None = None) -> list[str]:
