@@ -11,12 +11,15 @@ import pytest
 
 from tests.distributed.ranks import Ranks
 
-_MOST_RANKS = 3
-"""In the short tier a test has one size of group, and three ranks have all that four have."""
+_MOST_RANKS = {"test_linear": 3, "test_pipeline": 3, "test_buckets": 3, "test_product": 3}
+"""In the short tier a test has one size of group: 2 ranks, or 3 where orders of additions are made.
+
+Three ranks have every order that four have.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test for several sizes of groups, the largest up to three ranks is in the short tier."""
+    """Of a test for several sizes of groups one is in the short tier."""
     sizes: defaultdict[str, set[int]] = defaultdict(set)
     sized = {
         item: item.callspec.params["size"]
@@ -27,7 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, size in sized.items():
         sizes[f"{item.path}::{item.originalname}"].add(size)
     for item, size in sized.items():
-        few = [one for one in sizes[f"{item.path}::{item.originalname}"] if one <= _MOST_RANKS]
+        most = _MOST_RANKS.get(item.path.stem, 2)
+        few = [one for one in sizes[f"{item.path}::{item.originalname}"] if one <= most]
         if size != max(few, default=None):
             item.add_marker(pytest.mark.long)
 

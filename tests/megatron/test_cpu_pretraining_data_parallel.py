@@ -21,6 +21,7 @@ REPLICAS = (
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 
 
+@pytest.mark.long
 def test_replicas_repeated_and_resumed(ranks, tmp_path: Path) -> None:
     found, curves = {}, {}
     for name, options in (("plain", ""), ("overlap", OVERLAP)):

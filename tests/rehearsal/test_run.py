@@ -54,6 +54,7 @@ def test_only_our_own_ranks_are_ended(tmp_path: Path) -> None:
     assert not runs._is_rank(os.getpid(), tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = tmp_path / "path" / "torch_npu"
     hanging.mkdir(parents=True)
