@@ -16,30 +16,11 @@ from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import (
-    DATA_PARALLEL_REFUSALS,
-    IncompatibleOptionsError,
-    check_compatible,
-)
+from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.wrappers import LinearWrappers
-from tests.patches.test_feature import real_arguments
-from tests.patches.test_ulysses_flag import INITIALIZE, LINEAR, Registered
+from tests.patches.launches import DATA_PARALLEL, INITIALIZE, LINEAR, Registered, real_arguments
 
-REFUSED = {
-    "num_distributed_optimizer_instances": 2,
-    "use_custom_fsdp": True,
-    "use_torch_fsdp2": True,
-    "layerzero": True,
-    "quant_grads": True,
-    "enable_high_availability": True,
-    "ttp_enabled": True,
-    "optimizer": "muon",
-    "layerwise_disaggregated_training": True,
-}
-"""Each attribute that is refused, with a value that a user would give."""
-
-HARMLESS = {"num_distributed_optimizer_instances": 1, "optimizer": "adam", "quant_grads": False}
-LAYOUT = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
+LAYOUT = {"tensor_model_parallel_size": 2, **DATA_PARALLEL}
 
 GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 MODEL = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
@@ -52,37 +33,6 @@ PATCHED = (
 
 def data_parallel(*options: str, **others: Any) -> argparse.Namespace:
     return real_arguments("--commfuse-dp", *options, **(LAYOUT | others))
-
-
-class TestRefusals:
-    def test_every_refusal_is_tested(self) -> None:
-        names = {name for refusal in DATA_PARALLEL_REFUSALS for name in refusal.names}
-        assert names == set(REFUSED)
-
-    @pytest.mark.parametrize("name", sorted(REFUSED))
-    def test_refused_with_both_flags_and_a_way_out(self, name: str) -> None:
-        refusal = next(r for r in DATA_PARALLEL_REFUSALS if name in r.names)
-        expected = f"^--commfuse-dp and {refusal.option} exclude each other: .+; .+"
-        with pytest.raises(IncompatibleOptionsError, match=expected):
-            CommFuseFeature().validate_args(data_parallel(**{name: REFUSED[name]}))
-        early = {name: REFUSED[name] if REFUSED[name] is True else str(REFUSED[name])}
-        given = argparse.Namespace(use_commfuse=True, commfuse_dp=True, **early)
-        with pytest.raises(IncompatibleOptionsError, match=expected):
-            CommFuseFeature().register_patches(PatchManager(), given)
-
-    def test_the_old_name_of_muon_is_refused_too(self) -> None:
-        with pytest.raises(IncompatibleOptionsError, match="--optimizer muon exclude"):
-            CommFuseFeature().validate_args(data_parallel(optimizer="dist_muon"))
-
-    def test_the_same_options_switched_off_are_not_refused(self) -> None:
-        check_compatible(argparse.Namespace(**HARMLESS), DATA_PARALLEL_REFUSALS)
-        strings = {name: str(value) for name, value in HARMLESS.items()}
-        check_compatible(argparse.Namespace(**strings), DATA_PARALLEL_REFUSALS)
-        check_compatible(argparse.Namespace(**dict.fromkeys(REFUSED)), DATA_PARALLEL_REFUSALS)
-        CommFuseFeature().validate_args(data_parallel(**HARMLESS))
-
-    def test_without_the_flag_they_are_nobodys_concern(self) -> None:
-        CommFuseFeature().validate_args(real_arguments(**(LAYOUT | REFUSED)))
 
 
 class TestNeeds:

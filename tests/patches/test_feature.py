@@ -15,146 +15,16 @@ from commfuse_npu.tuning import Tuning
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import (
-    ATTENTION_REFUSALS,
-    REFUSALS,
-    IncompatibleOptionsError,
-    check_compatible,
-)
+from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.wrappers import LAYERS
-
-REFUSED = {
-    "use_ascend_mc2": True,
-    "use_ascend_coc": True,
-    "unaligned_linear": True,
-    "tp_2d": True,
-    "moe_fb_overlap": True,
-    "use_nanopipe": True,
-    "schedules_method": "dualpipev",
-    "qat_scheme": "w4a16-mxfp4",
-    "fp8": "hybrid",
-    "fp8_format": "e4m3",
-    "lora_target_modules": ["linear_qkv"],
-    "tp_comm_overlap": True,
-    "output_layer_slice_num": 2,
-    "use_legacy_models": True,
-}
-"""Each attribute that is refused, with a value that a user would give."""
-
-REFUSED_FOR_ATTENTION = {
-    "reset_attention_mask": True,
-    "attention_dropout": 0.1,
-    "multi_latent_attention": True,
-    "context_parallel_size": 2,
-    "position_embedding_type": "alibi",
-    "sliding_window": 4096,
-    "interleave_sliding_window": 4096,
-    "pre_tockens": 4096,
-    "next_tockens": 1,
-    "sparse_mode": 4,
-    "shape_order": "TND",
-    "query_pre_attn_scalar": 144,
-    "attn_logit_softcapping": 50.0,
-}
-
-HARMLESS_FOR_ATTENTION = {
-    "pre_tockens": 65536,
-    "next_tockens": 0,
-    "sparse_mode": 2,
-    "shape_order": "SBH",
-    "attention_dropout": 0.0,
-    "context_parallel_size": 1,
-    "position_embedding_type": "rope",
-}
-
-HARMLESS = {
-    "schedules_method": "1f1b",
-    "lora_target_modules": [],
-    "output_layer_slice_num": 1,
-    "fp8_format": None,
-    "tp_2d": False,
-}
+from tests.patches.launches import real_arguments
 
 
-def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
-    """What the real parser gives: the feature's options, and whatever else is in ``others``."""
-    parser = argparse.ArgumentParser()
-    CommFuseFeature().register_args(parser)
-    args = parser.parse_args(["--use-commfuse", *options])
-    values = {"tensor_model_parallel_size": 2, "optimization_level": 2} | others
-    vars(args).update(values)
-    return args
-
-
-class TestRefusals:
-    def test_every_refusal_is_tested(self) -> None:
-        names = {name for refusal in REFUSALS for name in refusal.names}
-        assert names == set(REFUSED)
-
-    @pytest.mark.parametrize("name", sorted(REFUSED))
-    def test_refused_with_both_flags_and_a_way_out(self, name: str) -> None:
-        option = next(r.option for r in REFUSALS if name in r.names)
-        expected = f"--use-commfuse and {option} exclude each other: .+; .+"
-        value = REFUSED[name]
-        # The real arguments, and the early ones, where a value is a string.
-        early = value if isinstance(value, bool | list) else str(value)
-        args = real_arguments(**{name: value})
-        with pytest.raises(IncompatibleOptionsError, match=expected):
-            CommFuseFeature().validate_args(args)
-        with pytest.raises(IncompatibleOptionsError, match=expected):
-            CommFuseFeature().register_patches(
-                PatchManager(), argparse.Namespace(use_commfuse=True, **{name: early})
-            )
-
-    @pytest.mark.parametrize("name", sorted(REFUSED_FOR_ATTENTION))
-    def test_refused_for_attention(self, name: str) -> None:
-        refusal = next(r for r in ATTENTION_REFUSALS if name in r.names)
-        value = REFUSED_FOR_ATTENTION[name]
-        expected = f"--commfuse-attention and {refusal.option} exclude each other: .+; .+"
-        harmless = {"attention_dropout": 0.0}
-        args = real_arguments("--commfuse-attention", **(harmless | {name: value}))
-        with pytest.raises(IncompatibleOptionsError, match=expected):
-            CommFuseFeature().validate_args(args)
-        early = {name: value if isinstance(value, bool) else str(value)}
-        given = argparse.Namespace(use_commfuse=True, commfuse_attention=True, **early)
-        with pytest.raises(IncompatibleOptionsError, match=expected):
-            CommFuseFeature().register_patches(PatchManager(), given)
-        # Without attention they are nobody's concern.
-        CommFuseFeature().validate_args(real_arguments(**{name: value}))
-
-    def test_the_defaults_are_not_refused_for_attention(self) -> None:
-        check_compatible(argparse.Namespace(**HARMLESS_FOR_ATTENTION), ATTENTION_REFUSALS)
-        strings = {name: str(value) for name, value in HARMLESS_FOR_ATTENTION.items()}
-        check_compatible(argparse.Namespace(**strings), ATTENTION_REFUSALS)
-        nothing = dict.fromkeys(REFUSED_FOR_ATTENTION)
-        check_compatible(argparse.Namespace(**nothing), ATTENTION_REFUSALS)
-
-    def test_every_refusal_for_attention_is_tested(self) -> None:
-        names = {name for refusal in ATTENTION_REFUSALS for name in refusal.names}
-        assert names == set(REFUSED_FOR_ATTENTION)
-
+class TestNeeds:
     def test_attention_needs_the_projection(self) -> None:
         args = real_arguments("--commfuse-attention", "--commfuse-layers", "qkv,fc1")
         with pytest.raises(ValueError, match="--commfuse-attention needs proj among --commfuse-l"):
             CommFuseFeature().validate_args(args)
-
-    def test_all_at_once(self) -> None:
-        with pytest.raises(IncompatibleOptionsError) as caught:
-            check_compatible(argparse.Namespace(tp_2d=True, use_nanopipe=True))
-        assert "--tp-2d" in str(caught.value)
-        assert "--use-nanopipe" in str(caught.value)
-
-    def test_the_same_options_switched_off_are_not_refused(self) -> None:
-        check_compatible(argparse.Namespace(**HARMLESS))
-        check_compatible(argparse.Namespace(**dict.fromkeys(REFUSED, None)))
-        check_compatible(argparse.Namespace(output_layer_slice_num="1", schedules_method="1f1b"))
-
-    def test_nothing_is_checked_without_the_flag(self) -> None:
-        args = real_arguments(**REFUSED)
-        args.use_commfuse = False
-        CommFuseFeature().validate_args(args)
-        # MindSpeed core validates a TransformerConfig as well, which has none of the options.
-        CommFuseFeature().validate_args(argparse.Namespace())
 
     @pytest.mark.parametrize("size", [1, None])
     def test_tensor_parallelism_is_needed(self, size: int | None) -> None:

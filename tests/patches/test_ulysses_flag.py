@@ -10,81 +10,16 @@ import pytest
 from commfuse_npu import Schedule
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
-from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import (
-    ULYSSES_REFUSALS,
-    IncompatibleOptionsError,
-    check_compatible,
-)
+from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
-from tests.patches.test_feature import HARMLESS_FOR_ATTENTION, REFUSED_FOR_ATTENTION, real_arguments
+from tests.patches.launches import INITIALIZE, LINEAR, ULYSSES, Registered, real_arguments
 
-REFUSED = {name: v for name, v in REFUSED_FOR_ATTENTION.items() if name != "context_parallel_size"}
-REFUSED |= {
-    "context_parallel_kv_cache_policy": "full",
-    "use_ulysses_allgather_kv": True,
-    "attention_mask_type": "general",
-}
-"""Each attribute that is refused, with a value that a user would give."""
-
-LAYOUT = {
-    "tensor_model_parallel_size": 2,
-    "context_parallel_size": 4,
-    "context_parallel_algo": "ulysses_cp_algo",
-    "num_attention_heads": 16,
-    "seq_length": 64,
-    "attention_dropout": 0.0,
-    "attention_mask_type": "causal",
-}
+LAYOUT = {"tensor_model_parallel_size": 2, **ULYSSES}
+LAYER = "megatron.core.transformer.attention.Attention.forward"
 
 
 def ulysses(*options: str, **others: Any) -> argparse.Namespace:
     return real_arguments("--commfuse-ulysses", *options, **(LAYOUT | others))
-
-
-class Registered:
-    """A patch manager that only notes what is registered."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.functions: list[str] = []
-        CommFuseFeature().register_patches(self, args)
-
-    def register_patch(self, path: str, wrapper: Any) -> None:
-        assert wrapper.__name__.endswith("_wrapper")  # else it would replace what it wraps
-        self.functions.append(path)
-
-    def times(self, path: str) -> int:
-        return self.functions.count(path)
-
-
-INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
-LINEAR = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
-LAYER = "megatron.core.transformer.attention.Attention.forward"
-
-
-class TestRefusals:
-    def test_every_refusal_is_tested(self) -> None:
-        assert {name for refusal in ULYSSES_REFUSALS for name in refusal.names} == set(REFUSED)
-
-    @pytest.mark.parametrize("name", sorted(REFUSED))
-    def test_refused_with_both_flags_and_a_way_out(self, name: str) -> None:
-        refusal = next(r for r in ULYSSES_REFUSALS if name in r.names)
-        expected = f"^--commfuse-ulysses and {refusal.option} exclude each other: .+; .+"
-        with pytest.raises(IncompatibleOptionsError, match=expected) as caught:
-            CommFuseFeature().validate_args(ulysses(**{name: REFUSED[name]}))
-        assert "--commfuse-attention" not in str(caught.value)
-        early = {name: REFUSED[name] if REFUSED[name] is True else str(REFUSED[name])}
-        given = argparse.Namespace(use_commfuse=True, commfuse_ulysses=True, **early)
-        with pytest.raises(IncompatibleOptionsError, match=expected):
-            CommFuseFeature().register_patches(PatchManager(), given)
-
-    def test_the_same_options_switched_off_are_not_refused(self) -> None:
-        check_compatible(argparse.Namespace(**HARMLESS_FOR_ATTENTION), ULYSSES_REFUSALS)
-        check_compatible(argparse.Namespace(**dict.fromkeys(REFUSED)), ULYSSES_REFUSALS)
-        CommFuseFeature().validate_args(ulysses())
-
-    def test_without_the_flag_they_are_nobodys_concern(self) -> None:
-        CommFuseFeature().validate_args(real_arguments(**(LAYOUT | REFUSED)))
 
 
 class TestLayout:
@@ -96,18 +31,7 @@ class TestLayout:
         ):
             CommFuseFeature().validate_args(ulysses(context_parallel_size=size))
 
-    @pytest.mark.parametrize(
-        "algorithm",
-        [
-            "megatron_cp_algo",
-            "hybrid_cp_algo",
-            "adaptive_cp_algo",
-            "hybrid_adaptive_cp_algo",
-            "kvallgather_cp_algo",
-            "mamba_cp_algo",
-            None,
-        ],
-    )
+    @pytest.mark.parametrize("algorithm", ["megatron_cp_algo", "hybrid_cp_algo", None])
     def test_the_algorithm_has_to_be_ulysses(self, algorithm: str | None) -> None:
         with pytest.raises(
             IncompatibleOptionsError,

@@ -1,0 +1,50 @@
+"""Arguments of a launch, as MindSpeed's real parser gives them, and what is registered for them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mindspeed_patches.feature import CommFuseFeature
+
+__all__ = ["DATA_PARALLEL", "INITIALIZE", "LINEAR", "ULYSSES", "Registered", "real_arguments"]
+
+ULYSSES = {
+    "context_parallel_size": 4,
+    "context_parallel_algo": "ulysses_cp_algo",
+    "num_attention_heads": 16,
+    "seq_length": 64,
+    "attention_dropout": 0.0,
+    "attention_mask_type": "causal",
+}
+"""What ``--commfuse-ulysses`` needs."""
+
+DATA_PARALLEL = {"use_distributed_optimizer": True}
+"""What ``--commfuse-dp`` needs."""
+
+INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
+LINEAR = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
+
+
+def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
+    """The feature's options as they are parsed, and whatever else is in ``others``."""
+    parser = argparse.ArgumentParser()
+    CommFuseFeature().register_args(parser)
+    args = parser.parse_args(["--use-commfuse", *options])
+    vars(args).update({"tensor_model_parallel_size": 2, "optimization_level": 2} | others)
+    return args
+
+
+class Registered:
+    """A patch manager that only notes what is registered."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.functions: list[str] = []
+        CommFuseFeature().register_patches(self, args)
+
+    def register_patch(self, path: str, wrapper: Any) -> None:
+        assert wrapper.__name__.endswith("_wrapper")  # else it would replace what it wraps
+        self.functions.append(path)
+
+    def times(self, path: str) -> int:
+        return self.functions.count(path)
