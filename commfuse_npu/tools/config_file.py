@@ -89,25 +89,17 @@ def read_config(path: Path) -> dict[Any, Any]:
         ConfigError: it cannot be read, or is no such yaml; the message names file and line.
     """
     try:
-        content = _load(path)
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise yaml.YAMLError(f"it is longer than {_MOST_BYTES} bytes")
+        found = yaml.load(content.decode("utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid yaml: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, not a mapping of name: value")
-    return content
-
-
-def _load(path: Path) -> Any:
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise yaml.YAMLError(f"it is longer than {_MOST_BYTES} bytes")
-    text = content.decode("utf-8")
-    try:
-        return yaml.load(text, _Loader)
     except RecursionError as error:
-        raise yaml.YAMLError("it is nested too deeply") from error
-    except ValueError as error:  # 2026-99-99 looks like a date and is none
-        raise yaml.YAMLError(str(error)) from error
+        raise ConfigError(f"{path} is not valid yaml: it is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # 2026-99-99 looks like a date and is none
+        raise ConfigError(f"{path} is not valid yaml: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds {type(found).__name__}, not a mapping of name: value")
+    return found

@@ -15,18 +15,19 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.tools.config_file import ConfigError, read_config
 
-__all__ = ["ModelConfig", "given_options"]
-
+__all__ = ["ModelConfig", "OptionParser", "given_options"]
 
 _MOST_DIGITS = 12
 """No whole number of a training has more."""
+
+_MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 
 _MOST_TP = 4096
 """Up to this size of groups those are named that would do."""
@@ -117,11 +118,7 @@ class ModelConfig:
             values["num_query_groups"] = values["num_attention_heads"]
         if "--padded-vocab-size" in options:
             values["make_vocab_size_divisible_by"] = 1
-        ranks = (
-            values["tensor_model_parallel_size"]
-            * values["pipeline_model_parallel_size"]
-            * values["context_parallel_size"]
-        )
+        ranks = math.prod(values[f"{kind}_parallel_size"] for kind in _MODEL_PARALLEL)
         values.setdefault("npus_per_node", max(1, ranks // values["nnodes"]))
         replicas = values["npus_per_node"] * values["nnodes"] // ranks
         values.setdefault("global_batch_size", values["micro_batch_size"] * max(1, replicas))
@@ -137,11 +134,7 @@ class ModelConfig:
 
     @property
     def _model_parallel_size(self) -> int:
-        return (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
+        return math.prod(getattr(self, f"{kind}_parallel_size") for kind in _MODEL_PARALLEL)
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -180,115 +173,87 @@ class ModelConfig:
         if found:
             raise ConfigError("\n".join(found))
 
-    def _model_problems(self) -> list[str]:
-        tp, heads, groups = (
-            self.tensor_model_parallel_size,
-            self.num_attention_heads,
-            self.num_query_groups,
+    def _model_problems(self) -> Iterator[str]:
+        tp, heads = self.tensor_model_parallel_size, self.num_attention_heads
+        groups, ffn = self.num_query_groups, self.ffn_hidden_size
+        yield from _indivisible("hidden size", self.hidden_size, "heads", heads, "--hidden-size")
+        yield from _indivisible(
+            "number of heads", heads, "query groups", groups, "--num-attention-heads"
         )
-        found: list[str | None] = [
-            _indivisible("hidden size", self.hidden_size, "heads", heads, "--hidden-size"),
-            _indivisible("number of heads", heads, "query groups", groups, "--num-attention-heads"),
-            _indivisible("feed-forward width", self.ffn_hidden_size, "TP", tp, "--ffn-hidden-size"),
-        ]
+        yield from _indivisible("feed-forward width", ffn, "TP", tp, "--ffn-hidden-size")
         for what, count in (("attention heads", heads), ("query groups", groups)):
             if count % tp:
-                fitting = [
-                    size
-                    for size in range(1, min(count, _MOST_TP) + 1)
-                    if not (heads % size | groups % size)
-                ]
-                found.append(
+                sizes = range(1, min(count, _MOST_TP) + 1)
+                fitting = [str(size) for size in sizes if not (heads % size | groups % size)]
+                yield (
                     f"{count} {what} are not divisible by TP {tp}; "
-                    f"choose TP from {', '.join(map(str, fitting))}"
+                    f"choose TP from {', '.join(fitting)}"
                 )
         if self.max_position_embeddings < self.seq_length:
-            found.append(
+            yield (
                 f"sequence length {self.seq_length} exceeds --max-position-embeddings "
                 f"{self.max_position_embeddings}; raise the latter to {self.seq_length}"
             )
-        return [problem for problem in found if problem]
 
-    def _layout_problems(self) -> list[str]:
-        tp, pp, cp = (
-            self.tensor_model_parallel_size,
-            self.pipeline_model_parallel_size,
-            self.context_parallel_size,
-        )
-        found: list[str | None] = []
+    def _layout_problems(self) -> Iterator[str]:
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        pp, algorithm = self.pipeline_model_parallel_size, self.context_parallel_algo
         if self.world_size % self._model_parallel_size:
-            found.append(
+            yield (
                 f"{self.world_size} NPUs (NNODES {self.nnodes} x NPUS_PER_NODE "
                 f"{self.npus_per_node}) are not divisible by TP*PP*CP = {tp}*{pp}*{cp} = "
                 f"{self._model_parallel_size}; change NNODES or NPUS_PER_NODE, or choose TP, PP "
                 f"and CP whose product divides {self.world_size}"
             )
-        found.extend(self._pipeline_problems())
+        yield from self._pipeline_problems()
+        parts, by = cp, "CP"
         if self.uses_sequence_parallel:
             parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
-        else:
-            parts, by = cp, "CP"
-        if self.seq_length % parts:
-            found.append(
-                _indivisible("sequence length", self.seq_length, by, parts, "--seq-length")
-            )
-        elif cp > 1 and self.context_parallel_algo == "megatron_cp_algo":
+        if cp > 1 and algorithm == "megatron_cp_algo" and self.seq_length % parts == 0:
             # Each rank gets a part from either end of the causal triangle.
-            by = f"2*CP = 2*{cp} ="
-            found.append(
-                _indivisible("sequence length", self.seq_length, by, 2 * cp, "--seq-length")
+            parts, by = 2 * cp, f"2*CP = 2*{cp} ="
+        yield from _indivisible("sequence length", self.seq_length, by, parts, "--seq-length")
+        heads = self.num_attention_heads
+        if cp > 1 and algorithm == "ulysses_cp_algo" and heads % (tp * cp):
+            yield (
+                f"{heads} attention heads are not divisible by TP*CP = {tp}*{cp} = {tp * cp}, "
+                "as ulysses_cp_algo needs; choose another CP or --context-parallel-algo"
             )
-        if self.context_parallel_algo == "ulysses_cp_algo" and cp > 1:
-            heads = self.num_attention_heads
-            if heads % (tp * cp):
-                found.append(
-                    f"{heads} attention heads are not divisible by TP*CP = {tp}*{cp} = {tp * cp}, "
-                    "as ulysses_cp_algo needs; choose another CP or --context-parallel-algo"
-                )
-        return [problem for problem in found if problem]
 
-    def _pipeline_problems(self) -> list[str]:
+    def _pipeline_problems(self) -> Iterator[str]:
         pp, layers = self.pipeline_model_parallel_size, self.num_layer_list
+        all_layers = self.num_layers
         if layers is None:
-            if self.num_layers % pp == 0:
-                return []
-            fitting = ", ".join(
-                str(n) for n in range(1, self.num_layers + 1) if not self.num_layers % n
-            )
-            return [
-                f"{self.num_layers} layers are not divisible by PP {pp}; choose PP from {fitting}, "
-                f"or give the layers of each stage as NUM_LAYER_LIST"
-            ]
+            if all_layers % pp:
+                fitting = [str(n) for n in range(1, all_layers + 1) if all_layers % n == 0]
+                yield (
+                    f"{all_layers} layers are not divisible by PP {pp}; choose PP from "
+                    f"{', '.join(fitting)}, or give the layers of each stage as NUM_LAYER_LIST"
+                )
+            return
         listed = ",".join(map(str, layers))
         if pp == 1:
-            return [f"NUM_LAYER_LIST {listed} needs PP of at least 2; set NUM_LAYER_LIST=none"]
-        if len(layers) != pp or sum(layers) != self.num_layers:
-            return [
+            yield f"NUM_LAYER_LIST {listed} needs PP of at least 2; set NUM_LAYER_LIST=none"
+        elif len(layers) != pp or sum(layers) != all_layers:
+            yield (
                 f"NUM_LAYER_LIST {listed} has {len(layers)} stages with {sum(layers)} layers, but "
-                f"PP is {pp} and the model has {self.num_layers}; give {pp} numbers that add up to "
-                f"{self.num_layers}, or NUM_LAYER_LIST=none for the same number in each"
-            ]
-        return []
+                f"PP is {pp} and the model has {all_layers}; give {pp} numbers that add up to "
+                f"{all_layers}, or NUM_LAYER_LIST=none for the same number in each"
+            )
 
-    def _batch_problems(self) -> list[str]:
-        found: list[str | None] = []
+    def _batch_problems(self) -> Iterator[str]:
+        micro, replicas = self.micro_batch_size, self.data_parallel_size
         if self.world_size % self._model_parallel_size == 0:
-            step = self.micro_batch_size * self.data_parallel_size
-            by = (
-                f"micro-batch size times data-parallel size = {self.micro_batch_size}*"
-                f"{self.data_parallel_size} ="
-            )
-            found.append(
-                _indivisible(
-                    "global batch size", self.global_batch_size, by, step, "--global-batch-size"
-                )
-            )
+            by = f"micro-batch size times data-parallel size = {micro}*{replicas} ="
+            yield from _indivisible(
+                "global batch size", self.global_batch_size, by, micro * replicas,
+                "--global-batch-size",
+            )  # fmt: skip
         if self.min_lr > self.lr:
-            found.append(
+            yield (
                 f"--min-lr {self.min_lr} is above --lr {self.lr}; choose --min-lr of at most "
                 f"{self.lr}"
             )
-        return [problem for problem in found if problem]
 
     def arguments(self) -> list[str]:
         """Model, training and layout as options of ``pretrain_gpt.py``, for every version of it.
@@ -334,6 +299,7 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
 _SPELLINGS = {
     # torchrun takes either of the last two.
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
@@ -381,18 +347,35 @@ _REQUIRED = (
 )
 
 
-def _indivisible(what: str, value: int, by: str, divisor: int, option: str) -> str | None:
+def _indivisible(what: str, value: int, by: str, divisor: int, option: str) -> Iterator[str]:
     """What is wrong unless ``divisor`` divides ``value``, with the nearest values that work."""
-    if value % divisor == 0:
-        return None
-    below = value // divisor * divisor
-    nearest = f"{below} or {below + divisor}" if below else str(divisor)
-    return f"{what} {value} is not divisible by {by} {divisor}; choose {option} {nearest}"
+    if value % divisor:
+        below = value // divisor * divisor
+        nearest = f"{below} or {below + divisor}" if below else str(divisor)
+        yield f"{what} {value} is not divisible by {by} {divisor}; choose {option} {nearest}"
 
 
-class _OptionParser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
+    """Picks the options that it knows out of a command line of ``pretrain_gpt.py``.
+
+    What the command line leaves out is left out of the result.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, usage=""
+        )
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+    def given(self, options: Sequence[str]) -> dict[str, Any]:
+        """The values of the options that are there.
+
+        Raises:
+            ConfigError: a value is missing or refused by its type.
+        """
+        return vars(self.parse_known_args(list(options))[0])
 
 
 def given_options(options: Sequence[str]) -> dict[str, Any]:
@@ -401,39 +384,30 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a value is missing or of the wrong type.
     """
-    parser = _OptionParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, usage=""
-    )
-    kinds = {field.name: str(field.type) for field in fields(ModelConfig)}
-    for name, kind in kinds.items():
+    parser = OptionParser()
+    for name, kind in _KINDS.items():
         spellings = _SPELLINGS.get(name, (_option(name),))
-        if kind == "bool":
-            parser.add_argument(*spellings, dest=name, action="store_true")
-        else:
-            parser.add_argument(*spellings, dest=name)
-    given, _ = parser.parse_known_args(list(options))
-    return {
-        name: _converted(kinds[name], value, _said(name)) for name, value in vars(given).items()
-    }
-
-
-def _said(name: str) -> str:
-    variable = _VARIABLES.get(name)
-    return f"{variable} ({_option(name)})" if variable else _option(name)
+        action = "store_true" if kind == "bool" else "store"
+        parser.add_argument(*spellings, dest=name, action=action)
+    found = {}
+    for name, value in parser.given(options).items():
+        variable = _VARIABLES.get(name)
+        said = f"{variable} ({_option(name)})" if variable else _option(name)
+        found[name] = _converted(_KINDS[name], value, said)
+    return found
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
     content = read_config(path)
-    kinds = {field.name: str(field.type) for field in fields(ModelConfig)}
     for key in content:
-        if key not in kinds:
-            near = difflib.get_close_matches(str(key), kinds, n=1, cutoff=0.0)
+        if key not in _KINDS:
+            near = difflib.get_close_matches(str(key), _KINDS, n=1, cutoff=0.0)
             raise ConfigError(f"{path}: unknown option {key!r}; did you mean {near[0]!r}?")
-    missing = [name for name in kinds if name not in content]
+    missing = [name for name in _KINDS if name not in content]
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
     return {
-        name: _converted(kind, content[name], f"{path}: {name}") for name, kind in kinds.items()
+        name: _converted(kind, content[name], f"{path}: {name}") for name, kind in _KINDS.items()
     }
 
 
@@ -477,12 +451,11 @@ def _main(arguments: Sequence[str]) -> int:
     if "--" in own:
         position = own.index("--")
         own, options = own[:position], own[position + 1 :]
-    values = [field.name for field in fields(ModelConfig)]
     parser = argparse.ArgumentParser(description="Print what a configuration says, checked.")
     parser.add_argument("config", type=Path)
     parser.add_argument(
         "--emit",
-        choices=["arguments", "number_of_parameters", "tokenizer_option", *values],
+        choices=["arguments", "number_of_parameters", "tokenizer_option", *_KINDS],
         default="arguments",
         metavar="WHAT",
         help="arguments (one word per line), number_of_parameters, tokenizer_option or a key",

@@ -12,7 +12,7 @@ from commfuse_npu.plan import Kind, PlanError, Schedule
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.arguments import whole
+from commfuse_npu.tools.option_types import whole
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, report
@@ -91,12 +91,10 @@ def _complain(why: str, code: int = 2) -> int:
 
 
 def _draw(given: argparse.Namespace) -> int:
-    said = {
-        name: default if (value := getattr(given, name)) is None else value
-        for name, default in _DRAWN.items()
-    }
-    rank, ranks, own = said.pop("rank"), said.pop("ranks"), said.pop("own")
-    print(Schedule(**said).plan(given.kind, rank, ranks, own).draw())
+    said = {name: value for name in _DRAWN if (value := getattr(given, name)) is not None}
+    drawn = _DRAWN | said
+    rank, ranks, own = drawn.pop("rank"), drawn.pop("ranks"), drawn.pop("own")
+    print(Schedule(**drawn).plan(given.kind, rank, ranks, own).draw())
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools.model_config import ModelConfig
-from tests.launchers.test_scripts import MODELS, ROOT, dry_run
+from tests.launchers.launching import MODELS, ROOT, dry_run
 
 NEEDED = ("MINDSPEED_HOME", "MINDSPEED_LLM_HOME", "MEGATRON_HOME", "COMMFUSE_NPU_PYTHON")
 MISSING = [name for name in NEEDED if not os.environ.get(name)]

@@ -6,14 +6,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "scripts"
-MODELS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b")
+from tests.launchers.launching import MODELS, ROOT, SCRIPTS, dry_run, launch
+
 LAUNCHERS = [SCRIPTS / f"pretrain_{model}_ptd.sh" for model in MODELS]
 
 # Everything but the model's numbers, in the order in which it has to appear.
@@ -37,6 +35,7 @@ OPTIMIZE = (
     "--use-fused-rotary-pos-emb --no-masked-softmax-fusion --attention-softmax-in-fp32 "
     "--no-gradient-accumulation-fusion --use-distributed-optimizer"
 )
+ODD = ("--tensorboard-dir", 'a "b"')
 TORCHRUN = "--nproc_per_node --nnodes --node_rank --master_addr --master_port"
 
 
@@ -53,55 +52,32 @@ def options_of(model: str, commfuse: bool) -> list[str]:
     return f"{words} {DATA} {OUTPUT} {OPTIMIZE} {fused} --distributed-backend".split()
 
 
-def launch(
-    model: str, *arguments: str, cwd: Path = ROOT, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a launcher with nothing in the environment but what is given."""
-    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **variables}
-    return subprocess.run(
-        ["bash", str(SCRIPTS / f"pretrain_{model}_ptd.sh"), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def dry_run(model: str, *arguments: str, **variables: str) -> list[str]:
-    """The words of the command that a launcher would run, environment and all."""
-    run = launch(model, *arguments, DRY_RUN="1", **variables)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("\n") == 1
-    return shlex.split(run.stdout)
-
-
 def value(words: list[str], option: str) -> str:
     assert words.count(option) == 1, option
     return words[words.index(option) + 1]
 
 
-@pytest.mark.parametrize("commfuse", [True, False])
-@pytest.mark.parametrize("model", MODELS)
-def test_the_options_and_their_order(model: str, commfuse: bool) -> None:
-    words = dry_run(model, USE_COMMFUSE=str(int(commfuse)))
-    start = words.index("torchrun")
-    script = words.index("pretrain_gpt.py")
-    entry = ["-m", "mindspeed_patches.launch"] if commfuse else []
-    assert [word for word in words[start + 1 : script] if word.startswith("-")] == [
-        *TORCHRUN.split(),
-        *entry[:1],
-    ]
-    assert words[script - len(entry) : script] == entry
-    options = [word for word in words[script + 1 :] if word.startswith("--")]
-    assert options == options_of(model, commfuse)
-    assert words[-2:] == ["--distributed-backend", "nccl"]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_with_and_without_commfuse_all_else_is_the_same(model: str) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("llama2_7b", "llama3_70b"),
+        *(pytest.param(model, marks=pytest.mark.long) for model in MODELS[1:4]),
+    ],
+)
+def test_the_options_and_their_order(model: str) -> None:
     fused, plain = dry_run(model), dry_run(model, USE_COMMFUSE="0")
+    for words, entry in ((fused, ["-m", "mindspeed_patches.launch"]), (plain, [])):
+        script = words.index("pretrain_gpt.py")
+        torchrun = words[words.index("torchrun") + 1 : script]
+        assert [word for word in torchrun if word.startswith("-")] == [
+            *TORCHRUN.split(),
+            *entry[:1],
+        ]
+        assert words[script - len(entry) : script] == entry
+        options = [word for word in words[script + 1 :] if word.startswith("--")]
+        assert options == options_of(model, bool(entry))
+        assert words[-2:] == ["--distributed-backend", "nccl"]
+    # All else is the same.
     extra = [f"PYTHONPATH={ROOT}", "-m", "mindspeed_patches.launch", "--use-commfuse"]
     assert [word for word in fused if word not in extra] == plain
     assert [word for word in fused if word in extra] == extra
@@ -178,12 +154,12 @@ def test_paths_with_blanks_and_quotes_survive() -> None:
         "CKPT_SAVE_DIR": "/save here",
         "CKPT_LOAD_DIR": "/load `this`",
     }
-    words = dry_run("llama3_8b", "--tensorboard-dir", 'a "b"', **paths)
+    words = dry_run("llama3_8b", *ODD, **paths)
     assert value(words, "--data-path") == paths["DATA_PATH"]
     assert value(words, "--tokenizer-name-or-path") == paths["TOKENIZER_MODEL"]
     assert value(words, "--save") == paths["CKPT_SAVE_DIR"]
     assert value(words, "--load") == paths["CKPT_LOAD_DIR"]
-    assert words[-2:] == ["--tensorboard-dir", 'a "b"']
+    assert words[-2:] == list(ODD)
 
 
 def test_only_loading_what_was_saved_here_brings_the_optimizer_back() -> None:
@@ -219,7 +195,7 @@ def test_the_printed_command_is_run_as_it_is_in_a_shell(tmp_path) -> None:
     """Paste it: the same words and the same environment arrive at torchrun."""
     home = tmp_path / "Mind Speed"
     home.mkdir()
-    run = launch("llama3_8b", "x y", DRY_RUN="1", MINDSPEED_LLM_HOME=str(home))
+    run = launch("llama3_8b", *ODD, DRY_RUN="1", MINDSPEED_LLM_HOME=str(home))
     fake_torchrun(tmp_path, exit_code=0)
     path = f"{tmp_path}:{os.environ['PATH']}"
     pasted = ["bash", "-c", run.stdout]
@@ -229,7 +205,7 @@ def test_the_printed_command_is_run_as_it_is_in_a_shell(tmp_path) -> None:
     assert recorded[0] == str(home)
     assert recorded[1] == f"1 3600 {ROOT}"
     assert recorded[2:] == words[words.index("torchrun") + 1 :]
-    assert recorded[-1] == "x y"
+    assert recorded[-2:] == list(ODD)
 
 
 @pytest.mark.parametrize(
@@ -308,14 +284,14 @@ def llm(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_exit_code_and_the_log_are_those_of_the_run(llm, tmp_path) -> None:
-    run = launch("llama3_8b", "--train-iters", "7", **llm)
+    run = launch("llama3_8b", *ODD, **llm)
     assert run.returncode == 3
     assert run.stdout == "a line\nan error\n"
     log = tmp_path / "home" / "logs" / "train_llama3_8b_commfuse.log"
     assert log.read_text("utf-8") == run.stdout
     recorded = (tmp_path / "recorded").read_text("utf-8").splitlines()
     assert recorded[:2] == [llm["MINDSPEED_LLM_HOME"], f"1 3600 {ROOT}"]
-    dry = dry_run("llama3_8b", "--train-iters", "7", **llm)
+    dry = dry_run("llama3_8b", *ODD, **llm)
     assert recorded[2:] == dry[dry.index("torchrun") + 1 :]
 
 

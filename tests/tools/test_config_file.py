@@ -24,7 +24,7 @@ BROKEN = {
     "twice": ("a: 1\nb: 2\na: 3", "'a' is there twice"),
     "twice deep": ("a: {b: 1, b: 2}", "'b' is there twice"),
     "aliases": (BOMB, "aliases are not taken"),
-    "deep": ("[" * 20_000, "nested too deeply"),
+    "deep": ("[" * 2_000, "nested too deeply"),
     "long number": ("a: " + "9" * 6000, "a number of 6000 digits"),
     "long hex": ("a: 0x" + "f" * 6000, "a number of 6002 digits"),
     "no date": ("a: 2026-99-99", "month must be in 1..12"),
@@ -59,29 +59,37 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("case", BROKEN)
-def test_every_reader_refuses_it(tmp_path: Path, reader: str, case: str) -> None:
+def test_it_is_refused(tmp_path: Path, case: str) -> None:
     content, words = BROKEN[case]
     path = tmp_path / "eine Datei 目录.yaml"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        READERS[reader](path)
+        read_config(path)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_broken_letters(tmp_path: Path, reader: str) -> None:
+# What Megatron takes to import is of no interest here.
+readers = pytest.mark.parametrize(
+    "reader", ["model", "hardware", pytest.param("cpu pretraining", marks=pytest.mark.long)]
+)
+
+
+@readers
+def test_every_reader_refuses_it(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "file.yaml"
     path.write_bytes(b"a: \xff\xfe")
     with pytest.raises(ConfigError, match=r"is not valid yaml: .*decode"):
         READERS[reader](path)
     with pytest.raises(ConfigError, match="cannot read"):
         READERS[reader](tmp_path)
+    path.write_text("a: 1\na: 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="'a' is there twice"):
+        READERS[reader](path)
 
 
-@pytest.mark.parametrize("reader", READERS)
+@readers
 def test_a_name_with_spaces_and_other_letters(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "eine Datei 目录.yaml"
     path.write_bytes(FILES[reader].read_bytes())
@@ -96,8 +104,11 @@ def test_a_name_with_spaces_and_other_letters(tmp_path: Path, reader: str) -> No
         ("model", "hidden_size", "9" * 30, "hidden_size: a number of 30 digits; give at most 12"),
         ("model", "hidden_size", ".nan", "hidden_size: nan is not a whole number"),
         ("model", "hidden_size", "[[1]]", "is not a whole number"),
-        ("cpu pretraining", "lr", ".nan", "nan is not in"),
-        ("cpu pretraining", "hidden_size", "{a: 1}", "hidden_size: invalid value"),
+        pytest.param(*("cpu pretraining", "lr", ".nan", "nan is not in"), marks=pytest.mark.long),
+        pytest.param(
+            *("cpu pretraining", "hidden_size", "{a: 1}", "hidden_size: invalid value"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_numbers_that_are_none(tmp_path, reader: str, key: str, value: str, words: str) -> None:

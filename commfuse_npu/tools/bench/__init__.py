@@ -21,7 +21,3 @@ From the top down; what is marked (t) imports torch and runs in the processes of
     baselines (t), carriers (t), sleeping (t), clock (t), peak_memory (t)
     results       from samples to figures;  report, plot  show them
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

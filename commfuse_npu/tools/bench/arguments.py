@@ -8,6 +8,7 @@ from typing import get_args
 
 from commfuse_npu.tools.bench.programme import LINKS, Link
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
+from commfuse_npu.tools.option_types import positive, whole
 
 __all__ = ["parser"]
 
@@ -30,14 +31,11 @@ def parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--ranks", type=_sizes, help="2,4")
     what.add_argument("--dtypes", type=_words, help="fp32,bf16")
-    what.add_argument(
-        "--links",
-        type=_words,
-        help="; ".join(f"{name}: {LINKS[name]}" for name in get_args(Link)),
-    )
+    listed = "; ".join(f"{name}: {LINKS[name]}" for name in get_args(Link))
+    what.add_argument("--links", type=_words, help=listed)
     what.add_argument(
         "--sleep-gemm",
-        type=_positive,
+        type=positive,
         metavar="GFLOPS",
         help="GEMMs sleep for as long as they would take at this speed of a rank; for more ranks "
         "than cores",
@@ -48,16 +46,16 @@ def parser() -> argparse.ArgumentParser:
     )
     size.add_argument(
         "--scale",
-        type=_positive,
+        type=positive,
         help="divide all widths by this; default 16/3 for a single layer, 8 for blocks",
     )
-    size.add_argument("--sequence", type=_whole, help="rows; default a quarter of the model's")
+    size.add_argument("--sequence", type=whole, help="rows; default a quarter of the model's")
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=_whole, help="undisturbed rounds per ratio")
+    how.add_argument("--rounds", type=whole, help="undisturbed rounds per ratio")
     how.add_argument("--seed", type=int, default=0, help="of the numbers and of the order")
     how.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="npu: read, not run")
     how.add_argument(
-        "--timeout", type=_positive, default=120.0, help="seconds for a round; default 120"
+        "--timeout", type=positive, default=120.0, help="seconds for a round; default 120"
     )
     out = parser.add_argument_group("what comes out (besides a Markdown table)")
     out.add_argument("--json", type=Path, metavar="FILE")
@@ -93,17 +91,3 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not all(2 <= size <= 64 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text}: from 2 to 64 ranks; one has nobody to talk to")
     return sizes
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
-
-
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
-    return number

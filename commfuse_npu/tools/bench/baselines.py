@@ -15,7 +15,7 @@ and :func:`column_parallel` and :func:`row_parallel` make differentiable layers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -206,39 +206,33 @@ class Sliced(Blocking):
 
 def column_parallel(form: Blocking, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``[s, ..., I] -> [S, ..., O]``."""
-    y: torch.Tensor = _Column.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, form)
-    return y.view(-1, *x.shape[1:-1], weight.shape[0])
+    return _layer(x, weight, form.gather_gemm, form.column_backward)
 
 
 def row_parallel(form: Blocking, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``[S, ..., I] -> [s, ..., O]``."""
-    y: torch.Tensor = _Row.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, form)
+    return _layer(x, weight, form.gemm_scatter, form.row_backward)
+
+
+def _layer(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], _Grads],
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y: torch.Tensor = _Layer.apply(rows, weight, forward, backward)
     return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
 
-class _Column(torch.autograd.Function):
+class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, form: Blocking) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, run: Any, back: Any) -> Any:
         ctx.save_for_backward(x, weight)
-        ctx.form = form
-        return form.gather_gemm(x, weight)
+        ctx.back = back
+        return run(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        return *ctx.form.column_backward(grad.contiguous(), x, weight), None
-
-
-class _Row(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, form: Blocking) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.form = form
-        return form.gemm_scatter(x, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        return *ctx.form.row_backward(grad.contiguous(), x, weight), None
+        return *ctx.back(grad.contiguous(), *ctx.saved_tensors), None, None

@@ -11,8 +11,9 @@ memory that the other one does not.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Pending:
         return self._finish()
 
 
-class Carrier(Protocol):
+class Carrier(ABC):
     """What a baseline needs.
 
     Attributes:
@@ -55,47 +56,42 @@ class Carrier(Protocol):
         blocked_seconds: host time spent in waits since the start.
     """
 
-    rank: int
-    size: int
-    blocked_seconds: float
-    pool: BufferPool
+    in_order = True
 
-    @property
-    def in_order(self) -> bool: ...
+    def __init__(self, rank: int, size: int, pool: BufferPool) -> None:
+        self.rank, self.size, self.pool = rank, size, pool
+        self.blocked_seconds = 0.0
 
+    @abstractmethod
     def gather(self, shard: torch.Tensor) -> Pending:
         """Begin ``[s, F] -> [n * s, F]``."""
 
     def give_back(self, whole: torch.Tensor) -> None:
         """Lend the result of :meth:`gather` to others."""
+        self.pool.give_back([whole])
 
+    @abstractmethod
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         """Begin the sum of ``[n * s, F]`` over the ranks, of which ``out`` gets its ``[s, F]``."""
 
 
-class _OverGroup:
+class _OverGroup(Carrier):
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        self.blocked_seconds = 0.0
-        self.pool = pool
+        super().__init__(group.rank(), group.size(), pool)
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
 
     def _whole(self, shard: torch.Tensor) -> torch.Tensor:
         shape = (self.size * shard.shape[0], *shard.shape[1:])
         return self.pool.take(shape, shard.dtype, shard.device)
 
-    def give_back(self, whole: torch.Tensor) -> None:
-        self.pool.give_back([whole])
-
 
 class TorchCollectives(_OverGroup):
     """torch's own collectives."""
 
-    @property
-    def in_order(self) -> bool:
-        """A device's stream keeps them in order; gloo's threads run them side by side."""
-        return "gloo" not in dist.get_backend(self._group)
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+        super().__init__(group, pool)
+        # A device's stream keeps them in order; gloo's threads run them side by side.
+        self.in_order = "gloo" not in dist.get_backend(group)
 
     def gather(self, shard: torch.Tensor) -> Pending:
         whole = self._whole(shard)
@@ -110,23 +106,21 @@ class TorchCollectives(_OverGroup):
 class DirectExchange(_OverGroup):
     """Every block straight from the rank that has it to the rank that needs it, all at once.
 
+    Of a group of all ranks.
+
     The partials are added in the order r-1, ..., r+1, the own one last: the bits of the product and
-    of gloo's reduce-scatter.
+    of gloo's reduce-scatter.  Between a pair of ranks the socket (or the stream) keeps the order.
     """
 
-    in_order = True
-    """Of a pair of ranks the socket (or the stream) keeps the order."""
-
-    _messages = 0
-
-    def _peers(self) -> range:
-        return range(1, self.size)
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+        super().__init__(group, pool)
+        self._targets = [(self.rank + k) % self.size for k in range(1, self.size)]
+        self._sources = [(self.rank - k) % self.size for k in range(1, self.size)]
+        self._messages = 0
 
     def _exchange(self, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> list[Any]:
         """Entry k-1 of each list is for, or from, the rank at distance k."""
-        targets = [self._ranks[(self.rank + k) % self.size] for k in self._peers()]
-        sources = [self._ranks[(self.rank - k) % self.size] for k in self._peers()]
-        group = self._group
+        group, targets, sources = self._group, self._targets, self._sources
         if sends[0].device.type != "cpu":
             # Read, not run: on HCCL single operations would open a communicator per pair.
             operations = [
@@ -149,7 +143,7 @@ class DirectExchange(_OverGroup):
     def gather(self, shard: torch.Tensor) -> Pending:
         whole = self._whole(shard)
         blocks = whole.unflatten(0, (self.size, -1))
-        receives = [blocks[(self.rank - k) % self.size] for k in self._peers()]
+        receives = [blocks[source] for source in self._sources]
         works = self._exchange([shard] * (self.size - 1), receives)
         blocks[self.rank].copy_(shard)
         return Pending(self, works, lambda: whole)
@@ -158,7 +152,7 @@ class DirectExchange(_OverGroup):
         blocks = full.unflatten(0, (self.size, -1))
         # The first partial arrives where the sum is wanted.
         others = [self.pool.take(out.shape, out.dtype, out.device) for _ in range(self.size - 2)]
-        sends = [blocks[(self.rank + k) % self.size] for k in self._peers()]
+        sends = [blocks[target] for target in self._targets]
         works = self._exchange(sends, [out, *others])
 
         def add() -> torch.Tensor:
@@ -170,19 +164,15 @@ class DirectExchange(_OverGroup):
         return Pending(self, works, add)
 
 
-class NoTransfers:
+class NoTransfers(Carrier):
     """Nothing is carried: what is left of a work is its computation.
 
     Results are made up.  Gathered tensors hold copies of the shard, so that a GEMM reads real
     numbers from real memory.
     """
 
-    in_order = True
-
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.blocked_seconds = 0.0
-        self.pool = BufferPool()
+        super().__init__(rank, size, BufferPool())
         self._wholes: dict[tuple[object, ...], torch.Tensor] = {}
 
     def gather(self, shard: torch.Tensor) -> Pending:
@@ -193,7 +183,7 @@ class NoTransfers:
         return Pending(self, [], lambda: whole)
 
     def give_back(self, whole: torch.Tensor) -> None:
-        pass
+        """It is kept here."""
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         block = full.unflatten(0, (self.size, -1))[self.rank]

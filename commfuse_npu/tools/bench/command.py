@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata, util
 from itertools import groupby
@@ -18,13 +18,12 @@ from typing import Any
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.bench import namespaces, plot, programme, stored
 from commfuse_npu.tools.bench.arguments import parser
-from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.bench.progress import Progress
-from commfuse_npu.tools.bench.report import as_json, as_markdown
+from commfuse_npu.tools.bench.report import as_markdown
 from commfuse_npu.tools.bench.results import Result
 from commfuse_npu.tools.bench.sweep import Conditions, Group, steps_of
 from commfuse_npu.tools.bench.variants import chosen
-from commfuse_npu.tools.config_file import ConfigError, find_config
+from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
 
 __all__ = ["main"]
@@ -41,23 +40,22 @@ def main(words: Sequence[str]) -> int:
     """Measure and print; returns the exit code: 0, 1 a rank failed, 2 bad options, 130 Ctrl-C."""
     given = parser().parse_args(words)
     if given.stored is not None:
-        return _show_again(given)
+        try:
+            found = stored.load(given.stored)
+        except (OSError, ValueError) as error:
+            print(f"commfuse-npu bench: {error}", file=sys.stderr)
+            return 2
+        return _show(given, *found)
     try:
         given.config = find_config(given.config)
         sweeps = _programme(given)
-    except (ValueError, ConfigError) as error:
+    except ValueError as error:
         print(f"commfuse-npu bench: {error}", file=sys.stderr)
         return 2
-    limit = _QUICK_SECONDS if given.quick else _FULL_SECONDS
     conditions = Conditions(
-        given.config,
-        given.scale,
-        given.sequence,
-        given.seed,
-        given.device,
-        given.timeout,
-        limit,
-    )
+        given.config, given.scale, given.sequence, given.seed, given.device, given.timeout,
+        limit=_QUICK_SECONDS if given.quick else _FULL_SECONDS,
+    )  # fmt: skip
     results: list[Result] = []
     code = 0
     with _sigterm_raises():
@@ -69,23 +67,13 @@ def main(words: Sequence[str]) -> int:
         except _Terminated:
             conditions.note("ended by SIGTERM; this is what was measured until then")
             code = 143
-        except (RanksError, RuntimeError) as error:
+        except RuntimeError as error:
             print(f"commfuse-npu bench: {error}", file=sys.stderr)
             conditions.note("a rank failed; this is what was measured until then")
             code = 1
     if results or not code:
-        machine, notes = _machine(given, conditions), conditions.notes
-        code = _show(given, machine, results, notes) or code
+        code = _show(given, _machine(given, conditions), results, conditions.notes) or code
     return code
-
-
-def _show_again(given: argparse.Namespace) -> int:
-    try:
-        machine, results, notes = stored.load(given.stored)
-    except (OSError, ValueError) as error:
-        print(f"commfuse-npu bench: {error}", file=sys.stderr)
-        return 2
-    return _show(given, machine, results, notes)
 
 
 def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
@@ -101,17 +89,7 @@ def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
     if given.plot and util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave it out")
     ModelConfig.load(given.config)
-    sweeps = programme.with_options(
-        programme.quick() if given.quick else programme.full(),
-        ranks=given.ranks,
-        works=given.works,
-        ratios=given.ratios,
-        variants=given.variants,
-        dtypes=given.dtypes,
-        links=given.links,
-        rounds=given.rounds,
-        gflops=given.sleep_gemm,
-    )
+    sweeps = programme.with_options(programme.quick() if given.quick else programme.full(), given)
     for sweep in sweeps:
         chosen(sweep.variants, sweep.ranks)
     return sweeps
@@ -124,7 +102,7 @@ def _possible(sweeps: list[programme.Sweep], conditions: Conditions) -> list[pro
     for sweep in sweeps:
         if conditions.device != "cpu" and (sweep.gflops is not None or sweep.link != "mesh"):
             continue  # sleeping GEMMs and made up links are for CPUs
-        if sweep.link in ("shared-nic", "mesh-tc"):
+        if sweep.link == "shared-nic":
             problem = namespaces.why_not() if problem is None else problem
             if problem:
                 conditions.note(f"skipped: {programme.LINKS[sweep.link]}: {problem}")
@@ -147,7 +125,7 @@ def _measure(sweeps: list[programme.Sweep], conditions: Conditions, results: lis
             with Group(ranks, link, conditions, progress) as group:
                 for sweep in same:
                     for result in group.run(sweep):
-                        results.append(result)
+                        results.append(result)  # kept, whatever ends the run
     finally:
         progress.close()
 
@@ -157,27 +135,21 @@ def _show(
 ) -> int:
     """Print the tables, and write the files that are asked for; 1 if one cannot be written."""
     print(as_markdown(machine, results, notes), flush=True)
+    writers: dict[str, Callable[[Path], None]] = {
+        "json": lambda path: write_json(path, stored.as_json(machine, results, notes), indent=1),
+        "plot": lambda path: plot.draw(results, path) if results else None,
+    }
     code = 0
-    try:
-        if given.json:
-            write_json(given.json, as_json(machine, results, notes), indent=1)
-    except OSError as error:
-        code = _unwritten("--json", given.json, error)
-    try:
-        if given.plot and results:
-            plot.draw(results, given.plot)
-    except OSError as error:
-        code = _unwritten("--plot", given.plot, error)
+    for option, write in writers.items():
+        path = getattr(given, option)
+        try:
+            if path:
+                write(path)
+        except OSError as error:
+            said = f"--{option} {path} was not written: {error.strerror or error}"
+            print(f"commfuse-npu bench: {said}; the results are above", file=sys.stderr)
+            code = 1
     return code
-
-
-def _unwritten(option: str, path: Path, error: OSError) -> int:
-    print(
-        f"commfuse-npu bench: {option} {path} was not written: {error.strerror or error}; the "
-        "results are above",
-        file=sys.stderr,
-    )
-    return 1
 
 
 def _machine(given: argparse.Namespace, conditions: Conditions) -> dict[str, Any]:

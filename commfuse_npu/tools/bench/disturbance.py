@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Load", "Watch", "parse"]
+__all__ = ["Load", "Watch"]
 
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 OTHERS_LIMIT, STEAL_LIMIT = 0.06, 0.02
@@ -29,14 +29,6 @@ class Load:
         return self.others > OTHERS_LIMIT or self.steal > STEAL_LIMIT
 
 
-def parse(stat: str) -> dict[str, int]:
-    """The first line of ``/proc/stat``: ticks since boot, of all cores together."""
-    words = stat.split("\n", 1)[0].split()
-    if not words or words[0] != "cpu" or len(words) < 1 + len(_FIELDS):
-        raise ValueError(f"not /proc/stat: {stat[:40]!r}")
-    return dict(zip(_FIELDS, map(int, words[1:]), strict=False))
-
-
 class Watch:
     """Measures the load of others from its construction on.
 
@@ -50,10 +42,13 @@ class Watch:
         self._own = sum(os.times()[:2])
 
     def _read(self) -> dict[str, int] | None:
+        """Ticks since boot, of all cores together: the first line of the file."""
         try:
-            return parse(self._stat.read_text())
-        except (OSError, ValueError):
+            words = self._stat.read_text().split("\n", 1)[0].split()
+        except OSError:
             return None
+        known = len(words) > len(_FIELDS) and words[0] == "cpu"
+        return dict(zip(_FIELDS, map(int, words[1:]), strict=False)) if known else None
 
     def load(self, ranks_cpu_seconds: float) -> Load | None:
         """The load since; ``None`` where it cannot be told.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,29 +31,27 @@ from commfuse_npu.tools.bench.carriers import Carrier, DirectExchange, NoTransfe
 from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["Form", "Groups", "PlainForm", "form_of", "options_of"]
+__all__ = ["Form", "Groups", "form_of", "plain_form"]
+
+_Layer = Callable[..., torch.Tensor]
 
 
-class Form(Protocol):
+@dataclass(frozen=True)
+class Form:
     """The three layers that works are made of, differentiable; see :mod:`commfuse_npu.ops`.
 
     Attributes:
+        all_gather_linear: ``x [s, ..., I], weight -> [S, ..., O]``.
+        linear_reduce_scatter: ``x [S, ..., I], weight -> [s, ..., O]``.
+        attention_linear_reduce_scatter: ``q [S, B, A, D], k and v [S, B, G, D], weight ->
+            [s, B, O]``, causal.
         blocked_seconds: host time spent in waits for transfers since the start.
     """
 
-    @property
-    def blocked_seconds(self) -> float: ...
-
-    def all_gather_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``[s, ..., I] -> [S, ..., O]``."""
-
-    def linear_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``[S, ..., I] -> [s, ..., O]``."""
-
-    def attention_linear_reduce_scatter(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """``[S, B, A, D], [S, B, G, D] -> [s, B, O]``, causal."""
+    all_gather_linear: _Layer
+    linear_reduce_scatter: _Layer
+    attention_linear_reduce_scatter: _Layer
+    blocked_seconds: Callable[[], float]
 
 
 class Groups:
@@ -75,96 +75,58 @@ class Groups:
             dist.all_reduce(torch.ones(1, device=self.transport.device_type), group=group)
 
 
-class _BaselineForm:
-    def __init__(self, layers: Blocking) -> None:
-        self._layers = layers
-
-    @property
-    def blocked_seconds(self) -> float:
-        return self._layers.carrier.blocked_seconds
-
-    def all_gather_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return column_parallel(self._layers, x, weight)
-
-    def linear_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return row_parallel(self._layers, x, weight)
-
-    def attention_linear_reduce_scatter(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        attended = blocked_attention(q, k, v, causal=True).flatten(2)
-        return row_parallel(self._layers, attended, weight)
-
-
-class _FusedForm:
-    def __init__(self, transport: Transport, options: LinearOptions) -> None:
-        self._transport, self._options = transport, options
-
-    @property
-    def blocked_seconds(self) -> float:
-        return self._transport.blocked_seconds
-
-    def all_gather_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return all_gather_linear(x, weight, transport=self._transport, options=self._options)
-
-    def linear_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear_reduce_scatter(x, weight, transport=self._transport, options=self._options)
-
-    def attention_linear_reduce_scatter(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        return attention_linear_reduce_scatter(
-            q, k, v, weight, transport=self._transport, causal=True, options=self._options
-        )
-
-
-class PlainForm:
-    """The product's plain ops, cut into the GEMMs of a fused form: the same additions."""
-
-    blocked_seconds = 0.0
-
-    def __init__(self, group: dist.ProcessGroup, options: LinearOptions) -> None:
-        self._group, self._options = group, options
-
-    def all_gather_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return plain_all_gather_linear(
-            x, weight, group=self._group, options=self._options, same_gemms=True
-        )
-
-    def linear_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return plain_linear_reduce_scatter(
-            x, weight, group=self._group, options=self._options, same_gemms=True
-        )
-
-    def attention_linear_reduce_scatter(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        return plain_attention_linear_reduce_scatter(
-            q, k, v, weight, group=self._group, causal=True, options=self._options,
-            same_blocks=True,
-        )  # fmt: skip
-
-
-def options_of(variant: Variant) -> LinearOptions:
+def _options_of(variant: Variant) -> LinearOptions:
     """The product's options for a variant of it.  What was found out is not kept between runs."""
     assert variant.schedule is not None
     tuning = Tuning() if variant.tuned else None
     return LinearOptions(variant.schedule, wgrad=variant.wgrad, tuning=tuning)
 
 
+def plain_form(variant: Variant, groups: Groups) -> Form:
+    """The product's plain ops, cut into the GEMMs of a fused form: the same additions."""
+    group, options = groups.collectives, _options_of(variant)
+    attend = plain_attention_linear_reduce_scatter
+    return Form(
+        partial(plain_all_gather_linear, group=group, options=options, same_gemms=True),
+        partial(plain_linear_reduce_scatter, group=group, options=options, same_gemms=True),
+        partial(attend, group=group, options=options, causal=True, same_blocks=True),
+        lambda: 0.0,
+    )
+
+
 def form_of(variant: Variant, groups: Groups) -> Form:
     """The layers of a variant.  ``communication`` has none: it computes nothing."""
+    transport = groups.transport
     if variant.kind == "fused":
-        return _FusedForm(groups.transport, options_of(variant))
+        options, attend = _options_of(variant), attention_linear_reduce_scatter
+        return Form(
+            partial(all_gather_linear, transport=transport, options=options),
+            partial(linear_reduce_scatter, transport=transport, options=options),
+            partial(attend, transport=transport, options=options, causal=True),
+            lambda: transport.blocked_seconds,
+        )
     if variant.kind == "compute":
-        return _BaselineForm(Blocking(NoTransfers(groups.transport.rank, groups.transport.size)))
+        return _baseline(Blocking(NoTransfers(transport.rank, transport.size)))
     carrier: Carrier = (
         DirectExchange(groups.direct, groups.pool)
         if variant.direct
         else TorchCollectives(groups.collectives, groups.pool)
     )
     if variant.kind == "sliced":
-        return _BaselineForm(Sliced(carrier, variant.slices))
-    return _BaselineForm(
-        MegatronOrder(carrier) if variant.kind == "megatron" else Blocking(carrier)
+        return _baseline(Sliced(carrier, variant.slices))
+    return _baseline(MegatronOrder(carrier) if variant.kind == "megatron" else Blocking(carrier))
+
+
+def _baseline(layers: Blocking) -> Form:
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        attended = blocked_attention(q, k, v, causal=True).flatten(2)
+        return row_parallel(layers, attended, weight)
+
+    return Form(
+        partial(column_parallel, layers),
+        partial(row_parallel, layers),
+        attention,
+        lambda: layers.carrier.blocked_seconds,
     )

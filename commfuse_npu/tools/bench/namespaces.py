@@ -1,10 +1,7 @@
-"""Links made of network namespaces: a shared network card, or a mesh, as root.
+"""Links made of network namespaces: a network card per rank that its peers share, as root.
 
 Every rank gets a namespace with one virtual card, and a switch (a bridge in one more namespace)
-joins them.  What a rank sends is shaped at its card by ``tc``:
-
-    shared-nic   one token bucket (tbf) for everything it sends: its peers share the rate
-    mesh-tc      a class per destination (htb): every peer has the rate to itself
+joins them.  Everything that a rank sends goes through one token bucket (``tc``'s tbf) at its card.
 
 Nothing outside these namespaces is touched; :meth:`Network.close` removes them, and the next run
 those of one that was killed.
@@ -17,7 +14,6 @@ import os
 import re
 import shutil
 import subprocess
-from types import TracebackType
 
 __all__ = ["CARD", "Network", "enter", "why_not"]
 
@@ -42,7 +38,7 @@ def why_not() -> str:
     except RuntimeError as error:
         return str(error)
     try:
-        _shape(name, "lo", "tbf", "rate", "1gbit", "burst", str(_BURST), "limit", str(_QUEUE))
+        _shape(name, "lo", "1gbit")
     except RuntimeError as error:
         return str(error)
     finally:
@@ -68,15 +64,12 @@ class Network:
 
     Args:
         ranks: how many.
-        shared: one rate per rank instead of one per pair of ranks.
 
     Raises:
         RuntimeError: a command failed; what was made before is removed.
     """
 
-    def __init__(self, ranks: int, *, shared: bool) -> None:
-        self._ranks = ranks
-        self._shared = shared
+    def __init__(self, ranks: int) -> None:
         self._switch = f"cfb{os.getpid()}s"
         self.names = [f"cfb{os.getpid()}r{rank}" for rank in range(ranks)]
         self._made: list[str] = []
@@ -105,12 +98,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *what: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -119,34 +107,13 @@ class Network:
             subprocess.run(["ip", "netns", "del", self._made.pop()], capture_output=True)
 
     def pace(self, bytes_per_second: float | None) -> None:
-        """Give the links a rate; ``None`` takes it away."""
-        for rank, name in enumerate(self.names):
+        """Give the cards a rate; ``None`` takes it away."""
+        for name in self.names:
             if self._shaped:
                 _run("ip", "netns", "exec", name, "tc", "qdisc", "del", "dev", CARD, "root")
-            if bytes_per_second is None:
-                continue
-            rate = f"{max(8, round(bytes_per_second * 8))}bit"
-            if self._shared:
-                _shape(name, CARD, "tbf", "rate", rate, "burst", str(_BURST), "limit", str(_QUEUE))
-            else:
-                self._class_per_peer(rank, name, rate)
+            if bytes_per_second is not None:
+                _shape(name, CARD, f"{max(8, round(bytes_per_second * 8))}bit")
         self._shaped = bytes_per_second is not None
-
-    def _class_per_peer(self, rank: int, name: str, rate: str) -> None:
-        tc = ("ip", "netns", "exec", name, "tc")
-        _shape(name, CARD, "htb")
-        for peer in range(self._ranks):
-            if peer == rank:
-                continue
-            number = f"1:{peer + 1}"
-            _run(
-                *(*tc, "class", "add", "dev", CARD, "parent", "1:", "classid", number),
-                *("htb", "rate", rate, "burst", str(_BURST), "cburst", str(_BURST)),
-            )
-            _run(
-                *(*tc, "filter", "add", "dev", CARD, "parent", "1:", "protocol", "ip", "prio", "1"),
-                *("u32", "match", "ip", "dst", f"{_address(peer)}/32", "flowid", number),
-            )
 
 
 def _remove_left_over() -> None:
@@ -161,10 +128,10 @@ def _address(rank: int) -> str:
     return f"10.77.0.{rank + 1}"
 
 
-def _shape(name: str, card: str, *discipline: str) -> None:
+def _shape(name: str, card: str, rate: str) -> None:
     _run(
         *("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", card, "root", "handle", "1:"),
-        *discipline,
+        *("tbf", "rate", rate, "burst", str(_BURST), "limit", str(_QUEUE)),
     )
 
 

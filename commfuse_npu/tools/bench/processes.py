@@ -17,11 +17,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from commfuse_npu.tools.bench import namespaces
@@ -35,20 +33,6 @@ _context = multiprocessing.get_context("spawn")
 
 class RanksError(RuntimeError):
     """A rank failed, died or did not answer; all have been ended."""
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What a rank is told when it starts."""
-
-    rank: int
-    size: int
-    store: str
-    device: str
-    card: str
-    namespace: str | None
-    core: int | None
-    timeout: float
 
 
 class Ranks:
@@ -82,21 +66,18 @@ class Ranks:
     def __enter__(self) -> Ranks:
         # A store in a file: ranks in different namespaces have no address in common before.
         self._folder = tempfile.mkdtemp(prefix="commfuse-bench-")
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         try:
             for rank in range(self.size):
                 ours, theirs = _context.Pipe()
-                start = _Start(
-                    rank=rank,
-                    size=self.size,
-                    store=str(Path(self._folder) / "store"),
-                    device=self._device,
-                    card=namespaces.CARD if self._names else _loopback(),
-                    namespace=self._names[rank] if self._names else None,
-                    core=cores[rank] if len(cores) >= self.size else None,
-                    timeout=self._timeout,
-                )
-                process = _context.Process(target=_serve, args=(start, theirs), daemon=True)
+                start = {
+                    "rank": rank,
+                    "size": self.size,
+                    "store": str(Path(self._folder) / "store"),
+                    "device": self._device,
+                    "namespace": self._names[rank] if self._names else None,
+                    "timeout": self._timeout,
+                }
+                process = _context.Process(target=_serve, args=(theirs, start), daemon=True)
                 process.start()
                 self._processes.append(process)
                 self._pipes.append(ours)
@@ -107,19 +88,10 @@ class Ranks:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *what: object) -> None:
         self.close()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
-    def ask(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    def ask(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every rank.
 
         Returns:
@@ -131,7 +103,7 @@ class Ranks:
         try:
             for pipe in self._pipes:
                 pipe.send((method, args))
-            return self._answers(method, timeout or self._timeout)
+            return self._answers(method, self._timeout)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -174,10 +146,6 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _loopback() -> str:
-    return "lo" if sys.platform.startswith("linux") else "lo0"
-
-
 def _die_with_parent() -> None:
     if sys.platform.startswith("linux"):
         parent = os.getppid()
@@ -186,11 +154,11 @@ def _die_with_parent() -> None:
             os._exit(1)  # it died in between
 
 
-def _serve(start: _Start, pipe: Connection) -> None:
+def _serve(pipe: Connection, start: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
     try:
-        worker = _join(start)
+        worker = _join(**start)
         pipe.send((True, None))
         while True:
             method, args = pipe.recv()
@@ -201,38 +169,43 @@ def _serve(start: _Start, pipe: Connection) -> None:
         pipe.send((False, traceback.format_exc()))
 
 
-def _join(start: _Start) -> Any:
+def _join(
+    rank: int, size: int, store: str, device: str, namespace: str | None, timeout: float
+) -> Any:
     # Before torch makes threads and sockets.
-    if start.namespace is not None:
-        namespaces.enter(start.namespace)
-    if start.core is not None:
-        os.sched_setaffinity(0, {start.core})
+    card = "lo" if sys.platform.startswith("linux") else "lo0"
+    if namespace is not None:
+        namespaces.enter(namespace)
+        card = namespaces.CARD
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) >= size:
+        os.sched_setaffinity(0, {cores[rank]})
     os.environ.update(
         OMP_NUM_THREADS="1",
         KINETO_LOG_LEVEL="99",  # the profiler that counts memory tells of every start and stop
-        GLOO_SOCKET_IFNAME=start.card,
-        RANK=str(start.rank),
-        LOCAL_RANK=str(start.rank),
-        WORLD_SIZE=str(start.size),
+        GLOO_SOCKET_IFNAME=card,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
     )
-    if start.device == "cpu":
+    if device == "cpu":
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what a sleeping GEMM leaves may be any number
-    if start.device != "cpu":
+    if device != "cpu":
         # Read, not run.
         import torch_npu  # noqa: F401
 
-        getattr(torch, start.device).set_device(start.rank)
+        getattr(torch, device).set_device(rank)
     dist.init_process_group(
-        "gloo" if start.device == "cpu" else "hccl",
-        init_method=f"file://{start.store}",
-        rank=start.rank,
-        world_size=start.size,
-        timeout=timedelta(seconds=start.timeout),
+        "gloo" if device == "cpu" else "hccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
     )
     from commfuse_npu.tools.bench.worker import Worker
 

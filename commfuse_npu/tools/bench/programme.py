@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 __all__ = ["DEFAULT_GFLOPS", "LINKS", "Link", "Sweep", "full", "quick", "with_options"]
 
-Link = Literal["mesh", "mesh-tc", "shared-nic", "unpaced"]
+Link = Literal["mesh", "shared-nic", "unpaced"]
 
 LINKS: dict[str, str] = {
     "mesh": "a link per pair of ranks (paced sockets)",
-    "mesh-tc": "a link per pair of ranks (network namespaces, tc htb)",
     "shared-nic": "one card per rank (network namespaces, tc tbf)",
     "unpaced": "loopback without a rate",
     "npu": "the links between the NPUs",
@@ -96,39 +96,23 @@ def full() -> list[Sweep]:
     ]
 
 
-def with_options(
-    sweeps: Sequence[Sweep],
-    *,
-    ranks: Sequence[int] | None,
-    works: Sequence[str] | None,
-    ratios: Sequence[float] | None,
-    variants: Sequence[str] | None,
-    dtypes: Sequence[str] | None,
-    links: Sequence[Link] | None,
-    rounds: int | None,
-    gflops: float | None,
-) -> list[Sweep]:
+def with_options(sweeps: Sequence[Sweep], given: argparse.Namespace) -> list[Sweep]:
     """The programme with what the options say in place of its own.
 
-    ``ranks``, ``dtypes``, ``links`` or ``gflops`` make a programme of their own out of the first
-    sweep: every combination of them.  The others replace a value in every sweep.
+    ``ranks``, ``dtypes``, ``links`` or ``sleep_gemm`` make a programme of their own out of the
+    first sweep: every combination of them.  The others replace a value in every sweep.
     """
     chosen = list(sweeps)
-    if ranks or dtypes or links or gflops is not None:
-        model = replace(chosen[0], gflops=gflops)
+    if given.ranks or given.dtypes or given.links or given.sleep_gemm is not None:
+        model = replace(chosen[0], gflops=given.sleep_gemm)
+        links: Sequence[Link] = given.links or ("mesh",)
         chosen = [
             replace(model, ranks=size, link=link, dtype=dtype)
-            for size in ranks or (2,)
-            for link in links or ("mesh",)
-            for dtype in dtypes or ("fp32",)
+            for size in given.ranks or (2,)
+            for link in links
+            for dtype in given.dtypes or ("fp32",)
         ]
-    if works:
-        chosen = [replace(sweep, works=tuple(works)) for sweep in chosen]
-    if ratios:
-        chosen = [replace(sweep, ratios=tuple(ratios)) for sweep in chosen]
-    if variants:
-        chosen = [replace(sweep, variants=tuple(variants)) for sweep in chosen]
-    if rounds:
-        chosen = [replace(sweep, rounds=rounds) for sweep in chosen]
+    names = ("works", "ratios", "variants", "rounds")
+    changes = {name: getattr(given, name) for name in names if getattr(given, name)}
     # Sweeps that became equal are measured once.
-    return list(dict.fromkeys(chosen))
+    return list(dict.fromkeys(replace(sweep, **changes) for sweep in chosen))

@@ -1,4 +1,4 @@
-"""The results as Markdown and as JSON."""
+"""The results as Markdown."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from itertools import groupby
 from typing import Any
 
 from commfuse_npu.tools.bench.programme import LINKS
-from commfuse_npu.tools.bench.results import Result, Setting
+from commfuse_npu.tools.bench.results import Result, Setting, fastest
 from commfuse_npu.tools.bench.shapes import WORKS
 from commfuse_npu.tools.bench.summary import summary
 from commfuse_npu.tools.bench.variants import REFERENCE, is_ours
+from commfuse_npu.tools.markdown import percent, table_row
 
-__all__ = ["as_json", "as_markdown"]
+__all__ = ["as_markdown"]
 
 _LEGEND = f"""\
 `{REFERENCE}`, a blocking direct exchange at line rate, is the reference.
@@ -31,7 +32,7 @@ _COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
     *("speed-up", "CPU", "waiting", "MiB", "bits"),
 )
-_HEAD = f"| {' | '.join(_COLUMNS)} |\n|---{'|---:' * (len(_COLUMNS) - 2)}|---|"
+_HEAD = f"{table_row(_COLUMNS)}\n|---{'|---:' * (len(_COLUMNS) - 2)}|---|"
 
 
 def as_markdown(machine: Mapping[str, Any], results: Sequence[Result], notes: Sequence[str]) -> str:
@@ -44,12 +45,8 @@ def as_markdown(machine: Mapping[str, Any], results: Sequence[Result], notes: Se
     parts += ["", summary(results), _LEGEND]
     for group, of_group in groupby(results, key=lambda result: result.setting.group):
         mode, work, ranks, link, dtype = group
-        parts += [
-            "",
-            f"## {WORKS[work]}",
-            "",
-            f"{mode}, {ranks} ranks, {dtype}, {link}: {LINKS[link]}",
-        ]
+        parts += ["", f"## {WORKS[work]}"]
+        parts += ["", f"{mode}, {ranks} ranks, {dtype}, {link}: {LINKS[link]}"]
         for setting, rows in groupby(of_group, key=lambda result: result.setting):
             parts += ["", *_table(setting, list(rows))]
     return "\n".join(parts) + "\n"
@@ -58,11 +55,8 @@ def as_markdown(machine: Mapping[str, Any], results: Sequence[Result], notes: Se
 def _about(machine: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     for key, value in machine.items():
-        if isinstance(value, list):
-            for entry in value:
-                yield f"- {key}: {entry}"
-        else:
-            yield f"- {key}: {value}"
+        for entry in value if isinstance(value, list) else [value]:
+            yield f"- {key}: {entry}"
 
 
 def _table(setting: Setting, rows: Sequence[Result]) -> Iterator[str]:
@@ -73,21 +67,22 @@ def _table(setting: Setting, rows: Sequence[Result]) -> Iterator[str]:
         f"**Ratio {setting.ratio:g}** ({setting.shape}): compute alone {first.compute_ms:.1f}, "
         f"communication alone {first.communication_ms:.1f} ({link}), bound {first.bound_ms:.1f}, "
         f"wire / compute {setting.wire_ms / first.compute_ms:.2f}, "
-        f"hideable {_percent(first.hideable)}; {_rounds(first)}"
+        f"hideable {percent(first.hideable)}; {_rounds(first)}"
     )
     yield ""
     yield _HEAD
-    best = min(row.median_ms for row in rows)
+    best = fastest(rows).median_ms
     for row in rows:
-        name = f"**{row.variant}**" if row.median_ms == best else row.variant
         low, high = row.quartiles_ms
-        cells = (
-            name, f"{row.median_ms:.1f}", f"{low:.1f}-{high:.1f}", f"{row.exposed_ms:.1f}",
-            _percent(row.removed), _percent(row.blocked_removed), _percent(row.of_hideable),
-            f"{row.speedup:.2f}x", f"{row.cpu_ms:.1f}", f"{row.blocked_ms:.1f}",
-            f"{row.extra_mib:.1f}", _bits(row),
+        yield table_row(
+            (
+                f"**{row.variant}**" if row.median_ms == best else row.variant,
+                f"{row.median_ms:.1f}", f"{low:.1f}-{high:.1f}", f"{row.exposed_ms:.1f}",
+                percent(row.removed), percent(row.blocked_removed), percent(row.of_hideable),
+                f"{row.speedup:.2f}x", f"{row.cpu_ms:.1f}", f"{row.blocked_ms:.1f}",
+                f"{row.extra_mib:.1f}", _bits(row),
+            )
         )  # fmt: skip
-        yield f"| {' | '.join(cells)} |"
     yield ""
     for row in rows:
         if row.check.chosen:
@@ -108,37 +103,27 @@ def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
     ours = [row for row in rows if is_ours(row.variant)]
     others = [row for row in rows if not is_ours(row.variant)]
     if ours and others:
-        mine = min(ours, key=lambda row: row.median_ms)
-        best = min(others, key=lambda row: row.median_ms)
+        mine, best = fastest(ours), fastest(others)
         change = best.median_ms / mine.median_ms - 1
-        low, high = mine.quartiles_ms
-        spread = max(high - low, best.quartiles_ms[1] - best.quartiles_ms[0])
-        within = abs(best.median_ms - mine.median_ms) <= spread
+        within = abs(best.median_ms - mine.median_ms) <= max(mine.spread_ms, best.spread_ms)
         yield (
             f"Fastest of ours: {mine.variant}, {abs(change):.1%} "
             f"{'ahead of' if change >= 0 else '**slower than**'} the fastest other, {best.variant}"
             f"{' (within the quartiles)' if within else ''}."
         )
-    first = min(rows, key=lambda row: row.median_ms)
+    first = fastest(rows)
     for row in rows:
         if row.check.chosen and row is not first:
             behind = row.median_ms / first.median_ms - 1
             yield f"{row.variant}: {behind:.1%} behind {first.variant}."
+    reference = next(row for row in rows if row.variant == REFERENCE)
     slower = [
-        f"{row.variant} ({_percent(1 / row.speedup - 1)})"
+        f"{row.variant} ({percent(1 / row.speedup - 1)})"
         for row in rows
-        if row.variant != REFERENCE and row.quartiles_ms[0] > _reference(rows).quartiles_ms[1]
+        if row is not reference and row.quartiles_ms[0] > reference.quartiles_ms[1]
     ]
     if slower:
         yield f"Slower than {REFERENCE}, beyond both quartiles: {', '.join(slower)}."
-
-
-def _reference(rows: Sequence[Result]) -> Result:
-    return next(row for row in rows if row.variant == REFERENCE)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def _bits(row: Result) -> str:
@@ -146,57 +131,3 @@ def _bits(row: Result) -> str:
         return "equal"
     text = f"{row.check.max_difference:.1e}"
     return f"{text} (same GEMMs: equal)" if row.check.equal_same_gemms else text
-
-
-def as_json(
-    machine: Mapping[str, Any], results: Sequence[Result], notes: Sequence[str]
-) -> dict[str, Any]:
-    """``{"machine": ..., "results": [...]}``.
-
-    ``overhead_removed`` and ``hideable`` are between 0 and 1, clipped; the signed value is
-    ``overhead_removed_signed``, ``null`` where the reference had nothing exposed.
-    """
-    return {
-        "machine": {**machine, "notes": list(notes)},
-        "results": [_row(result) for result in results],
-    }
-
-
-def _row(result: Result) -> dict[str, Any]:
-    setting, check = result.setting, result.check
-    return {
-        "work": setting.work,
-        "ranks": setting.ranks,
-        "link": setting.link,
-        "ratio": setting.ratio,
-        "variant": result.variant,
-        "median_ms": result.median_ms,
-        "exposed_ms": result.exposed_ms,
-        "overhead_removed": min(1.0, max(0.0, result.removed or 0.0)),
-        "hideable": result.hideable,
-        "mode": setting.mode,
-        "dtype": setting.dtype,
-        "shape": setting.shape,
-        "reference": REFERENCE,
-        "quartiles_ms": list(result.quartiles_ms),
-        "overhead_removed_signed": result.removed,
-        "of_hideable": result.of_hideable,
-        "blocked_removed": result.blocked_removed,
-        "speedup": result.speedup,
-        "compute_ms": result.compute_ms,
-        "communication_ms": result.communication_ms,
-        "wire_ms": setting.wire_ms,
-        "measured_ratio": setting.wire_ms / result.compute_ms,
-        "bound_ms": result.bound_ms,
-        "link_bytes_per_second": setting.bytes_per_second,
-        "cpu_ms": result.cpu_ms,
-        "blocked_ms": result.blocked_ms,
-        "extra_mib": result.extra_mib,
-        "bitwise_equal": check.equal,
-        "bitwise_equal_same_gemms": check.equal_same_gemms,
-        "max_difference": check.max_difference,
-        "chosen": list(check.chosen),
-        "rounds": result.rounds,
-        "disturbed_rounds": result.disturbed_rounds,
-        "repeated_rounds": result.repeated_rounds,
-    }

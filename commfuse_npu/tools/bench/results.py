@@ -25,7 +25,7 @@ from commfuse_npu.tools.bench.rounds import Measured
 from commfuse_npu.tools.bench.samples import Check
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, REFERENCE
 
-__all__ = ["Result", "Setting", "evaluate"]
+__all__ = ["Result", "Setting", "evaluate", "fastest"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,17 @@ class Result:
     rounds: int
     disturbed_rounds: int
     repeated_rounds: int
+
+    @property
+    def spread_ms(self) -> float:
+        """Between the quartiles."""
+        low, high = self.quartiles_ms
+        return high - low
+
+
+def fastest(results: Iterable[Result]) -> Result:
+    """The one with the shortest median; of equal ones the first."""
+    return min(results, key=lambda result: result.median_ms)
 
 
 def evaluate(setting: Setting, measured: Measured, checks: Mapping[str, Check]) -> list[Result]:

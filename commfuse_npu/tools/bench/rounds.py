@@ -42,15 +42,13 @@ def measure(
     run: RunRound,
     *,
     shuffle: random.Random,
-    repetitions: int,
     may_repeat: Callable[[], bool] = lambda: True,
     after_round: Callable[[], None] = lambda: None,
 ) -> Measured:
     """Run ``rounds`` rounds that nothing disturbed.
 
-    A disturbed round is run again, up to ``repetitions`` times in all and while ``may_repeat``.  If
-    that is not enough, the least disturbed of the thrown away ones fill up, and the result says how
-    many.
+    Disturbed ones are run again, ``rounds`` of them at most and while ``may_repeat``.  If that is
+    not enough, the least disturbed of the thrown away ones fill up, and the result says how many.
 
     Args:
         after_round: called for each of the ``rounds``, not for repetitions.
@@ -59,7 +57,7 @@ def measure(
     bad: list[tuple[float, dict[str, Sample]]] = []
     while len(good) < rounds:
         run_so_far = len(good) + len(bad)
-        if run_so_far >= rounds and (run_so_far >= rounds + repetitions or not may_repeat()):
+        if run_so_far >= rounds and (run_so_far >= 2 * rounds or not may_repeat()):
             break
         order = list(names)
         shuffle.shuffle(order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Check", "Sample", "WireSpeed", "worst_check"]
+__all__ = ["Check", "Sample", "worst_check"]
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,6 @@ class Check:
     equal_same_gemms: bool | None
     peak_bytes: int
     chosen: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class WireSpeed:
-    """What a link was measured to do.
-
-    Attributes:
-        asked: bytes per second; ``None`` without a limit.
-        reached: bytes per second that one rank sent to one other, all pairs busy both ways.
-        latency: seconds that a message of 8 bytes takes one way, median.
-    """
-
-    asked: float | None
-    reached: float
-    latency: float
 
 
 def worst_check(checks: Sequence[Check]) -> Check:

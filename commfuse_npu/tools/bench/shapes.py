@@ -11,18 +11,9 @@ from typing import Literal
 
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = [
-    "COLLECTIVES",
-    "ITEM_BYTES",
-    "WORKS",
-    "Dtype",
-    "Shape",
-    "bytes_per_pair",
-    "default_scale",
-]
+__all__ = ["COLLECTIVES", "ITEM_BYTES", "WORKS", "Shape", "bytes_per_pair", "default_scale"]
 
 Collective = Literal["gather", "scatter"]
-Dtype = Literal["fp32", "bf16"]
 
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
 

@@ -42,13 +42,11 @@ class SleepingGemms:
 
     def __enter__(self) -> Self:
         kernels = {
-            "mm": self._product,
-            "mm.out": self._product,
-            "bmm": self._product,
-            "bmm.out": self._product,
-            "addmm": self._sum,
-            "addmm.out": self._sum,
-            "addmm_": self._sum_in_place,
+            **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), self._product),
+            # The sum that they are added to is undefined as well, and so is its scale.
+            "addmm": lambda total, a, b, **scales: self._product(a, b),
+            "addmm.out": lambda total, a, b, *, out, **scales: self._product(a, b, out=out),
+            "addmm_": lambda total, a, b, **scales: self._product(a, b, out=total),
         }
         self._library: Any = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
@@ -73,29 +71,6 @@ class SleepingGemms:
         # The allocation is part of the GEMM, as it is of a real one.
         self._sleep(start, 2.0 * math.prod(shape) * a.shape[-1])
         return out
-
-    def _sum(
-        self,
-        total: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        beta: float = 1,
-        alpha: float = 1,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._product(a, b, out=out)
-
-    def _sum_in_place(
-        self,
-        total: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        beta: float = 1,
-        alpha: float = 1,
-    ) -> torch.Tensor:
-        return self._product(a, b, out=total)
 
     def _sleep(self, start: float, operations: float) -> None:
         self.products += 1

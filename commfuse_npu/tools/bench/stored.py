@@ -1,21 +1,65 @@
-"""Results of an earlier run, from the file that ``--json`` wrote."""
+"""Results as the JSON that ``--json`` writes, and back from it (``--from``, ``--against``)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from commfuse_npu.tools.bench.results import Result, Setting
 from commfuse_npu.tools.bench.samples import Check
+from commfuse_npu.tools.bench.variants import REFERENCE
 
-__all__ = ["load"]
+__all__ = ["as_json", "load"]
+
+_Part = TypeVar("_Part", Setting, Check, Result)
+
+_KEYS = (
+    *("work", "ranks", "link", "ratio", "variant", "median_ms", "exposed_ms", "overhead_removed"),
+    *("hideable", "mode", "dtype", "shape", "reference", "quartiles_ms"),
+    *("overhead_removed_signed", "of_hideable", "blocked_removed", "speedup", "compute_ms"),
+    *("communication_ms", "wire_ms", "measured_ratio", "bound_ms", "link_bytes_per_second"),
+    *("cpu_ms", "blocked_ms", "extra_mib", "bitwise_equal", "bitwise_equal_same_gemms"),
+    *("max_difference", "chosen", "rounds", "disturbed_rounds", "repeated_rounds"),
+)
+"""Of a result, in this order: fields of :class:`Result`, its setting and its check, and more."""
+
+_NAMES = {
+    "bytes_per_second": "link_bytes_per_second",
+    "removed": "overhead_removed_signed",
+    "equal": "bitwise_equal",
+    "equal_same_gemms": "bitwise_equal_same_gemms",
+}
+"""Fields that have another key."""
+
+
+def as_json(
+    machine: Mapping[str, Any], results: Sequence[Result], notes: Sequence[str]
+) -> dict[str, Any]:
+    """``{"machine": ..., "results": [...]}``.
+
+    ``overhead_removed`` and ``hideable`` are between 0 and 1, clipped; the signed value is
+    ``overhead_removed_signed``, ``null`` where the reference had nothing exposed.
+    """
+    return {
+        "machine": {**machine, "notes": list(notes)},
+        "results": [_row(result) for result in results],
+    }
+
+
+def _row(result: Result) -> dict[str, Any]:
+    of_fields = {**vars(result.setting), **vars(result.check), **vars(result)}
+    known = {_NAMES.get(name, name): value for name, value in of_fields.items()}
+    known["overhead_removed"] = min(1.0, max(0.0, result.removed or 0.0))
+    known["reference"] = REFERENCE
+    known["measured_ratio"] = result.setting.wire_ms / result.compute_ms
+    return {key: known[key] for key in _KEYS}
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
-    """What :func:`~commfuse_npu.tools.bench.report.as_json` was given: machine, results, notes.
+    """What :func:`as_json` was given: machine, results, notes; the peak memory of checks is 0.
 
     Raises:
         OSError: the file cannot be read.
@@ -33,71 +77,29 @@ def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
 
 
 def _result(row: Mapping[str, Any]) -> Result:
-    setting = Setting(
-        mode=row["mode"],
-        work=row["work"],
-        ranks=row["ranks"],
-        link=row["link"],
-        dtype=row["dtype"],
-        ratio=row["ratio"],
-        shape=row["shape"],
-        bytes_per_second=row["link_bytes_per_second"],
-        wire_ms=row["wire_ms"],
-    )
-    low, high = row["quartiles_ms"]
-    check = Check(
-        equal=row["bitwise_equal"],
-        max_difference=row["max_difference"],
-        equal_same_gemms=row["bitwise_equal_same_gemms"],
-        peak_bytes=0,
-        chosen=tuple(row["chosen"]),
-    )
-    result = Result(
-        setting=setting,
-        variant=row["variant"],
-        median_ms=row["median_ms"],
-        quartiles_ms=(low, high),
-        compute_ms=row["compute_ms"],
-        communication_ms=row["communication_ms"],
-        bound_ms=row["bound_ms"],
-        exposed_ms=row["exposed_ms"],
-        removed=row["overhead_removed_signed"],
-        hideable=row["hideable"],
-        of_hideable=row["of_hideable"],
-        blocked_ms=row["blocked_ms"],
-        blocked_removed=row["blocked_removed"],
-        speedup=row["speedup"],
-        cpu_ms=row["cpu_ms"],
-        extra_mib=row["extra_mib"],
-        check=check,
-        rounds=row["rounds"],
-        disturbed_rounds=row["disturbed_rounds"],
-        repeated_rounds=row["repeated_rounds"],
-    )
-    for part in (setting, check, result):
-        _check_fields(part)
-    return result
+    setting = _read(Setting, row)
+    return _read(Result, row, setting=setting, check=_read(Check, row, peak_bytes=0))
 
 
-def _check_fields(part: Setting | Check | Result) -> None:
-    """Refuse what the report could not show: a text for a number, a number that no float holds."""
-    kinds = get_type_hints(type(part))
-    for one in fields(part):
-        value = getattr(part, one.name)
-        allowed = get_args(kinds[one.name]) or (kinds[one.name],)
-        if isinstance(value, tuple):
-            wanted = str if one.name == "chosen" else float
-            fits = all(_fits(item, wanted) for item in value)
-        else:
-            fits = any(_fits(value, kind) for kind in allowed)
-        if not fits:
-            raise TypeError(f"{one.name} is {str(value)[:80]!r}")
+def _read(kind: type[_Part], row: Mapping[str, Any], **known: Any) -> _Part:
+    """Refuses what the report could not show: a text for a number, a number that no float holds."""
+    hints = get_type_hints(kind)
+    for name in (field.name for field in fields(kind) if field.name not in known):
+        value = row[_NAMES.get(name, name)]
+        known[name] = tuple(value) if get_origin(hints[name]) is tuple else value
+        if not _fits(known[name], hints[name]):
+            raise TypeError(f"{name} is {str(value)[:80]!r}")
+    return kind(**known)
 
 
-def _fits(value: object, kind: type) -> bool:
+def _fits(value: Any, kind: Any) -> bool:
+    options = get_args(kind)
+    if get_origin(kind) is tuple:
+        kinds = options[:1] * len(value) if options[-1] is ... else options
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if options:
+        return any(_fits(value, option) for option in options)
     if kind not in (int, float):
         return isinstance(value, kind)
-    if isinstance(value, bool):
-        return False
     numbers = (int, float) if kind is float else int
-    return isinstance(value, numbers) and not abs(value) > 1e300
+    return isinstance(value, numbers) and not isinstance(value, bool) and not abs(value) > 1e300

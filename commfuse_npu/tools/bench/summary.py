@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from commfuse_npu.tools.bench.programme import LINKS
-from commfuse_npu.tools.bench.results import Result, Setting
+from commfuse_npu.tools.bench.results import Result, Setting, fastest
 from commfuse_npu.tools.bench.variants import REFERENCE, is_ours
+from commfuse_npu.tools.markdown import table_row
 
 __all__ = ["summary"]
 
@@ -24,13 +25,8 @@ def summary(results: Sequence[Result]) -> str:
     parts = ["## Summary", "", _LEGEND]
     ordered = sorted(results, key=lambda result: _table_of(result.setting))
     for (mode, ranks, link, dtype), rows in groupby(ordered, key=lambda r: _table_of(r.setting)):
-        parts += [
-            "",
-            f"**{ranks} ranks, {mode}, {dtype}, {link}** ({LINKS[link]})",
-            "",
-            f"| {' | '.join(_COLUMNS)} |",
-            f"|---{'|---:' * (len(_COLUMNS) - 1)}|",
-        ]
+        parts += ["", f"**{ranks} ranks, {mode}, {dtype}, {link}** ({LINKS[link]})"]
+        parts += ["", table_row(_COLUMNS), f"|---{'|---:' * (len(_COLUMNS) - 1)}|"]
         parts += [_row(setting, list(of)) for setting, of in groupby(rows, key=lambda r: r.setting)]
     return "\n".join(parts) + "\n"
 
@@ -40,37 +36,31 @@ def _table_of(setting: Setting) -> tuple[str, int, str, str]:
 
 
 def _row(setting: Setting, rows: Sequence[Result]) -> str:
-    best = min(rows, key=lambda row: row.median_ms)
-    low, high = best.quartiles_ms
+    best = fastest(rows)
 
-    def cell(found: Iterator[Result], *, named: bool = True) -> str:
-        fastest = min(found, key=lambda row: row.median_ms, default=None)
-        if fastest is None:
+    def cell(found: Sequence[Result], *, named: bool = True) -> str:
+        if not found:
             return "-"
-        text = f"{fastest.speedup:.2f}x"
-        if fastest.removed is not None and setting.bytes_per_second is not None:
-            blocked = fastest.blocked_removed
+        first = fastest(found)
+        text = f"{first.speedup:.2f}x"
+        if first.removed is not None and setting.bytes_per_second is not None:
+            blocked = first.blocked_removed
             inner = "" if blocked is None else f" ({100 * blocked:.0f} %)"
-            text += f", {100 * fastest.removed:.0f} %{inner}"
-        spread = max(high - low, fastest.quartiles_ms[1] - fastest.quartiles_ms[0])
-        if fastest.median_ms - best.median_ms <= spread / 2:
+            text += f", {100 * first.removed:.0f} %{inner}"
+        if first.median_ms - best.median_ms <= max(best.spread_ms, first.spread_ms) / 2:
             text = f"**{text}**"
-        return f"{text} {fastest.variant}" if named else text
+        return f"{text} {first.variant}" if named else text
 
-    return " | ".join(
+    ours = [row for row in rows if is_ours(row.variant)]
+    megatron = [row for row in rows if row.variant.startswith("megatron")]
+    rest = [row for row in rows if row.variant != REFERENCE]
+    others = [row for row in rest if row not in ours and row not in megatron]
+    auto = [row for row in rows if row.variant == "auto"]
+    return table_row(
         (
-            f"| {setting.work}",
+            setting.work,
             f"{setting.ratio:g}",
-            cell((row for row in rows if row.variant == "auto"), named=False),
-            cell(row for row in rows if is_ours(row.variant)),
-            cell(
-                row
-                for row in rows
-                if not is_ours(row.variant) and row.variant not in (REFERENCE, *_MEGATRON)
-            ),
-            cell(row for row in rows if row.variant in _MEGATRON) + " |",
+            cell(auto, named=False),
+            *map(cell, (ours, others, megatron)),
         )
     )
-
-
-_MEGATRON = ("megatron", "megatron-p2p")

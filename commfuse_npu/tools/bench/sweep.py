@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commfuse_npu.tools.bench import namespaces
-from commfuse_npu.tools.bench.calibrate import rate_for, wire_seconds
 from commfuse_npu.tools.bench.disturbance import Load, Watch
 from commfuse_npu.tools.bench.processes import Ranks
 from commfuse_npu.tools.bench.programme import LINKS, Sweep
 from commfuse_npu.tools.bench.progress import Progress
 from commfuse_npu.tools.bench.results import Result, Setting, evaluate
 from commfuse_npu.tools.bench.rounds import measure
-from commfuse_npu.tools.bench.samples import Check, Sample, WireSpeed, worst_check
+from commfuse_npu.tools.bench.samples import Check, Sample, worst_check
 from commfuse_npu.tools.bench.shapes import Shape, bytes_per_pair, default_scale
 from commfuse_npu.tools.bench.variants import (
     COMMUNICATION,
@@ -35,6 +34,7 @@ _CALIBRATION_ROUNDS = 5
 _CALIBRATIONS = 4
 _FEW_ROUNDS = 2
 _QUIET_TRIES, _QUIET_SECONDS = 8, 0.25
+_WITH_A_RATE = ("mesh", "shared-nic")
 _NOMINAL_RATE = 200e6
 """At which a link is measured before anything else, in bytes per second."""
 
@@ -101,17 +101,12 @@ class Group:
     def __enter__(self) -> Group:
         with self._stack as stack:
             self._progress.say(f"starting {self._size} ranks")
-            if self._link in ("mesh-tc", "shared-nic"):
-                shared = self._link == "shared-nic"
-                self._network = stack.enter_context(namespaces.Network(self._size, shared=shared))
-            self._ranks = stack.enter_context(
-                Ranks(
-                    self._size,
-                    device=self._conditions.device,
-                    timeout=self._conditions.timeout,
-                    names=self._network.names if self._network else None,
-                )
-            )
+            if self._link == "shared-nic":
+                self._network = stack.enter_context(namespaces.Network(self._size))
+            names = self._network.names if self._network else None
+            device, timeout = self._conditions.device, self._conditions.timeout
+            ranks = Ranks(self._size, device=device, timeout=timeout, names=names)
+            self._ranks = stack.enter_context(ranks)
             self._measure_link()
             self._stack = stack.pop_all()
         return self
@@ -122,25 +117,21 @@ class Group:
     def _measure_link(self) -> None:
         """What the link does at a nominal rate, and without one; may find that it has none."""
         limits: list[float | None] = [None]
-        if self._link in ("mesh", "mesh-tc", "shared-nic"):
+        if self._link in _WITH_A_RATE:
             limits.append(_NOMINAL_RATE)
         for limit in limits:
             if not self._pace(limit):
                 break
             payload = 4 << 20 if limit is None else int(limit / 20)
-            speeds: list[WireSpeed] = self._ranks.ask("wire_speed", limit, payload)
-            self._conditions.wires.append(self._described(limit, speeds))
+            reached, latency = zip(*self._ranks.ask("wire_speed", payload), strict=True)
+            of = "" if limit is None else f" of {limit / 1e6:.0f} asked"
+            if limit is not None and self._link == "shared-nic":
+                of += f" for {self._size - 1} peers together"
+            self._conditions.wires.append(
+                f"{LINKS[self._link]}, {self._size} ranks: {min(reached) / 1e6:.0f} MB/s per pair "
+                f"and direction{of}, {1e6 * max(latency):.0f} us one way"
+            )
         self._pace(None)
-
-    def _described(self, limit: float | None, speeds: Sequence[WireSpeed]) -> str:
-        reached = min(speed.reached for speed in speeds)
-        of = "" if limit is None else f" of {limit / 1e6:.0f} asked"
-        if limit is not None and self._link == "shared-nic":
-            of += f" for {self._size - 1} peers together"
-        return (
-            f"{LINKS[self._link]}, {self._size} ranks: {reached / 1e6:.0f} MB/s per pair and "
-            f"direction{of}, {1e6 * max(speed.latency for speed in speeds):.0f} us one way"
-        )
 
     def _pace(self, bytes_per_second: float | None) -> bool:
         if self._network is not None:
@@ -188,11 +179,8 @@ class Group:
         def run(order: Sequence[str]) -> tuple[list[Sample], Load | None]:
             return self._round([by_name[name] for name in order])
 
-        def stepped() -> None:
-            progress.step(len(by_name))
-
         for ratio in self._possible(sweep.ratios):
-            rate = rate_for(ratio, compute, on_link)
+            rate = on_link / (ratio * compute) if ratio else None
             self._pace(rate)
             self._ranks.ask("forget_tuning")
             for variant in variants:
@@ -211,11 +199,10 @@ class Group:
                 rounds,
                 run,
                 shuffle=shuffle,
-                repetitions=rounds,
                 may_repeat=self._may_repeat,
-                after_round=stepped,
+                after_round=lambda: progress.step(len(by_name)),
             )
-            wire_ms = 1e3 * wire_seconds(rate, on_link)
+            wire_ms = 1e3 * (on_link / rate) if rate else 0.0
             if self._link == "npu":
                 # The link is what it is: the ratio is a result.
                 alone = statistics.median(s.total for s in measured.samples[COMMUNICATION])
@@ -257,7 +244,7 @@ class Group:
         return fitting
 
     def _possible(self, ratios: Sequence[float]) -> Sequence[float]:
-        return ratios if self._link in ("mesh", "mesh-tc", "shared-nic") else (0.0,)
+        return ratios if self._link in _WITH_A_RATE else (0.0,)
 
     def _compute_seconds(self) -> float:
         """Of the computation alone; of several tries that others disturbed the shortest.

@@ -31,8 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from commfuse_npu.plan import Order, Schedule
-
-Wgrad = Literal["whole", "blocks"]
+from commfuse_npu.tools.simulate.variants import Wgrad
 
 __all__ = [
     "COMMUNICATION",
@@ -125,15 +124,13 @@ def chosen(patterns: Sequence[str], size: int) -> list[Variant]:
         ValueError: a pattern matches nothing.
     """
     everything = of_group(size)
+    names = [variant.name for variant in everything]
+    found = {REFERENCE}
     for pattern in patterns:
-        if not any(fnmatch.fnmatch(variant.name, pattern) for variant in everything):
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
             raise ValueError(
-                f"no variant for {size} ranks is called {pattern!r}; choose from "
-                f"{', '.join(variant.name for variant in everything)}"
+                f"no variant for {size} ranks is called {pattern!r}; choose from {', '.join(names)}"
             )
-    return [
-        variant
-        for variant in everything
-        if variant.name == REFERENCE
-        or any(fnmatch.fnmatch(variant.name, pattern) for pattern in patterns)
-    ]
+        found.update(matching)
+    return [variant for variant in everything if variant.name in found]

@@ -8,17 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commfuse_npu.tools.bench import wire
 from commfuse_npu.tools.bench.carriers import DirectExchange
-from commfuse_npu.tools.bench.clock import now, synchronise
-from commfuse_npu.tools.bench.forms import Form, Groups, PlainForm, form_of, options_of
+from commfuse_npu.tools.bench.forms import Form, Groups, form_of, plain_form
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
-from commfuse_npu.tools.bench.samples import Check, Sample, WireSpeed
+from commfuse_npu.tools.bench.samples import Check, Sample
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms
 from commfuse_npu.tools.bench.variants import COMPUTE, REFERENCE, Variant
@@ -37,7 +35,7 @@ class Worker:
         self._device = self._groups.transport.device_type
         self._direct = DirectExchange(self._groups.direct, self._groups.pool)
         self._forms: dict[Variant, Form] = {}
-        self._work: Work | None = None
+        self._work: Work
         self._gflops: float | None = None
         self._reference: list[torch.Tensor] | None = None
 
@@ -45,15 +43,20 @@ class Worker:
         """Give this rank's sockets a rate."""
         return wire.pace(bytes_per_second)
 
-    def wire_speed(self, asked: float | None, payload: int) -> WireSpeed:
-        """Measure the link as it is now: a direct exchange of ``payload`` bytes per pair."""
+    def wire_speed(self, payload: int) -> tuple[float, float]:
+        """Measure the link as it is now: a direct exchange of ``payload`` bytes per pair.
+
+        Returns:
+            bytes per second that one rank sent to one other, all pairs busy both ways, and seconds
+            that a message of 8 bytes takes one way, median.
+        """
         shard = torch.ones(payload, dtype=torch.uint8, device=self._device)
         self._direct.give_back(self._direct.gather(shard).wait())
         start = self._together()
         whole = self._direct.gather(shard).wait()
-        seconds = now(self._device) - start
+        seconds = self._now() - start
         self._direct.give_back(whole)
-        return WireSpeed(asked, payload / seconds, self._latency())
+        return payload / seconds, self._latency()
 
     def _latency(self) -> float:
         """Half a ping-pong between ranks 0 and 1; the others give 0."""
@@ -63,13 +66,13 @@ class Worker:
         token = torch.zeros(1, dtype=torch.int64, device=self._device)
         times = []
         for _ in range(30):
-            start = now(self._device)
+            start = self._now()
             for turn in (0, 1):
                 if turn == self.rank:
                     dist.send(token, peer, group)
                 else:
                     dist.recv(token, peer, group)
-            times.append((now(self._device) - start) / 2)
+            times.append((self._now() - start) / 2)
         return statistics.median(times)
 
     def set_up(self, work: str, shape: Shape, dtype: str, seed: int, gflops: float | None) -> None:
@@ -94,31 +97,10 @@ class Worker:
         Args:
             memory: whether the peak is wanted; the profiler takes a while.
         """
-        work = self._ready()
+        work, form = self._work, self._form(variant)
         if self._reference is None:
             results = work.run(self._form(Variant(REFERENCE, "blocking")))
             self._reference = [result.clone() for result in results]
-        return self._checked(work, variant, self._reference, memory)
-
-    def forget_tuning(self) -> None:
-        """What was fastest is not any more: the link is another one, or the GEMMs."""
-        decisions(self._groups.transport).clear()
-
-    def tune(self, variant: Variant) -> Check:
-        """Let a variant try out what is fastest, unless another one did already, then check it."""
-        decided = decisions(self._groups.transport)
-        with self._gemms():
-            self._ready().run(self._form(variant))
-        chosen = tuple(
-            f"{problem.kind} {problem.inputs} x {problem.outputs}: {schedule or 'plain'}"
-            for (problem, _), schedule in decided.items()
-        )
-        return replace(self.check(variant), chosen=chosen)
-
-    def _checked(
-        self, work: Work, variant: Variant, reference: list[torch.Tensor], memory: bool
-    ) -> Check:
-        form = self._form(variant)
         results = work.run(form)
         peak = 0
         if memory:
@@ -130,12 +112,28 @@ class Worker:
             return Check(False, 0.0, None, peak)
         same: bool | None = None
         if variant.schedule is not None and not variant.tuned:
-            options = options_of(variant)
-            plain = work.run(PlainForm(self._groups.collectives, options))
-            same = _all_equal(results, plain)
+            same = _all_equal(results, work.run(plain_form(variant, self._groups)))
         return Check(
-            _all_equal(results, reference), _max_difference(results, reference), same, peak
+            _all_equal(results, self._reference),
+            _max_difference(results, self._reference),
+            same,
+            peak,
         )
+
+    def forget_tuning(self) -> None:
+        """What was fastest is not any more: the link is another one, or the GEMMs."""
+        decisions(self._groups.transport).clear()
+
+    def tune(self, variant: Variant) -> Check:
+        """Let a variant try out what is fastest, unless another one did already, then check it."""
+        decided = decisions(self._groups.transport)
+        with self._gemms():
+            self._work.run(self._form(variant))
+        chosen = tuple(
+            f"{problem.kind} {problem.inputs} x {problem.outputs}: {schedule or 'plain'}"
+            for (problem, _), schedule in decided.items()
+        )
+        return replace(self.check(variant), chosen=chosen)
 
     def round(self, order: Sequence[Variant]) -> tuple[list[Sample], float]:
         """Run each variant once, in this order.
@@ -163,25 +161,34 @@ class Worker:
         self._groups.transport.buffers.clear()
 
     def _timed(self, variant: Variant) -> Sample:
-        work = self._ready()
+        work, direct = self._work, self._direct
         call: Callable[[], object]
-        meter: Any
         if variant.kind == "communication":
-            meter, call = self._direct, lambda: work.communicate(self._direct)
+            blocked = lambda: direct.blocked_seconds  # noqa: E731
+            call = lambda: work.communicate(direct)  # noqa: E731
         else:
-            meter = form = self._form(variant)
-            call = lambda: work.run(form)  # noqa: E731
+            form = self._form(variant)
+            blocked, call = form.blocked_seconds, lambda: work.run(form)
         start = self._together()
-        blocked, cpu = meter.blocked_seconds, time.process_time()
+        blocked_before, cpu = blocked(), time.process_time()
         call()
-        total = now(self._device) - start
-        return Sample(total, meter.blocked_seconds - blocked, time.process_time() - cpu)
+        total = self._now() - start
+        return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
 
     def _together(self) -> float:
         """Start at the same time on all ranks; returns the time."""
-        synchronise(self._device)
+        self._synchronise()
         dist.barrier(self._groups.collectives)
-        return now(self._device)
+        return self._now()
+
+    def _now(self) -> float:
+        """Seconds of a steady clock, with nothing under way on the device."""
+        self._synchronise()
+        return time.perf_counter()
+
+    def _synchronise(self) -> None:
+        if self._device != "cpu":
+            getattr(torch, self._device).synchronize()  # read, not run
 
     def _gemms(self) -> AbstractContextManager[SleepingGemms | None]:
         return nullcontext() if self._gflops is None else SleepingGemms(self._gflops)
@@ -190,10 +197,6 @@ class Worker:
         if variant not in self._forms:
             self._forms[variant] = form_of(variant, self._groups)
         return self._forms[variant]
-
-    def _ready(self) -> Work:
-        assert self._work is not None, "set_up() comes first"
-        return self._work
 
 
 def _all_equal(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -6,8 +6,6 @@ width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from commfuse_npu.tools.bench.carriers import Carrier
@@ -39,13 +37,6 @@ class Work:
         self._dtype, self._device = DTYPES[dtype], device
         self._heads, self._groups = shape.heads // size, shape.groups // size
         hidden, shard, ffn = shape.hidden, shape.sequence // size, shape.ffn // size
-        self._run: Callable[[Form], list[torch.Tensor]] = {
-            "all-gather": self._all_gather,
-            "reduce-scatter": self._reduce_scatter,
-            "mlp": lambda form: self._trained(form, self._mlp),
-            "attention": lambda form: self._trained(form, self._attention),
-            "layer": lambda form: self._trained(form, self._layer),
-        }[name]
         self._weights: dict[str, torch.Tensor] = {}
         if name in ("all-gather", "mlp", "layer"):
             self._weights["gate_up"] = self._draw(2 * ffn, hidden, scale=hidden**-0.5)
@@ -73,7 +64,17 @@ class Work:
             the output, then the gradients of the input and of the weights where there is a
             backward.
         """
-        return self._run(form)
+        if self.name == "all-gather":
+            with torch.no_grad():
+                return [form.all_gather_linear(self._x, self._weights["gate_up"])]
+        if self.name == "reduce-scatter":
+            with torch.no_grad():
+                return [form.linear_reduce_scatter(self._x, self._weights["down"])]
+        forward = {"mlp": self._mlp, "attention": self._attention, "layer": self._layer}[self.name]
+        x = self._x.detach().requires_grad_()
+        weights = {name: w.detach().requires_grad_() for name, w in self._weights.items()}
+        y = forward(form, x, weights)
+        return [y.detach(), *torch.autograd.grad(y, [x, *weights.values()], self._grad)]
 
     def communicate(self, carrier: Carrier) -> None:
         """The collectives of the work one after the other, blocking, and no computation."""
@@ -86,24 +87,6 @@ class Work:
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         drawn = torch.randn(*shape, generator=self._generator) * scale
         return drawn.to(self._device, self._dtype)
-
-    def _all_gather(self, form: Form) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return [form.all_gather_linear(self._x, self._weights["gate_up"])]
-
-    def _reduce_scatter(self, form: Form) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return [form.linear_reduce_scatter(self._x, self._weights["down"])]
-
-    def _trained(
-        self,
-        form: Form,
-        forward: Callable[[Form, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
-    ) -> list[torch.Tensor]:
-        x = self._x.detach().requires_grad_()
-        weights = {name: w.detach().requires_grad_() for name, w in self._weights.items()}
-        y = forward(form, x, weights)
-        return [y.detach(), *torch.autograd.grad(y, [x, *weights.values()], self._grad)]
 
     def _mlp(self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         gate, up = form.all_gather_linear(x, weights["gate_up"]).chunk(2, dim=-1)

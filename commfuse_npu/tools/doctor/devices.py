@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 
-from commfuse_npu.tools.doctor.finding import Finding, about
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.versions import NPU_TORCH
 
 __all__ = ["check_devices", "check_links", "listed_npus"]
 
-
-_about = about("devices")
+_about = partial(Finding, "devices")
 # A device has two lines; the second has the address on the bus.
 _NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
 _BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
@@ -34,57 +35,50 @@ def listed_npus(machine: Machine) -> list[tuple[str, str]]:
     return found
 
 
-def check_devices(machine: Machine, launch: Launch | None = None) -> list[Finding]:
+def check_devices(machine: Machine, launch: Launch | None = None) -> Iterator[Finding]:
+    """The NPUs, their health, and whether they are enough for a launch."""
     result = machine.run(["npu-smi", "info"], machine.variables)
     if result is None:
-        return [
-            _about(
-                "NPUs",
-                "note",
-                "no NPU found (there is no npu-smi)",
-                action="the CPU form over gloo works: bash scripts/pretrain_llama_cpu.sh",
-            )
-        ]
+        yield _about(
+            "NPUs",
+            "note",
+            "no NPU found (there is no npu-smi)",
+            action="the CPU form over gloo works: bash scripts/pretrain_llama_cpu.sh",
+        )
+        return
     devices = listed_npus(machine)
     if not devices:
-        return [
-            _about(
-                "NPUs",
-                "error",
-                f"npu-smi info lists none: {result.last_line}",
-                "a device",
-                "check driver and firmware, and that the container was given devices",
-            )
-        ]
-    kinds = Counter(name for name, _ in devices)
-    value = ", ".join(f"{count} x {name}" for name, count in kinds.items())
-    ill = [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]
-    found = [_about("NPUs", "ok", value)]
-    if ill:
-        found.append(
-            _about("health", "warning", f"NPU {', '.join(ill)}", "OK", "see npu-smi info -t health")
+        yield _about(
+            "NPUs",
+            "error",
+            f"npu-smi info lists none: {result.last_line}",
+            "a device",
+            "check driver and firmware, and that the container was given devices",
         )
+        return
+    kinds = Counter(name for name, _ in devices)
+    yield _about("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
+    ill = [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]
+    if ill:
+        advice = "see npu-smi info -t health"
+        yield _about("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
     if launch is not None and launch.config.npus_per_node > len(devices):
-        found.append(
-            _about(
-                "NPUS_PER_NODE",
-                "error",
-                f"{launch.config.npus_per_node}, but there are {len(devices)}",
-                f"at most {len(devices)}",
-                "set NPUS_PER_NODE (--nproc_per_node)",
-            )
+        yield _about(
+            "NPUS_PER_NODE",
+            "error",
+            f"{launch.config.npus_per_node}, but there are {len(devices)}",
+            f"at most {len(devices)}",
+            "set NPUS_PER_NODE (--nproc_per_node)",
         )
     if machine.find("torch_npu") is None:
-        found.append(
-            _about(
-                "torch_npu",
-                "error",
-                "not found",
-                f"torch_npu {NPU_TORCH} to use the NPUs",
-                f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}",
-            )
+        yield _about(
+            "torch_npu",
+            "error",
+            "not found",
+            f"torch_npu {NPU_TORCH} to use the NPUs",
+            f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}",
         )
-    return [*found, *check_links(machine)]
+    yield check_links(machine)
 
 
 _LINK_ADVICE = {
@@ -94,7 +88,7 @@ _LINK_ADVICE = {
 }
 
 
-def check_links(machine: Machine) -> list[Finding]:
+def check_links(machine: Machine) -> Finding:
     """How NPUs are connected, from ``npu-smi info -t topo``."""
     result = machine.run(["npu-smi", "info", "-t", "topo"], machine.variables)
     links: Counter[str] = Counter()
@@ -105,19 +99,17 @@ def check_links(machine: Machine) -> list[Finding]:
             links.update(word for word in words if re.fullmatch(r"[A-Z]{3}[A-Z_]*", word))
     if not links:
         said = "no npu-smi" if result is None else result.last_line
-        return [_about("links", "note", f"unknown: npu-smi info -t topo said {said}")]
+        return _about("links", "note", f"unknown: npu-smi info -t topo said {said}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
     slow = [kind for kind in links if kind not in _LINK_ADVICE]
     if slow:
-        return [
-            _about(
-                "links",
-                "warning",
-                pairs,
-                "HCCS, HCCS_SW or SIO within a tensor-parallel group",
-                f"{', '.join(slow)} goes over PCIe or the host: keep TP within the NPUs that HCCS "
-                "connects",
-            )
-        ]
+        return _about(
+            "links",
+            "warning",
+            pairs,
+            "HCCS, HCCS_SW or SIO within a tensor-parallel group",
+            f"{', '.join(slow)} goes over PCIe or the host: keep TP within the NPUs that HCCS "
+            "connects",
+        )
     advice = "; ".join(f"{kind} is {_LINK_ADVICE[kind]}" for kind, _ in links.most_common())
-    return [_about("links", "ok", pairs, action=advice)]
+    return _about("links", "ok", pairs, action=advice)

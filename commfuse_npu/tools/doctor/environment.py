@@ -2,94 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.finding import Finding, Level, about
+from commfuse_npu.tools.doctor.finding import Finding, Level
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
 
 __all__ = ["check_variables"]
 
-_about = about("environment")
+_about = partial(Finding, "environment")
 
 
-def check_variables(machine: Machine, launch: Launch | None = None) -> list[Finding]:
+def check_variables(machine: Machine, launch: Launch | None = None) -> Iterator[Finding]:
     """Environment variables that are unset or harmful, as the launch would see them."""
     variables = {**machine.variables, **(launch.variables if launch else {})}
-    # Elsewhere an unset one is no more than a remark.
-    on_npu = bool(listed_npus(machine))
-    return [
-        *_check_connections(variables, launch),
-        *_check_times(variables, on_npu),
-        *_check_buffers(variables),
-        *_check_harmful(variables),
-        *_check_determinism(variables),
-    ]
+    yield from _check_connections(variables, launch)
+    # Elsewhere than on NPUs an unset one is no more than a remark.
+    yield from _check_times(variables, on_npu=bool(listed_npus(machine)))
+    yield from _check_buffers(variables)
+    yield from _check_harmful(variables)
+    yield _check_determinism(variables)
 
 
-def _check_connections(variables: Mapping[str, str], launch: Launch | None) -> list[Finding]:
+def _check_connections(variables: Mapping[str, str], launch: Launch | None) -> Iterator[Finding]:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     value = variables.get(name)
     if value == "1":
-        return [_about(name, "ok", value)]
-    if launch is not None and launch.config.tensor_model_parallel_size == 1:
-        return []
-    needed = launch is not None or value is not None
-    return [
-        _about(
+        yield _about(name, "ok", value)
+    elif launch is None or launch.config.tensor_model_parallel_size > 1:
+        yield _about(
             name,
-            "error" if needed else "note",
+            "note" if launch is None and value is None else "error",
             value or "unset",
             "1: Megatron refuses to start with TP above 1 otherwise",
             f"export {name}=1 (scripts/pretrain_*_ptd.sh do)",
         )
-    ]
 
 
-def _check_times(variables: Mapping[str, str], on_npu: bool) -> list[Finding]:
-    found = []
+def _check_times(variables: Mapping[str, str], on_npu: bool) -> Iterator[Finding]:
     for name, default, least, why in (
         ("HCCL_CONNECT_TIMEOUT", 120, 600, "with lanes there are more communicators to connect"),
         ("HCCL_EXEC_TIMEOUT", 1836, 600, "a first iteration that compiles operators takes long"),
     ):
-        given = variables.get(name)
+        given, fix = variables.get(name), f"export {name}=3600"
         if given is not None and not given.isdecimal():
-            found.append(
-                _about(name, "error", given, "a whole number of seconds", f"export {name}=3600")
-            )
+            yield _about(name, "error", given, "a whole number of seconds", fix)
             continue
         seconds = default if given is None else int(given)
+        said = given or f"unset ({default} s)"
         if seconds >= least or (name == "HCCL_EXEC_TIMEOUT" and seconds == 0):
-            found.append(_about(name, "ok", given or f"unset ({default} s)"))
-            continue
-        found.append(
-            _about(
-                name,
-                "warning" if on_npu or given is not None else "note",
-                given or f"unset ({default} s)",
-                f"at least {least} s: {why}",
-                f"export {name}=3600",
-            )
-        )
-    return found
+            yield _about(name, "ok", said)
+        else:
+            level: Level = "warning" if on_npu or given is not None else "note"
+            yield _about(name, level, said, f"at least {least} s: {why}", fix)
 
 
-def _check_buffers(variables: Mapping[str, str]) -> list[Finding]:
-    found = []
+def _check_buffers(variables: Mapping[str, str]) -> Iterator[Finding]:
     for name, default in (("HCCL_BUFFSIZE", 200), ("P2P_HCCL_BUFFSIZE", 20)):
         given = variables.get(name)
         if given is None or (given.isdecimal() and int(given) > 0):
-            found.append(_about(name, "ok", given or f"unset ({default} MB)"))
+            yield _about(name, "ok", given or f"unset ({default} MB)")
         else:
-            found.append(
-                _about(name, "error", given, "a whole number of MB", f"export {name}={default}")
-            )
-    return found
+            yield _about(name, "error", given, "a whole number of MB", f"export {name}={default}")
 
 
-def _check_harmful(variables: Mapping[str, str]) -> list[Finding]:
-    found = []
+def _check_harmful(variables: Mapping[str, str]) -> Iterator[Finding]:
     for name, harmful, why in (
         ("TORCH_HCCL_BLOCKING_WAIT", "1", "the host waits for every transfer: nothing overlaps"),
         ("ASCEND_LAUNCH_BLOCKING", "1", "every kernel is waited for: nothing overlaps"),
@@ -98,24 +77,20 @@ def _check_harmful(variables: Mapping[str, str]) -> list[Finding]:
         value = variables.get(name)
         if value == harmful:
             fix = f"export {name}=2" if harmful == "0" else f"unset {name}"
-            level: Level = "warning"
-            found.append(_about(name, level, value, f"not {harmful}: {why}", fix))
+            yield _about(name, "warning", value, f"not {harmful}: {why}", fix)
         else:
-            found.append(_about(name, "ok", value or "unset"))
-    return found
+            yield _about(name, "ok", value or "unset")
 
 
-def _check_determinism(variables: Mapping[str, str]) -> list[Finding]:
+def _check_determinism(variables: Mapping[str, str]) -> Finding:
     name = "HCCL_DETERMINISTIC"
-    value = variables.get(name)
-    if value is not None and value.lower() in ("true", "strict"):
-        return [_about(name, "ok", value)]
-    return [
-        _about(
-            name,
-            "note",
-            value or "unset",
-            "true where runs are compared bit for bit: reductions on A2 differ from run to run",
-            f"export {name}=true for comparisons only: it costs time",
-        )
-    ]
+    value = variables.get(name) or "unset"
+    if value.lower() in ("true", "strict"):
+        return _about(name, "ok", value)
+    return _about(
+        name,
+        "note",
+        value,
+        "true where runs are compared bit for bit: reductions on A2 differ from run to run",
+        f"export {name}=true for comparisons only: it costs time",
+    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Level", "about"]
+__all__ = ["Finding", "Level"]
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -39,12 +38,3 @@ class Finding:
         if self.action:
             text += f" -> {self.action}"
         return text
-
-
-def about(section: str) -> Callable[..., Finding]:
-    def finding(
-        what: str, level: Level, value: str, expected: str = "", action: str = ""
-    ) -> Finding:
-        return Finding(section, what, level, value, expected, action)
-
-    return finding

@@ -9,11 +9,11 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, get_args
+from typing import Literal, get_args
 
 from commfuse_npu.plan import Order, Schedule, Shape
 from commfuse_npu.tools.config_file import ConfigError
-from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.model_config import ModelConfig, OptionParser
 
 __all__ = ["LAYERS", "FuseOptions", "schedule_of"]
 
@@ -44,10 +44,8 @@ class FuseOptions:
         Raises:
             ConfigError: a value is unknown or out of range.
         """
-        parser = _OptionParser(
-            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, usage=""
-        )
-        parser.add_argument("--use-commfuse", action=argparse.BooleanOptionalAction)
+        parser, flag = OptionParser(), argparse.BooleanOptionalAction
+        parser.add_argument("--use-commfuse", action=flag)
         parser.add_argument("--commfuse-layers", dest="layers", type=_layer_names)
         parser.add_argument(
             "--commfuse-schedule", dest="schedule", choices=("auto", *get_args(Shape))
@@ -58,26 +56,16 @@ class FuseOptions:
         parser.add_argument("--commfuse-order", dest="order", choices=get_args(Order))
         parser.add_argument("--commfuse-tuning", dest="tuning", choices=("off", "on"))
         parser.add_argument("--commfuse-min-kib", dest="min_kib", type=int)
-        parser.add_argument(
-            "--commfuse-attention", dest="attention", action=argparse.BooleanOptionalAction
-        )
-        parser.add_argument(
-            "--commfuse-ulysses", dest="ulysses", action=argparse.BooleanOptionalAction
-        )
-        parser.add_argument("--commfuse-dp", dest="dp", action=argparse.BooleanOptionalAction)
-        given, _ = parser.parse_known_args(list(options))
-        found = cls(**vars(given))
+        parser.add_argument("--commfuse-attention", dest="attention", action=flag)
+        parser.add_argument("--commfuse-ulysses", dest="ulysses", action=flag)
+        parser.add_argument("--commfuse-dp", dest="dp", action=flag)
+        found = cls(**parser.given(options))
         for name, least in (("lanes", 1), ("chunks", 1), ("min_kib", 0)):
             value = getattr(found, name)
             if value < least:
                 option = f"--commfuse-{name.replace('_', '-')}"
                 raise ConfigError(f"{option} is {value}; give a whole number from {least}")
         return found
-
-
-class _OptionParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def _layer_names(text: str) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from commfuse_npu.tools.config_file import ConfigError
-from commfuse_npu.tools.doctor.attention import attention_obstacle, recomputes_attention
-from commfuse_npu.tools.doctor.data_parallel import check_data_parallel
-from commfuse_npu.tools.doctor.finding import Finding, about
-from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch
+from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch, value_of
+from commfuse_npu.tools.doctor.layers import attention_obstacle, recomputes_attention
 from commfuse_npu.tools.doctor.refused import (
     ATTENTION_REFUSED,
     DATA_PARALLEL_REFUSED,
@@ -16,156 +16,193 @@ from commfuse_npu.tools.doctor.refused import (
     ULYSSES_REFUSED,
     refused_value,
 )
-from commfuse_npu.tools.doctor.ulysses import check_ulysses_layout
+from commfuse_npu.tools.model_config import ModelConfig
 
 __all__ = ["check_launch"]
 
-_about = about("launch")
+_about = partial(Finding, "launch")
 
 
-def check_launch(launch: Launch) -> list[Finding]:
+def check_launch(launch: Launch) -> Iterator[Finding]:
     """Whether the layout fits, and whether CommFuse would take part."""
-    config, fuse = launch.config, launch.fuse
-    found = []
+    yield from _check_layout(launch.config)
+    if not launch.knows_vocabulary:
+        yield _about(
+            "--vocab-size",
+            "note",
+            f"not given; {ASSUMED_VOCABULARY} is assumed, for the shapes of the output layer",
+            action="tokenizers are not read here: add --vocab-size to see its shapes",
+        )
+    if not launch.fuse.use_commfuse:
+        yield _about(
+            "--use-commfuse",
+            "warning",
+            "not given",
+            "the flag: without it nothing is fused",
+            "add --use-commfuse; what is listed below is what it would do",
+        )
+        return
+    if not launch.registers:
+        yield _about(
+            "--use-commfuse",
+            "warning",
+            "given to pretrain_gpt.py itself",
+            "the launcher before it: MindSpeed-LLM does not know the flag by itself",
+            "start -m mindspeed_patches.launch pretrain_gpt.py, or call "
+            "mindspeed_patches.install() after import torch in the script",
+        )
+    yield from _check_options(launch)
+
+
+def _check_layout(config: ModelConfig) -> Iterator[Finding]:
     try:
         config.validate()
     except ConfigError as error:
-        found = [
-            _about("layout", "error", problem, "", "the training would end at its start")
-            for problem in str(error).splitlines()
-        ]
-    if not found:
-        found.append(
-            _about(
-                "layout",
-                "ok",
-                f"{config.world_size} NPUs = TP {config.tensor_model_parallel_size} x PP "
-                f"{config.pipeline_model_parallel_size} x CP {config.context_parallel_size} x DP "
-                f"{config.data_parallel_size}",
-            )
+        for problem in str(error).splitlines():
+            yield _about("layout", "error", problem, "", "the training would end at its start")
+    else:
+        yield _about(
+            "layout",
+            "ok",
+            f"{config.world_size} NPUs = TP {config.tensor_model_parallel_size} x PP "
+            f"{config.pipeline_model_parallel_size} x CP {config.context_parallel_size} x DP "
+            f"{config.data_parallel_size}",
         )
-    if not launch.knows_vocabulary:
-        found.append(
-            _about(
-                "--vocab-size",
-                "note",
-                f"not given; {ASSUMED_VOCABULARY} is assumed, for the shapes of the output layer",
-                action="tokenizers are not read here: add --vocab-size to see its shapes",
-            )
-        )
-    if not fuse.use_commfuse:
-        found.append(
-            _about(
-                "--use-commfuse",
-                "warning",
-                "not given",
-                "the flag: without it nothing is fused",
-                "add --use-commfuse; what is listed below is what it would do",
-            )
-        )
-    elif not launch.registers:
-        found.append(
-            _about(
-                "--use-commfuse",
-                "warning",
-                "given to pretrain_gpt.py itself",
-                "the launcher before it: MindSpeed-LLM does not know the flag by itself",
-                "start -m mindspeed_patches.launch pretrain_gpt.py, or call "
-                "mindspeed_patches.install() after import torch in the script",
-            )
-        )
-    if fuse.use_commfuse:
-        found.extend(_check_options(launch))
-    return found
 
 
-def _check_options(launch: Launch) -> list[Finding]:
-    config, fuse, found = launch.config, launch.fuse, []
+def _check_options(launch: Launch) -> Iterator[Finding]:
+    config, fuse = launch.config, launch.fuse
     elsewhere = (fuse.ulysses or fuse.dp) and not fuse.attention
     if config.tensor_model_parallel_size == 1 and not elsewhere:
-        found.append(
-            _about(
-                "--tensor-model-parallel-size",
-                "error",
-                "1",
-                "at least 2: a group of one transfers nothing, and --use-commfuse is refused",
-                "choose TP of at least 2, or leave --use-commfuse out",
-            )
-        )
-    found.extend(_check_refused(launch, REFUSED, "--use-commfuse"))
-    if launch.fuse.attention:
-        found.extend(_check_attention(launch))
-    if launch.fuse.ulysses:
-        found.extend(_check_refused(launch, ULYSSES_REFUSED, "--commfuse-ulysses"))
-        found.extend(check_ulysses_layout(config))
-    if launch.fuse.dp:
-        found.extend(_check_refused(launch, DATA_PARALLEL_REFUSED, "--commfuse-dp"))
-        found.extend(check_data_parallel(launch))
-    if config.tensor_model_parallel_size > 1 and not config.uses_sequence_parallel:
-        found.append(
-            _about(
-                "--sequence-parallel",
-                "warning",
-                "not given",
-                "the flag: without, column-parallel layers keep Megatron's forward",
-                "add --sequence-parallel",
-            )
-        )
-    return found
-
-
-def _check_refused(launch: Launch, options: Sequence[str], ours: str) -> list[Finding]:
-    values = {option: refused_value(launch.options, option) for option in options}
-    return [
-        _about(
-            option,
+        yield _about(
+            "--tensor-model-parallel-size",
             "error",
-            value,
-            f"not together with {ours}, which is refused then",
-            f"pass --attention-dropout 0.0 or leave {ours} out"
-            if option == "--attention-dropout"
-            else "leave one of the two out",
+            "1",
+            "at least 2: a group of one transfers nothing, and --use-commfuse is refused",
+            "choose TP of at least 2, or leave --use-commfuse out",
         )
-        for option, value in values.items()
-        if value is not None
-    ]
+    yield from _check_refused(launch, REFUSED, "--use-commfuse")
+    if fuse.attention:
+        yield from _check_refused(launch, ATTENTION_REFUSED, "--commfuse-attention")
+        yield _check_attention(launch)
+    if fuse.ulysses:
+        yield from _check_refused(launch, ULYSSES_REFUSED, "--commfuse-ulysses")
+        yield _check_ulysses(config)
+    if fuse.dp:
+        yield from _check_refused(launch, DATA_PARALLEL_REFUSED, "--commfuse-dp")
+        yield _check_data_parallel(launch)
+    if config.tensor_model_parallel_size > 1 and not config.uses_sequence_parallel:
+        yield _about(
+            "--sequence-parallel",
+            "warning",
+            "not given",
+            "the flag: without, column-parallel layers keep Megatron's forward",
+            "add --sequence-parallel",
+        )
 
 
-def _check_attention(launch: Launch) -> list[Finding]:
-    name, fuse = "--commfuse-attention", launch.fuse
-    found = _check_refused(launch, ATTENTION_REFUSED, name)
-    recomputed = recomputes_attention(launch.options)
-    obstacle = attention_obstacle(launch.config, recomputed)
-    if "proj" not in fuse.layers:
-        found.append(
-            _about(
-                name,
-                "error",
-                f"given, with --commfuse-layers {','.join(fuse.layers)}",
-                "proj among the layers: attention is fused with the output projection",
-                "add proj to --commfuse-layers",
+def _check_refused(launch: Launch, options: Sequence[str], ours: str) -> Iterator[Finding]:
+    for option in options:
+        value = refused_value(launch.options, option)
+        if value is not None:
+            instead = "leave one of the two out"
+            if option == "--attention-dropout":
+                instead = f"pass --attention-dropout 0.0 or leave {ours} out"
+            yield _about(
+                option, "error", value, f"not together with {ours}, which is refused then", instead
             )
+
+
+def _check_attention(launch: Launch) -> Finding:
+    about = partial(_about, "--commfuse-attention")
+    layers, obstacle = launch.fuse.layers, attention_obstacle(launch)
+    if "proj" not in layers:
+        return about(
+            "error",
+            f"given, with --commfuse-layers {','.join(layers)}",
+            "proj among the layers: attention is fused with the output projection",
+            "add proj to --commfuse-layers",
         )
-    elif obstacle:
-        found.append(
-            _about(
-                name,
-                "warning",
-                f"given, but {obstacle}",
-                "attention that can wait for its projection",
-                "leave --recompute-activations and --recompute-granularity selective out"
-                if recomputed
-                else "add --sequence-parallel",
-            )
+    if obstacle:
+        return about(
+            "warning",
+            f"given, but {obstacle}",
+            "attention that can wait for its projection",
+            "leave --recompute-activations and --recompute-granularity selective out"
+            if recomputes_attention(launch)
+            else "add --sequence-parallel",
         )
-    else:
-        found.append(
-            _about(
-                name,
-                "note",
-                "given",
-                action="calls with packed sequences, a bias or a mask that is not causal keep "
-                "Megatron's attention",
-            )
+    return about(
+        "note",
+        "given",
+        action="calls with packed sequences, a bias or a mask that is not causal keep "
+        "Megatron's attention",
+    )
+
+
+def _check_ulysses(config: ModelConfig) -> Finding:
+    about = partial(_about, "--commfuse-ulysses")
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if cp == 1:
+        return about(
+            "error",
+            "given, with --context-parallel-size 1",
+            "at least 2: a context-parallel group of one exchanges no heads",
+            "choose CP of at least 2, or leave --commfuse-ulysses out",
         )
-    return found
+    if config.context_parallel_algo != "ulysses_cp_algo":
+        return about(
+            "error",
+            f"given, with --context-parallel-algo {config.context_parallel_algo}",
+            "ulysses_cp_algo: others do not exchange heads, or not over the whole group",
+            "choose it, or leave --commfuse-ulysses out",
+        )
+    # Whether heads and sequence can be shared out is checked with the layout, for every launch.
+    hides = "all-to-alls hide behind attention and its projections"
+    if tp > 1:
+        hides = (
+            "the output's all-to-all hides behind attention, that of q, k and v does not: at TP "
+            f"{tp} the weights of the projections are not whole"
+        )
+    elif config.num_query_groups % cp:
+        hides = (
+            "the output's all-to-all hides behind attention and its projection, that of q, k and v "
+            f"does not: {config.num_query_groups} query groups are not divisible by CP {cp}"
+        )
+    return about(
+        "note",
+        f"given, CP {cp}",
+        action=f"{hides}; calls with packed sequences, a bias or a mask that is not causal keep "
+        "their own",
+    )
+
+
+def _check_data_parallel(launch: Launch) -> Finding:
+    about = partial(_about, "--commfuse-dp")
+    replicas = launch.config.data_parallel_size * launch.config.context_parallel_size
+    if value_of(launch.options, "--use-distributed-optimizer") is None:
+        return about(
+            "error",
+            "given, without --use-distributed-optimizer",
+            "the flag: without it gradients are all-reduced and parameters never gathered",
+            "add --use-distributed-optimizer, or leave --commfuse-dp out",
+        )
+    if launch.fuse.schedule == "ring":
+        return about(
+            "error",
+            "given, with --commfuse-schedule ring",
+            "another schedule: on a ring a bucket waits for ranks in between",
+            "choose auto, shifted or two_level, or leave --commfuse-dp out",
+        )
+    if replicas == 1:
+        return about(
+            "warning",
+            "given, with DP 1",
+            "at least 2: a data-parallel group of one transfers nothing",
+            "leave --commfuse-dp out, or choose a smaller TP or PP",
+        )
+    return about(
+        "note",
+        f"given, {replicas} ranks share a copy of the optimizer's state",
+        action="parameters of experts keep Megatron's collectives",
+    )

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,14 +103,12 @@ class Machine:
         variables: of the environment.
         find: a package by the name that is imported, or ``None``.
         run: a command with these variables, or ``None`` if there is no such command.
-        python: version of the interpreter.
         cann: where CANN is unless a variable says otherwise.
     """
 
     variables: Mapping[str, str]
     find: Callable[[str], Package | None]
     run: Callable[[Sequence[str], Mapping[str, str]], CommandResult | None] = run_command
-    python: tuple[int, int, int] = (sys.version_info[0], sys.version_info[1], sys.version_info[2])
     cann: Path = Path("/usr/local/Ascend/ascend-toolkit/latest")
 
     @classmethod

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 
 from commfuse_npu.plan import PlanError
-from commfuse_npu.tools.doctor.attention import recomputes_attention
 from commfuse_npu.tools.doctor.devices import check_devices
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.finding import Finding, about
-from commfuse_npu.tools.doctor.fuse_options import FuseOptions, schedule_of
-from commfuse_npu.tools.doctor.launch import Launch, value_of
+from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.fuse_options import schedule_of
+from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.doctor.layers import ATTENTION_OPERATOR, FusedLayer, fused_layers
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.mindspeed_stack import check_stack
-from commfuse_npu.tools.doctor.torch_install import (
-    check_cann,
-    check_python,
-    check_torch,
-    check_torch_npu_loads,
-)
+from commfuse_npu.tools.doctor.torch_install import check_cann, check_torch, check_torch_npu_loads
 from commfuse_npu.tools.doctor.transfers import check_transfers
 
 __all__ = ["Report", "diagnose"]
-
-_about = about("launch")
 
 
 @dataclass(frozen=True)
@@ -66,10 +59,8 @@ class Report:
 
 
 def _layer_line(layer: FusedLayer) -> str:
-    x, weight, y = (
-        "[" + ", ".join(map(str, shape)) + "]"
-        for shape in (layer.input_shape, layer.weight_shape, layer.output_shape)
-    )
+    shapes = (layer.input_shape, layer.weight_shape, layer.output_shape)
+    x, weight, y = map(list, shapes)
     sizes = f"{layer.layer:<6} {x} x {weight} -> {y}"
     if layer.operator is None:
         return f"{sizes}: Megatron's own forward, because {layer.reason}"
@@ -85,10 +76,10 @@ def _layer_line(layer: FusedLayer) -> str:
 def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
     """Look at everything."""
     findings = [
-        *check_python(machine),
+        Finding("versions", "Python", "ok", ".".join(map(str, sys.version_info[:3]))),
         *check_torch(machine),
         *check_torch_npu_loads(machine),
-        *check_cann(machine),
+        check_cann(machine),
         *check_stack(machine),
         *check_devices(machine, launch),
         *check_variables(machine, launch),
@@ -103,15 +94,8 @@ def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
         # Whether it fits the group shows when it is built for one.
         schedule.plan("gather", 0, launch.config.tensor_model_parallel_size)
     except PlanError as error:
-        findings.append(_about("--commfuse-schedule", "error", str(error), "", "choose another"))
-        return Report(tuple(findings))
-    layers = fused_layers(
-        launch.config,
-        # Without the flag, what it would do.
-        FuseOptions(**{**vars(launch.fuse), "use_commfuse": True}),
-        element_bytes=2 if launch.config.bf16 or "--fp16" in launch.options else 4,
-        experts=value_of(launch.options, "--num-experts") is not None,
-        recomputed_attention=recomputes_attention(launch.options),
-    )
+        wrong = Finding("launch", "--commfuse-schedule", "error", str(error), "", "choose another")
+        return Report((*findings, wrong))
+    layers = fused_layers(launch)
     findings += check_transfers(machine, launch, schedule, layers)
     return Report(tuple(findings), tuple(layers), str(schedule))

@@ -3,60 +3,54 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.doctor.finding import Finding, about
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.launch import Launch, value_of
 from commfuse_npu.tools.doctor.layers import FusedLayer
 from commfuse_npu.tools.doctor.machine import Machine
 
 __all__ = ["check_transfers"]
 
-_about = about("launch")
+_about = partial(Finding, "launch")
 
 
 def check_transfers(
     machine: Machine, launch: Launch, schedule: Schedule, layers: Sequence[FusedLayer]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """What the lanes cost in memory, and whether a transfer fits HCCL's buffer at once."""
-    largest = max((layer.transfer_bytes for layer in layers), default=0)
+    largest = max(layer.transfer_bytes for layer in layers)
     if not largest:
-        return []
+        return
     group_buffer = value_of(launch.options, "--hccl-group-buffer") or ""
     own = re.search(r"(?:^|[;,])\s*commfuse:(\d+)", group_buffer)
     general = launch.variables.get("HCCL_BUFFSIZE", machine.variables.get("HCCL_BUFFSIZE", "200"))
     megabytes = int(own[1]) if own else int(general) if general.isdecimal() else 200
     needed = -(-largest // 2**20)
-    memory = 2 * schedule.lanes * megabytes
-    found = [
-        _about(
-            "memory for lanes",
-            "note",
-            f"{memory} MB per NPU: {schedule.lanes} lanes with 2 x {megabytes} MB",
-            action=f"--hccl-group-buffer commfuse:{needed} takes {2 * schedule.lanes * needed} MB "
-            "and still holds the largest transfer",
-        )
-    ]
+    yield _about(
+        "memory for lanes",
+        "note",
+        f"{2 * schedule.lanes * megabytes} MB per NPU: {schedule.lanes} lanes with "
+        f"2 x {megabytes} MB",
+        action=f"--hccl-group-buffer commfuse:{needed} takes {2 * schedule.lanes * needed} MB "
+        "and still holds the largest transfer",
+    )
     if launch.fuse.tuning == "on":
-        found.append(
-            _about(
-                "tuning",
-                "note",
-                f"up to 8 chunks and {schedule.lanes} lanes are tried at the first use of a shape",
-                action="the figures above are those of whole blocks; --commfuse-tuning off and the "
-                "options that it logged give the same schedule in every run",
-            )
+        yield _about(
+            "tuning",
+            "note",
+            f"up to 8 chunks and {schedule.lanes} lanes are tried at the first use of a shape",
+            action="the figures above are those of whole blocks; --commfuse-tuning off and the "
+            "options that it logged give the same schedule in every run",
         )
     if needed > megabytes:
-        found.append(
-            _about(
-                "largest transfer",
-                "warning",
-                f"{largest / 2**20:.1f} MB",
-                f"at most HCCL's buffer of {megabytes} MB: larger ones go in several rounds",
-                f"--commfuse-chunks {-(-needed // megabytes) * launch.fuse.chunks}, or "
-                f"--hccl-group-buffer commfuse:{needed}",
-            )
+        yield _about(
+            "largest transfer",
+            "warning",
+            f"{largest / 2**20:.1f} MB",
+            f"at most HCCL's buffer of {megabytes} MB: larger ones go in several rounds",
+            f"--commfuse-chunks {-(-needed // megabytes) * launch.fuse.chunks}, or "
+            f"--hccl-group-buffer commfuse:{needed}",
         )
-    return found

@@ -6,15 +6,11 @@ top down::
     command, arguments    the subcommand;  report, plot, chrome_trace  show what comes out
     sweep                 variants over sequence lengths and numbers of NPUs, as ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
-    pipeline_parallel, data_parallel, memory
+    pipeline_parallel, data_parallel, footprint
     llama                 a layer, forward and backward, as operations
     group                 ranks played together, or one for all where they all do the same
     rank                  collectives and plans as operations, for every variant;  variants
-    engine                discrete events;  checks  what has to hold of every timeline
+    engine                discrete events
     program, links        operations and messages; who shares which link;  disturbance
     machine, hardware     what work costs; described machines with ranges and sources
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-__all__ = ["parser", "whole"]
+from commfuse_npu.tools.option_types import whole
+
+__all__ = ["parser"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,10 +67,10 @@ def parser() -> argparse.ArgumentParser:
         "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
     )
     how.add_argument("--seed", type=int, default=0, help="of what follows")
-    how.add_argument("--noise", type=_share, default=0.0, help="of work: 0.05 is about 5 %%")
-    how.add_argument("--slow-links", type=_count, default=0, help="how many are slower")
+    how.add_argument("--noise", type=float, default=0.0, help="of work: 0.05 is about 5 %%")
+    how.add_argument("--slow-links", type=int, default=0, help="how many are slower")
     how.add_argument("--slow-link-factor", type=float, default=2.0)
-    how.add_argument("--stragglers", type=_count, default=0, help="how many ranks are slower")
+    how.add_argument("--stragglers", type=int, default=0, help="how many ranks are slower")
     how.add_argument("--straggler-factor", type=float, default=1.2)
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=Path, metavar="FILE")
@@ -102,28 +104,3 @@ def parser() -> argparse.ArgumentParser:
         "--fit-ratio", type=float, help="wire time / computing time to fit at; default 0.5"
     )
     return parser
-
-
-def whole(text: str) -> int:
-    """A converter for argparse: a whole number from 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a whole number from 1")
-    return value
-
-
-whole.__name__ = "whole number"
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} is not from 0 to 1")
-    return value

@@ -28,6 +28,7 @@ from commfuse_npu.tools.bench.results import Result, Setting
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES
 from commfuse_npu.tools.bench.variants import of_group
 from commfuse_npu.tools.config_file import find_config, read_config
+from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.machine import Level, LinkTopology, Machine
 from commfuse_npu.tools.simulate.rank import Rank, gemm
@@ -76,6 +77,10 @@ class Prediction:
         """Of the prediction, in shares of what was measured."""
         return self.predicted / self.measured - 1
 
+    def __str__(self) -> str:
+        text = f"{self.measured:.1f} / {self.predicted:.1f} ({100 * self.error:+.0f} %)"
+        return text + ("*" if self.fitted else "")
+
 
 def predictions(results: Sequence[Result], ratio: float) -> Iterator[Prediction]:
     """Fit the works of each machine at ``ratio`` and predict all of them.
@@ -85,25 +90,20 @@ def predictions(results: Sequence[Result], ratio: float) -> Iterator[Prediction]
     Raises:
         ValueError: nothing was measured at this ratio that the simulator has a form for.
     """
-    known = [r for r in results if r.setting.work in _WORKS and _variant(r) is not None]
+    known = [result for result in results if _has_form(result)]
     fits: dict[tuple[object, ...], dict[str, Machine]] = {}
     for result in known:
-        key = _machine_of(result.setting)
+        setting = result.setting
+        key = _machine_of(setting)
         if key not in fits:
-            alike = (r for r in known if _machine_of(r.setting) == key)
-            fits[key] = _fitted([r for r in alike if r.setting.ratio == ratio])
-        machine = fits[key].get(result.setting.work)
+            fits[key] = _fitted(_measured_on(key, known, ratio))
+        machine = fits[key].get(setting.work)
         if machine is not None:
-            yield Prediction(
-                result.setting,
-                result.variant,
-                result.median_ms,
-                1e3 * _seconds(machine, result),
-                result.setting.ratio == ratio and result.variant in FITTED_ON,
-            )
+            predicted = 1e3 * _seconds(machine, result)
+            fitted = setting.ratio == ratio and result.variant in FITTED_ON
+            yield Prediction(setting, result.variant, result.median_ms, predicted, fitted)
     if not any(fits.values()):
-        ratios = sorted({r.setting.ratio for r in known})
-        choices = ", ".join(f"{known_ratio:g}" for known_ratio in ratios)
+        choices = ", ".join(f"{one:g}" for one in sorted({r.setting.ratio for r in known}))
         raise ValueError(f"nothing at ratio {ratio:g} to fit; choose one of {choices}")
 
 
@@ -121,51 +121,51 @@ def described(results: Sequence[Result], ratio: float, source: str) -> str:
     import yaml
 
     wanted = ("real GEMMs", 2, "mesh", "fp32")
-    rows = [
-        r
-        for r in results
-        if _machine_of(r.setting) == wanted
-        and r.setting.ratio == ratio
-        and r.setting.work in _WORKS
-        and _variant(r) is not None
-    ]
+    rows = _measured_on(wanted, results, ratio)
     machines = list(_fitted(rows).values())
     if not machines:
         raise ValueError(f"no {', '.join(map(str, wanted))} at ratio {ratio:g} to describe")
-    content = read_config(find_config("cpu_paced", "hardware"))
+    one = machines[0]  # they differ in their GEMMs' speed only
     rates = sorted(row.setting.bytes_per_second or _UNPACED_RATE for row in rows)
-    slowdowns = [
-        min(_MOST_SLOWDOWN, machines[0].transfer_slowdown * rate / _UNPACED_RATE) for rate in rates
-    ]
     figures = {
         ("npu", "cube_flops"): [machine.cube_flops for machine in machines],
-        ("npu", "gemm_half_rows"): [machines[0].gemm_half_rows],
-        ("npu", "hbm_bandwidth"): [machines[0].hbm_bandwidth],
-        ("npu", "transfer_slowdown"): slowdowns,
-        ("host", "launch_overhead"): [machines[0].launch_overhead],
+        ("npu", "gemm_half_rows"): [one.gemm_half_rows],
+        ("npu", "hbm_bandwidth"): [one.hbm_bandwidth],
+        ("npu", "transfer_slowdown"): [_slowdown(one, rate) for rate in rates],
+        ("host", "launch_overhead"): [one.launch_overhead],
         ("inside", "rate"): rates,
         ("inside", "latency"): [_START.inside.latency],
+        ("npu", "hbm_efficiency"): [1.0],
+        ("inside", "efficiency"): [1.0],
     }
+    content = read_config(find_config("cpu_paced", "hardware"))
     content["name"] = f"one CPU host, paced loopback (gloo), fitted to {source}"
     for (section, name), values in figures.items():
         content[section][name] = {
             "low": float(min(values)),
             "typical": float(statistics.median(values)),
             "high": float(max(values)),
-            "source": f"fitted to {source} at ratio {ratio:g}",
-        }
-    for section, name in (("npu", "hbm_efficiency"), ("inside", "efficiency")):
-        content[section][name] = {
-            "low": 1.0,
-            "typical": 1.0,
-            "high": 1.0,
-            "source": "in the fitted",
+            "source": "in the fitted"
+            if name.endswith("efficiency")
+            else f"fitted to {source} at ratio {ratio:g}",
         }
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
 
 
 def _machine_of(setting: Setting) -> tuple[object, ...]:
     return setting.mode, setting.ranks, setting.link, setting.dtype
+
+
+def _has_form(result: Result) -> bool:
+    return result.setting.work in _WORKS and _variant(result) is not None
+
+
+def _measured_on(
+    machine: tuple[object, ...], results: Sequence[Result], ratio: float
+) -> list[Result]:
+    """What was measured on a machine at a ratio, and the simulator has a form for."""
+    of_machine = (r for r in results if _machine_of(r.setting) == machine and _has_form(r))
+    return [result for result in of_machine if result.setting.ratio == ratio]
 
 
 def _fitted(at_ratio: Sequence[Result]) -> dict[str, Machine]:
@@ -227,18 +227,21 @@ _START = Machine(
 )
 
 
+def _slowdown(machine: Machine, rate: float) -> float:
+    """A transfer takes computing time per byte: at a lower rate a smaller share of the speed."""
+    return min(_MOST_SLOWDOWN, machine.transfer_slowdown * rate / _UNPACED_RATE)
+
+
 def _seconds(machine: Machine, result: Result, variant: Variant | None = None) -> float:
     setting = result.setting
     rate = setting.bytes_per_second or _UNPACED_RATE
     topology: LinkTopology = "switched" if setting.link == "shared-nic" else "full_mesh"
-    machine = replace(
-        machine,
-        inside=replace(machine.inside, rate=rate, topology=topology),
-        transfer_slowdown=min(_MOST_SLOWDOWN, machine.transfer_slowdown * rate / _UNPACED_RATE),
-    )
+    inside = replace(machine.inside, rate=rate, topology=topology)
+    machine = replace(machine, inside=inside, transfer_slowdown=_slowdown(machine, rate))
     chosen = variant or _variant(result)
     assert chosen is not None
-    return Group(machine, setting.ranks).play(chosen, _WORKS[setting.work](setting)).seconds
+    work = _WORKS[setting.work]
+    return Group(machine, setting.ranks).play(chosen, lambda rank: work(rank, setting)).seconds
 
 
 def _variant(result: Result) -> Variant | None:
@@ -274,54 +277,38 @@ def _sizes(setting: Setting) -> tuple[int, int, int, int]:
     return sequence // setting.ranks, hidden, ffn // setting.ranks, row_bytes
 
 
-def _all_gather(setting: Setting) -> Callable[[Rank], None]:
+def _all_gather(rank: Rank, setting: Setting) -> None:
     rows, hidden, ffn, row_bytes = _sizes(setting)
-    copied = 2 * ffn * ITEM_BYTES[setting.dtype]
-
-    def build(rank: Rank) -> None:
-        work = gemm(rank.machine, hidden, 2 * ffn)
-        rank.gather_then_work("fc1", rows, row_bytes, work, copied_row_bytes=copied)
-
-    return build
+    copied, work = 2 * ffn * ITEM_BYTES[setting.dtype], gemm(rank.machine, hidden, 2 * ffn)
+    rank.gather_then_work("fc1", rows, row_bytes, work, copied_row_bytes=copied)
 
 
-def _reduce_scatter(setting: Setting) -> Callable[[Rank], None]:
+def _reduce_scatter(rank: Rank, setting: Setting) -> None:
     rows, hidden, ffn, row_bytes = _sizes(setting)
-
-    def build(rank: Rank) -> None:
-        rank.work_then_scatter(
-            "fc2", rows, row_bytes, gemm(rank.machine, ffn, hidden),
-            copied_row_bytes=ffn * ITEM_BYTES[setting.dtype],
-        )  # fmt: skip
-
-    return build
+    copied, work = ffn * ITEM_BYTES[setting.dtype], gemm(rank.machine, ffn, hidden)
+    rank.work_then_scatter("fc2", rows, row_bytes, work, copied_row_bytes=copied)
 
 
-def _mlp(setting: Setting) -> Callable[[Rank], None]:
+def _mlp(rank: Rank, setting: Setting) -> None:
     rows, hidden, ffn, row_bytes = _sizes(setting)
-    item = ITEM_BYTES[setting.dtype]
+    machine, item = rank.machine, ITEM_BYTES[setting.dtype]
     everything = rows * setting.ranks
-
-    def build(rank: Rank) -> None:
-        machine = rank.machine
-        _all_gather(setting)(rank)
-        # silu(gate) * up: reads two, writes one, and one in between; the backward twice that.
-        rank.compute("swiglu", machine.memory(everything * 4 * ffn * item))
-        _reduce_scatter(setting)(rank)
-        rank.row_backward(
-            "fc2", rows, row_bytes, gemm(machine, hidden, ffn),
-            gemm(machine, hidden, ffn), copied_row_bytes=ffn * item, inner=0,
-        )  # fmt: skip
-        rank.compute("swiglu backward", machine.memory(everything * 8 * ffn * item))
-        rank.column_backward(
-            "fc1", rows, row_bytes, gemm(machine, 2 * ffn, hidden),
-            gemm(machine, hidden, 2 * ffn), copied_row_bytes=2 * ffn * item,
-        )  # fmt: skip
-
-    return build
+    _all_gather(rank, setting)
+    # silu(gate) * up: reads two, writes one, and one in between; the backward twice that.
+    rank.compute("swiglu", machine.memory(everything * 4 * ffn * item))
+    _reduce_scatter(rank, setting)
+    rank.row_backward(
+        "fc2", rows, row_bytes, gemm(machine, hidden, ffn), gemm(machine, hidden, ffn),
+        copied_row_bytes=ffn * item, inner=0,
+    )  # fmt: skip
+    rank.compute("swiglu backward", machine.memory(everything * 8 * ffn * item))
+    rank.column_backward(
+        "fc1", rows, row_bytes, gemm(machine, 2 * ffn, hidden), gemm(machine, hidden, 2 * ffn),
+        copied_row_bytes=2 * ffn * item,
+    )  # fmt: skip
 
 
-_WORKS: Mapping[str, Callable[[Setting], Callable[[Rank], None]]] = {
+_WORKS: Mapping[str, Callable[[Rank, Setting], None]] = {
     "all-gather": _all_gather,
     "reduce-scatter": _reduce_scatter,
     "mlp": _mlp,
@@ -342,16 +329,10 @@ def report(found: Sequence[Prediction], ratio: float) -> str:
         mode, work, ranks, link, dtype = group
         lines += ["", f"## {work}, {ranks} ranks, {mode}, {dtype}, {link}", ""]
         names = list(dict.fromkeys(one.variant for one in table))
-        lines += [f"| ratio | {' | '.join(names)} |", f"|---:{'|---:' * len(names)}|"]
+        lines += [table_row(("ratio", *names)), f"|---:{'|---:' * len(names)}|"]
         for wanted, of_ratio in groupby(table, key=lambda one: one.setting.ratio):
-            cells = {
-                one.variant: f"{one.measured:.1f} / {one.predicted:.1f} ({100 * one.error:+.0f} %)"
-                f"{'*' if one.fitted else ''}"
-                for one in of_ratio
-            }
-            lines.append(
-                f"| {wanted:g} | " + " | ".join(cells.get(name, "-") for name in names) + " |"
-            )
+            cells = {one.variant: str(one) for one in of_ratio}
+            lines.append(table_row((f"{wanted:g}", *(cells.get(name, "-") for name in names))))
         lines += ["", f"measured / predicted; {_errors(table)}"]
     lines += ["", f"All: {_errors(found)}"]
     return "\n".join(lines)

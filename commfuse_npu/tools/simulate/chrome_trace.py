@@ -15,45 +15,43 @@ def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, str], int] = {}
 
+    def about(what: str, rank: int, thread: int, **value: object) -> None:
+        events.append({"name": what, "ph": "M", "pid": rank, "tid": thread, "args": value})
+
     def thread(rank: int, name: str) -> int:
         if (rank, name) not in threads:
             # The compute engine on top, then lanes, then links.
             number = sum(1 for known, _ in threads if known == rank)
             threads[rank, name] = number
-            common = {"ph": "M", "pid": rank, "tid": number}
-            events.append({"name": "thread_name", **common, "args": {"name": name}})
-            events.append({"name": "thread_sort_index", **common, "args": {"sort_index": number}})
+            about("thread_name", rank, number, name=name)
+            about("thread_sort_index", rank, number, sort_index=number)
         return threads[rank, name]
 
+    def event(
+        name: str, part: str, rank: int, row: str, start: float, end: float, **more: object
+    ) -> None:
+        place = {"pid": rank, "tid": thread(rank, row)}
+        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+        events.append({"name": name, "cat": part, "ph": "X", **place, **times, "args": more})
+
     offset = 0.0
-    for rank in range(max((len(played.programs) for _, played in parts), default=0)):
-        whole = all(played.links.folded for _, played in parts)
-        stands_for = f", as all {parts[0][1].links.size} ranks" if whole else ""
-        title = {"name": f"rank {rank}{stands_for}, simulated"}
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": title})
+    whole = all(played.links.folded for _, played in parts)
+    stands_for = f", as all {parts[0][1].links.size} ranks" if whole else ""
+    for rank in range(max(len(played.programs) for _, played in parts)):
+        about("process_name", rank, 0, name=f"rank {rank}{stands_for}, simulated")
     for part, played in parts:
         for rank in range(len(played.programs)):
             thread(rank, "compute")
         for span in played.timeline.spans:
             engine = span.operation.engine
-            if engine is None or span.end <= span.start:
-                continue
-            events.append(
-                _event(
-                    span.operation.name, part, span.rank, thread(span.rank, engine),
-                    offset + span.start, offset + span.end, {},
-                )
-            )  # fmt: skip
+            if engine is not None and span.end > span.start:
+                start, end = offset + span.start, offset + span.end
+                event(span.operation.name, part, span.rank, engine, start, end)
         for moved in played.timeline.moved:
-            message = moved.message
-            rank = message.source
-            link = f"link to rank {message.target}"
-            events.append(
-                _event(
-                    f"{message.key[0]}", part, rank, thread(rank, link), offset + moved.start,
-                    offset + moved.end, {"bytes": message.size, "to": message.target},
-                )
-            )  # fmt: skip
+            message, start, end = moved.message, offset + moved.start, offset + moved.end
+            name, row = f"{message.key[0]}", f"link to rank {message.target}"
+            sent = {"bytes": message.size, "to": message.target}
+            event(name, part, message.source, row, start, end, **sent)
         offset += played.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -77,18 +75,3 @@ def beside(simulated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any
     first = 1 + max((event["pid"] for event in simulated["traceEvents"]), default=-1)
     moved = [{**event, "pid": first + event["pid"]} for event in measured["traceEvents"]]
     return {**simulated, "traceEvents": [*simulated["traceEvents"], *moved]}
-
-
-def _event(
-    name: str, part: str, rank: int, thread: int, start: float, end: float, more: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": part,
-        "ph": "X",
-        "pid": rank,
-        "tid": thread,
-        "ts": start * 1e6,
-        "dur": (end - start) * 1e6,
-        "args": more,
-    }

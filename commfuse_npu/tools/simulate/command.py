@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from commfuse_npu.tools.simulate.chrome_trace import beside, chrome_trace, read_
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.report import heading, scale, table
-from commfuse_npu.tools.simulate.step import Step
-from commfuse_npu.tools.simulate.sweep import Layout, Options, Point, of_hardware, sweep, training
-from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
 
 __all__ = ["main"]
 
@@ -37,27 +37,14 @@ def main(words: Sequence[str]) -> int:
 
 def _main(given: argparse.Namespace) -> int:
     if given.against is not None:
-        from commfuse_npu.tools.bench.stored import load
-        from commfuse_npu.tools.simulate.calibrate import (  # it needs numpy
-            described,
-            predictions,
-            report,
-        )
-
-        _, results, _ = load(given.against)
-        ratio = 0.5 if given.fit_ratio is None else given.fit_ratio
-        print(report(list(predictions(results, ratio)), ratio))
-        if given.calibrated:
-            text = described(results, ratio, given.against.name)
-            with whole_file(given.calibrated) as part:
-                part.write_text(text, encoding="utf-8")
-        return 0
+        return _predict(given)
     _refuse_what_has_no_effect(given)
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)
     layouts = _layouts(given, model)
     sequences = given.sequence_lengths or [model.seq_length]
+    disturbed = {field.name: getattr(given, field.name) for field in fields(Disturbance)}
     options = Options(
         micro_batch=given.micro_batch,
         micro_batches=given.micro_batches,
@@ -67,14 +54,7 @@ def _main(given: argparse.Namespace) -> int:
         recompute=given.recompute,
         ulysses=given.ulysses,
         data_parallel=given.data_parallel,
-        disturbance=Disturbance(
-            seed=given.seed,
-            noise=given.noise,
-            slow_links=given.slow_links,
-            slow_link_factor=given.slow_link_factor,
-            stragglers=given.stragglers,
-            straggler_factor=given.straggler_factor,
-        ),
+        disturbance=Disturbance(**disturbed),
         corners=not given.typical,
     )
     first = layouts[0]
@@ -84,10 +64,8 @@ def _main(given: argparse.Namespace) -> int:
             f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(known)}"
         )
     measured = _measured(given.beside) if given.beside else None
-    sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP " + ", ".join(
-        str(layout.dp) for layout in layouts
-    )
-    title = f"{model_path.stem}, {hardware.path.stem}, {sizes}"
+    replicas = ", ".join(str(layout.dp) for layout in layouts)
+    sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP {replicas}"
     print(heading(hardware, model_path.stem, sizes))
     points: list[Point] = []
     try:
@@ -99,16 +77,36 @@ def _main(given: argparse.Namespace) -> int:
         raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
     print("\n" + scale(points))
     if given.json:
-        _write_json(given, hardware, points)
+        write_json(given.json, _as_json(given.model, hardware, points), indent=1)
     if given.plot:
         from commfuse_npu.tools.simulate.plot import draw
 
+        title = f"{model_path.stem}, {hardware.path.stem}, {sizes}"
         draw([point for point in points if point.npus == points[0].npus], title, given.plot)
     if given.trace:
         best = min(points[0].outcomes, key=lambda outcome: outcome.step.typical).variant
-        what = training(model, first, sequences[0], options)
-        step = Step(hardware.machine(), what, options.disturbance)
-        _write_trace(given.trace, step, known[given.trace_variant or best], measured)
+        variant = known[given.trace_variant or best]
+        step = Step(
+            hardware.machine(), training(model, first, sequences[0], options), options.disturbance
+        )
+        forward, backward = step.layer(variant, "forward"), step.layer(variant, "backward")
+        trace = chrome_trace([("forward", forward), ("backward", backward)])
+        write_json(given.trace, trace if measured is None else beside(trace, measured))
+    return 0
+
+
+def _predict(given: argparse.Namespace) -> int:
+    # Here and not above: numpy is needed for this alone.
+    from commfuse_npu.tools.bench.stored import load
+    from commfuse_npu.tools.simulate.calibrate import described, predictions, report
+
+    _, results, _ = load(given.against)
+    ratio = 0.5 if given.fit_ratio is None else given.fit_ratio
+    print(report(list(predictions(results, ratio)), ratio))
+    if given.calibrated:
+        text = described(results, ratio, given.against.name)
+        with whole_file(given.calibrated) as part:
+            part.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -151,17 +149,14 @@ def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
     return [Layout(tp, cp, npus // one, pp) for npus in given.npus]
 
 
-def _write_json(given: argparse.Namespace, hardware: Hardware, points: list[Point]) -> None:
-    content = {
+def _as_json(model: str, hardware: Hardware, points: list[Point]) -> dict[str, Any]:
+    return {
         "simulated": True,
-        "model": given.model,
+        "model": model,
         "hardware": {
             "file": str(hardware.path),
             "name": hardware.name,
-            "figures": {
-                name: {"low": f.low, "typical": f.typical, "high": f.high, "source": f.source}
-                for name, f in hardware.figures.items()
-            },
+            "figures": {name: vars(figure) for name, figure in hardware.figures.items()},
         },
         "points": [
             {
@@ -175,12 +170,3 @@ def _write_json(given: argparse.Namespace, hardware: Hardware, points: list[Poin
             for point in points
         ],
     }
-    write_json(given.json, content, indent=1)
-
-
-def _write_trace(path: Path, step: Step, variant: Variant, measured: dict[str, Any] | None) -> None:
-    parts = [(part, step.layer(variant, part)) for part in ("forward", "backward")]
-    trace = chrome_trace(parts)
-    if measured is not None:
-        trace = beside(trace, measured)
-    write_json(path, trace)

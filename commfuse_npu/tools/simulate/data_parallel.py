@@ -51,7 +51,7 @@ def exposed_scatter(
     layers: Sequence[float],
     order: Sequence[Sequence[int]],
     transfers: Sequence[float],
-    sums: Sequence[float] = (),
+    sums: Sequence[float],
 ) -> float:
     """Seconds after the backward until the last bucket is summed.
 
@@ -59,7 +59,7 @@ def exposed_scatter(
         layers: seconds of each layer's backward, from the first layer to the last.
         order: layers of each bucket, in the order in which they become ready.
         transfers: seconds of each bucket.
-        sums: seconds of adding up each bucket after the backward, if transfers do not add.
+        sums: seconds of adding up each bucket after the backward; 0 if transfers add.
     """
     time = link = 0.0
     arrivals = []
@@ -68,7 +68,7 @@ def exposed_scatter(
         link = max(link, time) + transfer
         arrivals.append(link)
     end = time
-    for arrival, seconds in zip(arrivals, sums or [0.0] * len(arrivals), strict=True):
+    for arrival, seconds in zip(arrivals, sums, strict=True):
         end = max(end, arrival) + seconds
     return end - time
 

@@ -27,7 +27,7 @@ class Disturbance:
         straggler_factor: how much longer their work takes.
 
     Raises:
-        ValueError: a negative number, or a factor below 1.
+        ValueError: noise above 1, a negative number, or a factor below 1.
     """
 
     seed: int = 0
@@ -38,7 +38,9 @@ class Disturbance:
     straggler_factor: float = 1.2
 
     def __post_init__(self) -> None:
-        for name in ("noise", "slow_links", "stragglers"):
+        if not 0 <= self.noise <= 1:
+            raise ValueError(f"noise is {self.noise}; it has to be from 0 to 1")
+        for name in ("slow_links", "stragglers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
         for name in ("slow_link_factor", "straggler_factor"):

@@ -13,20 +13,24 @@ optimizer does.  Activations per layer and micro-batch are what its backward nee
 
 With full recomputation a layer keeps its input only, and one layer at a time has all of it.  A
 stage of a pipeline holds as many micro-batches as there are stages from it to the end (1F1B).
+
+Of the transfers the largest of a layer's operations counts, the backward of a column-parallel
+linear: it holds the gathered input, and the gradient of all rows or what a pipeline holds of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commfuse_npu.plan import Plan
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.llama import SUM_BYTES, LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES
-from commfuse_npu.tools.simulate.memory import buffers, lanes
 from commfuse_npu.tools.simulate.step import Training
 from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["USABLE", "Footprint", "footprint", "limit"]
+__all__ = ["USABLE", "Footprint", "buffers", "footprint", "lanes", "limit"]
 
 USABLE = 0.9
 """Share of the device memory that tensors may take; assumed: the rest is CANN's, and gaps."""
@@ -53,9 +57,8 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.communication
-        )
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.communication
 
 
 def limit(hardware: Hardware) -> float:
@@ -98,3 +101,34 @@ def _stage(model: ModelConfig, training: Training, stage: int) -> tuple[float, f
         activations += _LOGITS * rows * shape.vocabulary
     shared = _ADAM / (training.dp * training.cp)
     return ITEM_BYTES * parameters, _GRADIENT * parameters, shared * parameters, activations
+
+
+def buffers(variant: Variant, shape: LayerShape) -> float:
+    """Bytes of gathered tensors, partial sums and scratch for a layer's transfers."""
+    if variant.kind == "compute" or shape.ranks == 1:
+        return 0.0
+    whole = float(shape.rows * shape.row_bytes)
+    if variant.kind == "sliced":
+        # And what the reordering copy writes.
+        return 3 * whole
+    if variant.schedule is None:
+        return 2 * whole
+    scattered = 2 * _scratch(variant.schedule.plan("reduce_scatter", 0, shape.ranks), shape)
+    if variant.wgrad == "whole":
+        return whole + scattered
+    # The input is used as it arrives and never whole; the gradient is summed in fp32.
+    widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
+    summed = SUM_BYTES * shape.hidden * widest
+    return _scratch(variant.schedule.plan("gather", 0, shape.ranks), shape) + scattered + summed
+
+
+def _scratch(plan: Plan, shape: LayerShape) -> float:
+    rows = sum(plan.slot_rows(slot, shape.block) for slot in range(plan.window))
+    return float(rows * shape.row_bytes)
+
+
+def lanes(variant: Variant) -> int:
+    """Communicators: one for plain collectives, one per lane for plans."""
+    if variant.kind == "compute":
+        return 0
+    return variant.schedule.lanes if variant.schedule else 1

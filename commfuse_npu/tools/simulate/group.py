@@ -16,7 +16,7 @@ from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.program import Program, fold
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, direct
+from commfuse_npu.tools.simulate.variants import Variant, direct
 
 __all__ = ["UNDISTURBED", "Group", "Played"]
 
@@ -25,16 +25,11 @@ UNDISTURBED = Disturbance()
 
 @dataclass(frozen=True)
 class Played:
-    """A timeline with what it was made from.
-
-    Attributes:
-        work: seconds that the busiest compute engine had work, at full speed.
-    """
+    """A timeline with what it was made from."""
 
     timeline: Timeline
     programs: tuple[Program, ...]
     links: Links
-    work: float
 
     @property
     def seconds(self) -> float:
@@ -99,13 +94,7 @@ class Group:
             links = Links(self.machine, self.size, self.stride, slow=slow)
             if not self.disturbance.none:
                 speeds = self.disturbance.speeds(programs)
-        timeline = simulate(programs, links, speeds)
-        work = max(program.seconds for program in programs)
-        return Played(timeline, tuple(programs), links, work)
-
-    def compute(self, build: Callable[[Rank], None]) -> float:
-        """Seconds without any communication, of the rank that takes longest."""
-        return self.play(COMPUTE_ONLY, build).seconds
+        return Played(simulate(programs, links, speeds), tuple(programs), links)
 
     def collective(self, kind: Kind, block_bytes: float, variant: Variant) -> float:
         """Seconds of a plain collective by itself, over blocks of so many bytes."""

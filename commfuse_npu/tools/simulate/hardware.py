@@ -188,6 +188,12 @@ class Hardware:
             batched=self.batched,
         )
 
+    @property
+    def assumed(self) -> str:
+        """``3 of 14 figures``: how many have no public source."""
+        count = sum(figure.assumed for figure in self.figures.values())
+        return f"{count} of {len(self.figures)} figures"
+
     def typical(self, name: str) -> float:
         """The typical value of a figure, such as ``npu.hbm_bytes``."""
         return self.figures[name].typical

@@ -10,7 +10,6 @@ k when this one does, so what enters this rank is what leaves it.
 
 from __future__ import annotations
 
-from commfuse_npu.plan import Plan
 from commfuse_npu.tools.simulate.machine import Level, Machine
 
 __all__ = ["LinkId", "Links", "PlacementError"]
@@ -67,8 +66,7 @@ class Links:
     def _node(self, rank: int) -> int:
         return rank * self.stride // self.machine.npus_per_node
 
-    def level(self, source: int, target: int) -> Level:
-        """The kind of links between two ranks."""
+    def _level(self, source: int, target: int) -> Level:
         if self._node(source) == self._node(target):
             return self.machine.inside
         assert self.machine.between is not None
@@ -76,11 +74,11 @@ class Links:
 
     def latency(self, source: int, target: int) -> float:
         """Seconds."""
-        return self.level(source, target).latency
+        return self._level(source, target).latency
 
     def path(self, source: int, target: int) -> tuple[LinkId, ...]:
         """The links that a transfer occupies, from the first to the last."""
-        topology = self.level(source, target).topology
+        topology = self._level(source, target).topology
         into = source if self.folded else target
         if topology == "full_mesh":
             return (("pair", source, target),)
@@ -110,10 +108,3 @@ class Links:
             factors = [factor for (rank, _), factor in self._slow.items() if owner(rank) == first]
             rate /= max(factors, default=1.0)
         return rate
-
-    def symmetric(self, plan: Plan) -> bool:
-        """Whether the transfers of the plan take the same kind of links for every rank."""
-        if not self.spans_nodes or self.members_per_node == 1:
-            return True
-        schedule = plan.schedule
-        return schedule.shape == "two_level" and schedule.node_size == self.members_per_node

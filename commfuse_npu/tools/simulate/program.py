@@ -8,7 +8,7 @@ the work that was launched before it, and work starts after the exchanges that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 __all__ = ["COMPUTE", "Message", "Operation", "Program", "fold"]
@@ -103,26 +103,15 @@ class Program:
                 Operation(name, lane, 0.0, tuple(sends), tuple(receives), ordered, launches)
             )
             return (len(self.operations) - 1,)
-        received: tuple[int, ...] = ()
+        added = []
         if receives:
             early = () if early_receive else ordered
             self.operations.append(Operation(name, None, 0.0, (), tuple(receives), early, launches))
-            received = (len(self.operations) - 1,)
+            added.append(len(self.operations) - 1)
         if sends:
             self.operations.append(Operation(name, lane, 0.0, tuple(sends), (), ordered, launches))
-            if not receives:
-                received = (len(self.operations) - 1,)
-        return received
-
-    @property
-    def seconds(self) -> float:
-        """All work of the compute engine, at full speed."""
-        return sum(operation.seconds for operation in self.operations)
-
-    @property
-    def sent(self) -> float:
-        """Bytes sent by this rank."""
-        return sum(message.size for op in self.operations for message in op.sends)
+            added.append(len(self.operations) - 1)
+        return tuple(added[:1])
 
 
 def fold(program: Program) -> Program:
@@ -143,9 +132,5 @@ def fold(program: Program) -> Program:
             if image is None or image.size != message.size:
                 raise ValueError(f"{op.name}: what is received is not the image of what is sent")
             receives.append(image)
-        folded.operations.append(
-            Operation(
-                op.name, op.engine, op.seconds, op.sends, tuple(receives), op.after, op.launches
-            )
-        )
+        folded.operations.append(replace(op, receives=tuple(receives)))
     return folded

@@ -21,10 +21,9 @@ from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.links import PlacementError
-from commfuse_npu.tools.simulate.step import Recompute, Step, Training
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.sweep import (
     CORNERS,
-    Layout,
     Options,
     Range,
     best_lanes,
@@ -99,11 +98,14 @@ class Candidate:
         memory: of the fullest NPU.
     """
 
-    layout: Layout
     training: Training
     variant: Variant
     seconds: float
     memory: Footprint
+
+    @property
+    def layout(self) -> Layout:
+        return self.training.layout
 
     @property
     def recompute(self) -> Recompute:
@@ -188,10 +190,9 @@ def recommend(
         try:
             for choice in (fixed.recompute,) if fixed.recompute else choices:
                 what = training(model, layout, sequence, replace(options, recompute=choice))
-                offered = _fused(hardware, layout, what, other_rounding)
-                quick = _quick(offered, model, what, hardware)
-                rows = _played(model, hardware, layout, what, quick)
-                others += _played(model, hardware, layout, what, _others(hardware, layout.tp))
+                offered = _fused(hardware, what, other_rounding)
+                rows = _played(model, hardware, what, _quick(model, hardware, what, offered))
+                others += _played(model, hardware, what, _others(hardware, layout.tp))
                 known = found.get(layout)
                 if rows and (not known or _fastest(rows).seconds < _fastest(known).seconds):
                     found[layout] = rows
@@ -214,9 +215,8 @@ def recommend(
     for layout in ordered[:_REFINED]:
         what = found[layout][0].training
         tried = {one.variant for one in found[layout]}
-        every = _fused(hardware, layout, what, other_rounding)
-        rest = [variant for variant in every if variant not in tried]
-        found[layout] += _played(model, hardware, layout, what, rest)
+        rest = [one for one in _fused(hardware, what, other_rounding) if one not in tried]
+        found[layout] += _played(model, hardware, what, rest)
     ranked = sorted(map(_fastest, found.values()), key=_seconds)
     schedules = tuple(sorted(found[ranked[0].layout], key=_seconds))
     other = _fastest(others)
@@ -249,13 +249,14 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
             f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
             f"{below + host}"
         )
-    given = [(f"--{name} {size}", size) for name, size in fixed._asdict().items()
-             if name != "recompute" and size]  # fmt: skip
-    product = math.prod(size for _, size in given)
+    sizes = ("tp", "cp", "pp")
+    given = {f"--{name}": size for name in sizes if (size := getattr(fixed, name))}
+    product = math.prod(given.values())
     if npus % product:
+        said = " times ".join(f"{option} {size}" for option, size in given.items())
         raise ValueError(
-            f"--npus {npus} is not divisible by {' times '.join(said for said, _ in given)} = "
-            f"{product}; choose others, or leave them open"
+            f"--npus {npus} is not divisible by {said} = {product}; choose others, or leave them "
+            "open"
         )
 
 
@@ -281,11 +282,9 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _fused(
-    hardware: Hardware, layout: Layout, what: Training, other_rounding: bool
-) -> list[Variant]:
+def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Variant]:
     """CommFuse's schedules, for tensor parallelism or else for Ulysses; what there is instead."""
-    group = fused_group(hardware, layout, what.fuse_ulysses)
+    group = fused_group(hardware, what.layout, what.fuse_ulysses)
     if group.size == 1:
         return [REFERENCE]
     size, base = group.size, group.direct
@@ -297,7 +296,7 @@ def _fused(
         for chunks, taper in ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (4, 2.0))
         for wgrad in wgrads
     ]
-    if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
+    if what.cp == 1 and what.tp > 1:  # else attention has transfers of its own
         found += [
             fused(base, best, chunks, attention=True, wgrad=wgrad)
             for chunks in (1, 2, 4)
@@ -311,7 +310,7 @@ def _lanes(variant: Variant) -> int:
 
 
 def _quick(
-    offered: Sequence[Variant], model: ModelConfig, what: Training, hardware: Hardware
+    model: ModelConfig, hardware: Hardware, what: Training, offered: Sequence[Variant]
 ) -> list[Variant]:
     """The few schedules that every layout is tried with: simple ones, with all lanes that fit."""
     found: dict[tuple[object, ...], Variant] = {}
@@ -333,11 +332,7 @@ def _others(hardware: Hardware, tp: int) -> list[Variant]:
 
 
 def _played(
-    model: ModelConfig,
-    hardware: Hardware,
-    layout: Layout,
-    what: Training,
-    chosen: Sequence[Variant],
+    model: ModelConfig, hardware: Hardware, what: Training, chosen: Sequence[Variant]
 ) -> list[Candidate]:
     """What fits into memory, with its step at typical figures."""
     step = Step(hardware.machine(), what)
@@ -345,8 +340,7 @@ def _played(
     for variant in chosen:
         memory = footprint(model, what, variant, hardware)
         if memory.total <= limit(hardware):
-            seconds = step.time(variant).seconds
-            found.append(Candidate(layout, what, variant, seconds, memory))
+            found.append(Candidate(what, variant, step.time(variant).seconds, memory))
     return found
 
 
@@ -361,9 +355,6 @@ def _ratio(hardware: Hardware, candidate: Candidate) -> Range:
     found = []
     for compute, links in CORNERS:
         step = Step(hardware.machine(compute, links), candidate.training)
-        plain, ideal = (
-            step.layer(variant, "forward").seconds + step.layer(variant, "backward").seconds
-            for variant in (REFERENCE, COMPUTE_ONLY)
-        )
+        plain, ideal = step.time(REFERENCE).layer, step.time(COMPUTE_ONLY).layer
         found.append(plain / ideal - 1)
     return Range.of(found)

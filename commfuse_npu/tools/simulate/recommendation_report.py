@@ -26,7 +26,8 @@ def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hard
     best = found.best
     lines = [
         f"{path.stem}, {best.training.sequence} tokens, {best.layout.npus} NPUs of "
-        f"{hardware.name}. Simulated, not measured: {_assumed(hardware)}.",
+        f"{hardware.name}. Simulated, not measured: {hardware.assumed} of {hardware.path.name} are "
+        "assumed.",
         "",
         *_layouts(found, hardware),
         "",
@@ -55,15 +56,15 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
         "--use-distributed-optimizer",
         *_chosen(model, chosen),
     ]
-    if (stages := _uneven(chosen)) is not None:
+    if stages := _uneven(chosen):
         given += ["--num-layer-list", stages]
     return [*given, "--use-commfuse", *_fusing(chosen)] if chosen.variant.schedule else given
 
 
-def _uneven(chosen: Candidate) -> str | None:
-    """Layers of each stage, if they differ."""
+def _uneven(chosen: Candidate) -> str:
+    """Layers of each stage, if they differ; else empty."""
     layers = chosen.training.layers
-    return ",".join(map(str, layers)) if len(set(layers)) > 1 else None
+    return ",".join(map(str, layers)) if len(set(layers)) > 1 else ""
 
 
 def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
@@ -149,11 +150,6 @@ def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
 # ------------------------------------------------------------------------ parts
 
 
-def _assumed(hardware: Hardware) -> str:
-    assumed = sum(figure.assumed for figure in hardware.figures.values())
-    return f"{assumed} of {len(hardware.figures)} figures of {hardware.path.name} are assumed"
-
-
 def _layouts(found: Recommendation, hardware: Hardware) -> Iterator[str]:
     yield "| | TP | CP | PP | DP | recompute | schedule | step | memory of an NPU |"
     yield "|---|---:|---:|---:|---:|---|---|---:|---:|"
@@ -184,7 +180,6 @@ def _schedules(found: Recommendation) -> Iterator[str]:
 
 def _reasons(found: Recommendation) -> Iterator[str]:
     best = found.best
-    memory = best.memory
     low, typical, high = found.ratio
     yield f"Recommended: {_name(best)}, {_seconds(best.seconds)} a step."
     yield ""
@@ -210,11 +205,8 @@ def _reasons(found: Recommendation) -> Iterator[str]:
             "  **CommFuse is not ahead here.**"
             + (" A fused kernel is simulated as ideal: measure both." if kernel else "")
         )
-    yield (
-        f"- Memory of the fullest NPU, GiB: weights {memory.weights / 2**30:.1f}, gradients "
-        f"{memory.gradients / 2**30:.1f}, optimizer {memory.optimizer / 2**30:.1f}, activations "
-        f"{memory.activations / 2**30:.1f}, communication {memory.communication / 2**30:.1f}."
-    )
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in vars(best.memory).items())
+    yield f"- Memory of the fullest NPU, GiB: {parts}."
 
 
 def _what_that_means(ratio: float) -> str:

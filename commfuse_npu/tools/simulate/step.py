@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
@@ -34,9 +34,22 @@ from commfuse_npu.tools.simulate.rank import Gather, Rank
 from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 
-__all__ = ["Recompute", "Step", "StepTime", "Training"]
+__all__ = ["Layout", "Recompute", "Step", "StepTime", "Training"]
 
 Recompute = Literal["none", "full"]
+
+
+class Layout(NamedTuple):
+    """Parallel sizes."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+    @property
+    def npus(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
 
 
 @dataclass(frozen=True)
@@ -78,8 +91,12 @@ class Training:
     data_parallel: DataParallel = "overlapped"
 
     @property
+    def layout(self) -> Layout:
+        return Layout(self.tp, self.cp, self.dp, len(self.layers))
+
+    @property
     def npus(self) -> int:
-        return self.tp * self.cp * self.dp * len(self.layers)
+        return self.layout.npus
 
     @property
     def tokens(self) -> int:
@@ -122,6 +139,10 @@ class StepTime:
     layer_backward: float
     waiting: float
     data_parallel: float
+
+    @property
+    def layer(self) -> float:
+        return self.layer_forward + self.layer_backward
 
 
 @dataclass
@@ -173,24 +194,19 @@ class Step:
         embedding = self._embedding(variant)
         forwards[0] += embedding
         backwards[0] += embedding
-        pipeline = one_forward_one_backward(
+        ends = one_forward_one_backward(
             forwards, backwards, training.micro_batches, 0.0 if free else self._between_stages
         )
-        end = pipeline.seconds
-        exposed = 0.0
+        end, exposed = max(ends), 0.0
         if not free:
             stages = range(len(training.layers))
             tails = [self._buckets(variant, stage, f, b + again) for stage in stages]
-            ends = [e + tail for e, (tail, _) in zip(pipeline.ends, tails, strict=True)]
-            exposed = max(ends) - end + tails[0][1]
+            late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True))
+            exposed = late - end + tails[0][1]
             end += exposed
         waiting = forward.waiting + backward.waiting
         waiting += sum(one.waiting for one in self._attended(variant) or ())
         return StepTime(end + self._optimizer, f, b, waiting, exposed)
-
-    def compute_only(self, *, free: bool = True) -> StepTime:
-        """The step if transfers inside layers took no time, and with ``free`` all others too."""
-        return self.time(COMPUTE_ONLY, free=free)
 
     # ------------------------------------------------------------------- parts
 
@@ -302,10 +318,7 @@ class Step:
             (ranks - 1) * self.machine.memory(3 * size * GRADIENT_BYTES) if how == "commfuse" else 0
             for size in sizes
         ]
-        return (
-            exposed_scatter(backwards, order, out, sums),
-            exposed_gather(forwards, order, back),
-        )
+        return exposed_scatter(backwards, order, out, sums), exposed_gather(forwards, order, back)
 
     @property
     def _between_stages(self) -> float:
@@ -315,11 +328,7 @@ class Step:
             return 0.0
         level = machine.inside
         if training.npus // len(training.layers) >= machine.npus_per_node:
-            if machine.between is None:
-                raise ValueError(
-                    f"{training.npus} NPUs do not fit a node of {machine.npus_per_node}, and this "
-                    "machine has no links between nodes"
-                )
+            assert machine.between is not None  # there are more NPUs than in a node
             level = machine.between
         share = machine.npus_per_node if level.topology == "nic_per_node" else 1
         size = training.shape.block * training.shape.row_bytes

@@ -18,11 +18,11 @@ from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.data_parallel import DataParallel
 from commfuse_npu.tools.simulate.disturbance import Disturbance
+from commfuse_npu.tools.simulate.footprint import buffers, lanes
 from commfuse_npu.tools.simulate.group import UNDISTURBED, Group
 from commfuse_npu.tools.simulate.hardware import Choice, Hardware
-from commfuse_npu.tools.simulate.memory import buffers, lanes
-from commfuse_npu.tools.simulate.step import Recompute, Step, Training
-from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, variants
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 
 __all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "best_lanes",
            "fused_group", "of_hardware", "sweep", "training"]  # fmt: skip
@@ -109,19 +109,6 @@ class Point:
     simulated_in: float
 
 
-class Layout(NamedTuple):
-    """Parallel sizes."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-
-    @property
-    def npus(self) -> int:
-        return self.tp * self.cp * self.dp * self.pp
-
-
 @dataclass(frozen=True)
 class Options:
     """What is simulated besides the model and the layout.
@@ -157,9 +144,7 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     global_batch = model.global_batch_size
     if options.micro_batches is not None:
         global_batch = micro_batch * options.micro_batches * layout.dp
-    stages = model.num_layer_list
-    if layout.pp != model.pipeline_model_parallel_size:
-        stages = None
+    stages = model.num_layer_list if layout.pp == model.pipeline_model_parallel_size else None
     algorithm = model.context_parallel_algo if options.ulysses == "none" else "ulysses_cp_algo"
     fitted = replace(
         model,
@@ -233,16 +218,13 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     size = group.size
     wanted = max(1, min(options.lanes or best_lanes(hardware, size), size - 1))
     found = variants(size, group.members_per_node, wanted, options.chunks)
+    names, chosen = [variant.name for variant in found], {REFERENCE.name}
     for pattern in options.patterns:
-        if not any(fnmatch.fnmatch(variant.name, pattern) for variant in found):
-            names = ", ".join(variant.name for variant in found)
-            raise ConfigError(f"no variant is called {pattern!r}; choose from {names}")
-    return [
-        variant
-        for variant in found
-        if variant == REFERENCE
-        or any(fnmatch.fnmatch(variant.name, pattern) for pattern in options.patterns)
-    ]
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise ConfigError(f"no variant is called {pattern!r}; choose from {', '.join(names)}")
+        chosen.update(matching)
+    return [variant for variant in found if variant.name in chosen]
 
 
 def sweep(
@@ -270,55 +252,40 @@ def sweep(
             yield _point(training(model, layout, sequence, options), hardware, options)
 
 
-class _Simulated(NamedTuple):
-    """One variant on one machine."""
-
-    step: float
-    shorter: float
-    layer: float
-    exposed: float
-    removed: float
-    waiting_removed: float
-    mfu: float
-    tokens: float
-
-
 def _point(what: Training, hardware: Hardware, options: Options) -> Point:
     begin = time.perf_counter()
-    layout = Layout(what.tp, what.cp, what.dp, len(what.layers))
-    chosen = of_hardware(hardware, layout, options)
-    found: dict[str, list[_Simulated]] = {variant.name: [] for variant in chosen}
+    chosen = of_hardware(hardware, what.layout, options)
+    found: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
     ratios = []
     for compute, links in CORNERS if options.corners else CORNERS[:1]:
         machine = hardware.machine(compute, links)
         step = Step(machine, what, options.disturbance)
-        ideal, free = step.compute_only(), step.compute_only(free=False)
+        ideal, free = step.time(COMPUTE_ONLY, free=True), step.time(COMPUTE_ONLY)
         reference = step.time(REFERENCE)
         overhead = reference.seconds - free.seconds
-        layer = ideal.layer_forward + ideal.layer_backward
-        ratios.append((reference.layer_forward + reference.layer_backward) / layer - 1)
+        idle = reference.waiting - ideal.waiting
+        ratios.append(reference.layer / ideal.layer - 1)
         for variant in chosen:
-            time_ = reference if variant == REFERENCE else step.time(variant)
-            idle = reference.waiting - ideal.waiting
+            took = reference if variant == REFERENCE else step.time(variant)
             found[variant.name].append(
-                _Simulated(
-                    step=time_.seconds,
-                    shorter=1 - time_.seconds / reference.seconds,
-                    layer=time_.layer_forward + time_.layer_backward,
-                    exposed=time_.seconds - ideal.seconds,
-                    removed=_share(reference.seconds - time_.seconds, overhead),
-                    waiting_removed=_share(reference.waiting - time_.waiting, idle),
-                    mfu=what.flops / (time_.seconds * what.npus * machine.cube_flops),
-                    tokens=what.tokens / (time_.seconds * what.npus),
-                )
+                {
+                    "step": took.seconds,
+                    "shorter": 1 - took.seconds / reference.seconds,
+                    "layer": took.layer,
+                    "exposed": took.seconds - ideal.seconds,
+                    "removed": _share(reference.seconds - took.seconds, overhead),
+                    "waiting_removed": _share(reference.waiting - took.waiting, idle),
+                    "mfu": what.flops / (took.seconds * what.npus * machine.cube_flops),
+                    "tokens": what.tokens / (took.seconds * what.npus),
+                }
             )
     per_lane = hardware.typical("host.communicator_bytes")
     outcomes = tuple(
         Outcome(
             variant=variant.name,
             **{
-                name: Range.of([getattr(one, name) for one in found[variant.name]])
-                for name in _Simulated._fields
+                name: Range.of([one[name] for one in found[variant.name]])
+                for name in found[variant.name][0]
             },
             buffers=buffers(variant, what.shape),
             communicators=lanes(variant) * per_lane,

@@ -3,19 +3,99 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from commfuse_npu.tools import cli
+from commfuse_npu.tools.bench import sweep
 from commfuse_npu.tools.bench.processes import Ranks, RanksError
+from commfuse_npu.tools.bench.worker import Worker
 
 _SMALL = ["--scale", "64", "--sequence", "64", "--works", "reduce-scatter", "--ranks", "2"]
+
+
+def _run(folder: Path, capsys, *words: str) -> None:
+    """A small benchmark, with what it prints and writes."""
+    written = folder / "bench.json"
+    some = ["--variants", "coc-2,ours-c2", "--ratios", "0,1", "--rounds", "1"]
+    assert cli.main(["bench", "--quick", *_SMALL, *some, "--json", str(written), *words]) == 0
+    text = capsys.readouterr().out
+    report = json.loads(written.read_text())
+    paced = report["results"][0]["link"] == "mesh"
+    assert [(row["ratio"], row["variant"]) for row in report["results"]] == [
+        (ratio, name)
+        for ratio in ((0.0, 1.0) if paced else (0.0,))
+        for name in ("p2p", "coc-2", "ours-c2")
+    ]
+    assert report["machine"]["link measured"]
+    tables = len(report["results"]) // 3
+    assert text.count("| ours-c2 |") + text.count("| **ours-c2** |") == tables
+
+
+_workers: list[Worker] = []
+
+
+def _asked(rank: int, method: str, args: tuple[Any, ...]) -> Any:
+    if not _workers:
+        _workers.append(Worker())
+    if method == "check":  # the profiler that takes the memory needs seconds to start
+        return _workers[0].check(*args, memory=False)
+    return getattr(_workers[0], method)(*args)
+
+
+def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch, ranks) -> None:
+    """With the ranks of the tests in place of processes of its own."""
+    group = ranks(2)
+
+    @contextmanager
+    def borrowed(*_: object, **__: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(
+            ask=lambda method, *args: group.run(_asked, method, args, timeout=280)
+        )
+        group.kill()  # their links have a rate
+
+    monkeypatch.setattr(sweep, "Ranks", borrowed)
+    monkeypatch.setattr(sweep, "_QUIET_TRIES", 0)  # whatever else the machine does
+    _run(tmp_path, capsys)
+
+
+@pytest.mark.long
+def test_a_small_run_with_processes_of_its_own_and_a_picture(tmp_path: Path, capsys) -> None:
+    picture = tmp_path / "bench.png"
+    _run(tmp_path, capsys, "--plot", str(picture))
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_ranks_are_ended_when_one_fails() -> None:
+    with Ranks(2, device="cpu", timeout=240) as ranks:
+        assert len(multiprocessing.active_children()) >= 2
+        pacing = ranks.ask("pace", 50e6)
+        assert all(found.sockets or found.problem for found in pacing)
+        with pytest.raises(RanksError, match="failed in no_such_question:"):
+            ranks.ask("no_such_question")
+        assert multiprocessing.active_children() == []
+
+
+def test_ranks_are_ended_when_one_cannot_start() -> None:
+    nowhere = ["no such namespace"] * 2
+    with (
+        pytest.raises(RanksError, match=r"of 2 failed in starting:\n[\s\S]*no such namespace"),
+        Ranks(2, device="cpu", timeout=240, names=nowhere),
+    ):
+        pass
+    assert multiprocessing.active_children() == []
 
 
 def _alive(pid: int) -> bool:
@@ -26,69 +106,33 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_a_small_run_from_options_to_report(tmp_path: Path, capsys) -> None:
-    written, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    out = ["--json", str(written), "--plot", str(picture)]
-    some = ["--variants", "coc-2,ours-c2", "--ratios", "0,1", "--rounds", "1"]
-    assert cli.main(["bench", "--quick", *_SMALL, *some, *out]) == 0
-    text = capsys.readouterr().out
-    report = json.loads(written.read_text())
-    rows = [(row["ratio"], row["variant"]) for row in report["results"]]
-    variants = ("p2p", "coc-2", "ours-c2")
-    paced = report["results"][0]["link"] == "mesh"
-    assert rows == [
-        (ratio, name) for ratio in ((0.0, 1.0) if paced else (0.0,)) for name in variants
-    ]
-    assert report["machine"]["link measured"]
-    assert text.count("| ours-c2 |") + text.count("| **ours-c2** |") == len(rows) // 3
-    assert picture.stat().st_size > 10_000
-
-
-def test_ranks_are_ended_when_one_fails() -> None:
-    with Ranks(2, device="cpu", timeout=60) as ranks:
-        pids = ranks.pids
-        assert all(map(_alive, pids))
-        pacing = ranks.ask("pace", 50e6)
-        assert all(found.sockets or found.problem for found in pacing)
-        with pytest.raises(RanksError, match="failed in no_such_question:"):
-            ranks.ask("no_such_question")
-    assert not any(map(_alive, pids))
+def _until(condition) -> None:
+    end = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_ctrl_c_leaves_no_process_behind() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "commfuse_npu.tools.cli",
-        "bench",
-        *_SMALL,
-        "--rounds",
-        "100000",
-    ]
+    command = [sys.executable, "-m", "commfuse_npu.tools.cli", "bench", *_SMALL]
     process = subprocess.Popen(
-        command,
+        [*command, "--rounds", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
         # A job in the background is started with Ctrl-C ignored, and hands that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
-        end = time.monotonic() + 60
-        children: list[int] = []
-        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        # Two ranks and the resource tracker of multiprocessing.
-        while len(children) < 3 and time.monotonic() < end:
-            time.sleep(0.1)
-            children = [int(pid) for pid in listed.read_text().split()]
-        assert len(children) >= 3
-        time.sleep(1.0)  # anywhere in the start
+        # Two ranks, somewhere in their start, and the resource tracker of multiprocessing.
+        _until(lambda: len(listed.read_text().split()) >= 3)
+        children = [int(pid) for pid in listed.read_text().split()]
         # To the whole group, as a terminal does.
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
         assert process.returncode == 130
-        time.sleep(0.2)
-        assert not any(map(_alive, children))
+        _until(lambda: not any(map(_alive, children)))
     finally:
         process.kill()
         process.wait()

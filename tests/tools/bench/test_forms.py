@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,36 +20,47 @@ from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, a
 from commfuse_npu.tools.bench.worker import Worker
 from commfuse_npu.tuning import tuner
 
+_long = pytest.mark.long
+
 # ------------------------------------------------------------------- on real ranks
 
 
-_WORKS = ("all-gather", "reduce-scatter", "layer")
-"""A layer has the other two in it."""
+_LIMIT = 280.0
+"""Seconds that ranks may take on a machine that does other things as well."""
 
 
 def _shape(size: int) -> Shape:
     return Shape(16 * size, 16 * size, 32 * size, 2 * size, size, 16)
 
 
-def _check_all(rank: int, dtype: str) -> list[tuple[str, str, object]]:
+def _check(rank: int, dtype: str, works: tuple[str, ...], some: str) -> list[tuple[str, str, Any]]:
     worker = Worker()
-    found: list[tuple[str, str, object]] = []
-    for work in _WORKS:
+    found = []
+    for work in works:
         worker.set_up(work, _shape(worker.size), dtype, 7, None)
         for variant in of_group(worker.size):
             # Fewer lanes change no number, and 8 pieces nothing that 4 do not.
             skipped = "-l" in variant.name or "8" in variant.name or variant.tuned
-            if applies_to(variant, work) and not skipped:
+            if applies_to(variant, work) and not skipped and re.search(some, variant.name):
                 found.append((work, variant.name, worker.check(variant, memory=False)))
     worker._groups.transport.close()
     return found
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, "bf16"), (3, "fp32")])
-def test_every_variant_computes_the_same(ranks, size: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype", "works", "some"),
+    [
+        (2, "fp32", ("mlp",), "p2p|collective|2$|megatron|ring|wgrad"),
+        pytest.param(2, "bf16", ("all-gather", "reduce-scatter", "layer"), "", marks=_long),
+        pytest.param(3, "fp32", ("all-gather", "reduce-scatter", "layer"), "", marks=_long),
+    ],
+)
+def test_every_variant_computes_the_same(
+    ranks, size: int, dtype: str, works: tuple[str, ...], some: str
+) -> None:
     limit = 1e-4 if dtype == "fp32" else 0.2
-    for of_rank in ranks(size).run(_check_all, dtype):
-        assert {work for work, *_ in of_rank} == set(_WORKS)
+    for of_rank in ranks(size).run(_check, dtype, works, some, timeout=_LIMIT):
+        assert {work for work, *_ in of_rank} == set(works)
         for work, name, check in of_rank:
             where = f"{work}, {name}: {check}"
             assert check.max_difference <= limit, where
@@ -90,8 +102,9 @@ def _tuned(rank: int) -> list[tuple[object, list[int]]]:
     return found
 
 
+@pytest.mark.long
 def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(ranks) -> None:
-    for of_rank in ranks(2).run(_tuned):
+    for of_rank in ranks(2).run(_tuned, timeout=_LIMIT):
         (layer, _), (mlp, _) = of_rank
         assert len(layer.chosen) == 1
         assert layer.chosen[0].startswith("reduce_scatter 32 x 32: ")
@@ -116,8 +129,9 @@ def _sums(rank: int) -> bool:
     return torch.equal(*sums)
 
 
-def test_direct_sums_have_the_bits_of_the_collective(ranks) -> None:
-    assert ranks(3).run(_sums) == [True] * 3
+@pytest.mark.long
+def test_direct_sums_of_three_have_the_bits_of_the_collective(ranks) -> None:
+    assert ranks(3).run(_sums, timeout=_LIMIT) == [True] * 3
 
 
 def _round(rank: int) -> list[str]:
@@ -137,7 +151,7 @@ def _round(rank: int) -> list[str]:
 
 
 def test_a_round_with_sleeping_gemms_gives_a_sample_per_variant(ranks) -> None:
-    assert ranks(2).run(_round) == [[], []]
+    assert ranks(2).run(_round, timeout=_LIMIT) == [[], []]
 
 
 # ------------------------------------------------------------------- recorded order

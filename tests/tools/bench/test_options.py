@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 
@@ -9,13 +10,14 @@ import pytest
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.bench import namespaces, programme
+from commfuse_npu.tools.bench.arguments import parser
 from commfuse_npu.tools.bench.progress import Progress
 from commfuse_npu.tools.bench.sweep import steps_of
 from commfuse_npu.tools.bench.variants import REFERENCE, applies_to, chosen, of_group
 
-_NO_OPTIONS = dict.fromkeys(
-    ("ranks", "works", "ratios", "variants", "dtypes", "links", "rounds", "gflops")
-)
+
+def _given(*words: str) -> argparse.Namespace:
+    return parser().parse_args(words)
 
 
 def _names(patterns: list[str], size: int) -> list[str]:
@@ -56,9 +58,8 @@ def test_megatrons_order_needs_a_backward() -> None:
 
 
 def test_options_make_a_programme_of_their_own() -> None:
-    sweeps = programme.with_options(
-        programme.quick(), **{**_NO_OPTIONS, "ranks": (2, 4), "gflops": 10.0, "works": ("mlp",)}
-    )
+    given = _given("--ranks", "2,4", "--sleep-gemm", "10", "--works", "mlp")
+    sweeps = programme.with_options(programme.quick(), given)
     assert [(s.ranks, s.gflops, s.works, s.link) for s in sweeps] == [
         (2, 10.0, ("mlp",), "mesh"),
         (4, 10.0, ("mlp",), "mesh"),
@@ -67,7 +68,7 @@ def test_options_make_a_programme_of_their_own() -> None:
 
 
 def test_options_replace_values_of_the_programme() -> None:
-    sweeps = programme.with_options(programme.full(), **{**_NO_OPTIONS, "ratios": (0.5,)})
+    sweeps = programme.with_options(programme.full(), _given("--ratios", "0.5"))
     assert all(sweep.ratios == (0.5,) for sweep in sweeps)
     assert {sweep.ranks for sweep in sweeps} == {2, 4}
     assert all(steps_of(sweep) > 0 for sweep in sweeps)
@@ -131,7 +132,7 @@ def test_namespaces_that_fail_half_way_are_removed(monkeypatch) -> None:
         return Done("bridge" in command)
 
     monkeypatch.setattr("subprocess.run", run)
-    with pytest.raises(RuntimeError, match="not permitted"), namespaces.Network(2, shared=True):
+    with pytest.raises(RuntimeError, match="not permitted"), namespaces.Network(2):
         pass
     assert len(removed) == 3
 

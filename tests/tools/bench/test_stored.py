@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench.report import as_json, as_markdown
+from commfuse_npu.tools.bench.report import as_markdown
 from commfuse_npu.tools.bench.results import Result, Setting
 from commfuse_npu.tools.bench.samples import Check
-from commfuse_npu.tools.bench.stored import load
+from commfuse_npu.tools.bench.stored import as_json, load
 from commfuse_npu.tools.bench.summary import summary
 
 

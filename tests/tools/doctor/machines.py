@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -92,7 +92,7 @@ def stack(folder: Path, llm: str = "26.0.0dev0", mindspeed: str = "0.12.1") -> d
     return found
 
 
-def only(findings: Sequence[Finding], what: str) -> Finding:
+def only(findings: Iterable[Finding], what: str) -> Finding:
     (found,) = [finding for finding in findings if finding.what == what]
     return found
 

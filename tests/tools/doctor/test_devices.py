@@ -7,12 +7,11 @@ import os
 
 import pytest
 
+from commfuse_npu.tools import cli
 from commfuse_npu.tools.doctor import CommandResult, Finding, Package
 from commfuse_npu.tools.doctor.devices import check_devices, check_links
-from tests.tools.doctor.command_line import run_doctor
 from tests.tools.doctor.launches import launch
 from tests.tools.doctor.machines import (
-    INFO_A2,
     INFO_A3,
     NPU_ANSWERS,
     machine,
@@ -29,13 +28,13 @@ def test_without_npus_the_cpu_form_is_named() -> None:
 
 
 def test_devices_and_their_health_are_listed() -> None:
-    found = check_devices(machine({}, {"torch_npu": Package("2.7.1")}, NPU_ANSWERS))
+    found = list(check_devices(machine({}, {"torch_npu": Package("2.7.1")}, NPU_ANSWERS)))
     assert summary(only(found, "NPUs")) == ("ok", "2 x 910B3")
     assert summary(only(found, "health")) == ("warning", "NPU 1 (Warning)")
     assert summary(only(found, "links")) == ("ok", "1 pairs HCCS")
     assert "full mesh" in only(found, "links").action
     answers = {"npu-smi info": CommandResult(0, INFO_A3)}
-    found = check_devices(machine({}, {}, answers))
+    found = list(check_devices(machine({}, {}, answers)))
     assert summary(only(found, "NPUs")) == ("ok", "2 x Ascend910")
     assert summary(only(found, "torch_npu")) == ("error", "not found")
 
@@ -53,8 +52,7 @@ def test_links_tell_the_schedule() -> None:
     def links(*rows: str) -> Finding:
         table = topology([row.split() for row in rows])
         answers = {"npu-smi info -t topo": CommandResult(0, table)}
-        (found,) = check_links(machine({}, {}, answers))
-        return found
+        return check_links(machine({}, {}, answers))
 
     switched = links("X SIO HCCS_SW", "SIO X HCCS_SW", "HCCS_SW HCCS_SW X")
     assert summary(switched) == ("ok", "2 pairs HCCS_SW, 1 pairs SIO")
@@ -63,7 +61,7 @@ def test_links_tell_the_schedule() -> None:
     assert summary(slow) == ("warning", "2 pairs HCCS, 1 pairs PHB")
     assert slow.action.startswith("PHB goes over PCIe or the host")
     unknown = {"npu-smi info -t topo": CommandResult(1, "not supported\n")}
-    (found,) = check_links(machine({}, {}, unknown))
+    found = check_links(machine({}, {}, unknown))
     assert summary(found) == ("note", "unknown: npu-smi info -t topo said not supported")
 
 
@@ -72,20 +70,19 @@ def test_more_processes_than_npus() -> None:
     assert summary(only(found, "NPUS_PER_NODE")) == ("error", "8, but there are 2")
 
 
-def test_the_npu_smi_on_the_path_is_asked(tmp_path) -> None:
+def test_the_npu_smi_on_the_path_is_asked(tmp_path, monkeypatch, capsys) -> None:
     script = tmp_path / "npu-smi"
-    table = topology([["X", "HCCS"], ["HCCS", "X"]])
-    (tmp_path / "info").write_text(INFO_A2, "utf-8")
-    (tmp_path / "topo").write_text(table, "utf-8")
+    for name in ("npu-smi info", "npu-smi info -t topo"):
+        (tmp_path / name.split()[-1]).write_text(NPU_ANSWERS[name].output, "utf-8")
     script.write_text(
         f'#!/bin/sh\nif [ "$2" = -t ]; then cat "{tmp_path}/$3"; else cat "{tmp_path}/info"; fi\n',
         "utf-8",
     )
     script.chmod(0o755)
-    run = run_doctor("--json", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    findings = {f["what"]: f for f in json.loads(run.stdout)["findings"]}
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cli.main(["doctor", "--json"]) == 1
+    findings = {f["what"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
     assert findings["NPUs"]["value"] == "2 x 910B3"
     assert findings["links"]["value"] == "1 pairs HCCS"
     # NPUs, and nothing to use them with.
     assert findings["torch_npu"]["level"] == "error"
-    assert run.returncode == 1

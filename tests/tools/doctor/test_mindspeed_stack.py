@@ -18,7 +18,7 @@ def test_tried_versions_are_supported(tmp_path, version: str) -> None:
 
 
 def test_nothing_of_the_stack_is_fine_on_a_cpu() -> None:
-    found = check_stack(machine())
+    found = list(check_stack(machine()))
     assert {finding.level for finding in found} == {"note"}
     assert len(found) == 3
 
@@ -50,7 +50,7 @@ def test_a_mindspeed_llm_that_nobody_tried_is_remarked(tmp_path) -> None:
     ],
 )
 def test_parts_of_the_stack_are_missing(tmp_path, missing, what, level) -> None:
-    found = check_stack(machine(packages=without(stack(tmp_path), missing)))
+    found = list(check_stack(machine(packages=without(stack(tmp_path), missing))))
     assert summary(only(found, what)) == (level, "not found")
     assert not [finding for finding in found if finding.what == "together"]
 

@@ -9,10 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commfuse_npu.tools.doctor.attention import attention_obstacle, recomputes_attention
+from commfuse_npu.tools.doctor import Launch
 from commfuse_npu.tools.doctor.fuse_options import FuseOptions, schedule_of
 from commfuse_npu.tools.doctor.launch_checks import check_launch
-from commfuse_npu.tools.doctor.layers import fused_layers
+from commfuse_npu.tools.doctor.layers import (
+    ATTENTION_OPERATOR,
+    FusedLayer,
+    attention_obstacle,
+    fused_layers,
+)
 from commfuse_npu.tools.doctor.refused import (
     ATTENTION_REFUSED,
     DATA_PARALLEL_REFUSED,
@@ -21,32 +26,24 @@ from commfuse_npu.tools.doctor.refused import (
     refused_value,
 )
 from commfuse_npu.tools.model_config import ModelConfig
+from mindspeed_patches import refusals, wrappers
+from mindspeed_patches.arguments import DEFAULTS, commfuse_options, schedule_for
+from mindspeed_patches.attention import AttentionWrappers
 from tests.tools.doctor.launches import FUSED, SIZES, launch
 from tests.tools.doctor.machines import CONFIG, only
 
 
-def test_refused_options_are_those_of_the_feature() -> None:
-    refusals = pytest.importorskip("mindspeed_patches.refusals").REFUSALS
-    assert tuple(refusal.option.split()[0] for refusal in refusals) == REFUSED
-
-
-def test_options_refused_with_attention_are_those_of_the_feature() -> None:
-    from mindspeed_patches.refusals import ATTENTION_REFUSALS
-
-    assert tuple(refusal.option.split()[0] for refusal in ATTENTION_REFUSALS) == ATTENTION_REFUSED
-
-
-def test_options_refused_with_ulysses_are_those_of_the_feature() -> None:
-    from mindspeed_patches.refusals import ULYSSES_REFUSALS
-
-    assert tuple(refusal.option.split()[0] for refusal in ULYSSES_REFUSALS) == ULYSSES_REFUSED
-
-
-def test_options_refused_with_data_parallelism_are_those_of_the_feature() -> None:
-    from mindspeed_patches.refusals import DATA_PARALLEL_REFUSALS
-
-    refused = tuple(refusal.option.split()[0] for refusal in DATA_PARALLEL_REFUSALS)
-    assert refused == DATA_PARALLEL_REFUSED
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (REFUSED, "REFUSALS"),
+        (ATTENTION_REFUSED, "ATTENTION_REFUSALS"),
+        (ULYSSES_REFUSED, "ULYSSES_REFUSALS"),
+        (DATA_PARALLEL_REFUSED, "DATA_PARALLEL_REFUSALS"),
+    ],
+)
+def test_refused_options_are_those_of_the_feature(ours: tuple[str, ...], theirs: str) -> None:
+    assert tuple(refusal.option.split()[0] for refusal in getattr(refusals, theirs)) == ours
 
 
 @pytest.mark.parametrize(
@@ -61,9 +58,6 @@ def test_options_refused_with_data_parallelism_are_those_of_the_feature() -> Non
 def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
     words: str, level: str
 ) -> None:
-    from mindspeed_patches.arguments import commfuse_options
-    from mindspeed_patches.refusals import check_data_parallel
-
     given = argparse.Namespace(
         commfuse_dp=True,
         use_distributed_optimizer="--use-distributed-optimizer" in words,
@@ -71,7 +65,7 @@ def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
     )
     with pytest.raises((AssertionError, ValueError)) if level == "error" else nullcontext():
         commfuse_options(given)
-        check_data_parallel(given)
+        refusals.check_data_parallel(given)
     alone = FUSED.replace("--sequence-parallel", "").replace("parallel-size 2", "parallel-size 1")
     whole = f"{alone} {words} --commfuse-dp"
     found = check_launch(launch(*whole.split()))
@@ -89,14 +83,12 @@ def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
     ],
 )
 def test_layouts_are_refused_with_ulysses_as_by_the_feature(words: str, refused: bool) -> None:
-    from mindspeed_patches.refusals import IncompatibleOptionsError, check_ulysses_layout
-
     size, algorithm = words.split()[1::2]
     given = argparse.Namespace(
         context_parallel_size=int(size), context_parallel_algo=algorithm, num_attention_heads=8
     )
-    with pytest.raises(IncompatibleOptionsError) if refused else nullcontext():
-        check_ulysses_layout(given)
+    with pytest.raises(refusals.IncompatibleOptionsError) if refused else nullcontext():
+        refusals.check_ulysses_layout(given)
     alone = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
     found = check_launch(launch(*f"{alone} {words} --commfuse-ulysses".split()))
     assert only(found, "--commfuse-ulysses").level == ("error" if refused else "note")
@@ -125,6 +117,12 @@ def test_what_hides_under_ulysses_depends_on_the_layout(words: str, hides: str) 
     assert hides in only(found, "--commfuse-ulysses").action
 
 
+EVERY_REFUSAL = (
+    *refusals.REFUSALS,
+    *refusals.ULYSSES_REFUSALS,
+    *refusals.ATTENTION_REFUSALS,
+    *refusals.DATA_PARALLEL_REFUSALS,
+)
 VALUES: dict[str, list[object]] = {
     "--schedules-method": ["dualpipev", "other"],
     "--output-layer-slice-num": [0, 1, 2],
@@ -149,42 +147,19 @@ VALUES: dict[str, list[object]] = {
     ("option", "value"), [(option, value) for option in VALUES for value in VALUES[option]]
 )
 def test_values_are_refused_as_by_the_feature(option: str, value: object) -> None:
-    from mindspeed_patches.refusals import (
-        ATTENTION_REFUSALS,
-        DATA_PARALLEL_REFUSALS,
-        REFUSALS,
-        ULYSSES_REFUSALS,
-    )
-
-    every = (*REFUSALS, *ULYSSES_REFUSALS, *ATTENTION_REFUSALS, *DATA_PARALLEL_REFUSALS)
-    refusals = {refusal.option.split()[0]: refusal for refusal in every}
-    given = argparse.Namespace(**{refusals[option].names[0]: value})
+    refused = next(one for one in EVERY_REFUSAL if one.option.split()[0] == option)
+    given = argparse.Namespace(**{refused.names[0]: value})
     words = [option] if value is True else [option, str(value)]
-    assert (refused_value(words, option) is not None) == refusals[option].given(given)
+    assert (refused_value(words, option) is not None) == refused.given(given)
 
 
 def test_defaults_are_those_of_the_feature() -> None:
-    from mindspeed_patches.arguments import DEFAULTS
-
-    ours = FuseOptions()
-    for name in (
-        "layers",
-        "schedule",
-        "lanes",
-        "chunks",
-        "order",
-        "min_kib",
-        "attention",
-        "dp",
-        "ulysses",
-    ):
-        assert DEFAULTS[f"commfuse_{name}"] == getattr(ours, name)
-    assert DEFAULTS["use_commfuse"] == ours.use_commfuse
+    ours = vars(FuseOptions())
+    known = {name: DEFAULTS.get(f"commfuse_{name}", DEFAULTS.get(name)) for name in ours}
+    assert known == ours
 
 
 def test_attention_without_proj_is_refused_by_the_feature() -> None:
-    from mindspeed_patches.arguments import commfuse_options
-
     given = argparse.Namespace(commfuse_attention=True, commfuse_layers=("qkv",))
     with pytest.raises(ValueError, match="--commfuse-attention needs proj among --commfuse-layers"):
         commfuse_options(given)
@@ -194,22 +169,61 @@ def test_attention_without_proj_is_refused_by_the_feature() -> None:
 
 @pytest.mark.parametrize("local", [2, 4, 8])
 @pytest.mark.parametrize("schedule", ["auto", "shifted", "ring", "two_level"])
-@pytest.mark.parametrize("lanes", [1, 3, 16])
-def test_schedules_are_those_of_the_feature(monkeypatch, local, schedule, lanes) -> None:
-    from mindspeed_patches.arguments import schedule_for
-
+def test_schedules_are_those_of_the_feature(monkeypatch, local: int, schedule: str) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     config = ModelConfig.load(CONFIG, ["--nproc_per_node", str(local)])
-    words = ["--commfuse-schedule", schedule, "--commfuse-lanes", str(lanes)]
-    options = FuseOptions.from_options([*words, "--commfuse-chunks", "2"])
-    given = argparse.Namespace(
-        commfuse_schedule=schedule,
-        commfuse_lanes=lanes,
-        commfuse_chunks=2,
-        commfuse_order="interleaved",
-        commfuse_taper=1.0,
+    for lanes in (1, 3, 16):
+        words = f"--commfuse-schedule {schedule} --commfuse-lanes {lanes} --commfuse-chunks 2"
+        options = FuseOptions.from_options(words.split())
+        chosen = {"commfuse_schedule": schedule, "commfuse_lanes": lanes, "commfuse_chunks": 2}
+        given = argparse.Namespace(**DEFAULTS | chosen)
+        assert schedule_of(config, options) == schedule_for(given, 8)
+
+
+def wrapped(monkeypatch, made: Launch) -> tuple[wrappers.LinearWrappers, list[tuple[object, ...]]]:
+    """The wrappers of a launch, with operators that only say their name and what they are given."""
+    called: list[tuple[object, ...]] = []
+    for name in (
+        *("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"),
+        "attention_linear_reduce_scatter",
+    ):
+
+        def operator(x: torch.Tensor, *others: torch.Tensor, op=name, **__: object):
+            called.append((op, tuple(x.shape), tuple(others[0].shape)))
+            return x
+
+        monkeypatch.setattr(wrappers, name, operator)
+    found = wrappers.LinearWrappers(layers=made.fuse.layers, min_bytes=1024 * made.fuse.min_kib)
+    tp = made.config.tensor_model_parallel_size
+    found.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]
+    return found, called
+
+
+def linear(made: Launch, found: FusedLayer, **others: object) -> SimpleNamespace:
+    """A layer as it would arrive at the wrappers."""
+    return SimpleNamespace(
+        commfuse_layer=found.layer,
+        weight=torch.empty(found.weight_shape, dtype=torch.bfloat16),
+        bias=None,
+        skip_bias_add=False,
+        sequence_parallel=made.config.uses_sequence_parallel,
+        gather_output=False,
+        input_is_parallel=True,
+        is_expert=False,
+        explicit_expert_comm=False,
+        disable_grad_reduce=False,
+        gradient_accumulation_fusion=False,
+        output_size_per_partition=found.weight_shape[0],
+        input_size=found.weight_shape[1],
+        config=SimpleNamespace(
+            defer_embedding_wgrad_compute=False, cpu_offloading=False, attention_dropout=0.0
+        ),
+        **others,
     )
-    assert schedule_of(config, options) == schedule_for(given, 8)
+
+
+def own(layer: SimpleNamespace, x: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
+    return x, None
 
 
 @pytest.mark.parametrize(
@@ -225,50 +239,15 @@ def test_schedules_are_those_of_the_feature(monkeypatch, local, schedule, lanes)
     ],
 )
 def test_reasons_and_shapes_are_those_of_the_wrappers(monkeypatch, words: str) -> None:
-    """Every layer as it would arrive at the wrappers, with operators that only say their name."""
-    from mindspeed_patches import wrappers
-
-    config = ModelConfig.from_options(words.split())
-    options = FuseOptions.from_options(words.split())
-    called = []
-    for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
-
-        def operator(x: torch.Tensor, weight: torch.Tensor, *_: object, op=name, **__: object):
-            called.append((op, tuple(x.shape), tuple(weight.shape)))
-            return x
-
-        monkeypatch.setattr(wrappers, name, operator)
-    made = wrappers.LinearWrappers(layers=options.layers, min_bytes=1024 * options.min_kib)
-    tp = config.tensor_model_parallel_size
-    made.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]
-    for found in fused_layers(config, options):
+    made = launch(*words.split())
+    linears, called = wrapped(monkeypatch, made)
+    for found in fused_layers(made):
         called.clear()
-        made.calls.clear()
-        weight = torch.empty(found.weight_shape, dtype=torch.bfloat16)
+        linears.calls.clear()
         column = found.layer in ("qkv", "fc1", "output")
-        layer = SimpleNamespace(
-            commfuse_layer=found.layer,
-            weight=weight,
-            bias=None,
-            skip_bias_add=False,
-            sequence_parallel=config.uses_sequence_parallel,
-            gather_output=False,
-            input_is_parallel=True,
-            is_expert=False,
-            explicit_expert_comm=False,
-            disable_grad_reduce=False,
-            gradient_accumulation_fusion=False,
-            output_size_per_partition=found.weight_shape[0],
-            input_size=found.weight_shape[1],
-            config=SimpleNamespace(defer_embedding_wgrad_compute=False, cpu_offloading=False),
-        )
-
-        def own(*_: object) -> tuple[None, None]:
-            return None, None
-
-        wrap = made.column_forward_wrapper if column else made.row_forward_wrapper
-        wrap(own)(layer, torch.empty(found.input_shape, dtype=torch.bfloat16))
-        assert list(made.calls) == [(found.layer, found.reason or "fused")]
+        wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
+        wrap(own)(linear(made, found), torch.empty(found.input_shape, dtype=torch.bfloat16))
+        assert list(linears.calls) == [(found.layer, found.reason or "fused")]
         expected = [(found.operator, found.input_shape, found.weight_shape)]
         assert called == (expected if found.operator else [])
 
@@ -285,64 +264,31 @@ def test_reasons_and_shapes_are_those_of_the_wrappers(monkeypatch, words: str) -
     ],
 )
 def test_attention_waits_where_the_wrappers_let_it(monkeypatch, change: str) -> None:
-    """The core attention and the projection of a layer, with operators that only say their name."""
-    from mindspeed_patches import wrappers
-    from mindspeed_patches.attention import AttentionWrappers
-
-    words = f"{SIZES} --use-commfuse --bf16 --commfuse-attention {change}".split()
-    config, options = ModelConfig.from_options(words), FuseOptions.from_options(words)
-    called = []
-    for name in ("linear_reduce_scatter", "linear_all_reduce", "attention_linear_reduce_scatter"):
-
-        def operator(x: torch.Tensor, *_: object, op=name, **__: object) -> torch.Tensor:
-            called.append(op)
-            return x
-
-        monkeypatch.setattr(wrappers, name, operator)
-    made = wrappers.LinearWrappers(layers=options.layers, min_bytes=1024 * options.min_kib)
-    tp = config.tensor_model_parallel_size
-    made.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]
-
-    recomputed = recomputes_attention(words)
-    (found,) = [
-        layer
-        for layer in fused_layers(config, options, recomputed_attention=recomputed)
-        if layer.layer == "proj"
-    ]
-    # As Megatron's arguments would have it.
-    granularity = "selective" if "--recompute-activations" in words else None
-    if "--recompute-granularity" in words:
-        granularity = words[words.index("--recompute-granularity") + 1]
+    made = launch(*f"{SIZES} --use-commfuse --bf16 --commfuse-attention {change}".split())
+    linears, called = wrapped(monkeypatch, made)
+    (found,) = [layer for layer in fused_layers(made) if layer.layer == "proj"]
     rows, batch, features = found.input_shape
-    heads = config.num_attention_heads // tp
+    heads = made.config.num_attention_heads // made.config.tensor_model_parallel_size
     q = torch.zeros(rows, batch, heads, features // heads, dtype=torch.bfloat16)
 
     def attend(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return q.flatten(2)
 
-    layer = SimpleNamespace(
+    # The attention and its projection in one, as Megatron's arguments would have them.
+    layer = linear(
+        made,
+        found,
         core_attention=SimpleNamespace(forward=attend),
         attn_mask_type="causal",
-        checkpoint_core_attention=granularity == "selective",
+        checkpoint_core_attention="selective" in change or "activations" in change,
         training=True,
-        config=SimpleNamespace(attention_dropout=0.0, cpu_offloading=False),
-        # Of the projection.
-        commfuse_layer="proj",
-        weight=torch.empty(found.weight_shape, dtype=torch.bfloat16),
-        bias=None,
-        skip_bias_add=False,
-        sequence_parallel=config.uses_sequence_parallel,
-        input_is_parallel=True,
-        is_expert=False,
-        gradient_accumulation_fusion=False,
     )
-    init = AttentionWrappers(made).self_attention_init_wrapper(lambda layer: None)
-    init(layer)
+    AttentionWrappers(linears).self_attention_init_wrapper(lambda layer: None)(layer)
     attended = layer.core_attention.forward(q, q, q, None)
-    made.row_forward_wrapper(lambda layer, x: (x, None))(layer, attended)
+    linears.row_forward_wrapper(own)(layer, attended)
 
-    assert called == ([found.operator] if found.operator else [])
-    together = found.operator == "attention_linear_reduce_scatter"
-    said = attention_obstacle(config, recomputed) or found.reason or "fused"
-    assert made.calls["attention", said] == 1
+    assert [operator for operator, *_ in called] == ([found.operator] if found.operator else [])
+    together = found.operator == ATTENTION_OPERATOR
+    said = attention_obstacle(made) or found.reason or "fused"
+    assert linears.calls["attention", said] == 1
     assert together == (said == "fused")

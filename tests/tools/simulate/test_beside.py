@@ -11,16 +11,7 @@ from commfuse_npu.runtime.trace import Event
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.trace_file import events_of_viewer
 
-WORDS = [
-    "simulate",
-    "--model",
-    "llama3_8b",
-    "--tp",
-    "8",
-    "--typical",
-    "--variants",
-    "commfuse-c1-*",
-]
+WORDS = ["simulate", "--tp", "2", "--dp", "1", "--typical", "--variants", "commfuse-c1-*"]
 
 
 def _measured(path: Path) -> Path:
@@ -37,7 +28,7 @@ def test_measured_ranks_follow_simulated_ones(tmp_path: Path) -> None:
     events = json.loads(both.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert list(names.values()) == [
-        "rank 0, as all 8 ranks, simulated", "rank 0, measured", "rank 1, measured",
+        "rank 0, as all 2 ranks, simulated", "rank 0, measured", "rank 1, measured",
     ]  # fmt: skip
     (first, second) = [e for e in events if e["name"] == "own" and e["ph"] == "X"]
     assert (first["pid"], first["ts"], first["dur"]) == (1, 0.0, 0.01)

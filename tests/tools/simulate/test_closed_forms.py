@@ -20,7 +20,8 @@ from tests.tools.simulate.machines import ideal
 ROWS = 840
 """Of a block; divisible by 1, 2, ..., 8."""
 
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=20, deadline=None)
+very_few = settings(max_examples=3, deadline=None)
 times = st.floats(0.001, 1000.0)
 chunks_ = st.integers(1, 8)
 
@@ -38,20 +39,16 @@ def gather(machine: Machine, size: int, variant: Variant, compute: float, block:
     """Seconds of gathering blocks of so many bytes and working ``compute`` seconds on all."""
 
     def build(rank: Rank) -> None:
-        row = compute / (ROWS * size)
-        rank.gather_then_work(
-            "x", ROWS, block / ROWS, lambda run: (run.stop - run.start) * row, inner=256
-        )
+        rank.gather_then_work("x", ROWS, block / ROWS, rows_of(size, compute), inner=256)
 
     return Group(machine, size).play(variant, build).seconds
 
 
 def scatter(machine: Machine, size: int, variant: Variant, compute: float, block: float) -> float:
+    """Seconds of working ``compute`` seconds on all and scattering blocks of so many bytes."""
+
     def build(rank: Rank) -> None:
-        row = compute / (ROWS * size)
-        rank.work_then_scatter(
-            "x", ROWS, block / ROWS, lambda run: (run.stop - run.start) * row, inner=256
-        )
+        rank.work_then_scatter("x", ROWS, block / ROWS, rows_of(size, compute), inner=256)
 
     return Group(machine, size).play(variant, build).seconds
 
@@ -153,24 +150,19 @@ def every(size: int) -> list[Variant]:
 
 
 @both
-@settings(max_examples=8, deadline=None)
+@very_few
 @given(c=times, t=times)
 def test_links_without_limits_leave_the_work(operation, c: float, t: float) -> None:
-    for size in (1, 2, 3, 8):
+    for size in (1, 2, 4):
         for variant in every(size):
             for topology in ("full_mesh", "switched"):
-                machine = ideal(topology, rate=math.inf)
+                # One rank transfers nothing, whatever the links.
+                machine = ideal(topology, rate=math.inf if size > 1 else 1.0)
                 assert operation(machine, size, variant, c, t) == pytest.approx(c), variant.name
 
 
 @both
-def test_one_rank_transfers_nothing(operation) -> None:
-    for variant in every(1):
-        assert operation(ideal(), 1, variant, 3.0, 5.0) == pytest.approx(3.0), variant.name
-
-
-@both
-@settings(max_examples=8, deadline=None)
+@very_few
 @given(c=times, t=times, size=st.sampled_from([2, 3, 4]))
 def test_no_variant_beats_work_or_wire(operation, c: float, t: float, size: int) -> None:
     for variant in every(size):
@@ -180,7 +172,7 @@ def test_no_variant_beats_work_or_wire(operation, c: float, t: float, size: int)
 
 
 @both
-@settings(max_examples=8, deadline=None)
+@very_few
 @given(c=times, t=times, more=st.floats(1.0, 3.0), size=st.sampled_from([2, 4]))
 def test_more_of_anything_never_takes_less(
     operation, c: float, t: float, more: float, size: int
@@ -194,8 +186,8 @@ def test_more_of_anything_never_takes_less(
 
 
 @both
-@settings(max_examples=8, deadline=None)
-@given(c=times, t=times, factor=st.floats(0.1, 10), size=st.sampled_from([2, 5]))
+@very_few
+@given(c=times, t=times, factor=st.floats(0.1, 10), size=st.sampled_from([2, 3]))
 def test_time_has_no_scale(operation, c: float, t: float, factor: float, size: int) -> None:
     for variant in every(size):
         for topology in ("full_mesh", "switched"):

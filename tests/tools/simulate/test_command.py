@@ -73,11 +73,11 @@ def test_plot_and_trace(tmp_path: Path, capsys) -> None:
 
 
 def test_numbers_of_npus(capsys) -> None:
-    options = ["--model", "llama3_70b", "--hardware", "ascend_910b_roce", "--npus", "32", "4096"]
+    options = ["--model", "llama3_70b", "--hardware", "ascend_910b_roce", "--npus", "32", "256"]
     assert cli.main([*QUICK, *options, "--sequence-lengths", "4096"]) == 0
     text = capsys.readouterr().out
-    assert "DP 1, 128" in text
-    assert "| 4096 | 4096 |" in text
+    assert "DP 1, 8" in text
+    assert "| 256 | 4096 |" in text
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,7 @@ def test_numbers_of_npus(capsys) -> None:
         (["--variants", "warp"], ["no variant is called 'warp'"]),
         (["--trace", "x", "--trace-variant", "warp"], ["--trace-variant warp is unknown"]),
         (["--straggler-factor", "0.5"], ["straggler_factor is 0.5; it has to be 1 or more"]),
+        (["--noise", "2"], ["noise is 2.0; it has to be from 0 to 1"]),
     ],
 )
 def test_what_makes_no_sense_is_explained(

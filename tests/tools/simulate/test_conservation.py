@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.checks import critical_path, problems
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.engine import SimulationError, simulate
 from commfuse_npu.tools.simulate.group import Group, Played
@@ -20,6 +19,7 @@ from commfuse_npu.tools.simulate.machine import Level
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, variants
 from tests.tools.simulate.machines import ideal
+from tests.tools.simulate.timeline_checks import critical_path, problems, sent, work
 
 MACHINE = ideal(
     rate=2.0e10, latency=1.0e-5, cube_flops=3.0e14, gemm_half_rows=100.0, hbm_bandwidth=1.0e12,
@@ -63,7 +63,7 @@ def variant_of(size: int, number: int, topology: str) -> Variant:
     return known[number % len(known)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases)
 def test_every_timeline_holds(case) -> None:
     size, number, part, topology, batched = case
@@ -74,7 +74,7 @@ def test_every_timeline_holds(case) -> None:
     assert sum(end - start for _, start, end in pieces) == pytest.approx(result.seconds)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases)
 def test_one_rank_stands_for_all(case) -> None:
     size, number, part, topology, batched = case
@@ -85,7 +85,7 @@ def test_one_rank_stands_for_all(case) -> None:
     assert problems(one.timeline, one.programs, one.links) == []
 
 
-@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("size", [2, 3])
 def test_bytes_are_the_lower_bound_of_the_collectives(size: int) -> None:
     # Two gathers and two scatters forward; backward two gathers of gradients, two of inputs, and
     # two scatters. Nobody can gather or scatter with less than n-1 blocks in and out.
@@ -97,7 +97,9 @@ def test_bytes_are_the_lower_bound_of_the_collectives(size: int) -> None:
                 variant, lambda rank, build=build: build(rank, sizes), whole=True
             )
             for program in result.programs:
-                assert program.sent == pytest.approx(collectives * (size - 1) * block), variant.name
+                assert sent(program) == pytest.approx(collectives * (size - 1) * block), (
+                    variant.name
+                )
             moved = sum(transfer.message.size for transfer in result.timeline.moved)
             assert moved == pytest.approx(size * collectives * (size - 1) * block), variant.name
 
@@ -110,13 +112,11 @@ def test_all_variants_do_the_same_gemms() -> None:
     """With GEMMs linear in their rows and free memory, splitting changes no work."""
     group = Group(replace(MACHINE, gemm_half_rows=0.0, hbm_bandwidth=1e30), 4)
     for part in (llama.forward, llama.backward):
-        work = {
-            variant.name: group.play(
-                variant, lambda rank, part=part: part(rank, shape(4)), whole=True
-            ).work
-            for variant in variants(4, 4, 3)
-        }
-        assert max(work.values()) == pytest.approx(min(work.values())), work
+        seconds = {}
+        for variant in variants(4, 4, 3):
+            played = group.play(variant, lambda rank, part=part: part(rank, shape(4)), whole=True)
+            seconds[variant.name] = work(played)
+        assert max(seconds.values()) == pytest.approx(min(seconds.values())), seconds
 
 
 # ------------------------------------------------------------------- faults are noticed

@@ -25,17 +25,16 @@ ROCE = Hardware.load(CONFIGS / "hardware" / "ascend_910b_roce.yaml")
 LLAMA = ModelConfig.load(CONFIGS / "llama3_70b.yaml")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     f=st.floats(0.1, 10), b=st.floats(0.1, 10), stages=st.integers(1, 8), batches=st.integers(1, 20)
 )
 def test_equal_stages_take_the_closed_form(f: float, b: float, stages: int, batches: int) -> None:
-    pipeline = one_forward_one_backward([f] * stages, [b] * stages, batches)
-    assert pipeline.seconds == pytest.approx((batches + stages - 1) * (f + b))
-    assert pipeline.ends[0] == pipeline.seconds
+    ends = one_forward_one_backward([f] * stages, [b] * stages, batches)
+    assert max(ends) == ends[0] == pytest.approx((batches + stages - 1) * (f + b))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=6),
     st.integers(1, 12),
@@ -43,19 +42,13 @@ def test_equal_stages_take_the_closed_form(f: float, b: float, stages: int, batc
 )
 def test_a_pipeline_is_bounded_by_its_slowest_stage(stages, batches: int, transfer: float) -> None:
     forward, backward = zip(*stages, strict=True)
-    time = one_forward_one_backward(forward, backward, batches, transfer).seconds
+    time = max(one_forward_one_backward(forward, backward, batches, transfer))
     slowest = max(f + b for f, b in stages) * batches
     once = sum(f + b for f, b in stages) + 2 * transfer * (len(stages) - 1)
     assert time >= max(slowest, once) * (1 - 1e-9)
     if batches == 1:
         assert time == pytest.approx(once)
-    free = one_forward_one_backward(forward, backward, batches).seconds
-    assert time >= free
-
-
-def test_a_pipeline_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 forward"):
-        one_forward_one_backward([], [], 1)
+    assert time >= max(one_forward_one_backward(forward, backward, batches))
 
 
 def test_buckets_close_when_they_are_large_enough() -> None:
@@ -65,18 +58,14 @@ def test_buckets_close_when_they_are_large_enough() -> None:
 
 
 def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
-    order = [[2], [1], [0]]
-    assert exposed_scatter([5.0] * 3, order, [3.0] * 3) == 3.0
+    order, free = [[2], [1], [0]], [0.0] * 3
+    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, free) == 3.0
     assert exposed_gather([5.0] * 3, order, [3.0] * 3) == 3.0
     # A slow link: everything but what the layers cover.
-    assert exposed_scatter([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
+    assert exposed_scatter([1.0] * 3, order, [3.0] * 3, free) == 1 + 9 - 3
     assert exposed_gather([1.0] * 3, order, [3.0] * 3) == 9 + 1 - 3
-    assert exposed_scatter([1.0] * 3, order, [0.0] * 3) == 0.0
-
-
-def test_sums_after_the_backward_come_one_after_the_other() -> None:
-    order = [[2], [1], [0]]
-    # The first two have arrived; the third is waited for.
+    assert exposed_scatter([1.0] * 3, order, free, free) == 0.0
+    # Sums come one after the other.  The first two have arrived; the third is waited for.
     assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [1.0] * 3) == 3 + 1
     assert exposed_scatter([5.0] * 3, order, [0.5] * 3, [1.0] * 3) == 3
     assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [4.0] * 3) == 12
@@ -97,11 +86,10 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
 
 
 def test_data_parallelism_costs_what_is_not_hidden() -> None:
-    times = {}
-    for how in ("blocking", "overlapped", "commfuse"):
-        base = step(4096)
-        here = Step(base.machine, replace(base.training, data_parallel=how))
-        times[how] = here.time(REFERENCE)
+    times = {
+        how: step(512, data_parallel=how).time(REFERENCE)
+        for how in ("blocking", "overlapped", "commfuse")
+    }
     assert times["blocking"].data_parallel > times["commfuse"].data_parallel
     assert times["commfuse"].data_parallel > times["overlapped"].data_parallel > 0
     assert times["blocking"].seconds > times["overlapped"].seconds
@@ -113,7 +101,8 @@ def step(npus: int, hardware: Hardware = ROCE, **options: object) -> Step:
     return Step(hardware.machine(), what)
 
 
-def test_a_step_of_4096_npus_simulates_no_more_than_one_of_64(monkeypatch) -> None:
+@pytest.mark.parametrize("many", [512, pytest.param(4096, marks=pytest.mark.long)])
+def test_a_step_of_many_npus_simulates_no_more_than_one_of_64(monkeypatch, many: int) -> None:
     played = []
 
     def counting(programs, links, speeds=None):
@@ -123,37 +112,39 @@ def test_a_step_of_4096_npus_simulates_no_more_than_one_of_64(monkeypatch) -> No
 
     monkeypatch.setattr(group, "simulate", counting)
     counts = {}
-    for npus in (64, 4096):
+    for npus in (64, many):
         played.clear()
         assert step(npus).time(REFERENCE).seconds > 0
         assert {programs for programs, _ in played} == {1}
         counts[npus] = sum(spans for _, spans in played)
     # Only the number of buckets differs.
-    assert counts[4096] < 1.2 * counts[64]
+    assert counts[many] < 1.2 * counts[64]
 
 
 def test_a_step_is_more_than_its_work() -> None:
-    here = step(4096)
-    plain, free = here.time(REFERENCE), here.compute_only()
-    assert plain.seconds > here.compute_only(free=False).seconds >= free.seconds
+    here = step(64)
+    plain, free = here.time(REFERENCE), here.time(COMPUTE_ONLY, free=True)
+    assert plain.seconds > here.time(COMPUTE_ONLY).seconds >= free.seconds
     assert free.data_parallel == 0.0 < plain.data_parallel
-    for variant in variants(8, 8, 7):
+    for variant in variants(8, 8, 2, (2,)):
         assert here.time(variant).seconds > free.seconds, variant.name
-    efficiency = here.training.flops / (free.seconds * 4096 * here.machine.cube_flops)
+    efficiency = here.training.flops / (free.seconds * 64 * here.machine.cube_flops)
     assert 0.1 < efficiency < 1
 
 
 def test_recomputation_adds_a_forward() -> None:
-    none, full = step(64).compute_only(), step(64, recompute="full").compute_only()
+    none, full = (
+        step(64).time(COMPUTE_ONLY, free=True),
+        step(64, recompute="full").time(COMPUTE_ONLY, free=True),
+    )
     layers = 4 - 1 + 4  # the longest chain of stages and micro-batches, of 20 layers or more each
     assert full.seconds - none.seconds >= layers * 17 * none.layer_forward
 
 
 def test_flops_are_those_of_the_parameters_and_of_attention() -> None:
     what = step(32).training
-    model = ModelConfig.load(CONFIGS / "llama3_70b.yaml")
-    embedding = model.vocab_size * model.hidden_size
-    assert what.parameters == model.number_of_parameters - embedding
+    embedding = LLAMA.vocab_size * LLAMA.hidden_size
+    assert what.parameters == LLAMA.number_of_parameters - embedding
     per_token = 6 * what.parameters + 6 * 80 * 8192 * 8192
     assert what.flops == pytest.approx(per_token * 8192 * 4)
     assert what.npus == 32
@@ -164,7 +155,7 @@ def test_context_parallelism_splits_the_attention(ulysses: bool) -> None:
     alone = step(64)
     what = replace(alone.training, cp=2, dp=1, ulysses=ulysses)
     split = Step(alone.machine, what)
-    free, half = alone.compute_only(), split.compute_only()
+    free, half = alone.time(COMPUTE_ONLY, free=True), split.time(COMPUTE_ONLY, free=True)
     assert 0.4 < half.layer_forward / free.layer_forward < 0.75
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate.checks import problems
 from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 from tests.tools.simulate.machines import ideal
+from tests.tools.simulate.timeline_checks import problems, sent, work
 
 H, QKV = 64, 96
 FREE_ATTENTION = replace(ideal(), attention_efficiency=math.inf)
@@ -69,7 +69,7 @@ def test_the_same_bytes_move_and_nothing_is_busy_twice(
         assert problems(one.timeline, one.programs, one.links) == []
         for program in one.programs:
             wanted = (ranks - 1) / ranks * 120 * (QKV + H) / tp * ITEM_BYTES
-            assert program.sent == pytest.approx(wanted)
+            assert sent(program) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
@@ -77,7 +77,7 @@ def test_work_does_not_depend_on_how_it_is_cut(part: str) -> None:
     machine, what = ideal(), shape(4)
     build = "forward" if part == "forward" else "backward"
     works = {
-        chunks: play(machine, Ulysses(what, Schedule("shifted", 3, chunks)), 4, build).work
+        chunks: work(play(machine, Ulysses(what, Schedule("shifted", 3, chunks)), 4, build))
         for chunks in (1, 2, 4)
     }
     assert works[2] == pytest.approx(works[1])
@@ -94,8 +94,8 @@ def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None
     once, twice = (Ulysses(what, schedule, key_value, repeats) for repeats in (1.0, 2.0))
     assert once.projects
     assert not twice.projects
-    sent = [play(ideal(), one, 4).programs[0].sent for one in (once, twice)]
-    assert sent[1] - sent[0] == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
+    less, more = (sent(play(ideal(), one, 4).programs[0]) for one in (once, twice))
+    assert more - less == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
 
 
 def test_fusing_hides_what_is_not_longer_than_the_work() -> None:

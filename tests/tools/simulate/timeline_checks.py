@@ -15,16 +15,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from commfuse_npu.tools.simulate.engine import Cause, Timeline
+from commfuse_npu.tools.simulate.group import Played
 from commfuse_npu.tools.simulate.links import LinkId, Links
 from commfuse_npu.tools.simulate.program import Program
 
-__all__ = ["Piece", "critical_path", "problems"]
-
 _SLACK = 1e-9
 """Relative to the time of the step; events are added up in floating point."""
-
-Piece = tuple[str, float, float]
-"""Name, start and end in seconds."""
 
 
 def problems(timeline: Timeline, programs: Sequence[Program], links: Links) -> list[str]:
@@ -78,12 +74,10 @@ def _overloaded(link: LinkId, links: Links, load: float, seconds: float) -> Iter
         yield f"link {link} carries {load:g} bytes in {seconds:g} s"
 
 
-def critical_path(timeline: Timeline) -> list[Piece]:
-    """What the step's time consists of, from its start to its end, one after the other."""
-    if not timeline.spans:
-        return []
+def critical_path(timeline: Timeline) -> list[tuple[str, float, float]]:
+    """What the step's time consists of, one after the other: name, start and end in seconds."""
     spans = {(span.rank, span.index): span for span in timeline.spans}
-    pieces: list[Piece] = []
+    pieces = []
     last = max(timeline.spans, key=lambda span: span.end)
     cause = Cause("operation", last.rank, last.index)
     while cause.kind == "operation":
@@ -117,3 +111,15 @@ def _bytes(timeline: Timeline, programs: Sequence[Program]) -> Iterator[str]:
     for key, size in planned.items():
         if done[key] != 1:
             yield f"transfer {key} of {size:g} bytes was carried out {done[key]} times"
+
+
+def sent(program: Program) -> float:
+    """Bytes that a rank sends."""
+    return sum(message.size for operation in program.operations for message in operation.sends)
+
+
+def work(played: Played) -> float:
+    """Seconds that the busiest compute engine has work, at full speed."""
+    return max(
+        sum(operation.seconds for operation in program.operations) for program in played.programs
+    )
