@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.limits import LIMIT
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 MODELS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b")
@@ -49,7 +51,7 @@ def launch(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT,
         check=False,
     )
 

@@ -16,6 +16,7 @@ import pytest
 
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import MODELS, ROOT, dry_run
+from tests.limits import LIMIT
 
 NEEDED = ("MINDSPEED_HOME", "MINDSPEED_LLM_HOME", "MEGATRON_HOME", "COMMFUSE_NPU_PYTHON")
 MISSING = [name for name in NEEDED if not os.environ.get(name)]
@@ -42,7 +43,7 @@ def parsed(words: list[str], world_size: int) -> dict[str, Any]:
         },
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=LIMIT,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]

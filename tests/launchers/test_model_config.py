@@ -12,6 +12,7 @@ import yaml
 
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig, given_options
+from tests.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -301,7 +302,7 @@ def run(*arguments: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": f"{prefix}:{ROOT}", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=False,
     )
 

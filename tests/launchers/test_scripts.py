@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.launching import MODELS, ROOT, SCRIPTS, dry_run, launch
+from tests.limits import LIMIT
 
 LAUNCHERS = [SCRIPTS / f"pretrain_{model}_ptd.sh" for model in MODELS]
 
@@ -199,7 +200,7 @@ def test_the_printed_command_is_run_as_it_is_in_a_shell(tmp_path) -> None:
     fake_torchrun(tmp_path, exit_code=0)
     path = f"{tmp_path}:{os.environ['PATH']}"
     pasted = ["bash", "-c", run.stdout]
-    subprocess.run(pasted, env={"PATH": path}, check=True, timeout=60)
+    subprocess.run(pasted, env={"PATH": path}, check=True, timeout=LIMIT)
     recorded = (tmp_path / "recorded").read_text("utf-8").splitlines()
     words = shlex.split(run.stdout)
     assert recorded[0] == str(home)
@@ -364,7 +365,7 @@ def test_a_dry_run_says_what_it_put_in_place() -> None:
     "script", [*LAUNCHERS, SCRIPTS / "launch_pretraining.sh"], ids=lambda path: path.name
 )
 def test_bash_reads_it(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=LIMIT)
     assert os.access(script, os.X_OK)
 
 
@@ -375,7 +376,7 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
         ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
         check=False,
     )
     assert run.returncode == 0, run.stdout

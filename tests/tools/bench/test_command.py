@@ -21,6 +21,7 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.bench import sweep
 from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.bench.worker import Worker
+from tests.limits import LIMIT
 
 _SMALL = ["--scale", "64", "--sequence", "64", "--works", "reduce-scatter", "--ranks", "2"]
 
@@ -61,7 +62,7 @@ def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch,
     @contextmanager
     def borrowed(*_: object, **__: object) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(
-            ask=lambda method, *args: group.run(_asked, method, args, timeout=280)
+            ask=lambda method, *args: group.run(_asked, method, args, timeout=LIMIT)
         )
         group.kill()  # their links have a rate
 
@@ -79,7 +80,7 @@ def test_a_small_run_with_processes_of_its_own_and_a_picture(tmp_path: Path, cap
 
 @pytest.mark.long
 def test_ranks_are_ended_when_one_fails() -> None:
-    with Ranks(2, device="cpu", timeout=240) as ranks:
+    with Ranks(2, device="cpu", timeout=LIMIT) as ranks:
         assert len(multiprocessing.active_children()) >= 2
         pacing = ranks.ask("pace", 50e6)
         assert all(found.sockets or found.problem for found in pacing)
@@ -92,7 +93,7 @@ def test_ranks_are_ended_when_one_cannot_start() -> None:
     nowhere = ["no such namespace"] * 2
     with (
         pytest.raises(RanksError, match=r"of 2 failed in starting:\n[\s\S]*no such namespace"),
-        Ranks(2, device="cpu", timeout=240, names=nowhere),
+        Ranks(2, device="cpu", timeout=LIMIT, names=nowhere),
     ):
         pass
     assert multiprocessing.active_children() == []
@@ -130,7 +131,7 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         children = [int(pid) for pid in listed.read_text().split()]
         # To the whole group, as a terminal does.
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=240)
+        process.communicate(timeout=LIMIT)
         assert process.returncode == 130
         _until(lambda: not any(map(_alive, children)))
     finally:

@@ -15,6 +15,7 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.doctor import CommandResult, Finding, Report, command, diagnose, read_launch
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import dry_run
+from tests.limits import LIMIT
 from tests.tools.doctor.launches import SIZES
 from tests.tools.doctor.machines import (
     CONFIG,
@@ -121,7 +122,7 @@ def test_it_imports_nothing_of_the_stack_and_runs_where_torch_cannot_be_imported
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=LIMIT,
         check=True,
     )
     assert run.stdout.splitlines()[-1] == "set()"

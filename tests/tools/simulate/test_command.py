@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from commfuse_npu.tools import cli
+from tests.limits import LIMIT
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 QUICK = ["simulate", "--typical", "--variants", "megatron,commfuse-c2*", "--micro-batches", "1"]
@@ -123,4 +124,4 @@ def test_nothing_of_it_imports_torch() -> None:
         "import commfuse_npu.tools.simulate.command, commfuse_npu.tools.simulate.plot; "
         "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)

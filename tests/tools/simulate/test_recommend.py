@@ -32,6 +32,7 @@ from commfuse_npu.tools.simulate.variants import Variant, direct, fused
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
 from tests.launchers.launching import remembering_python
+from tests.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -221,7 +222,7 @@ def test_the_launcher_takes_the_command() -> None:
     env = {**os.environ, "DRY_RUN": "1", "MASTER_ADDR": "node0", "NODE_RANK": "0"}
     env["PYTHON"] = remembering_python()
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
+        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     printed = shlex.split(done.stdout)
