@@ -81,6 +81,7 @@ def start(runs: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_a_comparison_from_the_command_line(tmp_path: Path) -> None:
     with start(tmp_path, "--compare", "--train-iters", "2", "--eval-interval", "0") as process:
         said, _ = process.communicate(timeout=LIMIT)
