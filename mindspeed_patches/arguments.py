@@ -81,8 +81,12 @@ _OPTIONS = {
         "auto: two_level if a tensor-parallel group spans nodes, else shifted",
         choices=("auto", "shifted", "ring", "two_level"),
     ),
-    "commfuse_lanes": _option(2, "transfers in flight", type=whole(1)),
-    "commfuse_chunks": _option(1, "sub-blocks per block", type=whole(1)),
+    "commfuse_lanes": _option(
+        None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
+    ),
+    "commfuse_chunks": _option(
+        None, "sub-blocks per block; by default 2 in tensor-parallel layers, else 1", type=whole(1)
+    ),
     "commfuse_taper": _option(
         1.0, "each sub-block is so many times as long as the next to arrive", type=float
     ),
@@ -127,6 +131,10 @@ _OPTIONS = {
         metavar="FOLDER",
     ),
 }
+
+_CHUNKS = 2
+"""Of a tensor-parallel block.  With a lane per peer whole blocks all arrive together, late;
+more pieces cost more than they hide (simulated)."""
 
 DEFAULTS = {name: default for name, (default, _) in _OPTIONS.items()}
 """What an option is when it is not given."""
@@ -173,7 +181,8 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             f"--commfuse-attention needs proj among --commfuse-layers "
             f"{','.join(given.commfuse_layers)}: it is fused with the output projection; add it"
         )
-    if given.commfuse_tuning == "on" and (given.commfuse_chunks, given.commfuse_taper) != (1, 1):
+    tuned = given.commfuse_tuning == "on"
+    if tuned and (given.commfuse_chunks, given.commfuse_taper) != (None, 1):
         raise ValueError(
             f"--commfuse-tuning on finds the chunks itself, and --commfuse-chunks "
             f"{given.commfuse_chunks} --commfuse-taper {given.commfuse_taper:g} name them; leave "
@@ -182,11 +191,11 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     tensor_parallel = parallel_size(args, "tensor_model")
     return CommFuseOptions(
         linear=LinearOptions(
-            schedule=schedule_for(given, tensor_parallel),
+            schedule=schedule_for(given, tensor_parallel, chunks=1 if tuned else _CHUNKS),
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
-            tuning=Tuning(str(default_folder())) if given.commfuse_tuning == "on" else None,
+            tuning=Tuning(str(default_folder())) if tuned else None,
         ),
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
@@ -286,7 +295,9 @@ def _typed(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
-def schedule_for(given: argparse.Namespace, size: int, stride: int = 1) -> Schedule:
+def schedule_for(
+    given: argparse.Namespace, size: int, stride: int = 1, chunks: int = 1
+) -> Schedule:
     """The schedule that the options ask for, for a group of ``size`` ranks.
 
     ``auto`` is two_level if the group spans nodes, else shifted.  There are at most ``size - 1``
@@ -296,6 +307,7 @@ def schedule_for(given: argparse.Namespace, size: int, stride: int = 1) -> Sched
     Args:
         stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
             for context and data parallelism.
+        chunks: if the options ask for no number of them.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
     local = size if processes % stride else processes // stride
@@ -306,10 +318,10 @@ def schedule_for(given: argparse.Namespace, size: int, stride: int = 1) -> Sched
     schedule = Schedule(
         shape=shape,
         lanes=given.commfuse_lanes,
-        chunks=given.commfuse_chunks,
+        chunks=given.commfuse_chunks or chunks,
         order=given.commfuse_order,
         taper=given.commfuse_taper,
         node_size=min(local, size) if shape == "two_level" else None,
     )
     most = schedule.chunks if shape == "ring" else max(1, size - 1)
-    return replace(schedule, lanes=min(schedule.lanes, most))
+    return replace(schedule, lanes=min(schedule.lanes_for(size), most))

@@ -26,8 +26,8 @@ from mindspeed_patches.arguments import (
     checked_options,
     complete_options,
 )
-from mindspeed_patches.hccl_buffer import take_lane_megabytes
-from mindspeed_patches.lanes import Lanes
+from mindspeed_patches.hccl_buffer import message_megabytes, take_lane_megabytes
+from mindspeed_patches.lanes import Lanes, TensorParallelLanes
 from mindspeed_patches.refusals import (
     IncompatibleOptionsError,
     check_flag,
@@ -110,9 +110,13 @@ class CommFuseFeature(MindSpeedFeature):
                 "fused with a projection that one rank alone transfers nothing for; leave one of "
                 "the two out"
             )
+        by_message = None
+        if not getattr(args, "hccl_group_buffer", None):
+            by_message = message_megabytes(args, options.linear.schedule.chunks)
         megabytes = take_lane_megabytes(args)
         for lanes in self._lanes:
-            lanes.buffer_megabytes = megabytes
+            of_linears = isinstance(lanes, TensorParallelLanes)
+            lanes.buffer_megabytes = by_message if of_linears and by_message else megabytes
 
 
 def _elsewhere(options: CommFuseOptions) -> bool:

@@ -2,18 +2,22 @@
 
 HCCL allocates twice its buffer size per communicator (200 MB by default), so lanes are worth
 sizing.  MindSpeed's option names the groups by a fixed list and refuses any other name; the part
-that is meant for the lanes is therefore taken out before MindSpeed reads it.  Lanes that are not
-named get what MindSpeed gives the group that they are made for.
+that is meant for the lanes is therefore taken out before MindSpeed reads it.  Lanes of
+tensor-parallel groups are sized to their messages if the option is not given at all; others that
+are not named get what MindSpeed gives the group that they are made for.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["LANES", "lane_options", "take_lane_megabytes"]
+from mindspeed_patches.refusals import parallel_size
+
+__all__ = ["LANES", "lane_options", "message_megabytes", "take_lane_megabytes"]
 
 LANES = "commfuse"
 """The name of the lanes in ``--hccl-group-buffer``."""
@@ -44,6 +48,26 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
         megabytes = int(size)
     args.hccl_group_buffer = separator.join(kept) or None
     return megabytes
+
+
+_LEAST_MEGABYTES, _MOST_MEGABYTES = 16, 200
+
+
+def message_megabytes(args: argparse.Namespace, chunks: int) -> int | None:
+    """What a lane of a tensor-parallel group needs to carry its longest message at once, in MB.
+
+    A chunk of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, rounded up to a power of
+    two and not below 16; no more than HCCL's own 200, in which longer messages go in rounds.
+    ``None`` where the arguments do not say.
+    """
+    names = ("seq_length", "micro_batch_size", "hidden_size")
+    shape: list[Any] = [getattr(args, name, None) for name in names]
+    if None in shape:
+        return None
+    item = 2 if getattr(args, "bf16", False) or getattr(args, "fp16", False) else 4
+    ranks = parallel_size(args, "tensor_model") * parallel_size(args, "context")
+    megabytes = -(-math.prod(shape) * item // (ranks * chunks << 20))
+    return min(_MOST_MEGABYTES, max(_LEAST_MEGABYTES, 1 << (megabytes - 1).bit_length()))
 
 
 def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str = "tp") -> Any:

@@ -48,7 +48,7 @@ class Lanes:
 
     Args:
         user: what gets the transport.
-        lanes: how many to make per group.
+        lanes: how many to make per group; ``None``: as many as the default schedule uses.
 
     Attributes:
         user: see there.
@@ -59,7 +59,7 @@ class Lanes:
     _what: str
     _name: str  # Megatron's, of the group
 
-    def __init__(self, user: OverLanes, lanes: int) -> None:
+    def __init__(self, user: OverLanes, lanes: int | None) -> None:
         self.buffer_megabytes: int | None = None
         self.order_log: str | None = None
         self.user = user
@@ -114,7 +114,10 @@ class Lanes:
             order_log=log,
         )
         _logger.info(
-            "CommFuse made %d lanes per %s group of %d", self._lanes, self._what, group.size()
+            "CommFuse made %d lanes per %s group of %d",
+            self.user.transport.lanes,
+            self._what,
+            group.size(),
         )
 
     def close(self) -> None:

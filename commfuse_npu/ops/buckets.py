@@ -138,11 +138,11 @@ class Buckets:
         options: BucketOptions = BucketOptions(),
     ) -> None:
         schedule = options.schedule
-        schedule.plan("gather", transport.rank, transport.size)  # raises if it cannot be built
-        if schedule.lanes > transport.lanes:
+        lanes = schedule.plan("gather", transport.rank, transport.size).lanes
+        if lanes > transport.lanes:
             raise ValueError(
-                f"the schedule of buckets uses {schedule.lanes} lanes, the transport has "
-                f"{transport.lanes}; create it with lanes={schedule.lanes} or plan with fewer"
+                f"the schedule of buckets uses {lanes} lanes, the transport has "
+                f"{transport.lanes}; create it with lanes={lanes} or plan with fewer"
             )
         self._transport = transport
         self._options = options

@@ -37,7 +37,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.plan import Plan, Transfer
+from commfuse_npu.plan import Plan, Schedule, Transfer
 from commfuse_npu.runtime.order_log import OperationLog, OrderLog, TransportLog
 from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
 from commfuse_npu.runtime.trace import Trace, clock
@@ -317,7 +317,7 @@ class Transport:
         cls,
         group: dist.ProcessGroup | None = None,
         *,
-        lanes: int = 2,
+        lanes: int | None = None,
         timeout: timedelta = timedelta(minutes=5),
         batched: bool | None = None,
         check: Check = "first",
@@ -332,7 +332,8 @@ class Transport:
 
         Args:
             group: the group of this process, the whole job by default.
-            lanes: in-order channels to make; plans may use fewer.
+            lanes: in-order channels to make; plans may use fewer.  By default as many as the
+                default schedule uses in a group of this size.
             timeout: for waits (gloo) and for the lanes' own set-up.
             batched: how to post; by default as the group's backend needs it.  On HCCL it has to
                 be True; on gloo True is for tests of what HCCL will see.
@@ -342,14 +343,14 @@ class Transport:
             order_log: where to write down the order of posts and waits, on all processes alike.
 
         Raises:
-            ValueError: lanes is not a positive whole number.
+            PlanError: lanes is not a positive whole number.
             MismatchError: the processes ask for different numbers of lanes.
             TransportError: a process could not make a lane, or did not come; on every process, and
                 with what each of them met.  At the latest after three times ``timeout``: one for
                 the lane, two for the processes that are still busy with it.
         """
-        if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
-            raise ValueError(f"lanes is {lanes!r}; it must be a whole number from 1")
+        if lanes is not None:
+            Schedule(lanes=lanes)  # raises if it is no number of lanes
         world = dist.group.WORLD
         group = group if group is not None else world
         if group is None or world is None:
@@ -373,9 +374,10 @@ class Transport:
         problem: TransportError | None = None
         try:
             for ranks in sorted({ranks for ranks, _ in everyone}):
-                channels = []
-                for lane in range(lanes):
-                    with _making(f"lane {lane} of {lanes}"):
+                channels: list[Any] = []
+                count = Schedule(lanes=lanes).lanes_for(len(ranks))
+                for lane in range(count):
+                    with _making(f"lane {lane} of {count}"):
                         channels.append(
                             dist.new_group(
                                 list(ranks),
@@ -394,7 +396,7 @@ class Transport:
             channels, control = made[mine[0]]
             transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
             if order_log is not None:
-                transport.order_log = order_log.transport(transport.ranks, lanes, batched)
+                transport.order_log = order_log.transport(transport.ranks, transport.lanes, batched)
             transport._warm_up()
         except TransportError as error:
             problem = error

@@ -21,8 +21,8 @@ from commfuse_npu.tools.simulate.sweep import Options
 __all__ = ["main"]
 
 _DRAWN: dict[str, Any] = {
-    "ranks": 4, "rank": 0, "own": None, "shape": "shifted", "lanes": 2, "chunks": 1, "taper": 1.0,
-    "order": "interleaved", "node_size": None,
+    "ranks": 4, "rank": 0, "own": None, "shape": "shifted", "lanes": None, "chunks": 1,
+    "taper": 1.0, "order": "interleaved", "node_size": None,
 }  # fmt: skip
 """What of a drawing is not said; the parser leaves it open, to notice what has no effect."""
 

@@ -25,7 +25,9 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
         size: of the group.
         block_rows: rows of one rank's block.
     """
-    most = schedule.lanes if schedule.shape == "ring" else min(schedule.lanes, max(1, size - 1))
+    most = schedule.lanes_for(size)
+    if schedule.shape != "ring":
+        most = min(most, max(1, size - 1))
     found = []
     for lanes in sorted({min(lanes, most) for lanes in (1, 2, most)}, reverse=True):
         for chunks, taper in _EVEN + (_TAPERED if size == 2 else ()):

@@ -189,7 +189,13 @@ _COMMAND_LINE_ONLY = {
     "trace": None,
     "commfuse_order_log": None,
 }
-_MAY_BE_NULL = {"data_path", "lr_warmup_iters", "ddp_bucket_size"}
+_MAY_BE_NULL = {
+    "commfuse_chunks",
+    "commfuse_lanes",
+    "data_path",
+    "lr_warmup_iters",
+    "ddp_bucket_size",
+}
 
 
 def _from_yaml(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -404,7 +410,7 @@ def _check_link_rate(args: argparse.Namespace) -> None:
             f"{asked} paces gloo's connections, but --distributed-backend is "
             f"{args.distributed_backend}; choose gloo, or leave --link-rate out"
         )
-    lanes = min(args.commfuse_lanes, args.commfuse_chunks)
+    lanes = min(args.commfuse_lanes or 1, args.commfuse_chunks or 2)
     if args.use_commfuse and args.commfuse_schedule == "ring" and lanes > 1:
         raise UsageError(
             f"{asked} is per connection, and --commfuse-schedule ring would have {lanes} of them "

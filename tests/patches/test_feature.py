@@ -52,7 +52,7 @@ class TestOptions:
         assert options.layers == LAYERS
         assert options.min_bytes == 0
         assert options.linear.reduce_dtype is None
-        assert options.linear.schedule == Schedule("shifted", lanes=1)
+        assert options.linear.schedule == Schedule("shifted", lanes=1, chunks=2)
 
     @pytest.mark.parametrize("early", [False, True])
     def test_typed_or_as_strings(self, early: bool) -> None:

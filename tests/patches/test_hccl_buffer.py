@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from mindspeed_patches.hccl_buffer import take_lane_megabytes
+from mindspeed_patches.hccl_buffer import message_megabytes, take_lane_megabytes
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,33 @@ def test_a_senseless_size(size: str) -> None:
     args = argparse.Namespace(hccl_group_buffer=f"tp:1;commfuse:{size}")
     with pytest.raises(ValueError, match=r"--hccl-group-buffer commfuse:.*whole number from 1"):
         take_lane_megabytes(args)
+
+
+LLAMA3_8B = {
+    "seq_length": 8192,
+    "micro_batch_size": 1,
+    "hidden_size": 4096,
+    "tensor_model_parallel_size": 8,
+    "context_parallel_size": 1,
+    "bf16": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "chunks", "megabytes"),
+    [
+        ({}, 2, 16),  # 4 MB
+        ({"micro_batch_size": 4}, 1, 32),
+        ({"micro_batch_size": 5}, 1, 64),  # 40 MB
+        ({"tensor_model_parallel_size": 2, "bf16": False}, 1, 64),
+        ({"micro_batch_size": 4, "context_parallel_size": 2}, 1, 16),
+        ({"micro_batch_size": 100}, 1, 200),
+    ],
+)
+def test_lanes_are_sized_to_their_messages(change, chunks: int, megabytes: int) -> None:
+    args = argparse.Namespace(**{**LLAMA3_8B, **change})
+    assert message_megabytes(args, chunks) == megabytes
+
+
+def test_no_size_without_a_shape() -> None:
+    assert message_megabytes(argparse.Namespace(seq_length=8192), 1) is None

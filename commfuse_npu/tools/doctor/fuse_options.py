@@ -27,8 +27,8 @@ class FuseOptions:
     use_commfuse: bool = False
     layers: tuple[str, ...] = LAYERS
     schedule: Literal["auto", "shifted", "ring", "two_level"] = "auto"
-    lanes: int = 2
-    chunks: int = 1
+    lanes: int | None = None
+    chunks: int | None = None
     taper: float = 1.0
     order: Order = "interleaved"
     tuning: Literal["off", "on"] = "off"
@@ -36,6 +36,11 @@ class FuseOptions:
     attention: bool = False
     ulysses: bool = False
     dp: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """The chunks of a block: those asked for, else 2; tuning begins with 1."""
+        return self.chunks or (1 if self.tuning == "on" else 2)
 
     @classmethod
     def from_options(cls, options: Sequence[str]) -> FuseOptions:
@@ -62,7 +67,7 @@ class FuseOptions:
         found = cls(**parser.given(options))
         for name, least in (("lanes", 1), ("chunks", 1), ("min_kib", 0)):
             value = getattr(found, name)
-            if value < least:
+            if value is not None and value < least:
                 option = f"--commfuse-{name.replace('_', '-')}"
                 raise ConfigError(f"{option} is {value}; give a whole number from {least}")
         return found
@@ -93,10 +98,10 @@ def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:
     schedule = Schedule(
         shape=shape,
         lanes=options.lanes,
-        chunks=options.chunks,
+        chunks=options.pieces,
         order=options.order,
         taper=options.taper,
         node_size=min(local, size) if shape == "two_level" else None,
     )
     most = schedule.chunks if shape == "ring" else max(1, size - 1)
-    return dataclasses.replace(schedule, lanes=min(schedule.lanes, most))
+    return dataclasses.replace(schedule, lanes=min(schedule.lanes_for(size), most))

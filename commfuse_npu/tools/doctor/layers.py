@@ -85,7 +85,7 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
         reason = _obstacle(layer, launch, block_rows * row_bytes)
         # Two halves: a reduce-scatter, and a gather of its result.
         halves = 2 if operator == "linear_all_reduce" else 1
-        chunks, chunk_rows = fuse.chunks, -(-block_rows // fuse.chunks)
+        chunks, chunk_rows = fuse.pieces, -(-block_rows // fuse.pieces)
         if layer == "proj" and fuse.attention and not attention_obstacle(launch):
             # Queries are split, not rows of s*B: no chunk has less than one of them.
             operator, chunks = ATTENTION_OPERATOR, min(chunks, shard)

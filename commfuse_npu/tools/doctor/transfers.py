@@ -27,21 +27,28 @@ def check_transfers(
     group_buffer = value_of(launch.options, "--hccl-group-buffer") or ""
     own = re.search(r"(?:^|[;,])\s*commfuse:(\d+)", group_buffer)
     general = launch.variables.get("HCCL_BUFFSIZE", machine.variables.get("HCCL_BUFFSIZE", "200"))
-    megabytes = int(own[1]) if own else int(general) if general.isdecimal() else 200
-    needed = -(-largest // 2**20)
+    needed, lanes = (
+        -(-largest // 2**20),
+        schedule.lanes_for(launch.config.tensor_model_parallel_size),
+    )
+    if own:
+        megabytes = int(own[1])
+    elif group_buffer:
+        megabytes = int(general) if general.isdecimal() else 200
+    else:  # the feature sizes them to their messages
+        megabytes = min(200, max(16, 1 << (needed - 1).bit_length()))
     yield _about(
         "memory for lanes",
         "note",
-        f"{2 * schedule.lanes * megabytes} MB per NPU: {schedule.lanes} lanes with "
-        f"2 x {megabytes} MB",
-        action=f"--hccl-group-buffer commfuse:{needed} takes {2 * schedule.lanes * needed} MB "
+        f"{2 * lanes * megabytes} MB per NPU: {lanes} lanes with 2 x {megabytes} MB",
+        action=f"--hccl-group-buffer commfuse:{needed} takes {2 * lanes * needed} MB "
         "and still holds the largest transfer",
     )
     if launch.fuse.tuning == "on":
         yield _about(
             "tuning",
             "note",
-            f"up to 8 chunks and {schedule.lanes} lanes are tried at the first use of a shape",
+            f"up to 8 chunks and {lanes} lanes are tried at the first use of a shape",
             action="the figures above are those of whole blocks; --commfuse-tuning off and the "
             "options that it logged give the same schedule in every run",
         )
@@ -51,6 +58,6 @@ def check_transfers(
             "warning",
             f"{largest / 2**20:.1f} MB",
             f"at most HCCL's buffer of {megabytes} MB: larger ones go in several rounds",
-            f"--commfuse-chunks {-(-needed // megabytes) * launch.fuse.chunks}, or "
+            f"--commfuse-chunks {-(-needed // megabytes) * schedule.chunks}, or "
             f"--hccl-group-buffer commfuse:{needed}",
         )

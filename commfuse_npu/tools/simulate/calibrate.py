@@ -254,8 +254,8 @@ def _variant(result: Result) -> Variant | None:
     found = next((v for v in of_group(result.setting.ranks) if v.name == name), None)
     if found is None or not found.direct or found.tuned:
         return None
-    schedule = found.schedule
-    if schedule and schedule.shape != "ring" and schedule.lanes < result.setting.ranks - 1:
+    schedule, ranks = found.schedule, result.setting.ranks
+    if schedule and schedule.shape != "ring" and schedule.lanes_for(ranks) < ranks - 1:
         return None
     if found.kind == "sliced":
         return Variant(name, "sliced", slices=found.slices)

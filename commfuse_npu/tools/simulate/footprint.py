@@ -20,6 +20,7 @@ linear: it holds the gathered input, and the gradient of all rows or what a pipe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from commfuse_npu.plan import Plan
@@ -30,7 +31,7 @@ from commfuse_npu.tools.simulate.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.step import Training
 from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["USABLE", "Footprint", "buffers", "footprint", "lanes", "limit"]
+__all__ = ["USABLE", "Footprint", "buffers", "communicators", "footprint", "limit"]
 
 USABLE = 0.9
 """Share of the device memory that tensors may take; assumed: the rest is CANN's, and gaps."""
@@ -74,9 +75,9 @@ def footprint(
     weights, gradients, optimizer, activations = max(stages, key=sum)
     sizes = training.tp, training.cp, training.dp, len(training.layers)
     # One communicator of every kind of group, and the variant's lanes besides.
-    groups = sum(size > 1 for size in sizes) + (lanes(variant) if variant.schedule else 0)
-    communicators = groups * hardware.typical("host.communicator_bytes")
-    communication = buffers(variant, training.shape) + communicators
+    groups = sum(size > 1 for size in sizes) * hardware.typical("host.communicator_bytes")
+    lanes = communicators(variant, training.shape, hardware) if variant.schedule else 0.0
+    communication = buffers(variant, training.shape) + groups + lanes
     return Footprint(weights, gradients, optimizer, activations, communication)
 
 
@@ -127,8 +128,17 @@ def _scratch(plan: Plan, shape: LayerShape) -> float:
     return float(rows * shape.row_bytes)
 
 
-def lanes(variant: Variant) -> int:
-    """Communicators: one for plain collectives, one per lane for plans."""
+def communicators(variant: Variant, shape: LayerShape, hardware: Hardware) -> float:
+    """Bytes that HCCL allocates: one communicator for plain collectives, one per lane for plans.
+
+    The lanes' two buffers are sized to their messages, from 16 MB to HCCL's own size
+    (:func:`mindspeed_patches.hccl_buffer.message_megabytes`).
+    """
+    whole = hardware.typical("host.communicator_bytes")
     if variant.kind == "compute":
-        return 0
-    return variant.schedule.lanes if variant.schedule else 1
+        return 0.0
+    if variant.schedule is None:
+        return whole
+    message = math.ceil(shape.block * shape.row_bytes / variant.schedule.chunks / 2**20)
+    sized = 2 * 2.0**20 * max(16, 1 << (message - 1).bit_length())
+    return variant.schedule.lanes_for(shape.ranks) * min(whole, sized)

@@ -306,7 +306,7 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
 
 
 def _lanes(variant: Variant) -> int:
-    return variant.schedule.lanes if variant.schedule else 0
+    return (variant.schedule.lanes or 1) if variant.schedule else 0
 
 
 def _quick(

@@ -228,7 +228,7 @@ class Step:
         group = Group(self.machine, training.cp, stride=training.tp)
         if schedule is not None:
             # The options of tensor parallelism serve here, too; with attention chunks are even.
-            lanes = min(schedule.lanes, training.cp - 1)
+            lanes = min(schedule.lanes_for(training.cp), training.cp - 1)
             schedule = replace(group.direct, lanes=lanes, chunks=schedule.chunks)
         repeats = max(1.0, training.tp * training.cp / training.groups)
         ulysses = Ulysses(training.shape, schedule, training.key_value, repeats)

@@ -18,7 +18,7 @@ from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.data_parallel import DataParallel
 from commfuse_npu.tools.simulate.disturbance import Disturbance
-from commfuse_npu.tools.simulate.footprint import buffers, lanes
+from commfuse_npu.tools.simulate.footprint import buffers, communicators
 from commfuse_npu.tools.simulate.group import UNDISTURBED, Group
 from commfuse_npu.tools.simulate.hardware import Choice, Hardware
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
@@ -279,7 +279,6 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
                     "tokens": what.tokens / (took.seconds * what.npus),
                 }
             )
-    per_lane = hardware.typical("host.communicator_bytes")
     outcomes = tuple(
         Outcome(
             variant=variant.name,
@@ -288,7 +287,7 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
                 for name in found[variant.name][0]
             },
             buffers=buffers(variant, what.shape),
-            communicators=lanes(variant) * per_lane,
+            communicators=communicators(variant, what.shape, hardware),
         )
         for variant in chosen
     )

@@ -13,8 +13,8 @@ from tests.tools.doctor.machines import machine, only
 def test_what_a_launch_would_fuse() -> None:
     report = diagnose(machine(packages={"torch": Package("2.13.0")}), launch("--config"))
     assert report.ready
-    assert report.plan == "shifted, 2 lanes, 1 chunks, interleaved order"
-    block = 1024 * 2 * 4096 * 2
+    assert report.plan == "shifted, 7 lanes, 2 chunks, interleaved order"
+    half = 1024 * 2 * 4096 * 2 // 2
     rows = {
         layer.layer: (
             layer.operator,
@@ -28,15 +28,15 @@ def test_what_a_launch_would_fuse() -> None:
     }
     x, y = (1024, 2, 4096), 8192
     assert rows == {
-        "qkv": ("all_gather_linear", x, (768, 4096), (y, 2, 768), 7, block),
-        "proj": ("linear_reduce_scatter", (y, 2, 512), (4096, 512), x, 7, block),
-        "fc1": ("all_gather_linear", x, (3584, 4096), (y, 2, 3584), 7, block),
-        "fc2": ("linear_reduce_scatter", (y, 2, 1792), (4096, 1792), x, 7, block),
-        "output": ("all_gather_linear", x, (16032, 4096), (y, 2, 16032), 7, block),
+        "qkv": ("all_gather_linear", x, (768, 4096), (y, 2, 768), 14, half),
+        "proj": ("linear_reduce_scatter", (y, 2, 512), (4096, 512), x, 14, half),
+        "fc1": ("all_gather_linear", x, (3584, 4096), (y, 2, 3584), 14, half),
+        "fc2": ("linear_reduce_scatter", (y, 2, 1792), (4096, 1792), x, 14, half),
+        "output": ("all_gather_linear", x, (16032, 4096), (y, 2, 16032), 14, half),
     }
     assert (
         "fc1    [1024, 2, 4096] x [3584, 4096] -> [8192, 2, 3584]: all_gather_linear, "
-        "7 transfers of 16.00 MB (16777216 bytes)"
+        "14 transfers of 8.00 MB (8388608 bytes)"
     ) in report.as_text()
 
 
@@ -52,7 +52,7 @@ def test_a_group_over_two_nodes_gets_two_levels() -> None:
     words = ("--nproc_per_node", "8", "--nnodes", "2", "--tensor-model-parallel-size", "16")
     found = launch("--config", *words, "--num-query-groups", "16")
     report = diagnose(machine(), found)
-    assert report.plan.startswith("two_level, 2 lanes, 1 chunks, interleaved order, 8 ranks")
+    assert report.plan.startswith("two_level, 2 lanes, 2 chunks, interleaved order, 8 ranks")
 
 
 def test_a_schedule_that_cannot_be_is_an_error() -> None:
@@ -84,15 +84,15 @@ def proj(*words: str) -> tuple[str | None, str, int, int]:
 
 
 def test_attention_and_projection_are_one_op() -> None:
-    block = 1024 * 2 * 4096 * 2
+    half = 1024 * 2 * 4096 * 2 // 2
     words = ("--config", "--commfuse-attention")
-    assert proj(*words) == ("attention_linear_reduce_scatter", "", 7, block)
-    assert proj(*words, "--no-commfuse-attention") == ("linear_reduce_scatter", "", 7, block)
+    assert proj(*words) == ("attention_linear_reduce_scatter", "", 14, half)
+    assert proj(*words, "--no-commfuse-attention") == ("linear_reduce_scatter", "", 14, half)
     report = diagnose(machine(packages={"torch": Package("2.13.0")}), launch(*words))
     assert report.ready
     assert (
         "proj   [8192, 2, 512] x [4096, 512] -> [1024, 2, 4096]: attention and projection as one "
-        "op attention_linear_reduce_scatter, 7 transfers of 16.00 MB (16777216 bytes)"
+        "op attention_linear_reduce_scatter, 14 transfers of 8.00 MB (8388608 bytes)"
     ) in report.as_text()
     others = [layer for layer in report.layers if layer.layer != "proj"]
     assert others == [
@@ -143,4 +143,4 @@ def test_numbers_of_four_bytes_in_fp32() -> None:
     full = diagnose(machine(), launch(*FUSED.replace("--bf16", "").split()))
     other = diagnose(machine(), launch(*FUSED.replace("--bf16", "--fp16").split()))
     bytes_of = [report.layers[0].transfer_bytes for report in (half, full, other)]
-    assert bytes_of == [32 * 3 * 64 * 2, 32 * 3 * 64 * 4, 32 * 3 * 64 * 2]
+    assert bytes_of == [16 * 3 * 64 * 2, 16 * 3 * 64 * 4, 16 * 3 * 64 * 2]

@@ -17,12 +17,14 @@ def transfers(words: str, variables: Mapping[str, str] = NOTHING) -> list[Findin
 
 def test_buffers_of_lanes_are_counted() -> None:
     (memory,) = transfers("")
-    assert memory.value == "800 MB per NPU: 2 lanes with 2 x 200 MB"
-    assert memory.action.startswith("--hccl-group-buffer commfuse:16 takes 64 MB")
+    assert memory.value == "224 MB per NPU: 7 lanes with 2 x 16 MB", "sized to the messages"
+    (memory,) = transfers("--hccl-group-buffer tp:400")
+    assert memory.value == "2800 MB per NPU: 7 lanes with 2 x 200 MB"
+    assert memory.action.startswith("--hccl-group-buffer commfuse:8 takes 112 MB")
     (memory,) = transfers("--hccl-group-buffer tp:400;commfuse:32 --commfuse-lanes 3")
     assert memory.value == "192 MB per NPU: 3 lanes with 2 x 32 MB"
-    memory, largest = transfers("", {"HCCL_BUFFSIZE": "8"})
-    assert memory.value == "32 MB per NPU: 2 lanes with 2 x 8 MB"
-    assert summary(largest) == ("warning", "16.0 MB")
-    assert largest.action == "--commfuse-chunks 2, or --hccl-group-buffer commfuse:16"
+    memory, largest = transfers("--hccl-group-buffer commfuse:4")
+    assert memory.value == "56 MB per NPU: 7 lanes with 2 x 4 MB"
+    assert summary(largest) == ("warning", "8.0 MB")
+    assert largest.action == "--commfuse-chunks 4, or --hccl-group-buffer commfuse:8"
     assert transfers("--commfuse-min-kib 99999") == []
