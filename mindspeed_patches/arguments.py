@@ -8,6 +8,7 @@ early, when options that it does not know yet arrive as plain strings, and once 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -85,7 +86,10 @@ _OPTIONS = {
         None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
     ),
     "commfuse_chunks": _option(
-        None, "sub-blocks per block; by default 2 in tensor-parallel layers, else 1", type=whole(1)
+        None,
+        "sub-blocks per block; by default 2 in tensor-parallel layers whose blocks have 1024 rows, "
+        "else 1",
+        type=whole(1),
     ),
     "commfuse_taper": _option(
         1.0, "each sub-block is so many times as long as the next to arrive", type=float
@@ -132,9 +136,12 @@ _OPTIONS = {
     ),
 }
 
-_CHUNKS = 2
-"""Of a tensor-parallel block.  With a lane per peer whole blocks all arrive together, late;
-more pieces cost more than they hide (simulated)."""
+_ROWS_OF_TWO_CHUNKS = 1024
+"""Rows (tokens) of a tensor-parallel block from which two chunks are faster than one.
+
+With a lane per peer whole blocks all arrive together, late; with fewer rows the GEMMs of halves
+cost more than that (simulated, TP 8: 512 rows and 1,024).
+"""
 
 DEFAULTS = {name: default for name, (default, _) in _OPTIONS.items()}
 """What an option is when it is not given."""
@@ -191,7 +198,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     tensor_parallel = parallel_size(args, "tensor_model")
     return CommFuseOptions(
         linear=LinearOptions(
-            schedule=schedule_for(given, tensor_parallel, chunks=1 if tuned else _CHUNKS),
+            schedule=schedule_for(given, tensor_parallel, chunks=1 if tuned else _chunks(args)),
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
@@ -243,6 +250,16 @@ def complete_options(args: argparse.Namespace) -> CommFuseOptions:
     if options.data_parallel is not None:
         check_data_parallel(args)
     return options
+
+
+def _chunks(args: argparse.Namespace) -> int:
+    """Of a tensor-parallel block, if none are asked for."""
+    names = ("seq_length", "micro_batch_size")
+    sizes: list[Any] = [getattr(args, name, None) for name in names]
+    if None in sizes:
+        return 2
+    ranks = parallel_size(args, "tensor_model") * parallel_size(args, "context")
+    return 2 if math.prod(map(int, sizes)) >= _ROWS_OF_TWO_CHUNKS * ranks else 1
 
 
 def _dtype(name: str) -> torch.dtype | None:

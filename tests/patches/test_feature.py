@@ -54,6 +54,22 @@ class TestOptions:
         assert options.linear.reduce_dtype is None
         assert options.linear.schedule == Schedule("shifted", lanes=1, chunks=2)
 
+    @pytest.mark.parametrize(
+        ("sizes", "chunks"),
+        [
+            ({"seq_length": 8192, "micro_batch_size": 1}, 2),
+            ({"seq_length": "4096", "micro_batch_size": "1"}, 1),
+            ({"seq_length": 4096, "micro_batch_size": 2}, 2),
+            ({"seq_length": 8192, "micro_batch_size": 1, "context_parallel_size": 2}, 1),
+            ({"seq_length": 8192, "micro_batch_size": 1, "commfuse_tuning": "on"}, 1),
+            ({"seq_length": 4096, "micro_batch_size": 1, "commfuse_chunks": 4}, 4),
+        ],
+    )
+    def test_small_blocks_stay_whole(self, sizes: dict[str, Any], chunks: int) -> None:
+        args = argparse.Namespace(use_commfuse=True, tensor_model_parallel_size=8, **sizes)
+        schedule = commfuse_options(args).linear.schedule
+        assert (schedule.lanes, schedule.chunks) == (7, chunks)
+
     @pytest.mark.parametrize("early", [False, True])
     def test_typed_or_as_strings(self, early: bool) -> None:
         given = {

@@ -15,7 +15,7 @@ from commfuse_npu.plan import Order, Schedule, Shape
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig, OptionParser
 
-__all__ = ["LAYERS", "FuseOptions", "schedule_of"]
+__all__ = ["LAYERS", "FuseOptions", "chunks_of", "schedule_of"]
 
 LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
 
@@ -36,11 +36,6 @@ class FuseOptions:
     attention: bool = False
     ulysses: bool = False
     dp: bool = False
-
-    @property
-    def pieces(self) -> int:
-        """The chunks of a block: those asked for, else 2; tuning begins with 1."""
-        return self.chunks or (1 if self.tuning == "on" else 2)
 
     @classmethod
     def from_options(cls, options: Sequence[str]) -> FuseOptions:
@@ -83,6 +78,13 @@ def _layer_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def chunks_of(config: ModelConfig, options: FuseOptions) -> int:
+    """The chunks of a tensor-parallel block: those asked for, or those of the feature."""
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    short = config.seq_length * config.micro_batch_size < 1024 * ranks
+    return options.chunks or (1 if options.tuning == "on" or short else 2)
+
+
 def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:
     """The schedule of a tensor-parallel group; ``auto`` is two_level if it spans nodes.
 
@@ -98,7 +100,7 @@ def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:
     schedule = Schedule(
         shape=shape,
         lanes=options.lanes,
-        chunks=options.pieces,
+        chunks=chunks_of(config, options),
         order=options.order,
         taper=options.taper,
         node_size=min(local, size) if shape == "two_level" else None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commfuse_npu.tools.doctor.fuse_options import chunks_of
 from commfuse_npu.tools.doctor.launch import Launch, value_of
 
 __all__ = [
@@ -85,7 +86,8 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
         reason = _obstacle(layer, launch, block_rows * row_bytes)
         # Two halves: a reduce-scatter, and a gather of its result.
         halves = 2 if operator == "linear_all_reduce" else 1
-        chunks, chunk_rows = fuse.pieces, -(-block_rows // fuse.pieces)
+        chunks = chunks_of(config, fuse)
+        chunk_rows = -(-block_rows // chunks)
         if layer == "proj" and fuse.attention and not attention_obstacle(launch):
             # Queries are split, not rows of s*B: no chunk has less than one of them.
             operator, chunks = ATTENTION_OPERATOR, min(chunks, shard)

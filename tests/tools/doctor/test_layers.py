@@ -143,4 +143,4 @@ def test_numbers_of_four_bytes_in_fp32() -> None:
     full = diagnose(machine(), launch(*FUSED.replace("--bf16", "").split()))
     other = diagnose(machine(), launch(*FUSED.replace("--bf16", "--fp16").split()))
     bytes_of = [report.layers[0].transfer_bytes for report in (half, full, other)]
-    assert bytes_of == [16 * 3 * 64 * 2, 16 * 3 * 64 * 4, 16 * 3 * 64 * 2]
+    assert bytes_of == [32 * 3 * 64 * 2, 32 * 3 * 64 * 4, 32 * 3 * 64 * 2]
