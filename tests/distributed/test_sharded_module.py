@@ -33,7 +33,7 @@ TIED = "its weight is used by another module too"
 
 @lru_cache
 def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=2, timeout=PATIENT, batched=batched)
+    return Transport.create(timeout=PATIENT, batched=batched)
 
 
 def fresh() -> Transport:

@@ -56,7 +56,7 @@ def test_no_rate_unless_asked_for() -> None:
             "--link-rate 50 needs links, but there is 1 process; choose --tensor-model-parallel-si",
         ),
         (
-            "--link-rate 50 --commfuse-schedule ring --commfuse-chunks 2",
+            "--link-rate 50 --commfuse-schedule ring --commfuse-chunks 2 --commfuse-lanes 2",
             "--link-rate 50 is per connection, .+ have 2 of them .+; choose --commfuse-lanes 1, or",
         ),
         (

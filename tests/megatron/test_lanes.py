@@ -109,7 +109,7 @@ def lanes_of_replicas(rank: int) -> list[Any]:
     buckets = BucketWrappers(wrappers)
     directions = buckets.gradients, buckets.parameters
     for direction in directions:
-        DataParallelLanes(direction, lanes=2).register(manager)
+        DataParallelLanes(direction, lanes=None).register(manager)
     manager.apply_patches()
     try:
         parallel_state.initialize_model_parallel(1, context_parallel_size=2)
@@ -133,7 +133,7 @@ def lanes_of_replicas(rank: int) -> list[Any]:
 
 
 def test_replicas_have_lanes_of_their_own_for_each_direction(ranks) -> None:
-    everyone = ((0, 1, 2, 3), 2)
+    everyone = ((0, 1, 2, 3), 3)
     assert ranks(4).run(lanes_of_replicas) == [[everyone, everyone, None, None]] * 4
 
 
