@@ -18,6 +18,6 @@ From the top down; what is marked (t) imports torch and runs in the processes of
     worker (t)    what a rank does when it is asked
     works (t)     the five pieces of work
     variants      the ways to run them, by name;  forms (t) makes them
-    baselines (t), carriers (t), sleeping (t), clock (t), peak_memory (t)
+    baselines (t), ring (t), carriers (t), sleeping (t), clock (t), peak_memory (t)
     results       from samples to figures;  report, plot  show them
 """

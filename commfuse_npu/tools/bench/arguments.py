@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         "--sleep-gemm",
         type=positive,
         metavar="GFLOPS",
-        help="GEMMs sleep for as long as they would take at this speed of a rank; for more ranks "
-        "than cores",
+        help="GEMMs sleep for as long as they would take on an NPU that is scaled down to this "
+        "speed; for more ranks than cores",
     )
     size = parser.add_argument_group("how large")
     size.add_argument(

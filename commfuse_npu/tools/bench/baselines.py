@@ -26,9 +26,10 @@ from commfuse_npu.kernels import gemm_into
 from commfuse_npu.plan import split
 from commfuse_npu.tools.bench.carriers import Carrier, Pending
 
-__all__ = ["Blocking", "MegatronOrder", "Sliced", "column_parallel", "row_parallel"]
+__all__ = ["Blocking", "Grads", "MegatronOrder", "Sliced", "column_parallel", "row_parallel"]
 
-_Grads = tuple[torch.Tensor, torch.Tensor]
+Grads = tuple[torch.Tensor, torch.Tensor]
+"""Of the input and of the weight."""
 
 
 class Blocking:
@@ -53,14 +54,14 @@ class Blocking:
     def gemm_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._scattered_product(x, weight.t())
 
-    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> _Grads:
+    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         grad_x = self._scattered_product(grad, weight)
         whole = self.carrier.gather(x).wait()
         grad_weight = grad.t().matmul(whole)
         self.carrier.give_back(whole)
         return grad_x, grad_weight
 
-    def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> _Grads:
+    def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         whole = self.carrier.gather(grad).wait()
         grad_x = torch.empty_like(x)
         gemm_into(grad_x, whole, weight)
@@ -79,6 +80,9 @@ class Blocking:
     def _take(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
         return self.carrier.pool.take(shape, like.dtype, like.device)
 
+    def _blocks(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.unflatten(0, (self.carrier.size, -1))
+
 
 class MegatronOrder(Blocking):
     """Megatron-Core's column-parallel backward: two collectives behind two GEMMs.
@@ -91,7 +95,7 @@ class MegatronOrder(Blocking):
     Forward, and the backward of the row-parallel layer, block.
     """
 
-    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> _Grads:
+    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         gather = self.carrier.gather(x)
         full = self._take(grad, grad.shape[0], weight.shape[1])
         gemm_into(full, grad, weight)
@@ -133,7 +137,7 @@ class Sliced(Blocking):
         self._finish_scatters(rest)
         return y
 
-    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> _Grads:
+    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         gather = self.carrier.gather(x)
         grad_x, rest = self._begin_scatters(grad, weight)
         whole = gather.wait()
@@ -142,7 +146,7 @@ class Sliced(Blocking):
         self._finish_scatters(rest)
         return grad_x, grad_weight
 
-    def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> _Grads:
+    def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         size = self.carrier.size
         grad_x = torch.empty_like(x)
         whole = self._take(grad, size * grad.shape[0], grad.shape[1])
@@ -152,9 +156,6 @@ class Sliced(Blocking):
         grad_weight = whole.t().matmul(x)
         self.carrier.pool.give_back([whole])
         return grad_x, grad_weight
-
-    def _blocks(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.unflatten(0, (self.carrier.size, -1))
 
     def _runs(self, rows: int) -> list[slice]:
         return [slice(start, stop) for start, stop in pairwise(split(rows, self._slices))]
@@ -218,7 +219,7 @@ def _layer(
     x: torch.Tensor,
     weight: torch.Tensor,
     forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], _Grads],
+    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Grads],
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y: torch.Tensor = _Layer.apply(rows, weight, forward, backward)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
-from commfuse_npu.runtime.transport import BufferPool
+from commfuse_npu.tools.bench.buffer_pool import BufferPool
 
 __all__ = ["Carrier", "DirectExchange", "NoTransfers", "Pending", "TorchCollectives"]
 
@@ -118,9 +118,19 @@ class DirectExchange(_OverGroup):
         self._sources = [(self.rank - k) % self.size for k in range(1, self.size)]
         self._messages = 0
 
-    def _exchange(self, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> list[Any]:
-        """Entry k-1 of each list is for, or from, the rank at distance k."""
-        group, targets, sources = self._group, self._targets, self._sources
+    def swap(self, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> Pending:
+        """Begin to send ``out`` to one rank and to receive ``into``, the result, from another."""
+        works = self._exchange([out], [target], [into], [source])
+        return Pending(self, works, lambda: into)
+
+    def _exchange(
+        self,
+        sends: list[torch.Tensor],
+        targets: list[int],
+        receives: list[torch.Tensor],
+        sources: list[int],
+    ) -> list[Any]:
+        group = self._group
         if sends[0].device.type != "cpu":
             # Read, not run: on HCCL single operations would open a communicator per pair.
             operations = [
@@ -144,7 +154,8 @@ class DirectExchange(_OverGroup):
         whole = self._whole(shard)
         blocks = whole.unflatten(0, (self.size, -1))
         receives = [blocks[source] for source in self._sources]
-        works = self._exchange([shard] * (self.size - 1), receives)
+        sends = [shard] * (self.size - 1)
+        works = self._exchange(sends, self._targets, receives, self._sources)
         blocks[self.rank].copy_(shard)
         return Pending(self, works, lambda: whole)
 
@@ -153,7 +164,7 @@ class DirectExchange(_OverGroup):
         # The first partial arrives where the sum is wanted.
         others = [self.pool.take(out.shape, out.dtype, out.device) for _ in range(self.size - 2)]
         sends = [blocks[target] for target in self._targets]
-        works = self._exchange(sends, [out, *others])
+        works = self._exchange(sends, self._targets, [out, *others], self._sources)
 
         def add() -> torch.Tensor:
             for partial in (*others, blocks[self.rank]):

@@ -19,7 +19,7 @@ from commfuse_npu.ops import (
     plain_linear_reduce_scatter,
 )
 from commfuse_npu.ops.blocked_attention import blocked_attention
-from commfuse_npu.runtime.transport import BufferPool, Transport
+from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.bench.baselines import (
     Blocking,
     MegatronOrder,
@@ -27,7 +27,9 @@ from commfuse_npu.tools.bench.baselines import (
     column_parallel,
     row_parallel,
 )
+from commfuse_npu.tools.bench.buffer_pool import BufferPool
 from commfuse_npu.tools.bench.carriers import Carrier, DirectExchange, NoTransfers, TorchCollectives
+from commfuse_npu.tools.bench.ring import Ring
 from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tuning import Tuning
 
@@ -107,6 +109,8 @@ def form_of(variant: Variant, groups: Groups) -> Form:
         )
     if variant.kind == "compute":
         return _baseline(Blocking(NoTransfers(transport.rank, transport.size)))
+    if variant.kind == "ring":
+        return _baseline(Ring(DirectExchange(groups.direct, groups.pool)))
     carrier: Carrier = (
         DirectExchange(groups.direct, groups.pool)
         if variant.direct

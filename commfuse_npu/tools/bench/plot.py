@@ -98,7 +98,7 @@ def _limit(left: Any, right: Any, rows: Sequence[Result]) -> None:
 
 
 def _styles(names: Sequence[str]) -> list[dict[str, Any]]:
-    """A colour per family, darker with its parameter; dashes tell the orders and lanes apart."""
+    """A colour per family, darker with its parameter; dashes tell the tapers and lanes apart."""
     import matplotlib as mpl
 
     families = [_family(name) for name in names]
@@ -112,7 +112,7 @@ def _styles(names: Sequence[str]) -> list[dict[str, Any]]:
             {
                 "color": mpl.colormaps[_COLORMAPS.get(family, "Greys")](shade),
                 "marker": _MARKERS.get(family, "."),
-                "linestyle": _DASHES[("block" in name) + 2 * ("-l" in name)],
+                "linestyle": _DASHES[("-t" in name) + 2 * ("-l" in name)],
                 "linewidth": 1.8 if is_ours(name) else 1.2,
                 "markersize": 4,
             }

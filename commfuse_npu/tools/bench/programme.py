@@ -27,7 +27,7 @@ _ALL_RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 _OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
 _OURS = ("auto*", "ours-c?", "ours-c4-wgrad")
 _TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
-_FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-block", "ours-c?-l1", "ours-c4-l2")
+_FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-t0.5", "ours-c?-l1", "ours-c4-l2")
 _LARGE = (
     "collective",
     "coc-4",
@@ -38,7 +38,7 @@ _LARGE = (
     "auto*",
     "ours-c[148]",
 )
-"""Every way at its best, not every combination: lanes and orders differ with several peers only."""
+"""Every way at its best, not every combination: lanes differ with several peers only."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def quick() -> list[Sweep]:
         Sweep(2, single, ratios, 3, (*two, "auto")),
         Sweep(2, ("mlp",), ratios, 3, two),
         Sweep(2, single, ratios, 3, two, gflops=DEFAULT_GFLOPS),
-        Sweep(4, single, ratios, 3, (*some, "auto", "ours-c4-block"), gflops=DEFAULT_GFLOPS),
+        Sweep(4, single, ratios, 3, (*some, "auto", "ours-c4-t0.5"), gflops=DEFAULT_GFLOPS),
     ]
 
 

@@ -49,6 +49,7 @@ class Shape:
         ffn: width of the MLP; gate and up are as wide each.
         heads, groups: query heads and key heads.
         head: features of a head.
+        scale: how many times narrower than the model's layer it is.
     """
 
     sequence: int
@@ -57,6 +58,7 @@ class Shape:
     heads: int
     groups: int
     head: int
+    scale: float = 1.0
 
     @classmethod
     def of_model(cls, config: Path, ranks: int, scale: float, sequence: int | None) -> Shape:
@@ -85,6 +87,7 @@ class Shape:
             heads=heads,
             groups=groups,
             head=model.hidden_size // model.num_attention_heads,
+            scale=scale,
         )
 
     def __str__(self) -> str:

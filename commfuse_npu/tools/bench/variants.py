@@ -11,10 +11,10 @@
 ``megatron``       forward blocking; backward in Megatron's order: the input is gathered during
                    dgrad, the reduce-scatter runs during wgrad.  With torch's collectives.
 ``megatron-p2p``   the same with direct exchanges.
-``ours-cK``        this project's ops, K chunks per block, chunks interleaved over the peers, as
-                   many lanes as there are peers.  ``-tT``: each T times as long as the next.
-                   ``-block``: in block order.  ``-lL``: L lanes.  ``-wgrad``: weight gradients
-                   made of the blocks as they arrive, which rounds differently.
+``ours-cK``        this project's ops, K chunks per block, as many lanes as there are peers.
+                   ``-tT``: each chunk is T times as long as the next to arrive, shorter if T is
+                   below 1.  ``-lL``: L lanes.  ``-wgrad``: weight gradients made of the blocks as
+                   they arrive, which rounds differently.
 ``auto[-wgrad]``   this project's ops with the schedule that is fastest when it is tried out at the
                    first use over this link, or the plain path (:mod:`commfuse_npu.tuning`).
 =================  ===============================================================================
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from commfuse_npu.plan import Order, Schedule
+from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.variants import Wgrad
 
 __all__ = [
@@ -46,10 +46,10 @@ __all__ = [
 
 COMPUTE, COMMUNICATION, REFERENCE = "compute", "communication", "p2p"
 
-Kind = Literal["compute", "communication", "blocking", "sliced", "megatron", "fused"]
+Kind = Literal["compute", "communication", "blocking", "sliced", "ring", "megatron", "fused"]
 
 _CHUNKS = (1, 2, 4, 8)
-_TAPERED = ((2, 1.5), (4, 1.5), (4, 2.0), (6, 1.5))
+_TAPERED = ((2, 1.5), (4, 1.5), (4, 2.0), (6, 1.5), (4, 0.5))
 _SLICES = (2, 4, 8)
 _WITH_BACKWARD = ("mlp", "attention", "layer")
 
@@ -82,20 +82,14 @@ def of_group(size: int) -> list[Variant]:
         Variant("collective", "blocking", direct=False),
         *(Variant(f"coc-{k}", "sliced", direct=False, slices=k) for k in _SLICES),
         *(Variant(f"slices-{k}", "sliced", slices=k) for k in _SLICES),
-        Variant("ring", "fused", schedule=Schedule("ring", 1, 1)),
+        Variant("ring", "ring"),
         Variant("megatron", "megatron", direct=False),
         Variant("megatron-p2p", "megatron"),
     ]
     for chunks in _CHUNKS:
-        # With one chunk, or one peer, there is only one order.
-        both = chunks > 1 and size > 2
-        orders: tuple[Order, ...] = ("interleaved", "block") if both else ("interleaved",)
-        for order in orders:
-            for lanes in range(size - 1, 0, -1):
-                name = f"ours-c{chunks}" + ("-block" if order == "block" else "")
-                name += f"-l{lanes}" if lanes < size - 1 else ""
-                schedule = Schedule("shifted", lanes, chunks, order)
-                found.append(Variant(name, "fused", schedule=schedule))
+        for lanes in range(size - 1, 0, -1):
+            name = f"ours-c{chunks}" + (f"-l{lanes}" if lanes < size - 1 else "")
+            found.append(Variant(name, "fused", schedule=Schedule("shifted", lanes, chunks)))
     every = Schedule("shifted", max(1, size - 1))
     for chunks, taper in _TAPERED:
         schedule = replace(every, chunks=chunks, taper=taper)

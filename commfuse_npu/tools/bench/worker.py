@@ -130,8 +130,8 @@ class Worker:
         with self._gemms():
             self._work.run(self._form(variant))
         chosen = tuple(
-            f"{problem.kind} {problem.inputs} x {problem.outputs}: {schedule or 'plain'}"
-            for (problem, _), schedule in decided.items()
+            f"{of.layer} {of.half} {of.inputs} x {of.outputs}: {schedule or 'collectives'}"
+            for (of, _), schedule in decided.items()
         )
         return replace(self.check(variant), chosen=chosen)
 
@@ -158,7 +158,7 @@ class Worker:
     def _forget_buffers(self) -> None:
         """Free what the baselines and the product keep between calls."""
         self._groups.pool.clear()
-        self._groups.transport.buffers.clear()
+        self._groups.transport.scratch.clear()
 
     def _timed(self, variant: Variant) -> Sample:
         work, direct = self._work, self._direct
@@ -191,7 +191,9 @@ class Worker:
             getattr(torch, self._device).synchronize()  # read, not run
 
     def _gemms(self) -> AbstractContextManager[SleepingGemms | None]:
-        return nullcontext() if self._gflops is None else SleepingGemms(self._gflops)
+        if self._gflops is None:
+            return nullcontext()
+        return SleepingGemms(self._gflops, self._work.shape.scale)
 
     def _form(self, variant: Variant) -> Form:
         if variant not in self._forms:

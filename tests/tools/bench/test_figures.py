@@ -36,7 +36,7 @@ def test_a_scaled_shape_can_be_shared_by_the_ranks(ranks: int, scale: float) -> 
 
 
 def test_a_quarter_of_the_widths_is_a_quarter() -> None:
-    assert Shape.of_model(CONFIG, 2, 4, None) == Shape(2048, 1024, 3584, 8, 2, 128)
+    assert Shape.of_model(CONFIG, 2, 4, None) == Shape(2048, 1024, 3584, 8, 2, 128, 4)
 
 
 def test_what_a_pair_exchanges() -> None:

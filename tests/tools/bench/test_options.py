@@ -25,20 +25,21 @@ def _names(patterns: list[str], size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_variants_have_names_of_their_own_and_plans_that_exist(size: int) -> None:
+def test_variants_have_names_of_their_own_and_lanes_that_are_used(size: int) -> None:
     variants = of_group(size)
     assert len({variant.name for variant in variants}) == len(variants)
     assert len(set(variants)) == len(variants)
     for variant in variants:
         if variant.schedule is not None:
-            assert variant.schedule.plan("gather", 0, size).lanes <= size - 1
+            lanes = {hop.lane for hop in variant.schedule.hops(0, size, "first")}
+            assert len(lanes) == variant.schedule.lanes <= size - 1
 
 
-def test_chunks_orders_and_lanes_have_names() -> None:
+def test_chunks_tapers_and_lanes_have_names() -> None:
     ours = {variant.name: variant.schedule for variant in of_group(4)}
-    assert (ours["ours-c4"].lanes, ours["ours-c4"].order) == (3, "interleaved")
-    assert (ours["ours-c8-block-l1"].lanes, ours["ours-c8-block-l1"].order) == (1, "block")
+    assert (ours["ours-c4"].lanes, ours["ours-c8-l1"].lanes) == (3, 1)
     assert (ours["ours-c6-t1.5"].chunks, ours["ours-c6-t1.5"].taper) == (6, 1.5)
+    assert (ours["ours-c4-t0.5"].chunks, ours["ours-c4-t0.5"].taper) == (4, 0.5)
     assert _names(["ours-c?"], 2) == [REFERENCE, "ours-c1", "ours-c2", "ours-c4", "ours-c8"]
 
 
