@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.ranks import Ranks
 
-_MOST_RANKS = {"test_linear": 3, "test_pipeline": 3, "test_buckets": 3, "test_product": 3}
+_MOST_RANKS = {"test_linear": 3, "test_programs": 3, "test_buckets": 3, "test_product": 3}
 """In the short tier a test has one size of group: 2 ranks, or 3 where orders of additions are made.
 
 Three ranks have every order that four have.

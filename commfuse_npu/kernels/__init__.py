@@ -62,6 +62,30 @@ class Kernels(Protocol):
             out: the shape of ``total``, any floating-point dtype; may be ``total``.
         """
 
+    def sum_parts(
+        self,
+        out: torch.Tensor,
+        terms: Sequence[tuple[torch.Tensor, int]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Add partial sums, in the order given, and round the result into ``out``.
+
+        Equals, with ``parts`` those of all terms::
+
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part            # rounded to the dtype of out
+            out.copy_(total)
+
+        With a ``dtype`` the additions are made in it and only the result is rounded.
+
+        Args:
+            out: ``[s, columns]``; may be some columns of a wider matrix, or the first term.
+            terms: ``(tensor, k)``: a stack of k parts ``[k * s, columns]``, contiguous for k > 1.
+                The first one may be overwritten.
+        """
+
     def accumulate_weight_gradient(
         self, total: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor
     ) -> None:

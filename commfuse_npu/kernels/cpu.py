@@ -14,6 +14,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "gemm_into",
+    "sum_parts",
 ]
 
 
@@ -30,6 +31,32 @@ def add_partials(
         total.add_(partial)
     if out is not None and out is not total:
         out.copy_(total)
+
+
+def sum_parts(
+    out: torch.Tensor,
+    terms: Sequence[tuple[torch.Tensor, int]],
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """See :meth:`Kernels.sum_parts`."""
+    (first, parts), *others = terms
+    if dtype is not None:
+        stacked = first.view(parts, -1, first.shape[-1])
+        total = stacked.sum(0, dtype=dtype) if parts > 1 else first.to(dtype)
+        for term, count in others:
+            for part in term.chunk(count):
+                total.add_(part)
+        out.copy_(total)
+        return
+    rest = [part for term, count in others for part in term.chunk(count)]
+    total, *more = [*first.chunk(parts), *rest]
+    if not more:
+        out.copy_(total)
+        return
+    for part in more[:-1]:
+        total.add_(part)
+    torch.add(total, more[-1], out=out)
 
 
 def accumulate_weight_gradient(

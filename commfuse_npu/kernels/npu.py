@@ -20,7 +20,7 @@ from commfuse_npu.kernels import cpu
 from commfuse_npu.kernels.attention_arguments import check_attention, check_sums
 
 # The same on every device: torch.mm writes into its result, additions are one kernel each.
-from commfuse_npu.kernels.cpu import add_partials, gemm_into
+from commfuse_npu.kernels.cpu import add_partials, gemm_into, sum_parts
 
 if TYPE_CHECKING:
     from commfuse_npu.kernels import MatmulAdd
@@ -32,6 +32,7 @@ __all__ = [
     "attention_forward",
     "gemm_into",
     "set_matmul_add",
+    "sum_parts",
 ]
 
 _LAYOUT = "SBH"

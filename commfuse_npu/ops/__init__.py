@@ -1,4 +1,4 @@
-"""Operators over the plans, each next to its plain (collective) form."""
+"""Operators that run programs, each next to its plain (collective) form."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 With tensor parallelism a rank holds some of the heads over the whole sequence.  The queries are
 split by the rank that owns their rows afterwards: attention of one block of queries, its output
-projection and its transfer form a pipeline (CommFuse, arXiv 2604.24013: query split).
+projection and its transfer are one operation (CommFuse, arXiv 2604.24013: query split).
 
 Legend: ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G`` key heads of
 this rank, ``D`` features of a head, ``H`` hidden, ``N`` ranks, ``q_SBAD`` a tensor of that shape.
 
 Under a causal mask the queries of later ranks see more keys, so that blocks cost differently; the
-plan then takes them in the order in which the ranks wait least for the links
+program then takes them in the order in which the ranks wait least for the links
 (:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
 
 The op stands next to its plain form, which is its reference and its fallback.  The front of the
@@ -27,15 +27,21 @@ from torch.autograd.function import once_differentiable
 from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.attention_arguments import check_self_attention
 from commfuse_npu.ops.blocked_attention import AttentionRuns, KeptRuns, blocked_attention
-from commfuse_npu.ops.blocked_linear import blocked_linear
+from commfuse_npu.ops.blocked_linear import Piece, blocked_linear
 from commfuse_npu.ops.collective_functions import reduce_scatter
-from commfuse_npu.ops.job import Job, any_grad, even_chunks, options_for_rows, takes_plain_path
+from commfuse_npu.ops.job import (
+    Job,
+    any_grad,
+    options_for_attention,
+    place_in,
+    takes_plain_path,
+)
 from commfuse_npu.ops.linear_arguments import check_divisible, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.plan import Kind
-from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
+from commfuse_npu.plan.rules import gather_use, made_pieces, produce_scatter, used_pieces
+from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["attention_linear_reduce_scatter", "plain_attention_linear_reduce_scatter"]
@@ -95,17 +101,17 @@ def attention_linear_reduce_scatter(
     check_self_attention(name, q, k, v, dropout)
     check_linear(name, q.flatten(2), weight, bias, transport, options)
     check_divisible(name, q, transport.size)
-    if takes_plain_path(name, q, transport, rows=q.shape[0]):
+    if takes_plain_path(name, q, transport, rows=q.shape[0] * q.shape[1]):
         return plain_attention_linear_reduce_scatter(
             q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
             options=options,
         )  # fmt: skip
-    job = Job.of(transport, _options_for(options, q, transport.size, causal), name)
+    job = Job.of(transport, _options_for(options, transport.size, causal), name)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v, weight):
         y = _AttentionLinearReduceScatter.apply(*tensors, weight, job, causal, scale)
     else:
-        y = _forward(AttentionRuns(*tensors, causal, scale), q, weight, job)
+        y = _forward(AttentionRuns(*tensors, causal, scale), q.shape, weight, job)
     return y if bias is None else y + bias
 
 
@@ -126,31 +132,25 @@ def plain_attention_linear_reduce_scatter(
     """:func:`attention_linear_reduce_scatter` over the plain collectives; see its arguments.
 
     Args:
-        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's plan.
+        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's program.
     """
     name = "plain_attention_linear_reduce_scatter"
     check_self_attention(name, q, k, v, dropout)
     check_divisible(name, q, group.size())
-    block_rows, batch = q.shape[0] // group.size(), q.shape[1]
-    options = _options_for(options, q, group.size(), causal)
+    options = _options_for(options, group.size(), causal)
     sources = None
     runs: dict[str, Any] = {}
-    gemm_runs: dict[str, Any] = {}
+    gemms: dict[str, Any] = {}
     if same_blocks:
-        kinds: dict[str, Kind] = {"rows": "reduce_scatter", "grad_rows": "gather"}
-        for what, kind in kinds.items():
-            plan = options.schedule.plan(kind, group.rank(), group.size())
-            runs[what] = plan.computed_rows(block_rows)
-        gemms = {
-            what: [slice(run.start * batch, run.stop * batch) for run in of]
-            for what, of in runs.items()
-        }
-        gemm_runs = {"rows": gemms["rows"], "dgrad_rows": gemms["grad_rows"]}
+        place, rows = place_in(group, options.schedule), q.shape[0] // group.size()
+        made, used = made_pieces(place, rows), used_pieces(place, rows)
+        runs = {"rows": made, "grad_rows": used}
+        gemms = {"forward": _pieces(made, q.shape[1]), "dgrad": _pieces(used, q.shape[1])}
         if options.wgrad == "blocks":
-            gemm_runs["wgrad_rows"] = gemms["grad_rows"]
-        sources = _order_of_additions(options, group)
+            gemms["wgrad"] = [piece for piece, _ in gemms["dgrad"]]
+        sources = _order_of_additions(place)
     attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs).flatten(2)
-    full = blocked_linear(attended, weight, main_grad=options.main_grad, **gemm_runs)
+    full = blocked_linear(attended, weight, main_grad=options.main_grad, **gemms)
     y = reduce_scatter(full, group, options.reduce_dtype, sources)
     return y if bias is None else y + bias
 
@@ -160,51 +160,48 @@ _TUNED_CHUNKS = 4
 the spread at every ratio."""
 
 
-def _options_for(options: LinearOptions, q: torch.Tensor, size: int, causal: bool) -> LinearOptions:
-    """No more chunks than rows; under a causal mask blocks in the order that waits least."""
+def _options_for(options: LinearOptions, size: int, causal: bool) -> LinearOptions:
     if options.tuning is not None:
         schedule = replace(options.schedule, chunks=_TUNED_CHUNKS)
         options = replace(options, schedule=schedule, tuning=None)
-    options = even_chunks(options_for_rows(options, q.shape[0] // size))
-    return (
-        replace(options, schedule=options.schedule.for_causal_blocks(size)) if causal else options
-    )
+    return options_for_attention(options, size, causal)
 
 
-def _order_of_additions(options: LinearOptions, group: dist.ProcessGroup) -> list[int] | None:
+def _pieces(runs: list[slice], batch: int) -> list[Piece]:
+    """Runs of queries as those of a GEMM's rows."""
+    return [((slice(run.start * batch, run.stop * batch),), None) for run in runs]
+
+
+def _order_of_additions(place: Place) -> list[int] | None:
     """In which order the fused op adds the ranks' partials, if not in the collective's."""
-    if options.schedule.costs is None:
+    if place.schedule.shape == "shifted" and place.schedule.costs is None:
         return None
-    distances = options.schedule.distances(group.size(), "last")
-    return [(group.rank() - distance) % group.size() for distance in (*distances, 0)]
+    hops = place.schedule.hops(place.rank, place.size, "last")
+    return [*(hop.source for hop in hops), place.rank]
 
 
 def _forward(
     attention: AttentionRuns,
-    q: torch.Tensor,
+    shape: torch.Size,
     weight: torch.Tensor,
     job: Job,
     kept: KeptRuns | None = None,
 ) -> torch.Tensor:
-    y = q.new_empty((q.shape[0] // job.transport.size, q.shape[1], weight.shape[0]))
+    """Of queries of this shape."""
+    rows, batch, hidden = shape[0] // job.transport.size, shape[1], weight.shape[0]
+    y = weight.new_empty((rows, batch * hidden))
     transposed = weight.t()
-    with ReduceScatter(
-        y,
-        transport=job.transport,
-        plan=job.plan("reduce_scatter"),
-        reduce_dtype=job.options.reduce_dtype,
-        name=job.name,
-        options=job.options,
-    ) as scatter:
 
-        def produce(run: slice, out: torch.Tensor) -> None:
-            attended, statistics = attention.forward(run)
-            gemm_into(_rows(out), _rows(attended.flatten(2)), transposed)
-            if kept is not None:
-                kept.add(run, attended, statistics)
+    def make(out: torch.Tensor, run: slice) -> None:
+        attended, statistics = attention.forward(run)
+        gemm_into(out.view(-1, hidden), _flat(attended), transposed)
+        if kept is not None:
+            kept.add(run, attended, statistics)
 
-        scatter.produce(produce)
-        return scatter.finish()
+    program = produce_scatter(job.place(), rows, batch * hidden)
+    running = job.transport.begin(program, job.name, y, job.options, job.options.reduce_dtype)
+    running.run({"make": make}, out=y)
+    return y.view(rows, batch, hidden)
 
 
 class _AttentionLinearReduceScatter(torch.autograd.Function):
@@ -220,8 +217,9 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         kept = KeptRuns(q)
-        y = _forward(AttentionRuns(q, k, v, causal, scale), q, weight, job, kept)
-        ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
+        y = _forward(AttentionRuns(q, k, v, causal, scale), q.shape, weight, job, kept)
+        attention = (q, k, v, *kept.statistics) if any(ctx.needs_input_grad[:3]) else ()
+        ctx.save_for_backward(kept.attended, *attention)
         ctx.where = kept.where
         ctx.weight = SavedWeight(weight)
         ctx.call = job, causal, scale
@@ -232,42 +230,39 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job, causal, scale = ctx.call
         weight = ctx.weight.get(job.name)
-        q, k, v, attended, *statistics = ctx.saved_tensors
-        needs_attention, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
-        grad = grad.contiguous()
-        blocks = job.options.wgrad == "blocks"
-        wgrad = whole = attention = None
-        if needs_weight:
-            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
-            if not blocks:
-                whole = grad.new_empty((q.shape[0], *grad.shape[1:]))
-        if needs_attention:
+        attended, *saved = ctx.saved_tensors
+        rows, batch, hidden = grad.shape
+        keep = ctx.needs_input_grad[3] and job.options.wgrad == "whole"
+        statistics: list[torch.Tensor] = []
+        wgrad = attention = None
+        if ctx.needs_input_grad[3]:
+            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=not keep)
+        if saved:
+            q, k, v, *statistics = saved
             attention = AttentionRuns(q, k, v, causal, scale)
             attention.begin_backward()
-        with Gather(
-            grad,
-            transport=job.transport,
-            plan=job.plan("gather"),
-            gathered=whole,
-            name=f"{job.name} backward",
-            options=(job.options, needs_attention, needs_weight),
-        ) as gather:
-            for piece, run in gather.pieces():
-                if attention is not None:
-                    grad_attended = torch.empty_like(attended[run])
-                    gemm_into(_rows(grad_attended.flatten(2)), _rows(piece), weight)
-                    attention.backward(
-                        run, grad_attended, attended[run], statistics[ctx.where[run.start]]
-                    )
-                if wgrad is not None and blocks:
-                    wgrad.add(_rows(piece), _rows(attended[run].flatten(2)))
-            gather.finish()
-        if wgrad is not None and whole is not None:
-            wgrad.add(_rows(whole), _rows(attended.flatten(2)))
+
+        def use(piece: torch.Tensor, run: slice) -> None:
+            grad_y, out = piece.view(-1, hidden), attended[run]
+            if attention is not None:
+                grad_out = torch.empty_like(out)
+                gemm_into(_flat(grad_out), grad_y, weight)
+                attention.backward(run, grad_out, out, statistics[ctx.where[run.start]])
+            if wgrad is not None and not keep:
+                wgrad.add(grad_y, _flat(out))
+
+        def whole_wgrad(whole: torch.Tensor) -> None:
+            assert wgrad is not None
+            wgrad.add(whole.view(-1, hidden), _flat(attended))
+
+        grad = grad.contiguous().view(rows, batch * hidden)
+        program = gather_use(job.place(), rows, batch * hidden, keep)
+        running = job.transport.begin(program, f"{job.name} backward", grad, job.options)
+        running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
         grads = (None, None, None) if attention is None else attention.gradients()
         return *grads, None if wgrad is None else wgrad.result(), None, None, None
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``[S, B, F]`` as ``[S * B, F]``."""
-    return x.view(-1, x.shape[-1])
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """``[S, B, A, D]`` as ``[S * B, A * D]``: never a copy, it may be written to."""
+    return x.view(-1, x.shape[2] * x.shape[3])

@@ -1,6 +1,6 @@
 """Attention over given runs of queries: the arithmetic of a fused op, unfused.
 
-One call of a kernel per run of queries, in the order of a plan, so that a fused op and its plain
+One call of a kernel per run of queries, in the order of a program, so that a fused op and its plain
 form add the gradients of keys and values in the same order.
 """
 
@@ -125,7 +125,9 @@ def blocked_attention(
     Returns:
         ``[S, B, A, D]``.
     """
-    runs = [slice(0, q.shape[0])] if rows is None else list(rows)
+    # Kernels take no empty tensors.
+    everything = [slice(0, q.shape[0])] if q.numel() else []
+    runs = everything if rows is None else list(rows)
     out: torch.Tensor = _BlockedAttention.apply(
         q.contiguous(), k.contiguous(), v.contiguous(), causal, scale, runs, grad_rows or runs
     )

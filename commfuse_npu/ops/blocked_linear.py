@@ -1,7 +1,7 @@
-"""A linear layer whose GEMMs run over given runs of rows: the arithmetic of a fused op, unfused.
+"""A linear layer whose GEMMs run over given pieces: the arithmetic of a fused op, unfused.
 
 A GEMM library may choose another kernel for fewer rows and then rounds differently.  To tell that
-from an error of the pipeline, the plain form of a fused op runs the very GEMMs of its plan.
+from an error of the op, the plain form of a fused op runs the very GEMMs of its program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
 
-__all__ = ["blocked_linear"]
+__all__ = ["Piece", "blocked_linear"]
+
+Piece = tuple[Sequence[slice], slice | None]
+"""Runs of rows that one GEMM takes together, and the columns of the result that it makes."""
 
 
 def blocked_linear(
@@ -24,12 +27,12 @@ def blocked_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    rows: Sequence[slice] | None = None,
-    dgrad_rows: Sequence[slice] | None = None,
-    wgrad_rows: Sequence[slice] | None = None,
+    forward: Sequence[Piece] | None = None,
+    dgrad: Sequence[Piece] | None = None,
+    wgrad: Sequence[Sequence[slice]] | None = None,
     main_grad: bool = False,
 ) -> torch.Tensor:
-    """``x @ weight^T + bias``, differentiable, one GEMM per run of rows.
+    """``x @ weight^T + bias``, differentiable, one GEMM per piece.
 
     Equals ``torch.nn.functional.linear`` but for rounding.
 
@@ -37,24 +40,33 @@ def blocked_linear(
         x: ``[S, I]`` or ``[S, B, I]``.
         weight: ``[O, I]``, the dtype of ``x``.
         bias: ``[O]``.
-        rows: runs of ``S * B`` rows for the forward, in order; all at once by default.
-        dgrad_rows: the same for the gradient of ``x``.
-        wgrad_rows: the same for the gradient of ``weight``, summed in fp32 in this order.
+        forward: pieces of the ``S * B`` rows for the forward, in order; all at once by default.
+        dgrad: the same for the gradient of ``x``.
+        wgrad: the same runs of rows for the gradient of ``weight``, summed in fp32 in this order.
         main_grad: see :class:`WeightGradient`.
 
     Returns:
         ``[S, O]`` or ``[S, B, O]``.
     """
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    out = _BlockedLinear.apply(flat, weight, bias, rows, dgrad_rows, wgrad_rows, main_grad)
+    out = _BlockedLinear.apply(flat, weight, bias, forward, dgrad, wgrad, main_grad)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _by_rows(a: torch.Tensor, b: torch.Tensor, rows: Sequence[slice] | None) -> torch.Tensor:
+def _by_pieces(a: torch.Tensor, b: torch.Tensor, pieces: Sequence[Piece] | None) -> torch.Tensor:
     out = a.new_empty((a.shape[0], b.shape[1]))
-    for run in rows if rows is not None else [slice(None)]:
-        gemm_into(out[run], a[run], b)
+    for runs, columns in pieces if pieces is not None else [([slice(0, a.shape[0])], None)]:
+        columns = columns or slice(0, b.shape[1])
+        rows = _rows(a, runs)
+        made = a.new_empty((rows.shape[0], columns.stop - columns.start))
+        gemm_into(made, rows, b[:, columns])
+        for run, part in zip(runs, made.split([run.stop - run.start for run in runs]), strict=True):
+            out[run, columns] = part
     return out
+
+
+def _rows(a: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+    return a[runs[0]] if len(runs) == 1 else torch.cat([a[run] for run in runs])
 
 
 class _BlockedLinear(torch.autograd.Function):
@@ -64,31 +76,30 @@ class _BlockedLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        rows: Sequence[slice] | None,
-        dgrad_rows: Sequence[slice] | None,
-        wgrad_rows: Sequence[slice] | None,
+        pieces: Sequence[Piece] | None,
+        dgrad: Sequence[Piece] | None,
+        wgrad: Sequence[Sequence[slice]] | None,
         main_grad: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
-        ctx.settings = dgrad_rows, wgrad_rows, main_grad
-        out = _by_rows(x, weight.t(), rows)
+        ctx.settings = dgrad, wgrad, main_grad
+        out = _by_pieces(x, weight.t(), pieces)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dgrad_rows, wgrad_rows, main_grad = ctx.settings
+        dgrad, wgrad, main_grad = ctx.settings
         (x,) = ctx.saved_tensors
         weight = ctx.weight.get("blocked_linear")
         grad = grad.contiguous()
-        grad_x = _by_rows(grad, weight, dgrad_rows) if ctx.needs_input_grad[0] else None
+        grad_x = _by_pieces(grad, weight, dgrad) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            blocks = wgrad_rows is not None
-            gradient = WeightGradient(weight, main_grad=main_grad, blocks=blocks)
-            for run in wgrad_rows or [slice(None)]:
-                gradient.add(grad[run], x[run])
+            gradient = WeightGradient(weight, main_grad=main_grad, blocks=wgrad is not None)
+            for runs in wgrad or [[slice(None)]]:
+                gradient.add(_rows(grad, runs), _rows(x, runs))
             grad_weight = gradient.result()
         grad_bias = grad.sum(dim=0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None, None

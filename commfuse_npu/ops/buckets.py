@@ -16,21 +16,20 @@ the additions, in the wait.  Timeline of three buckets ``a, b, c`` on rank r of 
     links    |               | a -> r+1..r+3 | b -> r+1..r+3 | c -> r+1..r+3
 
 Shards are sent from the bucket as it is; partials arrive in scratch memory and are added in the
-order of the plan, ``r-1, ..., r+1`` unless it is ``two_level`` or has costs, the own one last.
+order of the schedule, ``r-1, ..., r+1`` unless it is ``two_level`` or has costs, the own one last.
 
 **No deadlock**, whichever rank waits for which bucket when.  Number the transfers by (place of
-their bucket in the order of starts, step of the plan); the ranks start the same buckets in the same
-order, so the numbers are the same on all of them.  A rank waits for a transfer only
+their bucket in the order of starts, step of its program); the ranks start the same buckets in the
+same order, so the numbers are the same on all of them.  A rank waits for a transfer only
 
 1. in a wait, which takes the buckets in the order of starts and their steps in rising order.  With
-   too little scratch memory for a whole bucket, step k is posted when an earlier one is added;
+   too little scratch memory for a whole bucket, a step is posted when an earlier one is added;
 2. before the ranks compare a combination of sizes and options that is new to them: they finish
    everything under way first, so that nobody waits in the comparison who is still needed.
 
 So take the transfer with the lowest number that is not finished.  Everything below it is, so both
 of its ends have been posted, or will be as soon as their ranks come to a wait: for a lower one they
-need not wait, and for a higher one they do not wait before.  On gloo, where a send is held back
-until its lane is free, it is held back by a lower one, see :mod:`commfuse_npu.runtime.transport`.
+need not wait, and for a higher one they do not wait before.
 
 HCCL needs more: on a lane messages match by their order.  There no bucket may overtake another, so
 one that is started while an earlier one still waits for scratch memory is posted behind it, in a
@@ -57,16 +56,20 @@ another: each would wait behind the other, as on a lane.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops.bucket_exchange import BucketExchange, Gathering, Reduction, line_of
-from commfuse_npu.plan import Kind, Plan, Schedule
+from commfuse_npu.ops.bucket_exchange import BucketExchange, line_of
+from commfuse_npu.ops.sum_ending import sum_ending
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Program, aligned
+from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from commfuse_npu.runtime.transport import Exchange, Transport
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
     "BucketExchange",
@@ -82,15 +85,16 @@ class BucketOptions:
     """How buckets are exchanged.  The same on every rank of the group.
 
     Args:
-        schedule: the plan's options; ``shifted`` or ``two_level``.  A shard of fewer elements than
-            ``chunks`` is cut into as many as it has.
+        schedule: who sends to whom when.  A shard of fewer elements than ``chunks`` is cut into as
+            many as it has, and ``taper`` has no meaning.
         reduce_dtype: add partials in this dtype, divide there, and round once.  By default in the
             bucket's own, rounded at every addition: bitwise the collective's sum.  They travel in
             the bucket's dtype either way.
         scratch_bytes: the most memory that the reduction of one bucket takes beside it, for the sum
             of the own shard and for partials on their way.  The sum and one piece (a chunk of a
             shard) are always taken.  With less than a whole bucket needs, some transfers start only
-            in the wait.  A gather takes none.
+            in the wait; with less than a chunk of all ranks, partials are added one by one.  A
+            gather takes none.
         last_first: a gather sends the last chunk of each shard first.  Megatron lays parameters out
             in the reverse order of their use, so that those needed first are at the end.
 
@@ -104,11 +108,6 @@ class BucketOptions:
     last_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule.shape == "ring":
-            raise ValueError(
-                "the schedule of buckets is a ring, where each transfer waits for ranks in between "
-                "that do other work; choose shifted or two_level"
-            )
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
@@ -137,8 +136,11 @@ class Buckets:
         transport: Transport,
         options: BucketOptions = BucketOptions(),
     ) -> None:
-        schedule = options.schedule
-        lanes = schedule.plan("gather", transport.rank, transport.size).lanes
+        # Buckets hide behind layers, not behind their own pieces: nothing is gained by tapering.
+        self._place = transport.place(replace(options.schedule, taper=1.0))
+        # An error now if its nodes do not fill the group.
+        options.schedule.hops(transport.rank, transport.size, "first")
+        lanes = options.schedule.lanes_for(transport.size)
         if lanes > transport.lanes:
             raise ValueError(
                 f"the schedule of buckets uses {lanes} lanes, the transport has "
@@ -186,27 +188,21 @@ class Buckets:
         name, options = "reduce_scatter_bucket", self._options
         _check_bucket(name, bucket, self._transport.size)
         _check_fractions(name, bucket, average, scale, options.reduce_dtype)
-        dtype = options.reduce_dtype or bucket.dtype
-        facts = (dtype, average, options.scratch_bytes)
+        total = options.reduce_dtype or bucket.dtype
+
+        def program(elements: int) -> Program:
+            stacks = self._stacks(elements, bucket.dtype, total)
+            return bucket_scatter(self._place, elements, *stacks)
+
         with torch.no_grad():
-            started = self._start(name, "reduce_scatter", bucket, facts)
-            if started is None:
-                if scale != 1.0:
-                    bucket.mul_(scale)
-                return BucketExchange(name, bucket.numel(), self._line, None)
-            plan, exchange = started
-            reduction = Reduction(
-                bucket,
-                self._transport,
-                plan,
-                exchange,
-                scale=scale,
-                average=average,
-                dtype=dtype,
-                scratch_bytes=options.scratch_bytes,
-            )
-            self._line.add(reduction)
-        return BucketExchange(name, bucket.numel(), self._line, reduction)
+            facts = average, options.scratch_bytes
+            running = self._begin(name, bucket, program, facts, total)
+            if scale != 1.0:
+                bucket.mul_(scale)
+            if running is not None:
+                divisor = self._transport.size if average else 1
+                self._line.add(bucket, running, {"finish": sum_ending(divisor)})
+        return BucketExchange(name, bucket.numel(), self._line, running, sums=True)
 
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
         """Begin to fetch the other ranks' shards of a bucket.
@@ -230,19 +226,45 @@ class Buckets:
         """
         name, last_first = "all_gather_bucket", self._options.last_first
         _check_bucket(name, bucket, self._transport.size)
-        with torch.no_grad():
-            started = self._start(name, "gather", bucket, last_first)
-            if started is None:
-                return BucketExchange(name, bucket.numel(), self._line, None)
-            plan, exchange = started
-            gathering = Gathering(bucket, self._transport, plan, exchange, last_first=last_first)
-            self._line.add(gathering)
-        return BucketExchange(name, bucket.numel(), self._line, gathering)
 
-    def _start(
-        self, name: str, kind: Kind, bucket: torch.Tensor, facts: Hashable
-    ) -> tuple[Plan, Exchange] | None:
-        """Agree with the other ranks; ``None`` if there is nothing to transfer."""
+        def program(elements: int) -> Program:
+            return bucket_gather(self._place, elements, last_first)
+
+        with torch.no_grad():
+            running = self._begin(name, bucket, program, last_first, None)
+            if running is not None:
+                self._line.add(bucket, running, {})
+        return BucketExchange(name, bucket.numel(), self._line, running, sums=False)
+
+    def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:
+        """How many partials are added at once, and how many such stacks have memory.
+
+        One stack holds a chunk of all ranks if there is room for it, else one partial.
+        """
+        chunks = self._place.schedule.runs(elements, "last")
+        piece = max(chunk.stop - chunk.start for chunk in chunks)
+        room = self._options.scratch_bytes - aligned(elements) * total.itemsize
+
+        def fit(stack: int) -> int:
+            return room // (aligned(stack * piece) * dtype.itemsize)
+
+        peers = self._place.size - 1
+        return (peers, min(len(chunks), fit(peers))) if fit(peers) > 0 else (1, max(1, fit(1)))
+
+    def _begin(
+        self,
+        name: str,
+        bucket: torch.Tensor,
+        program: Callable[[int], Program],
+        facts: Hashable,
+        total: torch.dtype | None,
+    ) -> Running | None:
+        """Agree with the other ranks; ``None`` if there is nothing to transfer.
+
+        Args:
+            program: for a shard of so many elements.
+            total: the dtype of sums.
+        """
         transport, line = self._transport, self._line
         if bucket.device.type != transport.device_type:
             raise ValueError(
@@ -251,29 +273,26 @@ class Buckets:
             )
         if transport.size == 1:
             return None
+        if transport.broken:
+            raise transport.error()
         if line.same_memory(bucket):
             raise ValueError(
                 f"{name}: elements of the bucket are on their way already; wait for that exchange "
                 "first"
             )
         elements = bucket.numel() // transport.size
-        schedule = self._options.schedule
-        # Buckets hide behind layers, not behind their own pieces: nothing is gained by tapering.
-        chunks = max(1, min(schedule.chunks, elements))
-        schedule = replace(schedule, chunks=chunks, taper=1.0)
-        combination = (name, elements, bucket.dtype, schedule, facts)
+        combination = (name, elements, bucket.dtype, self._place, total, facts)
         if combination not in line.agreed or transport.check == "always":
             # The ranks are about to wait for each other here; one that waits for a bucket instead
             # must not need this rank any more.
             line.finish_all()
-        started = None
+        running = None
         if elements == 0:
             transport.agree(name, path="empty", dtype=bucket.dtype, options=facts)
         else:
-            plan = schedule.plan(kind, transport.rank, transport.size)
-            started = plan, transport.start(plan, name, (elements,), bucket, facts)
+            running = transport.begin(program(elements), name, bucket, facts, total)
         line.agreed.add(combination)
-        return started
+        return running
 
 
 def plain_reduce_scatter_bucket(

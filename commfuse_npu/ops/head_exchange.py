@@ -45,12 +45,11 @@ from commfuse_npu.ops.head_linear import (
     blocked_linear_of_heads,
     blocked_linear_to_heads,
 )
-from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.job import Job, any_grad, place_in, takes_plain_path
 from commfuse_npu.ops.linear_arguments import autocast, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.plan import Own
-from commfuse_npu.runtime.pipeline import exchange_and_consume, produce_and_exchange
+from commfuse_npu.plan.rules import exchange, made_pieces, used_pieces
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
@@ -123,7 +122,7 @@ def linear_all_to_all(
             x, weight, bias, group=transport.group, rows=rows, options=options
         )
     transport.agree(f"{name} rows", rows=heads.bounds)
-    job = Job.of(transport, options_for_rows(options, _rows(x)), name)
+    job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, weight, bias):
         y = _LinearAllToAll.apply(flat, weight, bias, job, heads)
@@ -145,17 +144,17 @@ def plain_linear_all_to_all(
     """:func:`linear_all_to_all` over the plain collective; see its arguments.
 
     Args:
-        same_blocks: cut the GEMMs into the runs of rows of the fused op's plans.
+        same_blocks: cut the GEMMs into the runs of rows of the fused op's program.
     """
     heads = HeadRows("plain_linear_all_to_all", weight.shape[0], group.size(), rows)
     x, weight, bias = autocast(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     if same_blocks:
-        options = options_for_rows(options, _rows(x))
+        place = place_in(group, options.schedule)
         whole = blocked_linear_to_heads(
             flat, weight, bias, heads,
-            rows=_runs(options, group, "last", _rows(x)),
-            grad_rows=_runs(options, group, "first", _rows(x)),
+            rows=made_pieces(place, _rows(x)),
+            grad_rows=used_pieces(place, _rows(x)),
             options=options,
         )  # fmt: skip
     else:
@@ -169,14 +168,13 @@ def plain_linear_all_to_all(
 def _project_out(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: Job, heads: HeadRows
 ) -> torch.Tensor:
-    linear = LinearToHeads(weight, heads, x.shape[0])
-    return produce_and_exchange(
-        partial(linear.forward, x, bias),
-        x.new_empty((x.shape[0] * job.transport.size, heads.features)),
-        transport=job.transport,
-        plan=job.plan("all_to_all", "last"),
-        name=job.name,
-    )
+    rows, features = x.shape[0], heads.features
+    linear = LinearToHeads(weight, heads, rows)
+    y = x.new_empty((rows * job.transport.size, features))
+    program = exchange(job.place(), rows, features, "made", False, True, False)
+    running = job.transport.begin(program, job.name, y)
+    running.run({"make": partial(linear.forward, x, bias)}, received=y)
+    return y
 
 
 class _LinearAllToAll(torch.autograd.Function):
@@ -201,19 +199,16 @@ class _LinearAllToAll(torch.autograd.Function):
         job, heads = ctx.call
         (x,) = ctx.saved_tensors
         grad = grad.contiguous()
-        block_rows = grad.shape[0] // job.transport.size
-        linear = LinearToHeads(ctx.weight.get(job.name), heads, block_rows)
+        rows, features = grad.shape[0] // job.transport.size, heads.features
+        linear = LinearToHeads(ctx.weight.get(job.name), heads, rows)
         linear.begin_backward(x, ctx.needs_input_grad[:3], job.options)
-        whole = torch.empty_like(grad) if linear.needs_whole else None
-        exchange_and_consume(
-            grad,
-            linear.backward,
-            transport=job.transport,
-            plan=job.plan("all_to_all", "first"),
-            received=whole,
-            name=f"{job.name} backward",
-        )
-        return *linear.gradients(whole), None, None
+        tensors: dict[str, Any] = {"blocks": grad}
+        if linear.needs_whole:
+            tensors["received"] = torch.empty_like(grad)
+        program = exchange(job.place(), rows, features, "given", True, linear.needs_whole, False)
+        running = job.transport.begin(program, f"{job.name} backward", grad)
+        running.run({"use": linear.backward}, **tensors)
+        return *linear.gradients(tensors.get("received")), None, None
 
 
 # ------------------------------------------------------------- heads to rows
@@ -271,7 +266,7 @@ def all_to_all_linear(
     x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_all_to_all_linear(x, weight, bias, group=transport.group, options=options)
-    job = Job.of(transport, options_for_rows(options, _rows(x) // transport.size), name)
+    job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, weight, bias):
         y = _AllToAllLinear.apply(flat, weight, bias, job)
@@ -292,18 +287,17 @@ def plain_all_to_all_linear(
     """:func:`all_to_all_linear` over the plain collective; see its arguments.
 
     Args:
-        same_blocks: cut the GEMMs into the runs of rows of the fused op's plans.
+        same_blocks: cut the GEMMs into the runs of rows of the fused op's program.
     """
     check_sequence("plain_all_to_all_linear", x.shape[0], group.size())
     x, weight, bias = autocast(x, weight, bias)
     whole = all_to_all(x.reshape(-1, x.shape[-1]), group)
     if same_blocks:
-        block_rows = _rows(x) // group.size()
-        options = options_for_rows(options, block_rows)
+        place, rows = place_in(group, options.schedule), _rows(x) // group.size()
         y = blocked_linear_of_heads(
             whole, weight, bias, group.size(),
-            rows=_runs(options, group, "first", block_rows),
-            grad_rows=_runs(options, group, "last", block_rows),
+            rows=used_pieces(place, rows),
+            grad_rows=made_pieces(place, rows),
             options=options,
         )  # fmt: skip
     else:
@@ -319,16 +313,14 @@ def _project_in(
     job: Job,
     received: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    linear = LinearOfHeads(weight, job.transport.size, x.shape[0] // job.transport.size)
+    rows, features = x.shape[0] // job.transport.size, x.shape[1]
+    linear = LinearOfHeads(weight, job.transport.size, rows)
     linear.begin_forward(bias)
-    exchange_and_consume(
-        x,
-        linear.forward,
-        transport=job.transport,
-        plan=job.plan("all_to_all", "first"),
-        received=received,
-        name=job.name,
-    )
+    tensors: dict[str, Any] = {"blocks": x}
+    if received is not None:
+        tensors["received"] = received
+    program = exchange(job.place(), rows, features, "given", True, received is not None, False)
+    job.transport.begin(program, job.name, x).run({"use": linear.forward}, **tensors)
     return linear.output()
 
 
@@ -351,28 +343,18 @@ class _AllToAllLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         weight = ctx.weight.get(job.name)
-        linear = LinearOfHeads(weight, job.transport.size, grad.shape[0])
+        rows, features = grad.shape[0], weight.shape[1] // job.transport.size
+        linear = LinearOfHeads(weight, job.transport.size, rows)
         linear.begin_backward(grad, needs_weight, job.options)
+        add_weight_gradient = partial(linear.add_weight_gradient, received)
         grad_x = None
         if needs_x:
-            plan = job.plan("all_to_all", "last")
-            own = plan.computed_rows(grad.shape[0])[-1]
-
-            def produce(run: slice, out: torch.Tensor) -> None:
-                linear.backward(run, out)
-                if run == own:
-                    # The last blocks travel while this runs.
-                    linear.add_weight_gradient(received)
-
-            grad_x = produce_and_exchange(
-                produce,
-                grad.new_empty((grad.shape[0] * plan.size, weight.shape[1] // plan.size)),
-                transport=job.transport,
-                plan=plan,
-                name=f"{job.name} backward",
-            )
+            grad_x = grad.new_empty((rows * job.transport.size, features))
+            program = exchange(job.place(), rows, features, "made", False, True, needs_weight)
+            running = job.transport.begin(program, f"{job.name} backward", grad)
+            running.run({"make": linear.backward, "wgrad": add_weight_gradient}, received=grad_x)
         else:
-            linear.add_weight_gradient(received)
+            add_weight_gradient()
         return grad_x, linear.weight_gradient(), grad.sum(0) if needs_bias else None, None
 
 
@@ -419,10 +401,3 @@ def check_projection(
 def _rows(x: torch.Tensor) -> int:
     """``s * B`` rows of GEMM in a tensor ``[s, B, H]``."""
     return math.prod(x.shape[:-1])
-
-
-def _runs(
-    options: LinearOptions, group: dist.ProcessGroup, own: Own, block_rows: int
-) -> list[slice]:
-    plan = options.schedule.plan("all_to_all", group.rank(), group.size(), own)
-    return plan.computed_rows(block_rows)

@@ -3,7 +3,7 @@
 With Ulysses a rank has all heads of some rows of the sequence before an exchange and after it all
 rows of some heads.  So a layer next to the exchange is a product with one part of its weight per
 rank, the part of that rank's heads.  As for attention, one GEMM runs per run of rows, in the order
-of a plan, so that a fused op and its plain form add in the same order.
+of a program, so that a fused op and its plain form add in the same order.
 
 Legend: ``N`` ranks and head groups, ``n`` rows of a block (sequence times batch), ``H`` hidden,
 ``O``, ``F`` features of a head group, ``R`` rows of a weight.  A run of rows lies in one of the
@@ -147,17 +147,9 @@ class _Grouped:
         self._weight = weight
         self._block_rows = block_rows
         self._kernels = kernels_for(weight.device)
-        # Chunks of a group come one by one; what has to be copied of a weight is copied once per
-        # call.  Never longer: the optimizer changes the weight.
-        self._matrices: dict[int, torch.Tensor] = {}
-
-    def _cut(self, group: int) -> torch.Tensor:
-        raise NotImplementedError
 
     def _matrix(self, group: int) -> torch.Tensor:
-        if group not in self._matrices:
-            self._matrices[group] = self._cut(group)
-        return self._matrices[group]
+        raise NotImplementedError
 
     def _place(self, run: slice) -> tuple[int, slice]:
         """The head group of a run of rows, and the rows inside its block."""
@@ -174,8 +166,7 @@ class _Grouped:
         """Add what the features of one group, ``[rows, F]``, give to ``[n, H]``."""
         group, inside = self._place(run)
         # total += a @ b is the kernel of the weight gradient with a transposed.
-        transposed = piece.t().contiguous()
-        self._kernels.accumulate_weight_gradient(total[inside], transposed, self._matrix(group))
+        self._kernels.accumulate_weight_gradient(total[inside], piece.t(), self._matrix(group))
 
     def _zeros(self, shape: Sequence[int]) -> torch.Tensor:
         wide = torch.promote_types(self._weight.dtype, torch.float32)
@@ -194,12 +185,17 @@ class LinearToHeads(_Grouped):
     def __init__(self, weight: torch.Tensor, heads: HeadRows, block_rows: int) -> None:
         super().__init__(weight, block_rows)
         self._heads = heads
+        # Chunks of a group come one by one; what has to be copied of a weight is copied once per
+        # call.  Never longer: the optimizer changes the weight.
+        self._matrices: dict[int, torch.Tensor] = {}
 
-    def _cut(self, group: int) -> torch.Tensor:
-        return self._heads.take(self._weight, group).contiguous()
+    def _matrix(self, group: int) -> torch.Tensor:
+        if group not in self._matrices:
+            self._matrices[group] = self._heads.take(self._weight, group)
+        return self._matrices[group]
 
     def forward(
-        self, x: torch.Tensor, bias: torch.Tensor | None, run: slice, out: torch.Tensor
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, run: slice
     ) -> None:
         """Write the run ``[rows, O]`` of the whole ``[N * n, O]``.
 
@@ -245,7 +241,7 @@ class LinearToHeads(_Grouped):
             if self._blocks is not None:
                 assert self._x is not None
                 self._kernels.accumulate_weight_gradient(
-                    self._blocks[rows], piece[:, columns].contiguous(), self._x[inside]
+                    self._blocks[rows], piece[:, columns], self._x[inside]
                 )
             if self._grad_bias is not None:
                 self._grad_bias[rows] += piece[:, columns].sum(0, dtype=self._grad_bias.dtype)
@@ -281,9 +277,8 @@ class LinearOfHeads(_Grouped):
         self._size = size
         self._features = weight.shape[1] // size
 
-    def _cut(self, group: int) -> torch.Tensor:
-        columns = slice(group * self._features, (group + 1) * self._features)
-        return self._weight[:, columns].t().contiguous()
+    def _matrix(self, group: int) -> torch.Tensor:
+        return self._weight.narrow(1, group * self._features, self._features).t()
 
     def begin_forward(self, bias: torch.Tensor | None) -> None:
         shape = self._block_rows, self._weight.shape[0]
@@ -309,7 +304,7 @@ class LinearOfHeads(_Grouped):
         if needs_weight:
             self._wgrad = WeightGradient(self._weight, main_grad=options.main_grad, blocks=False)
 
-    def backward(self, run: slice, out: torch.Tensor) -> None:
+    def backward(self, out: torch.Tensor, run: slice) -> None:
         """Write the gradient of a run, ``[rows, F]``."""
         self._split(self._grad, run, out)
 
@@ -384,7 +379,7 @@ class _BlockedLinearToHeads(torch.autograd.Function):
         linear = LinearToHeads(weight, heads, x.shape[0])
         out = x.new_empty((len(heads.bounds) * x.shape[0], heads.features))
         for run in rows:
-            linear.forward(x, bias, run, out[run])
+            linear.forward(x, bias, out[run], run)
         ctx.save_for_backward(x)
         ctx.weight = SavedWeight(weight)
         ctx.settings = heads, grad_rows, options
@@ -468,7 +463,7 @@ class _BlockedLinearOfHeads(torch.autograd.Function):
         if needs_whole:
             grad_whole = torch.empty_like(whole)
             for run in grad_rows:
-                linear.backward(run, grad_whole[run])
+                linear.backward(grad_whole[run], run)
         linear.add_weight_gradient(whole)
         grad_bias = grad.sum(0) if needs_bias else None
         return grad_whole, linear.weight_gradient(), grad_bias, None, None, None, None

@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan import Kind, Own, Plan, Schedule
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["Job", "any_grad", "even_chunks", "options_for_rows", "takes_plain_path"]
+__all__ = [
+    "Job",
+    "any_grad",
+    "options_for_attention",
+    "options_for_rows",
+    "place_in",
+    "takes_plain_path",
+]
 
 _logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One call; forward and backward have the same.
 
     Attributes:
-        backward: the schedule of the backward's own collective.
-        again: that of a gather which is repeated in the backward, behind other work.
+        forward, backward: their schedules; ``None`` for torch's collectives.
     """
 
     transport: Transport
     options: LinearOptions
     name: str
-    backward: Schedule
-    again: Schedule
+    forward: Schedule | None
+    backward: Schedule | None
 
     @classmethod
     def of(cls, transport: Transport, options: LinearOptions, name: str) -> Job:
-        """With one schedule for everything."""
+        """With one schedule for both."""
         return cls(transport, options, name, options.schedule, options.schedule)
 
-    def plan(self, kind: Kind, own: Own | None = None, schedule: Schedule | None = None) -> Plan:
-        schedule = schedule or self.options.schedule
-        return schedule.plan(kind, self.transport.rank, self.transport.size, own)
+    def place(self, schedule: Schedule | None = None) -> Place:
+        """For whom a program is compiled: this rank, by the options' schedule or another one."""
+        return self.transport.place(schedule or self.options.schedule)
 
 
 def options_for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:
@@ -50,13 +59,20 @@ def options_for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:
     return replace(options, schedule=replace(options.schedule, chunks=chunks))
 
 
-def even_chunks(options: LinearOptions) -> LinearOptions:
-    """Chunks of one length.
+def place_in(group: dist.ProcessGroup, schedule: Schedule) -> Place:
+    """For plain forms, which take their pieces from the rules that the fused ones run by."""
+    return Place(schedule, group.rank(), group.size(), True)
 
-    For attention, which keeps the statistics of each piece of queries for the backward: that runs
-    the other way round, and tapered pieces would have other rows.
+
+@lru_cache(maxsize=256)
+def options_for_attention(options: LinearOptions, size: int, causal: bool) -> LinearOptions:
+    """Chunks of one length; under a causal mask blocks in the order that waits least.
+
+    Attention keeps the statistics of each piece of queries for the backward: that runs the other
+    way round, and tapered pieces would have other rows.
     """
-    return replace(options, schedule=replace(options.schedule, taper=1.0))
+    schedule = replace(options.schedule, taper=1.0)
+    return replace(options, schedule=schedule.for_causal_blocks(size) if causal else schedule)
 
 
 def any_grad(*tensors: torch.Tensor | None) -> bool:

@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,15 +37,31 @@ from torch.autograd.function import once_differentiable
 from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import all_gather, all_reduce, reduce_scatter
-from commfuse_npu.ops.job import Job, any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.job import Job, any_grad, place_in, takes_plain_path
 from commfuse_npu.ops.linear_arguments import autocast, check_divisible, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.plan import Kind, Schedule, split
-from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.rules import (
+    column_backward,
+    gather_gemm,
+    gather_pieces,
+    gemm_all_reduce,
+    gemm_scatter,
+    parts_of,
+    scatter_pieces,
+)
+from commfuse_npu.plan.schedule import Place
+from commfuse_npu.runtime.collectives import (
+    all_gather_rows,
+    begin_all_gather,
+    begin_reduce_scatter,
+    reduce_scatter_rows,
+)
+from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tuning import Problem, tuned
+from commfuse_npu.tuning import COLUMN, ROW, Layer, Problem, tuned
 
 __all__ = [
     "all_gather_linear",
@@ -80,10 +94,10 @@ def all_gather_linear(
         dx_sBI = reduce_scatter(dy_SBO @ weight)
         dweight = dy_SBO^T @ all_gather(x_sBI)
 
-    Timeline of the backward, rank r of 3::
+    Timeline of the backward, 2 chunks::
 
-        compute  | dgrad r+1  | dgrad r+2      | dgrad own r          | wgrad    | sum
-        links    | x of r-1   | -> r+1, x of r-2 | -> r+2 ...         | ... last |
+        compute  | dgrad, columns 0 | dgrad, columns 1 | wgrad                | sums
+        links    | x arrives ...    | ... columns 0 to their ranks | columns 1
 
     Args:
         x: ``[s, B, I]`` or ``[s, I]``, the same shape on every rank.  Need not be contiguous.
@@ -105,15 +119,12 @@ def all_gather_linear(
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight, bias)
-    kinds: tuple[Kind, Kind] = ("gather", "reduce_scatter")
-    job = _job(name, transport, options, kinds, _rows(x), weight, needs_grad)
-    if job is None:
-        return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
+    job = _job(name, transport, options, COLUMN, _rows(x), weight, needs_grad)
     flat = x.reshape(-1, x.shape[-1])
     if needs_grad:
         y = _AllGatherLinear.apply(flat, weight, bias, job)
     else:
-        y, _ = _all_gather_gemm(flat.contiguous(), weight, bias, job, keep=False)
+        y, _ = _column_forward(flat.contiguous(), weight, bias, job, keep=False)
     return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
 
@@ -129,21 +140,24 @@ def plain_all_gather_linear(
     """:func:`all_gather_linear` over the plain collectives.
 
     Args:
-        same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
+        same_gemms: cut the GEMMs into the pieces of the fused op's program.
     """
     x, weight, bias = autocast(x, weight, bias)
-    options = options_for_rows(options, _rows(x))
-    runs: dict[str, Any] = {}
-    if same_gemms:
-        runs["rows"] = _computed_rows(options, "gather", group, _rows(x))
-        runs["dgrad_rows"] = _computed_rows(options, "reduce_scatter", group, _rows(x))
+    pieces: dict[str, Any] = {}
+    if same_gemms and group.size() > 1:
+        place, rows = place_in(group, options.schedule), _rows(x)
+        everything = (slice(0, rows * place.size),)
+        pieces["forward"] = [(runs, None) for runs in gather_pieces(place, rows)]
+        pieces["dgrad"] = [
+            (everything, columns) for columns in place.schedule.runs(weight.shape[1], "last")
+        ]
         if options.wgrad == "blocks":
-            runs["wgrad_rows"] = runs["rows"]
+            pieces["wgrad"] = gather_pieces(_whole(place), rows)
     whole = all_gather(x, group, options.reduce_dtype)
-    return blocked_linear(whole, weight, bias, main_grad=options.main_grad, **runs)
+    return blocked_linear(whole, weight, bias, main_grad=options.main_grad, **pieces)
 
 
-def _all_gather_gemm(
+def _column_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -151,24 +165,94 @@ def _all_gather_gemm(
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows = x.shape[0] * job.transport.size
-    y = x.new_empty((rows, weight.shape[0]))
-    whole = x.new_empty((rows, x.shape[1])) if keep else None
-    transposed = weight.t()
-    with Gather(
-        x,
-        transport=job.transport,
-        plan=job.plan("gather"),
-        gathered=whole,
-        name=job.name,
-        options=job.options,
-    ) as gather:
-        for piece, run in gather.pieces():
-            gemm_into(y[run], piece, transposed)
-            if bias is not None:
-                y[run].add_(bias)
-        gather.finish()
-    return y, whole
+    rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
+    whole: torch.Tensor | None = None
+    if job.forward is None:
+        whole = all_gather_rows(x, job.transport.group)
+        y = torch.mm(whole, weight.t())
+    else:
+        y = x.new_empty((rows * job.transport.size, outputs))
+        tensors = {"shard": x, "weight": weight.t(), "out": y}
+        if keep:
+            whole = tensors["whole"] = x.new_empty((rows * job.transport.size, inputs))
+        program = gather_gemm(job.place(job.forward), rows, inputs, outputs, keep, None, 0)
+        running = job.transport.begin(program, job.name, x, job.options)
+        running.run({"gemm": running.kernels.gemm_into}, ahead=False, **tensors)
+    if bias is not None:
+        y.add_(bias)
+    return y, whole if keep else None
+
+
+def _column_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    whole: torch.Tensor | None,
+    weight: torch.Tensor,
+    needs_x: bool,
+    wgrad: WeightGradient | None,
+    job: Job,
+) -> torch.Tensor | None:
+    """The gradient of x; that of the weight goes into ``wgrad``.
+
+    Args:
+        x, whole: one of them, if there is a ``wgrad``: this rank's rows, or those of all ranks.
+    """
+    if job.backward is None:
+        return _in_megatron_order(grad, x, whole, weight, needs_x, wgrad, job)
+    rows = grad.shape[0] // job.transport.size
+    works: dict[str, Work] = {}
+    tensors = {"grad": grad, "weight": weight}
+    if needs_x:
+        tensors["grad_x"] = grad.new_empty((rows, weight.shape[1]))
+    if wgrad is not None:
+        works["wgrad"] = wgrad.add
+        if x is not None:
+            tensors["x"] = x
+        elif whole is not None:
+            tensors["whole"] = whole
+    program = column_backward(
+        job.place(job.backward),
+        rows,
+        weight.shape[1],
+        weight.shape[0],
+        needs_x,
+        wgrad is not None and x is not None,
+        None if wgrad is None else job.options.wgrad,
+    )
+    running = job.transport.begin(
+        program, f"{job.name} backward", grad, job.options, job.options.reduce_dtype
+    )
+    works["gemm"] = running.kernels.gemm_into
+    running.run(works, ahead=False, **tensors)
+    return tensors.get("grad_x")
+
+
+def _in_megatron_order(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    whole: torch.Tensor | None,
+    weight: torch.Tensor,
+    needs_x: bool,
+    wgrad: WeightGradient | None,
+    job: Job,
+) -> torch.Tensor | None:
+    """:func:`_column_backward` by torch's collectives: x arrives behind dgrad, whose sum travels
+    behind wgrad (read in Megatron-Core's ``LinearWithGradAccumulationAndAsyncCommunication``)."""
+    group, reduce_dtype = job.transport.group, job.options.reduce_dtype
+    gathered: Any = None
+    if wgrad is not None and x is not None:
+        whole, gathered = begin_all_gather(x, group)
+    grad_x = summed = None
+    if needs_x:
+        full = torch.mm(grad, weight)
+        grad_x, summed = begin_reduce_scatter(full.to(reduce_dtype or full.dtype), group)
+    if gathered is not None:
+        job.transport.wait_for(gathered)
+    if wgrad is not None and whole is not None:
+        wgrad.add(grad, whole)
+    if summed is not None:
+        job.transport.wait_for(summed)
+    return None if grad_x is None else grad_x.to(grad.dtype)
 
 
 class _AllGatherLinear(torch.autograd.Function):
@@ -178,7 +262,7 @@ class _AllGatherLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x = x.contiguous()
         keep = job.options.keep_gathered and ctx.needs_input_grad[1]
-        y, whole = _all_gather_gemm(x, weight, bias, job, keep=keep)
+        y, whole = _column_forward(x, weight, bias, job, keep=keep)
         ctx.save_for_backward(None if keep or not ctx.needs_input_grad[1] else x, whole)
         ctx.weight = SavedWeight(weight)
         ctx.job = job
@@ -192,64 +276,8 @@ class _AllGatherLinear(torch.autograd.Function):
         x, whole = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
-        rows = grad.shape[0] // job.transport.size
-        blocks = job.options.wgrad == "blocks"
-        wgrad = gather = scatter = grad_x = None
-        if needs_weight:
-            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
-        with ExitStack() as stack:
-            # On gloo the receives of the sum have to be posted before the sends of the gather; on
-            # HCCL nothing of the sum is posted yet, and the gather is first on the lanes.
-            if needs_x:
-                grad_x = grad.new_empty((rows, weight.shape[1]))
-                scatter = stack.enter_context(
-                    ReduceScatter(
-                        grad_x,
-                        transport=job.transport,
-                        plan=job.plan("reduce_scatter", schedule=job.backward),
-                        reduce_dtype=job.options.reduce_dtype,
-                        # Behind the gather: dgrad goes on meanwhile, and wgrad need not wait.
-                        queued=x is not None,
-                        name=f"{job.name} dgrad",
-                        options=(job.options, needs_x, needs_weight),
-                    )
-                )
-            if x is not None:
-                if not blocks:
-                    whole = x.new_empty((grad.shape[0], x.shape[1]))
-                gather = stack.enter_context(
-                    Gather(
-                        x,
-                        transport=job.transport,
-                        plan=job.plan("gather", schedule=job.again),
-                        gathered=whole,
-                        # On HCCL the dgrad blocks would queue behind the whole gather: post a
-                        # step of it per block instead. On gloo the host keeps the lanes anyway.
-                        ahead=job.transport.lanes if job.transport.batched else None,
-                        name=f"{job.name} re-gather",
-                        options=(job.options, needs_x, needs_weight),
-                    )
-                )
-            if scatter is not None:
-
-                def produce(run: slice, out: torch.Tensor) -> None:
-                    gemm_into(out, grad[run], weight)
-                    if gather is not None:
-                        gather.advance()
-
-                scatter.produce(produce)
-            if gather is not None and blocks and wgrad is not None:
-                for piece, run in gather.pieces():
-                    wgrad.add(grad[run], piece)
-            if gather is not None:
-                gather.finish()
-            if wgrad is not None and whole is not None:
-                # The last dgrad blocks travel while this runs.
-                regathered = job.plan("gather", schedule=job.again)
-                for run in regathered.computed_rows(rows) if blocks else [slice(None)]:
-                    wgrad.add(grad[run], whole[run])
-            if scatter is not None:
-                scatter.finish()
+        wgrad = _weight_gradient(weight, job, job.backward) if needs_weight else None
+        grad_x = _column_backward(grad, x, whole, weight, needs_x, wgrad, job)
         grad_weight = None if wgrad is None else wgrad.result()
         grad_bias = grad.sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None
@@ -302,15 +330,12 @@ def linear_reduce_scatter(
     if takes_plain_path(name, x, transport, rows=_rows(x)):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight)
-    kinds: tuple[Kind, Kind] = ("reduce_scatter", "gather")
-    job = _job(name, transport, options, kinds, _rows(x) // transport.size, weight, needs_grad)
-    if job is None:
-        return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
+    job = _job(name, transport, options, ROW, _rows(x) // transport.size, weight, needs_grad)
     flat = x.reshape(-1, x.shape[-1])
     if needs_grad:
         y = _LinearReduceScatter.apply(flat, weight, job)
     else:
-        y = _gemm_reduce_scatter(flat.contiguous(), weight, job)
+        y = _row_forward(flat.contiguous(), weight, job)
     y = y.view(-1, *x.shape[1:-1], weight.shape[0])
     return y if bias is None else y + bias
 
@@ -327,36 +352,74 @@ def plain_linear_reduce_scatter(
     """:func:`linear_reduce_scatter` over the plain collectives; see also its arguments.
 
     Args:
-        same_gemms: cut the GEMMs into the runs of rows of the fused op's plan.
+        same_gemms: cut the GEMMs into the pieces of the fused op's program.
     """
     check_divisible("plain_linear_reduce_scatter", x, group.size())
     x, weight, bias = autocast(x, weight, bias)
-    block_rows = _rows(x) // group.size()
-    options = options_for_rows(options, block_rows)
-    runs: dict[str, Any] = {}
-    if same_gemms:
-        runs["rows"] = _computed_rows(options, "reduce_scatter", group, block_rows)
-        runs["dgrad_rows"] = _computed_rows(options, "gather", group, block_rows)
+    pieces: dict[str, Any] = {}
+    if same_gemms and group.size() > 1:
+        place, rows = place_in(group, options.schedule), _rows(x) // group.size()
+        made = scatter_pieces(place, rows, weight.shape[0])
+        pieces["forward"] = [((run,), columns) for run, columns in made]
+        used = gather_pieces(place, rows)
+        pieces["dgrad"] = [(runs, None) for runs in used]
         if options.wgrad == "blocks":
-            runs["wgrad_rows"] = runs["dgrad_rows"]
-    full = blocked_linear(x, weight, main_grad=options.main_grad, **runs)
+            pieces["wgrad"] = used
+    full = blocked_linear(x, weight, main_grad=options.main_grad, **pieces)
     y = reduce_scatter(full, group, options.reduce_dtype)
     return y if bias is None else y + bias
 
 
-def _gemm_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
-    y = x.new_empty((x.shape[0] // job.transport.size, weight.shape[0]))
-    transposed = weight.t()
-    with ReduceScatter(
-        y,
-        transport=job.transport,
-        plan=job.plan("reduce_scatter"),
-        reduce_dtype=job.options.reduce_dtype,
-        name=job.name,
-        options=job.options,
-    ) as scatter:
-        scatter.produce(lambda run, out: gemm_into(out, x[run], transposed))
-        return scatter.finish()
+def _row_forward(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
+    rows, (outputs, inputs) = x.shape[0] // job.transport.size, weight.shape
+    reduce_dtype = job.options.reduce_dtype
+    if job.forward is None:
+        full = torch.mm(x, weight.t())
+        wide = full.to(reduce_dtype or full.dtype)
+        return reduce_scatter_rows(wide, job.transport.group).to(full.dtype)
+    y = x.new_empty((rows, outputs))
+    program = gemm_scatter(job.place(job.forward), rows, inputs, outputs)
+    running = job.transport.begin(program, job.name, x, job.options, reduce_dtype)
+    running.run({"gemm": running.kernels.gemm_into}, a=x, weight=weight.t(), out=y)
+    return y
+
+
+def _row_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    needs_x: bool,
+    wgrad: WeightGradient | None,
+    job: Job,
+) -> torch.Tensor | None:
+    """The gradient of x; that of the weight goes into ``wgrad``, if there is one."""
+    outputs, inputs = weight.shape
+    if job.backward is None:
+        whole = all_gather_rows(grad, job.transport.group)
+        grad_x = torch.mm(whole, weight) if needs_x else None
+        if wgrad is not None and x is not None:
+            wgrad.add(whole, x)
+        return grad_x
+    works: dict[str, Work] = {}
+    tensors = {"shard": grad, "weight": weight}
+    if needs_x:
+        tensors["out"] = grad.new_empty((grad.shape[0] * job.transport.size, inputs))
+    if wgrad is not None and x is not None:
+        works["wgrad"] = wgrad.add
+        tensors["other"] = x
+    program = gather_gemm(
+        job.place(job.backward),
+        grad.shape[0],
+        outputs,
+        inputs if needs_x else 0,
+        False,
+        None if wgrad is None else job.options.wgrad,
+        inputs,
+    )
+    running = job.transport.begin(program, f"{job.name} backward", grad, job.options)
+    works["gemm"] = running.kernels.gemm_into
+    running.run(works, ahead=False, **tensors)
+    return tensors.get("out")
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -366,7 +429,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
         ctx.job = job
-        return _gemm_reduce_scatter(x, weight, job)
+        return _row_forward(x, weight, job)
 
     @staticmethod
     @once_differentiable
@@ -375,32 +438,8 @@ class _LinearReduceScatter(torch.autograd.Function):
         weight = ctx.weight.get(job.name)
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        rows = grad.shape[0] * job.transport.size
-        blocks = job.options.wgrad == "blocks"
-        wgrad = grad_x = whole = None
-        if needs_weight:
-            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
-            if not blocks:
-                whole = grad.new_empty((rows, grad.shape[1]))
-        if needs_x:
-            grad_x = grad.new_empty((rows, weight.shape[1]))
-        with Gather(
-            grad,
-            transport=job.transport,
-            plan=job.plan("gather", schedule=job.backward),
-            gathered=whole,
-            name=f"{job.name} backward",
-            options=(job.options, needs_x, needs_weight),
-        ) as gather:
-            for piece, run in gather.pieces():
-                if grad_x is not None:
-                    gemm_into(grad_x[run], piece, weight)
-                if wgrad is not None and blocks:
-                    wgrad.add(piece, x[run])
-            gather.finish()
-        if wgrad is not None and whole is not None:
-            wgrad.add(whole, x)
+        wgrad = _weight_gradient(weight, job, job.backward) if needs_weight else None
+        grad_x = _row_backward(grad.contiguous(), x, weight, needs_x, wgrad, job)
         return grad_x, None if wgrad is None else wgrad.result(), None
 
 
@@ -449,7 +488,7 @@ def linear_all_reduce(
     x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=_rows(x), at_least=transport.size):
         return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
-    job = Job.of(transport, options_for_rows(options, _rows(x) // transport.size), name)
+    job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, weight):
         y = _LinearAllReduce.apply(flat, weight, job)
@@ -471,92 +510,45 @@ def plain_linear_all_reduce(
     """:func:`linear_all_reduce` over the plain collective.
 
     Args:
-        same_gemms: cut the GEMM into the runs of rows of the fused op's plan, and sum by
+        same_gemms: cut the GEMM into the pieces of the fused op's program, and sum by
             reduce-scatter and all-gather: with more than two ranks an all-reduce has an order of
             additions of its own.
     """
     x, weight, bias = autocast(x, weight, bias)
     rows, size = _rows(x), group.size()
-    runs: dict[str, Any] = {}
+    pieces: dict[str, Any] = {}
     parts: list[slice] = []
     if same_gemms and 1 < size <= rows:
-        runs["rows"] = _all_reduce_runs(options, group.rank(), size, rows)
-        parts = _parts(options, size, rows)
-    full = blocked_linear(x, weight, main_grad=options.main_grad, **runs)
+        place, rest = place_in(group, options.schedule), rows % size
+        parts = parts_of(place, rows - rest)
+        made = [(part, None) for part in parts[:-1]] + [
+            (slice(parts[-1].start + run.start, parts[-1].start + run.stop), None)
+            for run, _ in scatter_pieces(_whole(place), len(range(rows)[parts[-1]]) // size, 1)
+        ]
+        if rest:
+            made.append((slice(rows - rest, rows), None))
+        pieces["forward"] = [((run,), columns) for run, columns in made]
+    full = blocked_linear(x, weight, main_grad=options.main_grad, **pieces)
     flat = all_reduce(full.view(rows, weight.shape[0]), group, options.reduce_dtype, parts)
     y = flat.view(full.shape)
     return y if bias is None else y + bias
 
 
-def _parts(options: LinearOptions, size: int, rows: int) -> list[slice]:
-    """Runs of rows, multiples of the group size, that are all-reduced one after the other."""
-    blocks = rows // size
-    bounds = [size * bound for bound in split(blocks, min(options.schedule.chunks, blocks))]
-    return [slice(start, stop) for start, stop in pairwise(bounds)]
-
-
-def _all_reduce_runs(options: LinearOptions, rank: int, size: int, rows: int) -> list[slice]:
-    plan = replace(options.schedule, chunks=1).plan("reduce_scatter", rank, size)
-    runs = [
-        slice(part.start + run.start, part.start + run.stop)
-        for part in _parts(options, size, rows)
-        for run in plan.computed_rows((part.stop - part.start) // size)
-    ]
-    return [*runs, slice(rows - rows % size, rows)] if rows % size else runs
-
-
 def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
-    transport, rank, size = job.transport, job.transport.rank, job.transport.size
-    schedule = replace(job.options.schedule, chunks=1)
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    transposed = weight.t()
-    rest = slice(x.shape[0] - x.shape[0] % size, x.shape[0])
-    with ExitStack() as stack:
-        gather: Gather | None = None
-        for part in _parts(job.options, size, x.shape[0]):
-            x_part, y_part = x[part], y[part]
-            block = y_part.shape[0] // size
-            scatter = stack.enter_context(
-                ReduceScatter(
-                    y_part[rank * block : (rank + 1) * block],
-                    transport=transport,
-                    plan=schedule.plan("reduce_scatter", rank, size),
-                    reduce_dtype=job.options.reduce_dtype,
-                    name=job.name,
-                    options=job.options,
-                )
-            )
-
-            def produce(
-                run: slice,
-                out: torch.Tensor,
-                x_part: torch.Tensor = x_part,
-                before: Gather | None = gather,
-            ) -> None:
-                gemm_into(out, x_part[run], transposed)
-                if before is not None:
-                    before.advance()
-
-            scatter.produce(produce)
-            if gather is not None:
-                gather.finish()
-            gather = stack.enter_context(
-                Gather(
-                    scatter.finish(),
-                    transport=transport,
-                    plan=schedule.plan("gather", rank, size),
-                    gathered=y_part,
-                    name=f"{job.name} sums",
-                    options=job.options,
-                )
-            )
-        if rest.start < rest.stop:
-            gemm_into(y[rest], x[rest], transposed)
-            total = y[rest].to(job.options.reduce_dtype or y.dtype)
-            transport.all_reduce(f"{job.name} rest", total)
-            y[rest].copy_(total)
-        if gather is not None:
-            gather.finish()
+    (outputs, inputs), transport = weight.shape, job.transport
+    rows, rest = x.shape[0], x.shape[0] % transport.size
+    y = x.new_empty((rows, outputs))
+    program = gemm_all_reduce(job.place(), rows - rest, inputs, outputs)
+    running = transport.begin(program, job.name, x, job.options, job.options.reduce_dtype)
+    divisible = slice(0, rows - rest)
+    works = {"gemm": running.kernels.gemm_into}
+    running.run(works, a=x[divisible], weight=weight.t(), out=y[divisible])
+    if rest:
+        left = slice(rows - rest, rows)
+        gemm_into(y[left], x[left], weight.t())
+        total = y[left].to(job.options.reduce_dtype or y.dtype)
+        transport.all_reduce(f"{job.name} rest", total)
+        y[left].copy_(total)
     return y
 
 
@@ -587,71 +579,73 @@ class _LinearAllReduce(torch.autograd.Function):
 # ----------------------------------------------------------- what all three share
 
 
+def _weight_gradient(weight: torch.Tensor, job: Job, schedule: Schedule | None) -> WeightGradient:
+    blocks = job.options.wgrad == "blocks" and schedule is not None
+    return WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+
+
 def _job(
     name: str,
     transport: Transport,
     options: LinearOptions,
-    kinds: tuple[Kind, Kind],
+    layer: Layer,
     rows: int,
     weight: torch.Tensor,
     needs_grad: bool,
-) -> Job | None:
-    """How a layer runs; ``None`` for the plain path, forward and backward.
+) -> Job:
+    """How a layer runs, forward and backward.
 
     Args:
-        kinds: of the forward and of the backward.
         rows: of one rank's block.
     """
-    options = options_for_rows(options, rows)
     if options.tuning is None:
         return Job.of(transport, options, name)
     outputs, inputs = weight.shape
-    halves = [Problem(kinds[0], rows, inputs, outputs, weight.dtype)]
-    if needs_grad:
-        halves.append(Problem(kinds[1], rows, outputs, inputs, weight.dtype))
-    fixed = replace(options, tuning=None)
-    found = [
-        tuned(
-            transport, half, options.schedule, options.tuning,
-            _trial(transport, half, fixed, weight.device),
-        )
-        for half in halves
-    ]  # fmt: skip
-    if not any(found):
-        return None
-    # The plain path of one half only is nearest to whole blocks, all under way at once.
-    simple = replace(options.schedule, chunks=1, taper=1.0)
-    forth, back = (schedule or simple for schedule in (found[0], found[-1]))
-    return Job(transport, replace(fixed, schedule=forth), name, back, simple)
+    found = []
+    for half in ("forward", "backward") if needs_grad else ("forward",):
+        problem = Problem(
+            layer, half, rows, inputs, outputs, weight.dtype, options.wgrad, options.keep_gathered
+        )  # fmt: skip
+        trial = _trial(transport, problem, options, weight.device)
+        found.append(tuned(transport, problem, options.schedule, options.tuning, trial))
+    return Job(transport, replace(options, tuning=None), name, found[0], found[-1])
 
 
 def _trial(
     transport: Transport, problem: Problem, options: LinearOptions, device: torch.device
 ) -> Callable[[Schedule | None], object]:
-    """Do the work of ``problem`` on made-up numbers, with a schedule or on the plain path."""
-    name = f"tuning {problem.kind}"
+    """Do the work of ``problem`` on made-up numbers, with a schedule or by torch's collectives."""
+    options = replace(options, tuning=None, main_grad=False)
+    column = problem.layer == COLUMN
 
     @cache
-    def numbers() -> tuple[torch.Tensor, torch.Tensor]:
-        rows = problem.block_rows * (1 if problem.kind == "gather" else transport.size)
-        x = torch.full((rows, problem.inputs), 0.5, dtype=problem.dtype, device=device)
-        weight = torch.full(
-            (problem.outputs, problem.inputs), 0.5, dtype=problem.dtype, device=device
+    def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        whole = problem.block_rows * transport.size
+        x_rows, y_rows = (problem.block_rows, whole) if column else (whole, problem.block_rows)
+        shapes = (x_rows, problem.inputs), (y_rows, problem.outputs)
+        weight = problem.outputs, problem.inputs
+        draw = torch.Generator(device).manual_seed(0)
+        x, grad, factor = (
+            torch.randn(shape, generator=draw, device=device).to(problem.dtype)
+            for shape in (*shapes, weight)
         )
-        return x, weight
+        return x, grad, factor
 
     @torch.no_grad()
     def run(schedule: Schedule | None) -> object:
-        x, weight = numbers()
-        if schedule is None:
-            plain = (
-                plain_all_gather_linear if problem.kind == "gather" else plain_linear_reduce_scatter
-            )
-            return plain(x, weight, group=transport.group, options=options)
-        job = Job.of(transport, replace(options, schedule=schedule), name)
-        if problem.kind == "gather":
-            return _all_gather_gemm(x, weight, None, job, keep=options.keep_gathered)
-        return _gemm_reduce_scatter(x, weight, job)
+        x, grad, weight = numbers()
+        job = Job(transport, options, f"tuning {problem.layer}", schedule, schedule)
+        if problem.half == "forward":
+            if column:
+                return _column_forward(x, weight, None, job, keep=options.keep_gathered)
+            return _row_forward(x, weight, job)
+        wgrad = _weight_gradient(weight, job, schedule)
+        if not column:
+            return _row_backward(grad, x, weight, True, wgrad, job)
+        if options.keep_gathered:
+            whole = x.repeat(transport.size, 1)
+            return _column_backward(grad, None, whole, weight, True, wgrad, job)
+        return _column_backward(grad, x, None, weight, True, wgrad, job)
 
     return run
 
@@ -661,7 +655,5 @@ def _rows(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _computed_rows(
-    options: LinearOptions, kind: Kind, group: dist.ProcessGroup, block_rows: int
-) -> list[slice]:
-    return options.schedule.plan(kind, group.rank(), group.size()).computed_rows(block_rows)
+def _whole(place: Place) -> Place:
+    return place._replace(schedule=replace(place.schedule, chunks=1))

@@ -52,12 +52,6 @@ def check_linear(
             )
         if other.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{name}: x is {x.dtype}, the {what} {other.dtype}; cast one of them")
-    widened = options.reduce_dtype not in (None, x.dtype)
-    if widened and options.schedule.shape == "ring" and transport.size > 1:
-        raise ValueError(
-            f"{name}: reduce_dtype {options.reduce_dtype} with the ring schedule: partials would "
-            "be rounded at every hop all the same; use shifted"
-        )
     if options.main_grad and torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "

@@ -19,7 +19,7 @@ class LinearOptions:
     """How a fused linear layer works.  The same on every rank of the group.
 
     Args:
-        schedule: the plan's options.
+        schedule: order of the peers, lanes and chunks.
         keep_gathered: keep the gathered input of :func:`all_gather_linear` for the backward, N
             times the memory of the shard, instead of gathering it again.
         reduce_dtype: add partial sums in this dtype and round once; by default in their own, as

@@ -12,8 +12,8 @@ forward    weight arrives -> columns of y
 backward   wgrad blocks -> sum; weight arrives -> dgrad, both at once
 ========== ============================================================================
 
-The whole weight and its whole gradient exist nowhere: of each there is a window of two blocks, or
-of one piece more than there are lanes (the ring needs all of the weight while it is gathered).
+The whole weight and its whole gradient exist nowhere.  Of what arrives, and of the gradient on its
+way out, there are two blocks at a time, or one piece more than there are lanes.
 
 **Exactness.**  The op and its plain form with ``same_blocks=True`` give the same bits, if rows are
 a multiple of 64 bytes long.  Against the plain form as it is, results differ where the GEMM library
@@ -23,9 +23,7 @@ dgrad, which is made block by block (in fp32, rounded once).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,14 +31,18 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into, kernels_for
-from commfuse_npu.ops.job import any_grad, options_for_rows, takes_plain_path
+from commfuse_npu.ops.job import any_grad, takes_plain_path
 from commfuse_npu.ops.linear_arguments import autocast, check_linear
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightGather, WeightStamp
-from commfuse_npu.plan import Kind, Plan, Schedule
+from commfuse_npu.ops.sum_ending import sum_ending
+from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightProgram, WeightStamp
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Compute, Program
+from commfuse_npu.plan.rules import made_pieces, sharded_backward, sharded_forward, used_pieces
+from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows, sum_rows_in_order
-from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
+from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["ShardedOptions", "plain_sharded_linear", "sharded_linear"]
@@ -51,7 +53,7 @@ class ShardedOptions:
     """How a fully sharded layer works.  The same on every rank of the group.
 
     Args:
-        schedule: the plan's options, for the weight and for its gradient.
+        schedule: order of the peers, lanes and chunks, for the weight and for its gradient.
         reduce_dtype: add the ranks' weight gradients in this dtype and round once; by default in
             their own, as the collective does.  They travel in their own.
         average: divide the sum of the weight gradients by N, before it is rounded: what a loss that
@@ -129,9 +131,7 @@ def sharded_linear(
     x, shard, bias = autocast(x, weight_shard, bias)
     if takes_plain_path(name, shard, transport, rows=shard.shape[0]):
         return plain_sharded_linear(x, shard, bias, group=transport.group, options=options)
-    call = _Call(
-        name, transport, _options_for(options, shard.shape[0]), shard.shape[0], stamp, prefetch
-    )
+    call = _Call(name, transport, options, stamp, prefetch)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, shard, bias):
         y = _ShardedLinear.apply(flat, shard, bias, call)
@@ -154,27 +154,18 @@ def plain_sharded_linear(
     The whole weight is kept for the backward instead of being gathered again.
 
     Args:
-        same_blocks: cut the GEMMs into the blocks of the fused op's plan, and add in its order.
+        same_blocks: cut the GEMMs into the blocks of the fused op's program, and add in its order.
     """
     x, shard, bias = autocast(x, weight_shard, bias)
     if not same_blocks or group.size() == 1 or shard.shape[0] == 0:
         whole = _WholeWeight.apply(shard, group, options, None)
         return torch.nn.functional.linear(x, whole, bias)
-    rows = shard.shape[0]
-    schedule = _options_for(options, rows).schedule
-    plans: dict[Kind, Plan] = {
-        kind: schedule.plan(kind, group.rank(), group.size())
-        for kind in ("gather", "reduce_scatter")
-    }
-    whole = _WholeWeight.apply(shard, group, options, _sources(plans["reduce_scatter"]))
+    rows, place = shard.shape[0], Place(options.schedule, group.rank(), group.size(), True)
+    hops = place.schedule.hops(place.rank, place.size, "last")
+    sources = [*(hop.source for hop in hops), place.rank]
+    whole = _WholeWeight.apply(shard, group, options, sources)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    y = _LinearInBlocks.apply(
-        flat,
-        whole,
-        bias,
-        plans["gather"].computed_rows(rows),
-        plans["reduce_scatter"].computed_rows(rows),
-    )
+    y = _LinearInBlocks.apply(flat, whole, bias, used_pieces(place, rows), made_pieces(place, rows))
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -195,12 +186,6 @@ def _check_bias(
         raise TypeError(f"{name}: x is {x.dtype}, the bias {bias.dtype}; cast one of them")
 
 
-def _options_for(options: ShardedOptions, rows: int) -> ShardedOptions:
-    """No more chunks than a shard has rows."""
-    schedule = options_for_rows(LinearOptions(options.schedule), rows).schedule
-    return replace(options, schedule=schedule)
-
-
 # ------------------------------------------------------------------------ fused
 
 
@@ -211,42 +196,57 @@ class _Call:
     name: str
     transport: Transport
     options: ShardedOptions
-    rows: int
     stamp: WeightStamp
     prefetch: PrefetchedWeight | None
 
-    def plan(self, kind: Kind) -> Plan:
-        return self.options.schedule.plan(kind, self.transport.rank, self.transport.size)
+    @property
+    def place(self) -> Place:
+        return self.transport.place(self.options.schedule)
 
-    def gather(
-        self, shard: torch.Tensor, name: str, options: tuple[Any, ...], ahead: int | None
-    ) -> Gather:
-        how = WeightGather(self.transport, self.plan("gather"), name, options, ahead)
-        if self.prefetch is None:
-            return how.start(shard, ahead)
-        return self.prefetch.take(shard, self.stamp, how, backward=name != self.name)
+    def run(
+        self,
+        program: Program,
+        shard: torch.Tensor,
+        works: dict[str, Work],
+        *,
+        backward: bool,
+        **tensors: torch.Tensor,
+    ) -> None:
+        """Run a program with ``shard``.
 
-    def pieces(self, gather: Gather) -> Iterator[tuple[torch.Tensor, slice]]:
-        """``(block of the weight, its rows)``.
-
-        With the last block there, and not used yet, the links are free for the next layer.
+        When the last block is there, and not used yet, the links are free for the next layer.
         """
-        left = len(gather.plan.steps)
-        for piece, run in gather.pieces():
+        name = f"{self.name} backward" if backward else self.name
+        reduce_dtype = self.options.reduce_dtype
+        how = WeightProgram(self.transport, program, name, self.options, reduce_dtype)
+        left, prefetch = program.count(Compute, "use"), self.prefetch
+        if prefetch is None or not left:
+            how.begin(shard).run(works, ahead=False, **tensors)
+            return
+        use = works["use"]
+
+        def use_and_prefetch(block: torch.Tensor, run: slice) -> None:
+            nonlocal left
             left -= 1
-            if left == 0 and self.prefetch is not None:
-                self.prefetch.start_next()
-            yield piece, run
+            if not left:
+                prefetch.start_next()
+            use(block, run)
+
+        running = prefetch.take(shard, self.stamp, how, backward=backward)
+        running.run({**works, "use": use_and_prefetch}, ahead=False, **tensors)
 
 
 def _forward(
     x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, call: _Call
 ) -> torch.Tensor:
+    shard = shard.detach().contiguous()
     y = x.new_empty((x.shape[0], shard.shape[0] * call.transport.size))
-    with call.gather(shard.detach().contiguous(), call.name, (call.options,), None) as gather:
-        for piece, run in call.pieces(gather):
-            _columns_into(y, x, piece, bias, run)
-        gather.finish()
+
+    def use(block: torch.Tensor, run: slice) -> None:
+        _columns_into(y, x, block, bias, run)
+
+    program = sharded_forward(call.place, *shard.shape)
+    call.run(program, shard, {"use": use}, backward=False)
     return y
 
 
@@ -301,65 +301,28 @@ class _ShardedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        transport, batched = call.transport, call.transport.batched
         shard = ctx.shard.get(call.name).detach().contiguous()
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        needs = (call.options, needs_x, needs_weight)
         grad = grad.contiguous()
-        scatter = gather = grad_x = grad_shard = None
-        with ExitStack() as stack:
-            # On gloo the receives of the sum have to be posted before the sends of the gather; on
-            # HCCL nothing of the sum is posted yet, and the gather is first on the lanes.
-            if needs_weight:
-                scatter = stack.enter_context(
-                    ReduceScatter(
-                        torch.empty_like(shard),
-                        transport=transport,
-                        plan=call.plan("reduce_scatter"),
-                        reduce_dtype=call.options.reduce_dtype,
-                        divisor=transport.size if call.options.average else 1,
-                        name=f"{call.name} wgrad",
-                        options=needs,
-                    )
-                )
-            if needs_x:
-                # On HCCL the wgrad blocks would queue behind the whole weight: post a step of it
-                # per block instead.  On gloo the host keeps the lanes anyway.
-                ahead = transport.lanes if batched and needs_weight else None
-                gather = stack.enter_context(
-                    call.gather(shard, f"{call.name} re-gather", needs, ahead)
-                )
-            if scatter is not None:
-
-                def produce(run: slice, out: torch.Tensor) -> None:
-                    _wgrad_into(out, grad, x, run)
-                    if gather is not None:
-                        gather.advance()
-
-                scatter.produce(produce)
-            if gather is not None:
-                total = _InputGradient(grad, shard.shape[1])
-                gather.allow(None)
-                for piece, run in call.pieces(gather):
-                    total.add(piece, run)
-                gather.finish()
-                grad_x = total.result()
-            if scatter is not None:
-                grad_shard = scatter.finish()
+        works: dict[str, Work] = {}
+        tensors = {}
+        grad_x = grad_shard = None
+        if needs_weight:
+            tensors["out"] = grad_shard = torch.empty_like(shard)
+            works["make"] = lambda out, run: _wgrad_into(out, grad, x, run)
+            works["finish"] = sum_ending(call.transport.size if call.options.average else 1)
+        if needs_x:
+            grad_x = _InputGradient(grad, shard.shape[1])
+            works["use"] = grad_x.add
+        if works:
+            program = sharded_backward(call.place, *shard.shape, needs_x, needs_weight)
+            call.run(program, shard, works, backward=True, **tensors)
         grad_bias = grad.sum(dim=0) if needs_bias else None
-        return grad_x, grad_shard, grad_bias, None
+        return None if grad_x is None else grad_x.result(), grad_shard, grad_bias, None
 
 
 # ------------------------------------------------------------------------ plain
-
-
-def _sources(plan: Plan) -> list[int]:
-    """In which order the partials for this rank are added."""
-    if plan.forwards:
-        return [(plan.rank - k) % plan.size for k in range(1, plan.size + 1)]
-    arriving = [step.receive.source for step in plan.transfers if step.receive is not None]
-    return [*dict.fromkeys(arriving), plan.rank]
 
 
 class _WholeWeight(torch.autograd.Function):

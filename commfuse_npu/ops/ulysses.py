@@ -14,7 +14,7 @@ Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` q
 key heads of this rank, ``D`` features of a head, ``F = A * D``, ``H`` hidden.
 
 Under a causal mask the queries of later ranks see more keys.  Where attention feeds the transfers,
-or is fed by them alone, the plan takes its blocks in the order in which the ranks wait least for
+or is fed by them alone, the program takes its blocks in the order in which the ranks wait least for
 the links (:mod:`~commfuse_npu.plan.block_order`).  The backward of
 :func:`attention_all_to_all_linear` keeps the order of distance: there the dgrad comes first, which
 costs the same for every block.
@@ -22,7 +22,7 @@ costs the same for every block.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,17 +35,18 @@ from commfuse_npu.ops.blocked_linear import blocked_linear
 from commfuse_npu.ops.collective_functions import all_to_all
 from commfuse_npu.ops.head_exchange import check_projection, check_sequence
 from commfuse_npu.ops.head_linear import LinearOfHeads, beside, blocked_linear_of_heads
-from commfuse_npu.ops.job import Job, any_grad, even_chunks, options_for_rows, takes_plain_path
+from commfuse_npu.ops.job import (
+    Job,
+    any_grad,
+    options_for_attention,
+    place_in,
+    takes_plain_path,
+)
 from commfuse_npu.ops.linear_arguments import autocast
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.pipeline import (
-    Consume,
-    consumed_rows,
-    exchange_and_consume,
-    produce_exchange_and_consume,
-)
+from commfuse_npu.plan.rules import exchange, made_pieces, swapped_pieces, used_pieces
+from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
@@ -118,10 +119,7 @@ def attention_all_to_all(
         return plain_attention_all_to_all(
             q, k, v, group=transport.group, causal=causal, scale=scale, options=options
         )
-    job = Job.of(
-        transport, even_chunks(options_for_rows(options, q.shape[0] // transport.size)), name
-    )
-    job = _by_cost(job, causal)
+    job = Job.of(transport, options_for_attention(options, transport.size, causal), name)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v):
         y: torch.Tensor = _AttentionAllToAll.apply(*tensors, job, causal, scale)
@@ -144,18 +142,15 @@ def plain_attention_all_to_all(
     """:func:`attention_all_to_all` over the plain collective; see its arguments.
 
     Args:
-        same_blocks: split the queries into the runs of the fused op's plans.
+        same_blocks: split the queries into the runs of the fused op's program.
     """
     _check("plain_attention_all_to_all", q, k, v, group.size(), dropout)
     size, block_rows = group.size(), q.shape[0] // group.size()
-    # Kernels take no empty tensors.
-    runs: dict[str, Any] = {} if q.numel() else {"rows": [], "grad_rows": []}
+    runs: dict[str, Any] = {}
     if same_blocks:
-        schedule = _schedule(even_chunks(options_for_rows(options, block_rows)), size, causal)
-        out = schedule.plan("all_to_all", group.rank(), size, "last")
-        back = schedule.plan("all_to_all", group.rank(), size, "first")
-        runs["rows"] = out.computed_rows(block_rows)
-        runs["grad_rows"] = back.computed_rows(block_rows)
+        place = place_in(group, options_for_attention(options, size, causal).schedule)
+        runs["rows"] = made_pieces(place, block_rows)
+        runs["grad_rows"] = used_pieces(place, block_rows)
     attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs)
     joined = beside(all_to_all(_by_rows(attended), group), size)
     return joined.view(block_rows, q.shape[1], joined.shape[1])
@@ -163,47 +158,53 @@ def plain_attention_all_to_all(
 
 def _attend(
     attention: AttentionRuns,
-    consume: Consume,
-    received: torch.Tensor,
+    use: Work,
+    q: torch.Tensor,
     job: Job,
     kept: KeptRuns | None,
+    received: torch.Tensor | None = None,
 ) -> None:
-    """Attend, block of queries by block, and ``consume`` what comes back for the own rows.
+    """Attend, block of queries by block, and ``use`` what comes back for the own rows.
 
     Args:
-        received: ``[S, B, F]``; block g gets the heads of rank g.
+        received: ``[S, B * F]``, filled if given; block g gets the heads of rank g.
     """
+    tensors: dict[str, Any] = {} if received is None else {"received": received}
+    if kept is not None:
+        tensors["blocks"] = _by_sequence(kept.attended)
 
-    def produce(run: slice, out: torch.Tensor) -> None:
+    def make(out: torch.Tensor, run: slice) -> None:
         attended, statistics = attention.forward(run)
-        out.copy_(attended.flatten(2))
-        if kept is not None:
-            kept.add(run, attended, statistics)
+        if kept is None:
+            out.copy_(_by_sequence(attended))
+        else:
+            kept.add(run, attended, statistics)  # which is out
 
-    produce_exchange_and_consume(
-        produce,
-        consume,
-        received,
-        transport=job.transport,
-        plan=job.plan("all_to_all", "last"),
-        name=job.name,
+    program = exchange(
+        job.place(),
+        q.shape[0] // job.transport.size,
+        q[0].numel(),
+        "made" if kept is None else "made and kept",
+        True,
+        received is not None,
+        False,
     )
+    job.transport.begin(program, job.name, q).run({"make": make, "use": use}, **tensors)
 
 
 def _attend_beside(
     attention: AttentionRuns, q: torch.Tensor, job: Job, kept: KeptRuns | None = None
 ) -> torch.Tensor:
-    size, features = job.transport.size, q.shape[2] * q.shape[3]
+    size, batch, features = job.transport.size, q.shape[1], q.shape[2] * q.shape[3]
     block_rows = q.shape[0] // size
-    y = q.new_empty((block_rows, q.shape[1], size, features))
+    y = q.new_empty((block_rows, batch, size, features))
 
-    def consume(piece: torch.Tensor, run: slice) -> None:
+    def use(piece: torch.Tensor, run: slice) -> None:
         # Early blocks find their place while later ones travel.
         group, start = divmod(run.start, block_rows)
-        y[start : start + len(piece), :, group] = piece
+        y[start : start + len(piece), :, group] = piece.view(-1, batch, features)
 
-    received = q.new_empty((*q.shape[:2], features))
-    _attend(attention, consume, received, job, kept)
+    _attend(attention, use, q, job, kept)
     return y.flatten(2)
 
 
@@ -233,18 +234,17 @@ class _AttentionAllToAll(torch.autograd.Function):
         attention = AttentionRuns(q, k, v, causal, scale)
         attention.begin_backward()
 
-        def consume(piece: torch.Tensor, run: slice) -> None:
+        def use(piece: torch.Tensor, run: slice) -> None:
             out = attended[run]
             attention.backward(run, piece.view(out.shape), out, statistics[ctx.where[run.start]])
 
-        by_heads = grad.unflatten(2, (job.transport.size, -1)).permute(2, 0, 1, 3)
-        exchange_and_consume(
-            by_heads.reshape(*q.shape[:2], -1).contiguous(),
-            consume,
-            transport=job.transport,
-            plan=job.plan("all_to_all", "first"),
-            name=f"{job.name} backward",
-        )
+        size = job.transport.size
+        rows, columns = q.shape[0] // size, q[0].numel()
+        by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
+        blocks = by_heads.reshape(q.shape[0], columns).contiguous()
+        program = exchange(job.place(), rows, columns, "given", True, False, False)
+        running = job.transport.begin(program, f"{job.name} backward", blocks)
+        running.run({"use": use}, blocks=blocks)
         return *attention.gradients(), None, None, None
 
 
@@ -313,16 +313,14 @@ def attention_all_to_all_linear(
             q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
             options=options,
         )  # fmt: skip
-    job = Job.of(
-        transport, even_chunks(options_for_rows(options, q.shape[0] // transport.size)), name
-    )
+    by_cost = options_for_attention(options, transport.size, causal)
+    back = options_for_attention(options, transport.size, False).schedule
+    job = Job(transport, by_cost, name, by_cost.schedule, back)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v, weight, bias):
         y: torch.Tensor = _AttentionAllToAllLinear.apply(*tensors, weight, bias, job, causal, scale)
         return y
-    received = q.new_empty((*q.shape[:2], q.shape[2] * q.shape[3]))
-    attention = AttentionRuns(*tensors, causal, scale)
-    return _attend_linear(attention, weight, bias, received, _by_cost(job, causal))
+    return _attend_linear(AttentionRuns(*tensors, causal, scale), q, weight, bias, job)
 
 
 def plain_attention_all_to_all_linear(
@@ -342,7 +340,7 @@ def plain_attention_all_to_all_linear(
     """:func:`attention_all_to_all_linear` over the plain collective; see its arguments.
 
     Args:
-        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's plans.
+        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's program.
     """
     _check("plain_attention_all_to_all_linear", q, k, v, group.size(), dropout)
     q, weight, bias = autocast(q, weight, bias)
@@ -351,18 +349,19 @@ def plain_attention_all_to_all_linear(
     if not same_blocks:
         attended = plain_attention_all_to_all(q, k, v, group=group, causal=causal, scale=scale)
         return blocked_linear(attended, weight, bias, main_grad=options.main_grad)
-    options = even_chunks(options_for_rows(options, block_rows))
-    out = _schedule(options, size, causal).plan("all_to_all", group.rank(), size, "last")
-    back = options.schedule.plan("all_to_all", group.rank(), size, "last")
+    forth, back = (
+        place_in(group, options_for_attention(options, size, by_cost).schedule)
+        for by_cost in (causal, False)
+    )
     attended = blocked_attention(
         q, k, v, causal=causal, scale=scale,
-        rows=out.computed_rows(block_rows),
-        grad_rows=consumed_rows(back, block_rows),
+        rows=made_pieces(forth, block_rows),
+        grad_rows=swapped_pieces(back, block_rows, "last"),
     )  # fmt: skip
     y = blocked_linear_of_heads(
         all_to_all(_by_rows(attended), group), weight, bias, size,
-        rows=[_of_gemm(run, batch) for run in consumed_rows(out, block_rows)],
-        grad_rows=[_of_gemm(run, batch) for run in back.computed_rows(block_rows)],
+        rows=[_of_gemm(run, batch) for run in swapped_pieces(forth, block_rows, "last")],
+        grad_rows=[_of_gemm(run, batch) for run in made_pieces(back, block_rows)],
         options=options,
     )  # fmt: skip
     return y.view(block_rows, batch, weight.shape[0])
@@ -370,21 +369,22 @@ def plain_attention_all_to_all_linear(
 
 def _attend_linear(
     attention: AttentionRuns,
+    q: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    received: torch.Tensor,
     job: Job,
     kept: KeptRuns | None = None,
+    received: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    size, batch = job.transport.size, received.shape[1]
-    block_rows = received.shape[0] // size
+    size, batch = job.transport.size, q.shape[1]
+    block_rows = q.shape[0] // size
     linear = LinearOfHeads(weight, size, block_rows * batch)
     linear.begin_forward(bias)
 
-    def consume(piece: torch.Tensor, run: slice) -> None:
-        linear.forward(_flat(piece), _of_gemm(run, batch))
+    def use(piece: torch.Tensor, run: slice) -> None:
+        linear.forward(_flat(piece, batch), _of_gemm(run, batch))
 
-    _attend(attention, consume, received, job, kept)
+    _attend(attention, use, q, job, kept, received)
     return linear.output().view(block_rows, batch, weight.shape[0])
 
 
@@ -401,13 +401,14 @@ class _AttentionAllToAllLinear(torch.autograd.Function):
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        received = q.new_empty((*q.shape[:2], q.shape[2] * q.shape[3]))
+        received = None
+        if ctx.needs_input_grad[3]:
+            received = q.new_empty((q.shape[0], q[0].numel()))
         kept = KeptRuns(q) if any(ctx.needs_input_grad[:3]) else None
         attention = AttentionRuns(q, k, v, causal, scale)
-        y = _attend_linear(attention, weight, bias, received, _by_cost(job, causal), kept)
-        whole = _flat(received) if ctx.needs_input_grad[3] else None
+        y = _attend_linear(attention, q, weight, bias, job, kept, received)
         ctx.save_for_backward(
-            whole, *((q, k, v, kept.attended, *kept.statistics) if kept is not None else ())
+            received, *((q, k, v, kept.attended, *kept.statistics) if kept is not None else ())
         )
         ctx.where = {} if kept is None else kept.where
         ctx.weight = SavedWeight(weight)
@@ -418,13 +419,14 @@ class _AttentionAllToAllLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job: Job = ctx.call[0]
-        whole, *attended = ctx.saved_tensors
+        received, *attended = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[3:5]
-        block_rows, batch = grad.shape[:2]
-        flat = _flat(grad.contiguous())
+        block_rows, batch, hidden = grad.shape
+        flat = grad.contiguous().view(-1, hidden)
         weight = ctx.weight.get(job.name)
         linear = LinearOfHeads(weight, job.transport.size, block_rows * batch)
         linear.begin_backward(flat, needs_weight, job.options)
+        whole = None if received is None else _flat(received, batch)
         grads: tuple[torch.Tensor | None, ...] = None, None, None
         if attended:
             grads = _attention_backward(ctx, linear, whole, *attended)
@@ -446,30 +448,23 @@ def _attention_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """The mirror image of :func:`_attend_linear`: the projection feeds, attention uses."""
     job, causal, scale = ctx.call
-    batch = q.shape[1]
-    plan = job.plan("all_to_all", "last")
-    own = plan.computed_rows(q.shape[0] // plan.size)[-1]
+    rows, batch, columns = q.shape[0] // job.transport.size, q.shape[1], q[0].numel()
     attention = AttentionRuns(q, k, v, causal, scale)
     attention.begin_backward()
 
-    def produce(run: slice, out: torch.Tensor) -> None:
-        linear.backward(_of_gemm(run, batch), _flat(out))
-        if run == own:
-            # The last blocks travel while this runs.
-            linear.add_weight_gradient(whole)
+    def make(out: torch.Tensor, run: slice) -> None:
+        linear.backward(_flat(out, batch), _of_gemm(run, batch))
 
-    def consume(piece: torch.Tensor, run: slice) -> None:
+    def use(piece: torch.Tensor, run: slice) -> None:
         out = attended[run]
         attention.backward(run, piece.view(out.shape), out, statistics[ctx.where[run.start]])
 
-    produce_exchange_and_consume(
-        produce,
-        consume,
-        q.new_empty((*q.shape[:2], q.shape[2] * q.shape[3])),
-        transport=job.transport,
-        plan=plan,
-        name=f"{job.name} backward",
+    wgrad = partial(linear.add_weight_gradient, whole)
+    program = exchange(
+        job.place(job.backward), rows, columns, "made", True, False, whole is not None
     )
+    running = job.transport.begin(program, f"{job.name} backward", q)
+    running.run({"make": make, "wgrad": wgrad, "use": use})
     return attention.gradients()
 
 
@@ -483,18 +478,13 @@ def _check(
     check_sequence(name, q.shape[0], size)
 
 
-def _schedule(options: LinearOptions, size: int, causal: bool) -> Schedule:
-    """Under a causal mask blocks in the order that waits least, if the caller says nothing else."""
-    return options.schedule.for_causal_blocks(size) if causal else options.schedule
-
-
-def _by_cost(job: Job, causal: bool) -> Job:
-    schedule = _schedule(job.options, job.transport.size, causal)
-    return replace(job, options=replace(job.options, schedule=schedule))
-
-
 def _rows(q: torch.Tensor) -> int:
     return q.shape[0] * q.shape[1]
+
+
+def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
+    """``[S, B, A, D]`` as ``[S, B * A * D]``: never a copy, it may be written to."""
+    return attended.view(attended.shape[0], -1)
 
 
 def _by_rows(attended: torch.Tensor) -> torch.Tensor:
@@ -502,9 +492,9 @@ def _by_rows(attended: torch.Tensor) -> torch.Tensor:
     return attended.flatten(2).flatten(0, 1)
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """``[s, B, F]`` as ``[s * B, F]``: never a copy, it may be written to."""
-    return x.view(-1, x.shape[-1])
+def _flat(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[s, B * F]`` as ``[s * B, F]``: never a copy, it may be written to."""
+    return x.view(-1, x.shape[1] // batch)
 
 
 def _of_gemm(run: slice, batch: int) -> slice:

@@ -3,7 +3,8 @@
 A gather has no work in front of it: whatever its first transfer takes longer than the own block's
 GEMM is waited for, in every layer.  A :class:`WeightPrefetch`, shared by the layers of a model,
 learns in which order they gather, and starts the gather of the next one when that of this one has
-brought its last block, with one transfer posted (the rest follows when the layer runs)::
+brought its last block, with one transfer posted (the rest follows when the layer runs).  Both
+layers have their scratch memory meanwhile::
 
     compute  | ... | layer 1: W of r-2        | norm, activation | layer 2: own W | W of r-1 |
     links    | ... | layer 2: W of r-1 ------------------------- | W of r-2 ...   |          |
@@ -11,9 +12,9 @@ brought its last block, with one transfer posted (the rest follows when the laye
 **Where it does not reach.**  A *pass* is a forward of the model, or a backward; recomputed forwards
 belong to the backward.  Nothing is started at the end of a pass for the next one, so nothing is
 under way during an optimizer step.  A weight that changed since its transfer was started, or
-another layer than expected: the transfer is finished and thrown away, and the weight is gathered
-anew.  An expectation that was wrong once is given up.  All of it is decided by what the program
-does, so that ranks that run the same program decide the same, and post in the same order.
+another layer than expected: the program that was begun is finished for nothing, and the weight is
+gathered anew.  An expectation that was wrong once is given up.  All of it is decided by what the
+model does, so that ranks that run the same model decide the same, and post in the same order.
 
 A change of a weight is noticed by its version counter and its address.  Changes through ``.data``
 count no versions: make none between two layers of a pass.
@@ -27,11 +28,11 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_npu.plan import Plan
-from commfuse_npu.runtime.pipeline import Gather
+from commfuse_npu.plan.program import Program
+from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["PrefetchedWeight", "WeightGather", "WeightPrefetch", "WeightStamp"]
+__all__ = ["PrefetchedWeight", "WeightPrefetch", "WeightProgram", "WeightStamp"]
 
 
 class WeightStamp(NamedTuple):
@@ -47,24 +48,20 @@ class WeightStamp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WeightGather:
-    """How a weight is gathered; what the ranks have to agree on, and what a guess has to meet."""
+class WeightProgram:
+    """What is run with a weight: what the ranks have to agree on, and what a guess has to meet."""
 
     transport: Transport
-    plan: Plan
+    program: Program
     name: str
     options: Hashable
-    ahead: int | None
+    sum_dtype: torch.dtype | None
 
-    def start(self, shard: torch.Tensor, ahead: int | None) -> Gather:
-        return Gather(
-            shard,
-            transport=self.transport,
-            plan=self.plan,
-            ahead=ahead,
-            name=self.name,
-            options=self.options,
-        )
+    def begin(self, shard: torch.Tensor) -> Running:
+        """With the first transfer of the weight under way."""
+        running = self.transport.begin(self.program, self.name, shard, self.options, self.sum_dtype)
+        running.run(ahead=True, shard=shard)
+        return running
 
 
 class _Use(NamedTuple):
@@ -76,16 +73,24 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pending:
-    """A gather that was started before anybody asked for it."""
+    """A program that was begun before anybody asked for it."""
 
     use: _Use
-    call: WeightGather
+    call: WeightProgram
     stamp: WeightStamp
-    dtype: torch.dtype
-    gather: Gather
+    shard: torch.Tensor
+    running: Running
 
-    def meets(self, use: _Use, call: WeightGather, stamp: WeightStamp, dtype: torch.dtype) -> bool:
-        return (self.use, self.call, self.stamp, self.dtype) == (use, call, stamp, dtype)
+    def meets(self, use: _Use, call: WeightProgram, stamp: WeightStamp, dtype: torch.dtype) -> bool:
+        return (self.use, self.call, self.stamp, self.shard.dtype) == (use, call, stamp, dtype)
+
+    def throw_away(self) -> None:
+        """Finish what nobody wants, as all ranks do: with work that does nothing."""
+
+        def nothing(*_: object) -> None: ...
+
+        works = dict.fromkeys(("make", "use", "finish"), nothing)
+        self.running.run(works, out=self.shard)
 
 
 class WeightPrefetch:
@@ -96,7 +101,7 @@ class WeightPrefetch:
 
     def __init__(self) -> None:
         self._weights: list[Callable[[], torch.Tensor]] = []
-        self._calls: dict[_Use, tuple[WeightGather, torch.dtype]] = {}
+        self._calls: dict[_Use, tuple[WeightProgram, torch.dtype]] = {}
         # What followed a use, once seen; None where nothing did, or not always the same.
         self._after: dict[_Use, _Use | None] = {}
         self._seen: set[_Use] = set()
@@ -115,7 +120,7 @@ class WeightPrefetch:
 
     @property
     def under_way(self) -> bool:
-        """Whether a gather was started that no layer has taken over yet."""
+        """Whether a program was begun that no layer has taken over yet."""
         return self._pending is not None
 
     def take(
@@ -123,11 +128,11 @@ class WeightPrefetch:
         weight: int,
         shard: torch.Tensor,
         stamp: WeightStamp,
-        call: WeightGather,
+        call: WeightProgram,
         *,
         backward: bool,
-    ) -> Gather:
-        """The gather of ``shard``: the one under way if it is the same, else a new one.
+    ) -> Running:
+        """What ``call`` began for ``shard``: what is under way if it is that, else begun here.
 
         Args:
             shard: what is to be gathered, in the dtype in which it travels.
@@ -139,12 +144,11 @@ class WeightPrefetch:
         self._follow(use, task)
         self._calls[use] = call, shard.dtype
         pending, self._pending = self._pending, None
-        if pending is not None and pending.meets(use, call, stamp, shard.dtype):
-            pending.gather.allow(call.ahead)
-            return pending.gather
         if pending is not None:
-            _throw_away(pending)
-        return call.start(shard, call.ahead)
+            if pending.meets(use, call, stamp, shard.dtype):
+                return pending.running
+            pending.throw_away()
+        return call.begin(shard)
 
     def _follow(self, use: _Use, task: int) -> None:
         """Learn that ``use`` came next."""
@@ -163,7 +167,7 @@ class WeightPrefetch:
         self._seen.clear()
 
     def start_next(self) -> None:
-        """Start the gather that is expected next, if there is one."""
+        """Begin what is expected next, if there is something."""
         use = None if self._last is None else self._after.get(self._last)
         if use is None or self._pending is not None:
             return
@@ -171,8 +175,8 @@ class WeightPrefetch:
         call, dtype = self._calls[use]
         stamp = WeightStamp.of(weight)
         if stamp.version is not None:
-            gather = call.start(weight.detach().to(dtype).contiguous(), 1)
-            self._pending = _Pending(use, call, stamp, dtype, gather)
+            shard = weight.detach().to(dtype).contiguous()
+            self._pending = _Pending(use, call, stamp, shard, call.begin(shard))
 
     def end_pass(self) -> None:
         """Nothing that comes belongs to the pass so far; what is under way is thrown away.
@@ -183,7 +187,7 @@ class WeightPrefetch:
         self._pass_ends()
         pending, self._pending = self._pending, None
         if pending is not None:
-            _throw_away(pending)
+            pending.throw_away()
 
     def interrupted(self, error: BaseException) -> None:
         """The program left the pass by an exception: what is under way cannot be finished.
@@ -207,8 +211,8 @@ class PrefetchedWeight:
     index: int
 
     def take(
-        self, shard: torch.Tensor, stamp: WeightStamp, call: WeightGather, *, backward: bool
-    ) -> Gather:
+        self, shard: torch.Tensor, stamp: WeightStamp, call: WeightProgram, *, backward: bool
+    ) -> Running:
         """See :meth:`WeightPrefetch.take`."""
         return self.prefetch.take(self.index, shard, stamp, call, backward=backward)
 
@@ -225,8 +229,3 @@ def in_backward() -> bool:
 def _backward_task() -> int:
     """A number for the backward that this thread runs, -1 outside one."""
     return torch._C._current_graph_task_id()
-
-
-def _throw_away(pending: _Pending) -> None:
-    with pending.gather as gather:
-        gather.finish()

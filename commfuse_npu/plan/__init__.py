@@ -1,33 +1,19 @@
-"""What goes where in which step, as data: schedules, and the plan of each rank.  No torch."""
+"""What goes where in which order, as data: schedules, and the program of each rank.  No torch."""
 
 from __future__ import annotations
 
 from commfuse_npu.plan.block_order import Own
-from commfuse_npu.plan.schedule import (
-    Kind,
-    Order,
-    Piece,
-    Plan,
-    PlanError,
-    Schedule,
-    Shape,
-    Step,
-    Transfer,
-    split,
-    taper_down,
-)
+from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.schedule import Hop, Place, PlanError, Schedule, Shape, split, taper_down
 
 __all__ = [
-    "Kind",
-    "Order",
+    "Hop",
     "Own",
-    "Piece",
-    "Plan",
+    "Place",
     "PlanError",
+    "Program",
     "Schedule",
     "Shape",
-    "Step",
-    "Transfer",
     "split",
     "taper_down",
 ]

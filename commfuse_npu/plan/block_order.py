@@ -3,8 +3,8 @@
 Under a causal mask the queries of the last rank see N times the keys of the first's.  All ranks
 compute all blocks, so their total is the same; but with direct transfers in the order of distance,
 1, ..., N-1, some ranks begin with the cheap blocks and wait for the links, and others end with
-them.  Every order of distances is a valid plan (a step is still one permutation of the ranks), and
-which one waits least follows from the costs.
+them.  Every order of distances is a valid schedule (a step is still one permutation of the ranks),
+and which one waits least follows from the costs.
 """
 
 from __future__ import annotations

@@ -7,14 +7,39 @@ that torch 2.7 (MindSpeed's) has.  They are the reference and the fallback of ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_rows", "all_to_all_rows", "reduce_scatter_rows", "sum_rows_in_order"]
+__all__ = [
+    "Begun",
+    "all_gather_rows",
+    "all_to_all_rows",
+    "begin_all_gather",
+    "begin_reduce_scatter",
+    "reduce_scatter_rows",
+    "sum_rows_in_order",
+]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Begun = tuple[torch.Tensor, Any]
+"""The result of a collective, and what to wait for before it is read."""
+
+
+def begin_all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Begun:
+    """:func:`all_gather_rows`, under way."""
+    out = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
+    return out, _all_gather(out, shard.contiguous(), group=group, async_op=True)
+
+
+def begin_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> Begun:
+    """:func:`reduce_scatter_rows`, under way; ``full`` must not change before it is done."""
+    out = full.new_empty((full.shape[0] // group.size(), *full.shape[1:]))
+    return out, _reduce_scatter(out, full.contiguous(), group=group, async_op=True)
 
 
 def all_gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,50 +1,37 @@
-"""Carries plans out over ``torch.distributed``.  The only file that knows how HCCL and gloo differ.
+"""Lanes over the ranks of a group, and what the ranks have to agree on before they use them.
 
-=====================  ==================================  =====================================
-                       HCCL                                gloo
-=====================  ==================================  =====================================
-a lane is              a communicator with a stream        a set of sockets
-order on a lane        kept by the stream                  kept by the host, per operation
-posted                 one batch {send, receive} per step  each receive as early as possible,
-                                                           each send when it is its lane's turn
-matched by             order                               tag
-``wait()`` holds       the stream                          the host
-=====================  ==================================  =====================================
-
-On HCCL unbatched transfers would open a communicator per pair of ranks, in the middle of a forward,
-and receives posted ahead of sends would hang; a batch per step does neither.  On gloo receives come
-first, because the notice that a receive is ready shares the socket with bulk data.  gloo has no
-streams, so the host keeps a lane in order: it posts a send when the one before it on the lane is
-done, or goes to the same rank, where the socket keeps the order.
+A lane is a group of its own: on HCCL a communicator with a stream, which keeps its transfers in
+order; on gloo a set of sockets.  Programs run on them (:mod:`commfuse_npu.runtime.executor`).
 
 The rules, each enforced here: dedicated lane groups, made and warmed up together and never in a
-forward; one issuing thread; data checked before it is posted; each work waited for exactly once; no
-buffer let go before; a failure names rank, peer, operation and step, and breaks the transport for
-good, because the transfers that are left over can no longer be matched.
+forward; one issuing thread; a comparison of the ranks at the first use of a combination of
+operation, shapes and options; a failure names rank, peer, operation and step, and breaks the
+transport for good, because the transfers that are left over can no longer be matched.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import zlib
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.plan import Plan, Schedule, Transfer
-from commfuse_npu.runtime.order_log import OperationLog, OrderLog, TransportLog
+from commfuse_npu.plan import Place, Schedule
+from commfuse_npu.plan.program import Program
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.order_log import OrderLog, TransportLog
 from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
+from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.runtime.trace import Trace, clock
 
 __all__ = [
-    "BufferPool",
-    "Exchange",
     "MismatchError",
     "Transport",
     "TransportError",
@@ -133,148 +120,20 @@ def _expect_all_made(
         ) from problem
 
 
-class BufferPool:
-    """Receive and send buffers that are used again.
-
-    Allocating tens of megabytes per operation costs page faults on CPU and fragments the caching
-    allocator on a device.  A buffer is lent to one operation and comes back when all its transfers
-    have been waited for; one that an error leaves in the air never comes back.
-
-    On a device a buffer is reused in the order of the stream that used it; lend to one stream only.
-
-    Args:
-        keep_bytes: how much idle memory is kept; the buffers not used for longest are freed.
-    """
-
-    def __init__(self, keep_bytes: int = 512 << 20) -> None:
-        self._keep_bytes = keep_bytes
-        self._idle: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor with undefined contents; perhaps the first rows of a longer one."""
-        shape = tuple(shape)
-        found: torch.Tensor | None = None
-        for buffer in reversed(self._idle.values()):
-            alike = (buffer.shape[1:], buffer.dtype, buffer.device) == (shape[1:], dtype, device)
-            # One that is much too long is worth more to somebody else.
-            if alike and shape[0] <= buffer.shape[0] <= 2 * shape[0]:
-                if found is None or buffer.shape[0] < found.shape[0]:
-                    found = buffer
-                if found.shape[0] == shape[0]:
-                    break
-        if found is not None:
-            del self._idle[id(found)]
-            if found.shape[0] == shape[0]:
-                return found
-            part = found[: shape[0]]
-            self._parts[id(part)] = part, found
-            return part
-        # Never an inference tensor: it will be lent to operations outside inference mode too.
-        with torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=device)
-
-    def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
-        for given in buffers:
-            _, buffer = self._parts.pop(id(given), (given, given))
-            self._idle[id(buffer)] = buffer
-        idle = self.idle_bytes
-        while idle > self._keep_bytes:
-            _, buffer = self._idle.popitem(last=False)
-            idle -= buffer.nbytes
-
-    @property
-    def idle_bytes(self) -> int:
-        """What is kept and not lent to anybody."""
-        return sum(buffer.nbytes for buffer in self._idle.values())
-
-    def clear(self) -> None:
-        """Free all idle buffers."""
-        self._idle.clear()
-
-    def __len__(self) -> int:
-        return len(self._idle)
-
-
-class _Handle:
-    """A posted operation: waited for once, and its buffer held until then.
-
-    Args:
-        messages: ``(row, name, bytes)`` of what it carries, for a trace.
-        waiting: called before the wait, for the log of the order.
-    """
-
-    __slots__ = (
-        "_buffer",
-        "_messages",
-        "_operation",
-        "_posted",
-        "_transport",
-        "_waiting",
-        "_what",
-        "_works",
-    )
-
-    def __init__(
-        self,
-        transport: Transport,
-        works: Sequence[Any],
-        buffer: object,
-        what: object,
-        operation: str = "",
-        messages: Sequence[tuple[str, str, int]] = (),
-        waiting: Callable[[], None] | None = None,
-    ) -> None:
-        self._operation = operation
-        self._waiting = waiting
-        self._messages = messages
-        self._posted = clock() if messages else 0
-        self._transport = transport
-        self._works: Sequence[Any] | None = works
-        self._buffer: object | None = buffer
-        self._what = what
-
-    def wait(self) -> None:
-        """Wait; a second call returns at once (on gloo a second wait on a work never returns)."""
-        if self._works is None:
-            return
-        works, self._works = self._works, None
-        if self._waiting is not None:
-            self._waiting()
-        trace = self._transport.trace
-        began = clock() if trace is not None else 0
-        start = time.perf_counter()
-        try:
-            for work in works:
-                self._transport.wait_for(work)
-        except RuntimeError as error:
-            self._transport.fail(f"{self._what}: {error}", self._buffer)
-            raise self._transport.error() from error
-        finally:
-            self._transport.blocked_seconds += time.perf_counter() - start
-        self._buffer = None
-        if trace is not None:
-            ended = clock()
-            for row, name, size in self._messages:
-                trace.add_in_order(row, name, self._operation, self._posted, ended, size)
-            if self._messages:
-                trace.add("waiting", self._messages[-1][1], self._operation, began, ended)
-
-
 class Transport:
     """Lanes over the ranks of one group.
 
     Make it with :meth:`create`, which every process of the job calls together.
 
     Attributes:
-        group: the plain group, for the collective form of an op; no transfer of a plan uses it.
+        group: the plain group, for the collective form of an op; no transfer of a program uses it.
         rank, size: place in the group.
         timeout: how long a wait may take on gloo before it becomes an error.
         batched: post a batch per step (HCCL), or single operations (gloo).
         device_type: where tensors have to be, ``cpu`` on gloo and ``npu`` on HCCL.
         blocked_seconds: host time spent in waits since the start.  On HCCL a wait holds the
             stream, not the host, so there this counts next to nothing; profile the device instead.
-        operations: how many plans were started.
+        operations: how many programs were begun.
         remembered: what higher rooms keep per group of ranks; nothing here uses it.
         trace: where to write down what happens; ``None`` for nowhere.
         order_log: where to write down the order of posts and waits; ``None`` for nowhere.
@@ -297,7 +156,7 @@ class Transport:
         self.timeout = timeout
         self.batched = batched
         self.check = check
-        self.buffers = BufferPool()
+        self.scratch = ScratchPool()
         self.blocked_seconds = 0.0
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
@@ -307,7 +166,9 @@ class Transport:
         self._lanes = tuple(lanes)
         self._control = control
         self._agreed: OrderedDict[Hashable, int] = OrderedDict()
-        self._in_flight: set[Exchange] = set()
+        self._begun: dict[Hashable, tuple[int, object]] = {}
+        self._places: dict[Schedule, Place] = {}
+        self._in_flight: set[Running] = set()
         self._thread = threading.get_ident()
         self._broken: str | None = None
         self._left_over: list[object] = []
@@ -332,7 +193,7 @@ class Transport:
 
         Args:
             group: the group of this process, the whole job by default.
-            lanes: in-order channels to make; plans may use fewer.  By default as many as the
+            lanes: in-order channels to make; programs may use fewer.  By default as many as the
                 default schedule uses in a group of this size.
             timeout: for waits (gloo) and for the lanes' own set-up.
             batched: how to post; by default as the group's backend needs it.  On HCCL it has to
@@ -407,12 +268,17 @@ class Transport:
     def lanes(self) -> int:
         return len(self._lanes)
 
+    @property
+    def broken(self) -> bool:
+        """Whether a failure made it useless; :meth:`error` says which."""
+        return self._broken is not None
+
     def _warm_up(self) -> None:
         """Create now what is created at first use: HCCL's communicators, gloo's connections.
 
         A batch opens a link to each of its peers at its first use, and no collective opens those of
         batches (read in HCCL).  So each lane carries a rank number over each distance here, in the
-        order of a plan.
+        order of a program.
         """
         for index, lane in enumerate(self._lanes):
             what = f"warming up lane {index} of {len(self._lanes)}"
@@ -458,38 +324,30 @@ class Transport:
         if self.order_log is not None:
             self.order_log.close()
 
-    def start(
+    def begin(
         self,
-        plan: Plan,
+        program: Program,
         name: str,
-        block: torch.Size | Sequence[int],
         like: torch.Tensor,
         options: Hashable = (),
-    ) -> Exchange:
-        """Begin to carry out ``plan``.
+        sum_dtype: torch.dtype | None = None,
+    ) -> Running:
+        """Begin to carry out ``program``.
 
         Args:
-            plan: this rank's plan; its size, rank and lanes must fit.
+            program: this rank's program; its size, rank and lanes must fit.
             name: the operation, for errors and for the comparison of the ranks.
-            block: shape of one block of the plan, the same on every rank.
             like: a tensor with the dtype and device of what is transferred.
             options: whatever else the ranks have to agree on.
+            sum_dtype: in which partials are added, by default their own.
 
         Raises:
-            ValueError: plan or tensor do not fit this transport.
+            ValueError: program or tensor do not fit this transport.
             MismatchError: another rank calls something else.
             TransportError: an earlier failure broke the transport.
         """
-        if (plan.rank, plan.size) != (self.rank, self.size):
-            raise ValueError(
-                f"{name}: the plan is for rank {plan.rank} of {plan.size}, the transport is rank "
-                f"{self.rank} of {self.size}"
-            )
-        if plan.lanes > self.lanes:
-            raise ValueError(
-                f"{name}: the plan uses {plan.lanes} lanes, the transport has {self.lanes}; create "
-                f"it with lanes={plan.lanes} or plan with fewer"
-            )
+        if self._broken is not None:
+            raise self.error()
         if like.device.type != self.device_type:
             raise ValueError(
                 f"{name}: the tensor is on {like.device}, this group transfers "
@@ -503,21 +361,67 @@ class Transport:
             )
         self._thread = thread
         self.operations += 1
-        identity = self.agree(
-            name,
-            path=plan.kind,
-            own_block=plan.own,
-            schedule=plan.schedule,
-            block=tuple(block),
-            dtype=like.dtype,
-            options=options,
-        )
+        # By identity: hashing all that is in them takes longer than posting a transfer.
+        key = program, name, like.dtype, sum_dtype, id(options)
+        known = self._begun.get(key) if self.check == "first" else None
+        if known is not None:
+            identity, _ = known
+        else:
+            self._fits(program, name)
+            identity = self.agree(
+                name,
+                path=program.rule[0],
+                schedule=program.rule[1],
+                dtype=like.dtype,
+                sum_dtype=sum_dtype,
+                options=options,
+                **program.arguments,
+            )
+            if len(self._begun) >= _MOST_AGREED:
+                self._begun.clear()
+            self._begun[key] = identity, options
         log = None
         if self.order_log is not None:
-            log = self.order_log.start(plan, name, block, like.dtype, options)
-        exchange = Exchange(self, plan, name, like, identity, log)
-        self._in_flight.add(exchange)
-        return exchange
+            log = self.order_log.begin(program, name, like.dtype, sum_dtype, options)
+        # Tags differ with what is sent and with how many operations came before: data for another
+        # shape, or left over from a failure, never meets a receive (a short one aborts on gloo).
+        tag = identity ^ (self.operations * 0x9E3779B1)
+        running = Running(self, program, name, like.dtype, like.device, tag, log, sum_dtype)
+        self._in_flight.add(running)
+        return running
+
+    def _fits(self, program: Program, name: str) -> None:
+        if (program.rank, program.size) != (self.rank, self.size):
+            raise ValueError(
+                f"{name}: the program is for rank {program.rank} of {program.size}, the transport "
+                f"is rank {self.rank} of {self.size}"
+            )
+        if program.lanes > self.lanes:
+            raise ValueError(
+                f"{name}: the program uses {program.lanes} lanes, the transport has {self.lanes}; "
+                f"create it with lanes={program.lanes} or plan with fewer"
+            )
+        if program.batched != self.batched:
+            raise ValueError(
+                f"{name}: the program is made for {'batches' if program.batched else 'gloo'}, the "
+                "transport posts the other way; compile it for Transport.place"
+            )
+
+    def place(self, schedule: Schedule) -> Place:
+        """For whom programs are compiled here; a schedule that leaves lanes open takes these."""
+        place = self._places.get(schedule)
+        if place is None:
+            lanes = schedule.lanes
+            if lanes is None:
+                lanes = min(schedule.lanes_for(self.size), self.lanes)
+            place = Place(replace(schedule, lanes=lanes), self.rank, self.size, self.batched)
+            self._places[schedule] = place
+        return place
+
+    @property
+    def lane_groups(self) -> Sequence[dist.ProcessGroup]:
+        """The group of each lane."""
+        return self._lanes
 
     def agree(self, name: str, **facts: Hashable) -> int:
         """Compare an operation with that of the other ranks, before anything is posted.
@@ -690,225 +594,6 @@ class Transport:
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
         return kind(f"{self._broken}. This transport cannot be used any more")
 
-    def finished(self, exchange: Exchange) -> None:
-        self._in_flight.discard(exchange)
-
-    # ------------------------------------------------------------------ posting
-
-    def post_batch(
-        self, send: Transfer, out: torch.Tensor, receive: Transfer, into: torch.Tensor, what: str
-    ) -> Sequence[Any]:
-        lane = self._lanes[send.lane]
-        operations = [
-            dist.P2POp(dist.isend, out, self.ranks[send.target], lane),
-            dist.P2POp(dist.irecv, into, self.ranks[receive.source], lane),
-        ]
-        return self._posted(what, lambda: dist.batch_isend_irecv(operations))
-
-    def post_send(
-        self, transfer: Transfer, tensor: torch.Tensor, tag: int, what: str
-    ) -> Sequence[Any]:
-        lane, target = self._lanes[transfer.lane], self.ranks[transfer.target]
-        return self._posted(what, lambda: [dist.isend(tensor, target, lane, tag)])
-
-    def post_receive(
-        self, transfer: Transfer, buffer: torch.Tensor, tag: int, what: str
-    ) -> Sequence[Any]:
-        lane, source = self._lanes[transfer.lane], self.ranks[transfer.source]
-        return self._posted(what, lambda: [dist.irecv(buffer, source, lane, tag)])
-
-    def _posted(self, what: str, post: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Post; a connection that is known to be gone fails here already, not in the wait."""
-        try:
-            return post()
-        except RuntimeError as error:
-            self.fail(f"{what}: {error}")
-            raise self.error() from error
-
-
-class Exchange:
-    """One plan under way.  Positions count the plan's :attr:`~commfuse_npu.plan.Plan.transfers`.
-
-    The caller registers receives and sends in the order of the plan, each before it waits for it,
-    and calls :meth:`finish` at the end.  Buffers may be reused after their wait.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        plan: Plan,
-        name: str,
-        like: torch.Tensor,
-        identity: int,
-        log: OperationLog | None,
-    ) -> None:
-        self.name = name
-        self.plan = plan
-        self._log = log
-        self._transport = transport
-        self._like = like.dtype, like.device
-        # Tags differ with what is sent and with how many operations came before: data for another
-        # shape, or left over from a failure, never meets a receive (a short one aborts on gloo).
-        self._tag = identity ^ (transport.operations * 0x9E3779B1)
-        self._steps = plan.transfers
-        self._receives: list[_Handle] = []
-        self._sends: dict[int, _Handle] = {}
-        self._buffers: list[torch.Tensor] = []
-        self._queues: dict[int, deque[tuple[int, torch.Tensor]]] = {}
-        self._last_sent: dict[int, int] = {}
-        self._registered = 0
-
-    def _what(self, verb: str, transfer: Transfer, tensor: torch.Tensor) -> str:
-        peer = transfer.target if verb == "sending" else transfer.source
-        return (
-            f"{self.name}: {verb} {transfer.piece} ({tensor.numel()} x {tensor.dtype}), peer "
-            f"{peer}, step {transfer.step} of {len(self.plan.steps) - 1}, lane {transfer.lane}"
-        )
-
-    def _valid(self, verb: str, position: int, tensor: torch.Tensor) -> Transfer:
-        step = self._steps[position]
-        transfer = step.send if verb == "sending" else step.receive
-        assert transfer is not None
-        if (tensor.dtype, tensor.device) != self._like or not tensor.is_contiguous():
-            raise ValueError(
-                f"{self._what(verb, transfer, tensor)}: the tensor is {tensor.dtype} on "
-                f"{tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous; it has to "
-                f"be {self._like[0]} on {self._like[1]}, contiguous"
-            )
-        return transfer
-
-    def receive(self, position: int, buffer: torch.Tensor) -> None:
-        """Let the message of this position arrive in ``buffer``."""
-        transfer = self._valid("receiving", position, buffer)
-        if position != len(self._buffers):
-            raise ValueError(
-                f"{self.name}: receive {position} registered after {len(self._buffers) - 1}"
-            )
-        self._buffers.append(buffer)
-        if not self._transport.batched:
-            what = self._what("receiving", transfer, buffer)
-            waiting = self._logged("receive", (transfer, buffer))
-            works = self._transport.post_receive(transfer, buffer, self._tag_of(position), what)
-            messages = self._messages(transfer, buffer)
-            self._receives.append(
-                _Handle(self._transport, works, buffer, what, self.name, messages, waiting)
-            )
-
-    def send(self, position: int, tensor: torch.Tensor) -> None:
-        """Send ``tensor``, which must not change before :meth:`wait_send`."""
-        transfer = self._valid("sending", position, tensor)
-        if position != self._registered or position >= len(self._buffers):
-            raise ValueError(
-                f"{self.name}: send {position} registered after {self._registered - 1} sends and "
-                f"{len(self._buffers)} receives; both go in order, the receive first"
-            )
-        self._registered += 1
-        if self._transport.batched:
-            receive = self._steps[position].receive
-            assert receive is not None
-            buffer = self._buffers[position]
-            what = (
-                f"{self._what('sending', transfer, tensor)} and "
-                f"{self._what('receiving', receive, buffer)}"
-            )
-            waiting = self._logged("batch", (transfer, tensor), (receive, buffer))
-            works = self._transport.post_batch(transfer, tensor, receive, buffer, what)
-            messages = (*self._messages(transfer, tensor), *self._messages(receive, buffer))
-            both = (tensor, buffer)
-            handle = _Handle(self._transport, works, both, what, self.name, messages, waiting)
-            self._sends[position] = handle
-            self._receives.append(handle)
-            return
-        self._queues.setdefault(transfer.lane, deque()).append((position, tensor))
-        self._post_ready(transfer.lane)
-        if position not in self._sends:
-            self._logged("queue", (transfer, tensor))
-
-    def _post_ready(self, lane: int) -> None:
-        """Post the sends whose turn it is: the lane is free, or busy with the same target."""
-        queue = self._queues.get(lane)
-        while queue:
-            position, tensor = queue[0]
-            transfer = self._steps[position].send
-            assert transfer is not None
-            last = self._last_sent.get(lane)
-            if last is not None and not self._is_sent(last):
-                before = self._steps[last].send
-                assert before is not None
-                if before.target != transfer.target:
-                    return
-            queue.popleft()
-            self._last_sent[lane] = position
-            what = self._what("sending", transfer, tensor)
-            waiting = self._logged("send", (transfer, tensor))
-            works = self._transport.post_send(transfer, tensor, self._tag_of(position), what)
-            messages = self._messages(transfer, tensor)
-            self._sends[position] = _Handle(
-                self._transport, works, tensor, what, self.name, messages, waiting
-            )
-
-    def _logged(
-        self, verb: str, *messages: tuple[Transfer, torch.Tensor]
-    ) -> Callable[[], None] | None:
-        """Log a post, if there is a log; what logs the wait for it."""
-        log = self._log
-        if log is None:
-            return None
-        numbers = [log.message(one, tensor.numel(), tensor.dtype) for one, tensor in messages]
-        log.post(verb, *numbers)
-        return lambda: log.post("wait", numbers[0])
-
-    def _messages(
-        self, transfer: Transfer, tensor: torch.Tensor
-    ) -> tuple[tuple[str, str, int], ...]:
-        """For a trace, if there is one."""
-        if self._transport.trace is None:
-            return ()
-        outward = transfer.source == self.plan.rank
-        peer = transfer.target if outward else transfer.source
-        row = f"{'link to' if outward else 'from'} rank {peer}"
-        return ((row, str(transfer.piece), tensor.nbytes),)
-
-    def _is_sent(self, position: int) -> bool:
-        return self._sends[position]._works is None
-
-    def _tag_of(self, position: int) -> int:
-        return (self._tag + position) & 0x7FFFFFFF
-
-    @property
-    def sends_held_back(self) -> bool:
-        """Whether a send waits for its lane; only gloo's host-kept lanes hold back."""
-        return any(self._queues.values())
-
-    def wait_receive(self, position: int) -> None:
-        """Wait until the message of this position is in its buffer.
-
-        Lanes go on meanwhile: their sends up to this position are waited for first.
-        """
-        self._free_lanes(position)
-        self._receives[position].wait()
-
-    def wait_send(self, position: int) -> None:
-        """Wait until the buffer of this send may be used again."""
-        self._free_lanes(position)
-        self._sends[position].wait()
-
-    def _free_lanes(self, position: int) -> None:
-        """Free the lanes that hold sends back behind one that is not later than ``position``.
-
-        Waiting only for steps up to the one that is needed keeps the ranks out of a deadlock: the
-        lowest unfinished step never waits (see :mod:`commfuse_npu.proof.verify`).
-        """
-        for lane, queue in self._queues.items():
-            while queue and self._last_sent[lane] <= position:
-                self._sends[self._last_sent[lane]].wait()
-                self._post_ready(lane)
-
-    def finish(self) -> None:
-        """Wait for everything that is still under way."""
-        for position in range(len(self._steps)):
-            self.wait_receive(position)
-            self.wait_send(position)
-        if self._log is not None:
-            self._log.finish()
-        self._transport.finished(self)
+    def finished(self, running: Running) -> None:
+        """A program has come to its end."""
+        self._in_flight.discard(running)

@@ -179,11 +179,11 @@ def test_equals_one_process_and_the_plain_form(ranks, size: int, dtype: torch.dt
 
 
 SCHEDULES = (
-    Schedule("shifted", lanes=1),
-    Schedule("shifted", lanes=3, chunks=4, order="block"),
-    Schedule("shifted", lanes=2, chunks=3, taper=2),
-    Schedule("ring", lanes=2, chunks=2),
-    Schedule("shifted", lanes=2, chunks=50),
+    Schedule(lanes=1),
+    Schedule(lanes=3, chunks=4),
+    Schedule(lanes=2, chunks=3, taper=2),
+    Schedule(lanes=2, chunks=50),
+    Schedule("two_level", lanes=2, chunks=2, node_size=2),
 )
 
 
@@ -192,18 +192,23 @@ def test_options(ranks, size: int) -> None:
     base = Case()
     cases = [replace(base, options=replace(base.options, schedule=s)) for s in SCHEDULES]
     cases += [
-        replace(base, options=replace(base.options, reduce_dtype=torch.float32)),
+        # Chunks of two and three rows: what the forward keeps of each is for the same rows.
+        replace(base, length=5 * size),
         replace(base, options=replace(base.options, wgrad="blocks")),
         replace(base, bias=True, scale=0.3),
         replace(base, recompute=True),
         replace(base, attention_grad=False),
         replace(base, weight_grad=False),
         replace(base, batched=True),
-        replace(base, dtype=torch.bfloat16, options=replace(base.options, wgrad="blocks")),
+    ]
+    half = replace(base, dtype=torch.bfloat16)
+    cases += [
+        replace(half, options=replace(base.options, wgrad="blocks")),
+        replace(half, options=replace(base.options, reduce_dtype=torch.float32)),
     ]
     for main_grad in (torch.float32, torch.bfloat16):
         options = replace(base.options, main_grad=True)
-        cases.append(replace(base, dtype=torch.bfloat16, main_grad=main_grad, options=options))
+        cases.append(replace(half, main_grad=main_grad, options=options))
     ranks(size).run(compared, cases)
 
 
@@ -219,6 +224,25 @@ def without_gradients(rank: int) -> None:
 
 def test_without_gradients(ranks) -> None:
     ranks(2).run(without_gradients)
+
+
+def twice(rank: int) -> None:
+    """A second backward over a graph that is kept gives the same; over another, an error."""
+    for case in (Case(), Case(attention_grad=False), Case(weight_grad=False)):
+        given = inputs(rank, 2, case)
+        tensors = [given[name] for name in ("q", "k", "v", "weight")]
+        leaves = [tensor for tensor in tensors if tensor.requires_grad]
+        y = fused(case)(*tensors, causal=True, options=case.options)
+        first = torch.autograd.grad(y, leaves, given["grad"], retain_graph=True)
+        second = torch.autograd.grad(y, leaves, given["grad"])
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one, other), case
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(y, leaves, given["grad"])
+
+
+def test_a_second_backward(ranks) -> None:
+    ranks(2).run(twice)
 
 
 def empty(rank: int) -> None:

@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
+from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import (
     BucketOptions,
     Buckets,
     plain_all_gather_bucket,
     plain_reduce_scatter_bucket,
 )
+from commfuse_npu.plan.program import Post
 from commfuse_npu.runtime.collectives import all_gather_rows
-from commfuse_npu.runtime.transport import Exchange
+from commfuse_npu.runtime.executor import Running
+from tests.distributed.programs import view, watch_posts
 from tests.limits import PATIENT
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -64,15 +67,13 @@ def summed(
 
 
 def sources_of(schedule: Schedule, rank: int, size: int) -> list[int]:
-    plan = schedule.plan("reduce_scatter", rank, size)
-    receives = [step.receive for step in plan.transfers if step.receive is not None]
-    return [r.source for r in receives if r.piece.chunk == 0] + [rank]
+    return [*(hop.source for hop in schedule.hops(rank, size, "last")), rank]
 
 
 def schedules(size: int) -> list[Schedule]:
     found = [
         Schedule(),
-        Schedule(lanes=1, chunks=3, order="block"),
+        Schedule(lanes=1, chunks=3),
         Schedule(lanes=3, chunks=5),
         Schedule(lanes=2, chunks=9),
     ]
@@ -281,21 +282,21 @@ def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
     for _, _, handle in start_all(rank, link, options, 0):
         handle.wait()
     posts: list[tuple[int, int, int]] = []
-    numbers: dict[Exchange, int] = {}
+    numbers: dict[Running, int] = {}
     with pytest.MonkeyPatch.context() as patch:
-        start, send = Transport.start, Exchange.send
+        begin = Transport.begin
 
         def numbered(self, *args):
-            exchange = start(self, *args)
-            numbers[exchange] = len(numbers)
-            return exchange
+            running = begin(self, *args)
+            numbers[running] = len(numbers)
+            return running
 
-        def logged(self, position, tensor):
-            posts.append((self.plan.transfers[position].send.lane, numbers[self], position))
-            send(self, position, tensor)
+        def logged(self, one):
+            sent = one.send.transfer
+            posts.append((sent.lane, numbers[self], sent.step))
 
-        patch.setattr(Transport, "start", numbered)
-        patch.setattr(Exchange, "send", logged)
+        patch.setattr(Transport, "begin", numbered)
+        watch_posts(patch, logged)
         started = []
         for place, (_, _, handle) in enumerate(start_all(rank, link, options, 0)):
             started.append(handle)
@@ -397,22 +398,22 @@ def test_a_forgotten_handle_is_finished_by_a_later_one(ranks, batched: bool) -> 
 
 @contextmanager
 def logged_receives(link: Transport) -> Iterator[tuple[list[int], list[int]]]:
-    """First elements of the receives of a gather, as they are posted; positions waited for."""
+    """First elements of the receives of a gather, as they are posted; steps waited for."""
     offsets: list[int] = []
     waited: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        receive, wait = Exchange.receive, Exchange.wait_receive
+        wait = Running._wait
 
-        def posted(self, position, buffer):
-            offsets.append(buffer.storage_offset())
-            receive(self, position, buffer)
+        def posted(self, one: Post) -> None:
+            if one.receive is not None:
+                offsets.append(view(self, one.receive.span).storage_offset())
 
-        def waits(self, position):
-            waited.append(position)
-            wait(self, position)
+        def waits(self, steps, under_way, way) -> None:
+            waited.extend(steps)
+            wait(self, steps, under_way, way)
 
-        patch.setattr(Exchange, "receive", posted)
-        patch.setattr(Exchange, "wait_receive", waits)
+        watch_posts(patch, posted)
+        patch.setattr(Running, "_wait", waits)
         yield offsets, waited
 
 
@@ -483,23 +484,24 @@ def memory(rank: int, options: BucketOptions, batched: bool) -> tuple[int, int]:
     """The most bytes of scratch lent at a time, and those lent at the end."""
     link = transport(batched)
     lent = peak = 0
-    take, give_back = link.buffers.take, link.buffers.give_back
+    link.scratch.clear()
+    take, give_back = link.scratch.take, link.scratch.give_back
     with pytest.MonkeyPatch.context() as patch:
 
         def taken(*args):
             nonlocal lent, peak
-            buffer = take(*args)
-            lent += buffer.nbytes
+            arena = take(*args)
+            lent += arena.nbytes
             peak = max(peak, lent)
-            return buffer
+            return arena
 
-        def given(buffers):
+        def given(arena):
             nonlocal lent
-            lent -= sum(buffer.nbytes for buffer in buffers)
-            give_back(buffers)
+            lent -= arena.nbytes
+            give_back(arena)
 
-        patch.setattr(link.buffers, "take", taken)
-        patch.setattr(link.buffers, "give_back", given)
+        patch.setattr(link.scratch, "take", taken)
+        patch.setattr(link.scratch, "give_back", given)
         bucket = torch.ones(link.size * 1000, dtype=BF16)
         Buckets(link, options).reduce_scatter(bucket).wait()
         assert torch.equal(shard(bucket, link.size, rank), torch.full((1000,), 4, dtype=BF16))
@@ -513,16 +515,20 @@ def memory(rank: int, options: BucketOptions, batched: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @pytest.mark.parametrize("reduce_dtype", [None, FP32])
 def test_scratch_memory_stays_within_its_limit(ranks, reduce_dtype, batched: bool) -> None:
-    """Four ranks, shards of 1000 x bf16 in four chunks: pieces of 500 bytes."""
-    total = 1000 * (4 if reduce_dtype else 2)
-    # Every partial in a place of its own, or the first of each chunk in that of the sum.
-    everything = total + 500 * 4 * (3 if reduce_dtype else 2)
-    for limit in (0, total, total + 999, total + 1000, total + 2700, 1 << 20):
+    """Four ranks, shards of 1000 x bf16 in four chunks, in slots of whole 256 elements."""
+    total = 1024 * (4 if reduce_dtype else 2)
+    one, chunk_of_all = 256 * 2, 768 * 2
+    for limit, partials in (
+        (0, one),
+        (total, one),
+        (total + 2 * one - 1, one),
+        (total + 2 * one, 2 * one),
+        (total + chunk_of_all, chunk_of_all),
+        (total + 3 * chunk_of_all + one, 3 * chunk_of_all),
+        (1 << 20, 4 * chunk_of_all),
+    ):
         options = BucketOptions(Schedule(chunks=4), reduce_dtype, limit)
-        for peak, left in ranks(4).run(memory, options, batched):
-            assert left == 0
-            assert peak <= max(limit, total + 500)
-            assert peak == min(everything, total + 500 * max(1, (limit - total) // 500))
+        assert ranks(4).run(memory, options, batched) == [(total + partials, 0)] * 4
 
 
 # ------------------------------------------------------------------- what goes wrong
@@ -573,14 +579,14 @@ def told(rank: int, function: Callable[[int], None]) -> str:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (sizes_differ, r"block: \(.,\) here, \(.,\) there"),
+        (sizes_differ, "rows: [0-9]+ here, [0-9]+ there"),
         (dtypes_differ, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
         (averages_differ, "options: .*(True|False).* here, .*(True|False).* there"),
-        (reduce_dtypes_differ, "options: .*(bfloat16|float32).* here, .* there"),
+        (reduce_dtypes_differ, "sum_dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
         (scratch_differs, r"options: .*10.\) here, .*10.\) there"),
         (directions_differ, "options: (True|False) here, (True|False) there"),
         (operations_differ, "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
-        (one_is_empty, "path: [a-z]+ here, [a-z]+ there"),
+        (one_is_empty, "path: [a-z_]+ here, [a-z_]+ there"),
     ],
 )
 def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) -> None:
@@ -627,22 +633,33 @@ def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
 
 
 def interrupted(rank: int) -> None:
-    """An error between transfers, here while adding, breaks the transport as well."""
-    link_ = link()
-    bucket = data(rank, link_.size * 8, FP32)
-    before = bucket.clone()
-    handle = Buckets(link_).reduce_scatter(bucket)
+    """An error between transfers, or at the end of the sum, breaks the transport as well."""
+    kernels = kernels_for(torch.device(link().device_type))
+    add = kernels.sum_parts
+    for good in (0, 1):
+        link_ = link()
+        bucket = data(rank, link_.size * 8, FP32)
+        before = bucket.clone()
+        handle = Buckets(link_).reduce_scatter(bucket, average=True)
+        calls = iter([add] * good)
 
-    class Broken:
-        def add_partials(self, *args, **kwargs):
-            raise MemoryError("while adding")
+        def fail(*args: Any, calls: Iterator[Callable[..., None]] = calls, **named: Any) -> None:
+            call = next(calls, None)
+            if call is None:
+                raise MemoryError("while adding")
+            call(*args, **named)
 
-    handle._running._kernels = Broken()
-    with pytest.raises(MemoryError):
-        handle.wait()
-    assert torch.equal(bucket, before)
-    with pytest.raises(TransportError, match="reduce_scatter_bucket was interrupted by MemoryErr"):
-        handle.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "sum_parts", fail)
+            with pytest.raises(MemoryError):
+                handle.wait()
+        assert torch.equal(bucket, before)
+        words = "reduce_scatter_bucket was interrupted by MemoryErr"
+        with pytest.raises(TransportError, match=words):
+            handle.wait()
+        with pytest.raises(TransportError, match=words):
+            Buckets(link_).reduce_scatter(bucket)
+        assert torch.equal(bucket, before)
 
 
 def test_an_error_while_adding_leaves_the_shard_untouched(ranks) -> None:
@@ -704,11 +721,6 @@ def refused(rank: int) -> None:
         ),
         (
             ValueError,
-            "the schedule of buckets is a ring, .*; choose shifted or two_level",
-            lambda: BucketOptions(Schedule("ring")),
-        ),
-        (
-            ValueError,
             "reduce_dtype is torch.int64; partial sums need a floating-point dtype",
             lambda: BucketOptions(reduce_dtype=torch.int64),
         ),
@@ -757,7 +769,7 @@ def alone(rank: int) -> None:
     handle.wait()
     assert torch.equal(bucket, torch.full((5,), 0.5, dtype=BF16))
     assert link_.operations == 0
-    assert len(link_.buffers) == 0
+    assert len(link_.scratch) == 0
 
 
 def test_a_group_of_one_transfers_nothing(ranks) -> None:

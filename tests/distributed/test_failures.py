@@ -20,7 +20,9 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.ops.linear import linear_all_reduce
-from commfuse_npu.runtime.pipeline import Gather, gather_and_consume, produce_and_reduce
+from commfuse_npu.plan.rules import gather_use
+from commfuse_npu.plan.schedule import Place
+from tests.distributed.programs import gather_and_use
 from tests.limits import BRIEF, PATIENT
 
 
@@ -70,12 +72,12 @@ def nothing_on_one_rank(rank: int) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (other_rows, r"block: \(., 4\) here, \(., 4\) there"),
+        (other_rows, r"rows: . here, . there"),
         (other_dtype, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
         (other_op, "operation: .*linear.* here, .*linear.* there"),
-        (other_schedule, "schedule: .* chunks, .* here, .* chunks, .* there"),
+        (other_schedule, "schedule: .* chunks here, .* chunks there"),
         (other_wgrad, "options: .*(whole|blocks).* here, .*(whole|blocks).* there"),
-        (other_needs, "options: .* here, .* there"),
+        (other_needs, "wgrad: .* here, .* there"),
         (nothing_on_one_rank, "path: .* here, .* there"),
     ],
 )
@@ -131,7 +133,7 @@ def test_a_rank_that_does_not_come_becomes_an_error_that_names_it(ranks) -> None
     assert left.value == "left"
     message = str(waiting.error)
     assert isinstance(waiting.error, TransportError)
-    for part in ("rank 0 of 2", "all_gather_linear", "peer 1", "step 0 of 1", "lane 0"):
+    for part in ("rank 0 of 2", "all_gather_linear", "peer 1", "step 0 of 0", "lane 0"):
         assert part in message
 
 
@@ -193,24 +195,6 @@ def test_every_later_call_says_why_the_transport_is_broken(ranks) -> None:
     assert "rank 0 of 2" in waiting.value[0]
 
 
-def left_early(rank: int) -> None:
-    transport = link()
-    plan = Schedule(chunks=2).plan("gather", rank, transport.size)
-
-    def first_piece_only() -> None:
-        with Gather(torch.ones(2, 2), transport=transport, plan=plan) as gather:
-            next(gather.pieces())
-
-    with pytest.raises(RuntimeError, match=r"was left before finish\(\)"):
-        first_piece_only()
-    with pytest.raises(TransportError, match=r"was left before finish\(\)"):
-        all_gather_linear(*layer(4), transport=transport)
-
-
-def test_leaving_a_pipeline_before_its_end_is_an_error(ranks) -> None:
-    ranks(2).run(left_early)
-
-
 def weight_changed(rank: int) -> None:
     transport = link()
     for op in (all_gather_linear, linear_reduce_scatter, linear_all_reduce):
@@ -229,29 +213,25 @@ def test_a_weight_that_changes_before_the_backward_is_noticed(ranks) -> None:
 
 def raises_between(rank: int) -> None:
     transport = link()
-    plan = Schedule().plan("gather", rank, transport.size)
 
-    def consume(piece: torch.Tensor, rows: slice) -> None:
+    def use(piece: torch.Tensor, rows: slice) -> None:
         raise KeyError("in the callback")
 
     try:
-        gather_and_consume(torch.ones(2, 2), consume, transport=transport, plan=plan)
+        gather_and_use(transport, torch.ones(2, 2), use)
     except KeyError:
         all_gather_linear(*layer(4), transport=transport)
 
 
 def test_an_exception_in_a_callback_breaks_the_transport(ranks) -> None:
     for outcome in ranks(2).outcomes(raises_between):
-        assert "gather_and_consume was interrupted by KeyError('in the callback')" in str(
-            outcome.error
-        )
+        assert "gather_and_use was interrupted by KeyError('in the callback')" in str(outcome.error)
 
 
 def refused_inputs(rank: int) -> None:
     """Refused on every rank before anything is posted: the transport goes on working."""
     transport = link()
     x, weight = layer(4)
-    plan = Schedule().plan("gather", rank, transport.size)
     sink = lambda piece, rows: None  # noqa: E731
     cases: list[tuple[type[Exception], str, Any]] = [
         (
@@ -297,78 +277,26 @@ def refused_inputs(rank: int) -> None:
         ),
         (
             ValueError,
-            "the plan uses 5 lanes, the transport has 2; create it with lanes=5",
-            lambda: all_gather_linear(
-                x, weight, transport=transport, options=LinearOptions(Schedule(lanes=5))
+            r"shard of shape \(3, 2\) is not contiguous",
+            lambda: gather_and_use(link(), torch.ones(2, 3).t(), sink),
+        ),
+        (
+            ValueError,
+            r"shard has shape \(2,\); it has to be a matrix",
+            lambda: gather_and_use(link(), torch.ones(2), sink, shape=(2, 1)),
+        ),
+        (
+            ValueError,
+            "the program is for rank 0 of 3, the transport is rank . of 2",
+            lambda: transport.begin(
+                gather_use(Place(Schedule(), 0, 3, False), 2, 2, False), "other", x
             ),
         ),
         (
             ValueError,
-            "a block of 2 rows cannot be cut into 3 chunks; plan with 2 at most",
-            lambda: gather_and_consume(
-                torch.ones(2, 2),
-                sink,
-                transport=transport,
-                plan=Schedule(chunks=3).plan("gather", rank, 2),
-            ),
-        ),
-        (
-            ValueError,
-            r"a tensor of shape \(3, 2\) is not contiguous",
-            lambda: gather_and_consume(torch.ones(2, 3).t(), sink, transport=transport, plan=plan),
-        ),
-        (
-            ValueError,
-            r"the result has shape \(3, 2\); it has to be \(4, 2\), contiguous",
-            lambda: gather_and_consume(
-                torch.ones(2, 2),
-                sink,
-                transport=transport,
-                plan=plan,
-                gathered=torch.ones(3, 2),
-            ),
-        ),
-        (
-            ValueError,
-            "the result is torch.bfloat16 on cpu; it has to be torch.float32 on cpu",
-            lambda: gather_and_consume(
-                torch.ones(2, 2),
-                sink,
-                transport=transport,
-                plan=plan,
-                gathered=torch.ones(4, 2, dtype=torch.bfloat16),
-            ),
-        ),
-        (
-            ValueError,
-            "reduce_dtype torch.float32 with the ring schedule.*use shifted",
-            lambda: all_gather_linear(
-                x.bfloat16(),
-                weight.bfloat16(),
-                transport=transport,
-                options=LinearOptions(Schedule("ring"), reduce_dtype=torch.float32),
-            ),
-        ),
-        (
-            ValueError,
-            "needs a reduce_scatter plan with the own block last, not a gather plan",
-            lambda: produce_and_reduce(sink, torch.ones(2, 2), transport=transport, plan=plan),
-        ),
-        (
-            ValueError,
-            "the plan is for rank 0 of 3, the transport is rank . of 2",
-            lambda: gather_and_consume(
-                torch.ones(2, 2), sink, transport=transport, plan=Schedule().plan("gather", 0, 3)
-            ),
-        ),
-        (
-            ValueError,
-            "reduce_dtype torch.float32 with the ring schedule.*use shifted",
-            lambda: linear_reduce_scatter(
-                x.bfloat16(),
-                weight.bfloat16(),
-                transport=transport,
-                options=LinearOptions(Schedule("ring"), reduce_dtype=torch.float32),
+            "the program is made for batches, the transport posts the other way",
+            lambda: transport.begin(
+                gather_use(Place(Schedule(), rank, 2, True), 2, 2, False), "other", x
             ),
         ),
         (
@@ -412,7 +340,6 @@ def test_main_grad_that_cannot_be_added_to_is_refused(ranks) -> None:
 
 def second_thread(rank: int) -> None:
     transport = link()
-    plan = Schedule().plan("gather", rank, transport.size)
     errors: list[BaseException] = []
 
     def elsewhere() -> None:
@@ -421,14 +348,14 @@ def second_thread(rank: int) -> None:
         except TransportError as error:
             errors.append(error)
 
-    def consume(piece: torch.Tensor, rows: slice) -> None:
+    def use(piece: torch.Tensor, rows: slice) -> None:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
 
-    gather_and_consume(torch.ones(2, 2), consume, transport=transport, plan=plan)
+    gather_and_use(transport, torch.ones(2, 2), use)
     assert len(errors) == 2
-    assert "called from a second thread while gather_and_consume is under way" in str(errors[0])
+    assert "called from a second thread while gather_and_use is under way" in str(errors[0])
 
 
 def test_a_second_thread_is_refused(ranks) -> None:
@@ -450,6 +377,21 @@ def empty_input(rank: int) -> None:
 
 def test_zero_rows_take_the_plain_path(ranks) -> None:
     ranks(2).run(empty_input)
+
+
+def too_many_lanes(rank: int) -> None:
+    x, weight = layer(4)
+    transport = Transport.create(lanes=1, timeout=PATIENT)
+    with pytest.raises(
+        ValueError, match="the program uses 2 lanes, the transport has 1; create it"
+    ):
+        all_gather_linear(x, weight, transport=transport, options=LinearOptions(Schedule(lanes=2)))
+    # A schedule that leaves lanes open takes those that there are.
+    assert all_gather_linear(x, weight, transport=transport).shape == (12, 3)
+
+
+def test_lanes_that_do_not_exist_are_refused(ranks) -> None:
+    ranks(3).run(too_many_lanes)
 
 
 def lanes_have_to_be_a_number(rank: int) -> None:

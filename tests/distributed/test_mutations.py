@@ -1,4 +1,4 @@
-"""Faults planted in the product: each has to make the tests of the pipelines and layers fail.
+"""Faults planted in the product: each has to make the tests of programs and layers fail.
 
 A mutant that survives is a fault that nobody would notice.
 """
@@ -12,134 +12,146 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.ops import bucket_exchange, linear, weight_gradient
+from commfuse_npu.kernels import cpu
+from commfuse_npu.ops import buckets, weight_gradient
 from commfuse_npu.ops.buckets import BucketOptions
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan import Plan, Schedule
-from commfuse_npu.runtime import pipeline, transport
-from tests.distributed import test_buckets, test_linear, test_pipeline
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Add, Compute, Copy, Instruction, Post, Program, Span, Wait
+from commfuse_npu.plan.schedule import Place
+from commfuse_npu.runtime import executor, transport
+from tests.distributed import test_buckets, test_linear, test_programs
 from tests.limits import BRIEF, PATIENT
 
 Mutation = Callable[[pytest.MonkeyPatch, int], None]
+Code = list[Instruction]
 
 
-def of_plan(kind: str, change: Callable[[Plan], Plan]) -> Mutation:
-    """A fault in the plans of one kind, on all ranks."""
+def of_program(rule: str, change: Callable[[Code, Program], Code]) -> Mutation:
+    """A fault in the programs of one rule, on all ranks."""
 
     def plant(patch: pytest.MonkeyPatch, rank: int) -> None:
-        build = Schedule.plan
+        begin = transport.Transport.begin
 
-        def plan(self, asked, *args, **kwargs):
-            built = build(self, asked, *args, **kwargs)
-            return change(built) if asked == kind and len(built.steps) > 2 else built
+        def planted(self, program, *args, **kwargs):
+            if program.rule[0] == rule:
+                program = replace(program, code=tuple(change(list(program.code), program)))
+            return begin(self, program, *args, **kwargs)
 
-        patch.setattr(Schedule, "plan", plan)
+        patch.setattr(transport.Transport, "begin", planted)
 
     return plant
 
 
-def swapped(one: int, two: int) -> Callable[[Plan], Plan]:
-    """The work of two steps exchanged."""
-
-    def change(plan: Plan) -> Plan:
-        steps = list(plan.steps)
-        steps[one], steps[two] = (
-            replace(steps[one], compute=steps[two].compute),
-            replace(steps[two], compute=steps[one].compute),
-        )
-        return replace(plan, steps=tuple(steps))
-
-    return change
+def places(code: Code, kind: type[Instruction]) -> list[int]:
+    return [at for at, one in enumerate(code) if isinstance(one, kind)]
 
 
-def last_transfer_dropped(plan: Plan) -> Plan:
-    last = plan.transfers[-1].index
-    steps = [
-        replace(step, send=None, receive=None) if step.index == last else step
-        for step in plan.steps
-    ]
-    return replace(plan, steps=tuple(steps))
+def own_block_moved(code: Code, program: Program) -> Code:
+    """The first piece of work comes last."""
+    first = code.pop(places(code, Compute)[0])
+    return [*code, first]
 
 
-def a_transfer_of_one_rank_dropped(plan: Plan) -> Plan:
-    return last_transfer_dropped(plan) if plan.rank == 0 else plan
+def own_block_first(code: Code, program: Program) -> Code:
+    last = code.pop(places(code, Compute)[-1])
+    return [last, *code]
 
 
-def added_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
-    fold = pipeline.ReduceScatter._fold
+def last_transfer_dropped(code: Code, program: Program) -> Code:
+    last = max(program.transfers)
+    kept = []
+    for one in code:
+        ends = [end for end in one if end is not None] if isinstance(one, Post) else []
+        if any(end.transfer.step == last for end in ends):
+            continue
+        if isinstance(one, Wait):
+            one = Wait(*(tuple(step for step in steps if step != last) for steps in one))
+        kept.append(one)
+    return kept
 
-    def twice(self, position, piece, buffer):
-        fold(self, position, piece, buffer)
-        if position == 1 and not self._first(position, piece):
-            fold(self, position, piece, buffer)
 
-    patch.setattr(pipeline.ReduceScatter, "_fold", twice)
+def a_transfer_of_one_rank_dropped(code: Code, program: Program) -> Code:
+    return last_transfer_dropped(code, program) if program.rank == 0 else code
 
 
-def other_order_of_additions(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """The own partial first instead of last: the same sum but for rounding."""
-    finish = pipeline.ReduceScatter.finish
+def changed(code: Code, kind: type[Instruction], how: Callable[[Any], Instruction]) -> Code:
+    at = places(code, kind)[-1]
+    code[at] = how(code[at])
+    return code
 
-    def own_first(self):
-        if self._own_partial is not self._out and self._steps > 1:
-            self._exchange.wait_receive(0)
-            self._sum.add_(self._own_partial)
-            self._own_partial.zero_()
-        return finish(self)
 
-    patch.setattr(pipeline.ReduceScatter, "finish", own_first)
+def added_twice(code: Code, program: Program) -> Code:
+    return changed(code, Add, lambda one: one._replace(terms=(*one.terms, one.terms[-1])))
+
+
+def own_partial_first(code: Code, program: Program) -> Code:
+    """The same sum but for rounding."""
+    return changed(code, Add, lambda one: one._replace(terms=one.terms[::-1]))
+
+
+def another_block_sent(code: Code, program: Program) -> Code:
+    """The rows of the own block instead of the peer's."""
+    at = next(at for at in places(code, Post) if code[at].send is not None)
+    post = code[at]
+    rows = post.send.span.stop - post.send.span.start
+    mine = Span(post.send.span.buffer, program.rank * rows, (program.rank + 1) * rows)
+    code[at] = post._replace(send=post.send._replace(span=mine))
+    return code
+
+
+def copied_elsewhere(code: Code, program: Program) -> Code:
+    def first_rows(one: Copy) -> Copy:
+        length = one.out.stop - one.out.start
+        return one._replace(out=one.out._replace(start=0, stop=length))
+
+    return changed(code, Copy, first_rows)
+
+
+def other_columns(code: Code, program: Program) -> Code:
+    """A group of columns is made of the weight's first columns."""
+
+    def first_columns(one: Compute) -> Compute:
+        a, weight = one.ins
+        first, last = weight.columns
+        return one._replace(ins=(a, weight._replace(columns=(0, last - first))))
+
+    return changed(code, Compute, first_columns)
 
 
 def used_before_it_arrives(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Stale receive buffers: what is computed is what was there before."""
+    """Scratch is what it was before, and nobody waits before the end."""
 
-    def poison(self, position, buffer):
-        buffer.fill_(-1)
-        return receive(self, position, buffer)
+    def no_early_wait(self, steps, posted, way):
+        if self._at == len(self.program.code) - 1:
+            wait(self, list(posted), posted, way)
 
-    receive = transport.Exchange.receive
-    patch.setattr(transport.Exchange, "receive", poison)
-    patch.setattr(transport.Exchange, "wait_receive", lambda self, position: None)
-    finish = transport.Exchange.finish
+    def poisoned(self):
+        take(self)
+        for arena in self._arenas:
+            arena.memory.fill_(-1)
 
-    def late(self):
-        for handle in self._receives:
-            handle.wait()
-        for lane in self._queues:
-            while self._queues[lane]:
-                self._sends[self._last_sent[lane]].wait()
-                self._post_ready(lane)
-        for handle in self._sends.values():
-            handle.wait()
-        self._transport.finished(self)
-
-    assert finish is not late
-    patch.setattr(transport.Exchange, "finish", late)
+    take, wait = executor.Running._take_scratch, executor.Running._wait
+    patch.setattr(executor.Running, "_take_scratch", poisoned)
+    patch.setattr(executor.Running, "_wait", no_early_wait)
 
 
-def _longest(running: Any) -> int:
-    """The slot into which every piece fits."""
-    rows, window = running._block[0], running._window
-    return max(range(window), key=lambda slot: running.plan.slot_rows(slot, rows, window))
+def one_slot_for_all(what: str) -> Mutation:
+    """Scratch of one kind shares its memory, without a wait before it is used again."""
 
+    def plant(patch: pytest.MonkeyPatch, rank: int) -> None:
+        begin = transport.Transport.begin
 
-def overwritten_before_it_is_sent(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Stale send buffers: one for all pieces, without a wait before it is used again."""
-    slot = pipeline._Running._slot
+        def planted(self, program, *args, **kwargs):
+            scratch = tuple(
+                one._replace(slot=what) if one.name.startswith(what) else one
+                for one in program.scratch
+            )
+            return begin(self, replace(program, scratch=scratch), *args, **kwargs)
 
-    def same(self, purpose, position):
-        return slot(self, purpose, _longest(self) if purpose == "out" else position)
+        patch.setattr(transport.Transport, "begin", planted)
 
-    patch.setattr(pipeline._Running, "_slot", same)
-
-
-def shared_receive_slot(patch: pytest.MonkeyPatch, rank: int) -> None:
-    slot = pipeline._Running._slot
-
-    def same(self, purpose, position):
-        return slot(self, purpose, _longest(self) if purpose == "in" else position)
-
-    patch.setattr(pipeline._Running, "_slot", same)
+    return plant
 
 
 def no_wgrad_of_what_arrived_last(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -152,72 +164,80 @@ def no_wgrad_of_what_arrived_last(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def scaled_a_little(patch: pytest.MonkeyPatch, rank: int) -> None:
-    gemm = linear.gemm_into
+    gemm = cpu.gemm_into
 
     def scaled(out, a, b):
         gemm(out, a, b)
         out.mul_(1.001)
 
-    patch.setattr(linear, "gemm_into", scaled)
+    patch.setattr(cpu, "gemm_into", scaled)
 
 
-def last_chunk_first_for_receivers_only(patch: pytest.MonkeyPatch, rank: int) -> None:
+def one_end_of_a_bucket_mixed_up(code: Code, program: Program) -> Code:
     """The two ends of a bucket's gather do not mean the same chunk."""
-    incoming = bucket_exchange.Gathering._incoming
-
-    def in_order(self, position, piece):
-        self._last_first = not self._last_first
-        buffer = incoming(self, position, piece)
-        self._last_first = not self._last_first
-        return buffer
-
-    patch.setattr(bucket_exchange.Gathering, "_incoming", in_order)
+    receives = [at for at in places(code, Post) if code[at].receive is not None]
+    spans = [code[at].receive.span for at in receives]
+    peers = program.size - 1
+    for at, span in zip(receives, spans[peers:] + spans[:peers], strict=True):
+        code[at] = code[at]._replace(receive=code[at].receive._replace(span=span))
+    return code
 
 
 def bucket_slot_lent_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
     """A partial arrives where another one has not been added yet."""
-    incoming = bucket_exchange.Reduction._incoming
+    rule = buckets.bucket_scatter
 
-    def free_at_once(self, position, piece):
-        buffer = incoming(self, position, piece)
-        self._free.extend(slot for slot in self._arriving if slot not in self._free)
-        return buffer
+    def one_slot(place: Place, rows: int, stack: int, in_flight: int) -> Program:
+        made = rule(place, rows, stack, in_flight + 1)
+        scratch = (
+            one if one.name == "total" else one._replace(slot="partials") for one in made.scratch
+        )
+        return replace(made, scratch=tuple(scratch))
 
-    patch.setattr(bucket_exchange.Reduction, "_incoming", free_at_once)
+    patch.setattr(buckets, "bucket_scatter", one_slot)
 
 
 def own_gradient_first(patch: pytest.MonkeyPatch, rank: int) -> None:
     """The same sum but for rounding."""
-    add = bucket_exchange.Reduction._add
+    rule = buckets.bucket_scatter
 
-    def own_too(self, position, piece):
-        add(self, position, piece)
-        if position == 0:
-            own = self.bucket[self._place(piece)]
-            self._sum_of(piece).add_(own)
-            own.zero_()
+    def own_too(place: Place, rows: int, *stacks: int) -> Program:
+        made = rule(place, rows, *stacks)
 
-    patch.setattr(bucket_exchange.Reduction, "_add", own_too)
+        def changed(one: Instruction) -> Instruction:
+            if not isinstance(one, Add) or any(span == one.out for span, _ in one.terms):
+                return one
+            start = place.rank * rows
+            own = Span("bucket", start + one.out.start, start + one.out.stop)
+            return one._replace(terms=((own, 1), *one.terms))
+
+        return replace(made, code=tuple(map(changed, made.code)))
+
+    patch.setattr(buckets, "bucket_scatter", own_too)
+    patch.setattr(buckets, "sum_ending", lambda divisor: lambda out, total, own: out.copy_(total))
 
 
 MUTANTS: list[tuple[str, Mutation]] = [
-    ("gather: two steps swapped", of_plan("gather", swapped(1, 2))),
-    ("gather: own block not first", of_plan("gather", swapped(0, 1))),
-    ("scatter: two steps swapped", of_plan("reduce_scatter", swapped(0, 1))),
-    ("scatter: own block not last", of_plan("reduce_scatter", swapped(-1, -2))),
-    ("gather: last transfer dropped", of_plan("gather", last_transfer_dropped)),
-    ("scatter: last transfer dropped", of_plan("reduce_scatter", last_transfer_dropped)),
-    ("gather: one rank drops it", of_plan("gather", a_transfer_of_one_rank_dropped)),
-    ("a block added twice", added_twice),
-    ("another order of additions", other_order_of_additions),
+    ("gather: own block not first", of_program("gather_use", own_block_moved)),
+    ("scatter: own block not last", of_program("produce_scatter", own_block_first)),
+    ("gather: last transfer dropped", of_program("gather_gemm", last_transfer_dropped)),
+    ("scatter: last transfer dropped", of_program("gemm_scatter", last_transfer_dropped)),
+    ("gather: one rank drops it", of_program("gather_gemm", a_transfer_of_one_rank_dropped)),
+    ("gather: copied elsewhere", of_program("gather_gemm", copied_elsewhere)),
+    ("scatter: another block sent", of_program("gemm_scatter", another_block_sent)),
+    ("scatter: other columns", of_program("gemm_scatter", other_columns)),
+    ("backward: other columns", of_program("column_backward", another_block_sent)),
+    ("a partial added twice", of_program("gemm_scatter", added_twice)),
+    ("another order of additions", of_program("gemm_scatter", own_partial_first)),
     ("used before it arrives", used_before_it_arrives),
-    ("overwritten before it is sent", overwritten_before_it_is_sent),
-    ("one slot for all receives", shared_receive_slot),
+    ("overwritten before it is sent", one_slot_for_all("product")),
+    ("one slot for all receives", one_slot_for_all("partials")),
     ("weight gradient of fewer rows", no_wgrad_of_what_arrived_last),
     ("everything times 1.001", scaled_a_little),
+    ("a bucket's partial added twice", of_program("bucket_scatter", added_twice)),
     ("a bucket's slot lent twice", bucket_slot_lent_twice),
     ("own gradient first", own_gradient_first),
-    ("chunks of a bucket mixed up", last_chunk_first_for_receivers_only),
+    ("chunks of a bucket mixed up", of_program("bucket_gather", one_end_of_a_bucket_mixed_up)),
 ]
 
 
@@ -228,14 +248,12 @@ def under_test(rank: int, name: str | None) -> None:
         link.timeout = BRIEF  # a fault may be that a transfer never comes
     plant = dict(MUTANTS).get(name, lambda patch, rank: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_pipeline, "transport", lambda batched: link)
         patch.setattr(test_linear, "transport", lambda batched=False: link)
         plant(patch, rank)
         schedule = Schedule(lanes=2, chunks=3)
         for dtype in (torch.float32, torch.bfloat16):
-            for keep in (False, True):
-                test_pipeline.gather(rank, False, schedule, dtype, keep)
-            test_pipeline.reduce(rank, False, schedule, dtype, False)
+            test_programs.gather(rank, link, schedule, dtype)
+            test_programs.scatter(rank, link, schedule, dtype)
             for op in (test_linear.COLUMN, test_linear.ROW):
                 case = test_linear.Case(
                     op, (24, 2, 32), dtype=dtype, options=LinearOptions(schedule)
@@ -255,10 +273,10 @@ def test_without_a_fault_it_passes(ranks) -> None:
 IN_SHORT = {
     "gather: own block not first",
     "scatter: last transfer dropped",
-    "other order of additions",
+    "another order of additions",
     "overwritten before it is sent",
     "everything times 1.001",
-    "a bucket's slot lent twice",
+    "a bucket's partial added twice",
 }
 
 

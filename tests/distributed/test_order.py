@@ -1,132 +1,141 @@
-"""What runs while transfers are under way: the order of work and waits, recorded on real ranks.
+"""What is posted and awaited is the program, and nothing beside it.
 
-Timings on a shared machine prove nothing; the order in which work is done, sends are posted and
-receives are waited for decides what can be hidden at all.
+The calls of torch.distributed are recorded on real ranks, with the programs that were begun; both
+have to say the same, post by post and wait by wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
-from commfuse_npu.ops import linear as module
-from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.runtime.transport import Exchange
-from tests.distributed.calls import watch_calls
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
+from commfuse_npu.plan.program import Program, Wait
+from commfuse_npu.runtime.executor import Running
 from tests.limits import PATIENT
 
+Event = tuple[str, int, int, int]
+"""``send`` or ``receive``, lane, peer, bytes."""
 
-def recorded(
-    rank: int, op: str, options: LinearOptions, batched: bool = False
-) -> tuple[list[str], list[str]]:
-    """Events of the forward and of the backward of one layer."""
-    lanes = options.schedule.lanes
-    link = Transport.create(lanes=lanes, timeout=PATIENT, batched=batched)
-    column = op == "all_gather_linear"
-    x = torch.ones(4 if column else 4 * link.size, 8, requires_grad=True)
+
+def column(link: Transport, options: LinearOptions) -> None:
+    x = torch.ones(4, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)
-    events: list[str] = []
-
-    def note(word: str, exchange: object) -> None:
-        part = f" {exchange.name.split()[-1]}" if isinstance(exchange, Exchange) else ""
-        if not events or events[-1] != word + part or word != "wait":
-            events.append(word + part)
-
-    with pytest.MonkeyPatch.context() as patch:
-        calls = (
-            (Exchange, "send", "send"),
-            (Exchange, "wait_receive", "wait"),
-            (WeightGradient, "add", "wgrad"),
-            (module, "gemm_into", "gemm"),
-        )
-        watch_calls(patch, calls, note)
-        call = all_gather_linear if column else linear_reduce_scatter
-        y = call(x, weight, transport=link, options=options)
-        forward = list(events)
-        events.clear()
-        y.sum().backward()
-    return forward, events
+    all_gather_linear(x, weight, transport=link, options=options).sum().backward()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_column(ranks, size: int) -> None:
-    options = LinearOptions(Schedule(chunks=1))
-    for forward, backward in ranks(size).run(recorded, "all_gather_linear", options):
-        # Everything that can be sent is on its way, then the own block is worked on.
-        sends = forward.index("gemm")
-        assert forward[:sends] == ["send all_gather_linear"] * (size - 1)
-        assert forward.index("wait all_gather_linear") > sends
-        # The input travels while dgrad blocks are made; each dgrad block leaves as it is made.
-        assert backward[: size - 1] == ["send re-gather"] * (size - 1)
-        first_wait = next(i for i, event in enumerate(backward) if event.startswith("wait"))
-        made = [event for event in backward[size - 1 : first_wait] if event != "wait re-gather"]
-        assert made == ["gemm", "send dgrad"] * (size - 1) + ["gemm"]
-        # The weight gradient runs with the last dgrad transfers under way.
-        wgrad = backward.index("wgrad")
-        assert "wait dgrad" not in backward[:wgrad]
-        assert "wait dgrad" in backward[wgrad:]
-        assert "wait re-gather" in backward[:wgrad]
+def row(link: Transport, options: LinearOptions) -> None:
+    x = torch.ones(4 * link.size, 8, requires_grad=True)
+    weight = torch.ones(8, 8, requires_grad=True)
+    linear_reduce_scatter(x, weight, transport=link, options=options).sum().backward()
 
 
-def test_column_in_batches(ranks) -> None:
-    """On an in-order lane the re-gather and the dgrad blocks take turns: none holds the other."""
-    options = LinearOptions(Schedule(lanes=1))
-    for _, backward in ranks(4).run(recorded, "all_gather_linear", options, True):
-        sends = [event for event in backward if event.startswith("send")]
-        gather, dgrad = "send re-gather", "send dgrad"
-        assert sends == [gather, gather, dgrad, gather, dgrad, dgrad]
-        assert backward.index("wgrad") > max(
-            i for i, event in enumerate(backward) if event == "wait re-gather"
-        )
+def whole(link: Transport, options: LinearOptions) -> None:
+    x, weight = torch.ones(4 * link.size, 8), torch.ones(8, 8)
+    linear_all_reduce(x, weight, transport=link, options=options)
 
 
-def test_column_on_a_ring(ranks) -> None:
-    """What has to be passed on is passed on between dgrad blocks, not after them."""
-    options = LinearOptions(Schedule("ring", lanes=1))
-    for _, backward in ranks(4).run(recorded, "all_gather_linear", options):
-        last_dgrad = max(i for i, event in enumerate(backward) if event == "gemm")
-        passed_on = [i for i, event in enumerate(backward) if event == "send re-gather"]
-        assert len(passed_on) == 3
-        assert max(passed_on) < last_dgrad
+class _Counted:
+    """A work that counts how often it is waited for."""
+
+    def __init__(self, work: Any, recorder: Recorder) -> None:
+        self._work, self._recorder = work, recorder
+
+    def wait(self, *limit: Any) -> Any:
+        self._recorder.waits += 1
+        return self._work.wait(*limit)
 
 
-@pytest.mark.parametrize("wgrad", ["whole", "blocks"])
-def test_row(ranks, wgrad: str) -> None:
-    options = LinearOptions(Schedule(chunks=1), wgrad=wgrad)
-    for forward, backward in ranks(3).run(recorded, "linear_reduce_scatter", options):
-        name = "linear_reduce_scatter"
-        # Each partial leaves as it is made; nothing is waited for before the own one is.
-        assert forward[:5] == ["gemm", f"send {name}", "gemm", f"send {name}", "gemm"]
-        assert forward[5] == f"wait {name}"
-        work = ["gemm", "wgrad"] if wgrad == "blocks" else ["gemm"]
-        expected = ["send backward"] * 2 + work + (["wait backward", *work]) * 2
-        assert backward[: len(expected)] == expected
-        assert backward.count("wgrad") == (3 if wgrad == "blocks" else 1)
+class Recorder:
+    """Calls of torch.distributed on the lanes of a transport, while it is entered."""
+
+    def __init__(self, link: Transport, patch: pytest.MonkeyPatch) -> None:
+        self._link = link
+        self.events: list[Event] = []
+        self.programs: list[Program] = []
+        self.waits = 0
+        isend, irecv = dist.isend, dist.irecv
+        patch.setattr(dist, "isend", self._noting("send", isend))
+        patch.setattr(dist, "irecv", self._noting("receive", irecv))
+        begin = Transport.begin
+
+        def begun(of: Transport, program: Program, *args: Any) -> Running:
+            self.programs.append(program)
+            return begin(of, program, *args)
+
+        patch.setattr(Transport, "begin", begun)
+
+    def _noting(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
+            if group in self._link._lanes:
+                lane = self._link._lanes.index(group)
+                self.events.append((verb, lane, peer, tensor.nbytes))
+                return _Counted(call(tensor, peer, group, tag), self)
+            return call(tensor, peer, group, tag)
+
+        return noted
 
 
-def _waits_between_dgrads(rank: int) -> list[str]:
+def planned(program: Program, width: dict[str, int]) -> list[Event]:
+    """What a program says that is posted."""
+    found = []
+    for post in program.posts:
+        for verb, end in (("receive", post.receive), ("send", post.send)):
+            if end is not None:
+                peer = end.transfer.target if verb == "send" else end.transfer.source
+                size = 4 * end.span.rows * width[end.span.buffer]
+                found.append((verb, end.transfer.lane, peer, size))
+    return found
+
+
+def recorded(rank: int, call: Callable[..., None], options: LinearOptions) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
-    options = LinearOptions(Schedule(lanes=2, chunks=4))
-    x = torch.ones(8, 8, requires_grad=True)
-    weight = torch.ones(8, 8, requires_grad=True)
-    y = all_gather_linear(x, weight, transport=link, options=options)
-    events: list[str] = []
+    call(link, options)
     with pytest.MonkeyPatch.context() as patch:
-        calls = (
-            (Exchange, "wait_send", "wait"),
-            (module, "gemm_into", "dgrad"),
-            (WeightGradient, "add", "wgrad"),
+        seen = Recorder(link, patch)
+        call(link, options)
+    assert seen.programs
+    expected, waits = [], 0
+    for program in seen.programs:
+        width = {one.name: one.columns for one in program.scratch}
+        width |= dict.fromkeys(("shard", "x", "out", "grad_x"), 8)
+        expected += planned(program, width)
+        waits += sum(
+            len(one.receives) + len(one.sends) for one in program.code if isinstance(one, Wait)
         )
-        watch_calls(patch, calls, lambda word, _: events.append(word))
-        y.sum().backward()
-    return events
+    assert seen.events == expected, "posted beside the program"
+    assert seen.waits == waits == len(expected), "every transfer is waited for once"
 
 
-def test_dgrad_does_not_wait_for_links_that_are_busy_with_the_input(ranks) -> None:
-    for events in ranks(3).run(_waits_between_dgrads):
-        # Two peers with four chunks each, the own block: their sends queue behind the input's.
-        assert events[:9] == ["dgrad"] * 9
-        assert events.count("dgrad") == 9
-        assert "wgrad" in events
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("call", [column, row, whole])
+def test_the_program_is_what_is_posted(ranks, call: Callable[..., None], chunks: int) -> None:
+    for wgrad in ("whole", "blocks"):
+        options = LinearOptions(Schedule(lanes=2, chunks=chunks), wgrad=wgrad)
+        ranks(3).run(recorded, call, options)
+
+
+def posted_beside(link: Transport, options: LinearOptions) -> None:
+    column(link, options)
+    peer = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    works = [
+        dist.isend(torch.ones(1), peer[0], link._lanes[0]),
+        dist.irecv(torch.ones(1), peer[1], link._lanes[0]),
+    ]
+    for work in works:
+        link.wait_for(work)
+
+
+def test_who_posts_beside_a_program_is_found(ranks) -> None:
+    for outcome in ranks(3).outcomes(recorded, posted_beside, LinearOptions()):
+        assert "posted beside the program" in str(outcome.error)

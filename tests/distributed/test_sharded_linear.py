@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,9 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from commfuse_npu import MismatchError, TransportError
 from commfuse_npu.ops.sharded_linear import ShardedOptions, plain_sharded_linear, sharded_linear
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.pipeline import Gather, ReduceScatter
-from commfuse_npu.runtime.transport import Exchange, Transport
+from commfuse_npu.plan.rules import sharded_backward
+from commfuse_npu.plan.schedule import Place
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
 from tests.distributed.calls import watch_calls
+from tests.distributed.programs import watch_posts
 from tests.limits import BRIEF, PATIENT
 
 # The package exports the function of this name.
@@ -133,11 +137,13 @@ def variants() -> list[Case]:
     """Every option at least once, most of them crossed with the dtypes."""
     base = Case()
     cases = []
-    for shape, lanes, chunks in product(("shifted", "ring"), (1, 3), (1, 2, 3)):
-        cases.append(replace(base, options=ShardedOptions(Schedule(shape, lanes, chunks))))
-    cases.append(replace(base, options=ShardedOptions(Schedule("shifted", 2, 2, "block"))))
-    cases.append(replace(base, options=ShardedOptions(Schedule("shifted", 2, 400))))
-    cases.append(replace(base, options=ShardedOptions(Schedule("two_level", 2, node_size=1))))
+    for schedule in (
+        *(Schedule(lanes=lanes, chunks=chunks) for lanes, chunks in product((1, 3), (1, 2, 3))),
+        Schedule(lanes=2, chunks=400),
+        Schedule(lanes=1, chunks=3, taper=2.0),
+        Schedule("two_level", 2, node_size=1),
+    ):
+        cases.append(replace(base, options=ShardedOptions(schedule)))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         case = replace(base, dtype=dtype, options=ShardedOptions(Schedule(chunks=2)))
         wide = replace(case.options, reduce_dtype=torch.float32)
@@ -156,8 +162,8 @@ def variants() -> list[Case]:
             replace(case, options=wide),
             replace(case, options=replace(wide, average=False)),
         ]
-    for shape, lanes, chunks in product(("shifted", "ring"), (1, 2), (1, 3)):
-        options = ShardedOptions(Schedule(shape, lanes, chunks))
+    for lanes, chunks in product((1, 2), (1, 3)):
+        options = ShardedOptions(Schedule(lanes=lanes, chunks=chunks))
         cases.append(replace(base, options=options, batched=True))
     return cases
 
@@ -216,11 +222,11 @@ def test_equals_one_process(ranks, size: int, exact: bool) -> None:
 
 def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Faults planted in the product, one after the other, alike on all ranks."""
-    build, add = ReduceScatter.__init__, module._InputGradient.add
+    ending, add = module.sum_ending, module._InputGradient.add
     columns, wgrad = module._columns_into, module._wgrad_into
 
-    def not_divided(self: Any, *args: Any, **named: Any) -> None:
-        build(self, *args, **{**named, "divisor": 1})
+    def not_divided(divisor: int) -> Any:
+        return ending(1)
 
     def bias_of_the_first_block(y: Any, x: Any, block: Any, bias: Any, run: slice) -> None:
         columns(y, x, block, None, run)
@@ -234,7 +240,7 @@ def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
         wgrad(out, grad.roll(out.shape[0], 1), x, run)
 
     for owner, name, fault in (
-        (ReduceScatter, "__init__", not_divided),
+        (module, "sum_ending", not_divided),
         (module, "_columns_into", bias_of_the_first_block),
         (module._InputGradient, "add", last_block_missing),
         (module, "_wgrad_into", for_another_rank),
@@ -300,7 +306,8 @@ def test_without_gradients_and_under_autocast(ranks) -> None:
     ranks(2).run(under_autocast)
 
 
-def order_of_backward(rank: int, batched: bool) -> list[str]:
+def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
+    """How it posts; posts and waits of the weight's blocks and of its gradient's, and the work."""
     lanes = 1 if batched else 2
     link = Transport.create(lanes=lanes, timeout=PATIENT, batched=batched)
     options = ShardedOptions(Schedule(lanes=lanes))
@@ -309,79 +316,104 @@ def order_of_backward(rank: int, batched: bool) -> list[str]:
     y = sharded_linear(x, shard, transport=link, options=options)
     events: list[str] = []
 
-    def note(word: str, caller: Any) -> None:
-        what = caller.name.split()[-1] if isinstance(caller, Exchange) else ""
-        events.append(f"{word} {what}".strip())
+    def what(transfer: Any) -> str:
+        return "weight" if transfer.piece.startswith("block") else "wgrad"
 
     with pytest.MonkeyPatch.context() as patch:
-        calls = (
-            (Exchange, "send", "send"),
-            (Exchange, "wait_receive", "wait"),
-            (Exchange, "receive", "receive"),
-            (module, "_wgrad_into", "wgrad"),
-            (module._InputGradient, "add", "dgrad"),
-        )
-        watch_calls(patch, calls, note)
+        wait = Running._wait
+
+        def posted(self: Running, one: Any) -> None:
+            for verb, end in (("receive", one.receive), ("send", one.send)):
+                if end is not None:
+                    events.append(f"{verb} {what(end.transfer)}")
+
+        def waits(self: Running, steps: tuple[int, ...], under_way: Any, way: str) -> None:
+            if way == "receiving":
+                events.extend(f"wait {what(self.program.transfers[step][1])}" for step in steps)
+            wait(self, steps, under_way, way)
+
+        watch_posts(patch, posted)
+        patch.setattr(Running, "_wait", waits)
+        calls = ((module, "_wgrad_into", "make"), (module._InputGradient, "add", "dgrad"))
+        watch_calls(patch, calls, lambda word, _: events.append(word))
         y.sum().backward()
-    return events
+    return link.batched, events
 
 
 def test_both_exchanges_of_the_backward_are_covered(ranks) -> None:
-    for events in ranks(3).run(order_of_backward, False):
-        send, wait = "send re-gather", "wait re-gather"
-        # All receives are posted before anything is sent, the weight is on its way before work
-        # begins, and every wgrad block leaves as it is made.
-        assert events[:4] == ["receive wgrad"] * 2 + ["receive re-gather"] * 2
-        rest = [event for event in events[4:] if event != "wait wgrad"]
-        made = ["wgrad", "send wgrad"] * 2 + ["wgrad"]
-        assert [e for e in rest if not e.startswith("wait")][: 2 + len(made)] == [send] * 2 + made
-        # The own block of the weight needs no wait; the last sums arrive behind all dgrad blocks.
-        dgrads = [i for i, event in enumerate(events) if event == "dgrad"]
-        assert len(dgrads) == 3
-        assert wait not in events[: events.index("wgrad")]
-        assert "wait wgrad" not in events[: dgrads[-1]]
+    for batched, events in ranks(3).run(order_of_backward, False):
+        assert [event for event in events if not event.startswith("receive")] == [
+            # The weight is on its way before work begins, every wgrad block leaves as it is made.
+            *("send weight", "send weight"),
+            *("make", "send wgrad", "make", "send wgrad", "make"),
+            # The own block of the weight needs no wait; the sums come behind all dgrad blocks.
+            *("dgrad", "wait weight", "dgrad", "wait weight", "dgrad"),
+            *("wait wgrad", "wait wgrad"),
+        ]
+        assert events.count("receive weight") == events.count("receive wgrad") == 2
+        # By themselves receives are posted as soon as they have memory, in front of all work.
+        first = events.index("make")
+        assert batched or events[:first].count("receive wgrad") == 2
 
 
 def test_backward_in_batches_takes_turns_on_the_lane(ranks) -> None:
-    """In-order lanes: a step of the weight, a wgrad block, on all ranks alike."""
-    for events in ranks(4).run(order_of_backward, True):
+    """In-order lanes: no more of the weight than two blocks, until the own block is used."""
+    for _, events in ranks(4).run(order_of_backward, True):
         sends = [event.removeprefix("send ") for event in events if event.startswith("send")]
-        gather, wgrad = "re-gather", "wgrad"
-        # No more of the weight than the window of two blocks, until the own block is used.
-        assert sends == [gather, gather, wgrad, wgrad, wgrad, gather]
+        assert sends == ["weight", "weight", "wgrad", "wgrad", "wgrad", "weight"]
 
 
-def only_what_is_needed(rank: int) -> list[list[str]]:
-    """Which exchanges a backward starts."""
+def only_what_is_needed(rank: int) -> list[set[str]]:
+    """What a backward sends."""
     found = []
-    for x_grad, weight_grad in ((True, True), (True, False), (False, True)):
-        case = Case(x_grad=x_grad, weight_grad=weight_grad, bias=False)
+    for x_grad, weight_grad in ((True, True), (True, False), (False, True), (False, False)):
+        case = Case(x_grad=x_grad, weight_grad=weight_grad)
         given = inputs(rank, transport().size, case)
-        y = sharded_linear(given.x, given.shard, transport=transport())
-        started: list[str] = []
+        assert given.bias is not None
+        given.bias.requires_grad_()
+        y = sharded_linear(given.x, given.shard, given.bias, transport=transport())
+        sent: set[str] = set()
         with pytest.MonkeyPatch.context() as patch:
-            for kind in (Gather, ReduceScatter):
-                original = kind.__init__
 
-                def logged(
-                    self: Any,
-                    *args: Any,
-                    original: Any = original,
-                    started: list[str] = started,
-                    **named: Any,
-                ) -> None:
-                    started.append(type(self).__name__)
-                    original(self, *args, **named)
+            def logged(self: Any, one: Any, sent: set[str] = sent) -> None:
+                if one.send is not None:
+                    sent.add(one.send.transfer.piece.rpartition(" ")[0])
 
-                patch.setattr(kind, "__init__", logged)
+            watch_posts(patch, logged)
             y.backward(given.grad)
-        found.append(started)
+        found.append(sent)
     return found
 
 
 def test_frozen_weights_and_inputs_without_gradient_transfer_nothing(ranks) -> None:
     for found in ranks(2).run(only_what_is_needed):
-        assert found == [["ReduceScatter", "Gather"], ["Gather"], ["ReduceScatter"]]
+        assert found == [{"block", "partial for"}, {"block"}, {"partial for"}, set()]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
+    """Of 64 blocks of 128 rows two have memory, or a piece more than there are lanes."""
+    for schedule, arriving, leaving in (
+        (Schedule(lanes=1), 256, 256),
+        (Schedule(lanes=1, chunks=4), 256, 256),
+        (Schedule(lanes=5), 6 * 128, 6 * 128),
+        # Chunks of 80, 32 and 16 rows, in two stacks of two pieces.
+        (Schedule(lanes=2, chunks=3, taper=2.0), 3 * 80, 4 * 80),
+    ):
+        program = sharded_backward(Place(schedule, 5, 64, batched), 128, 16, True, True)
+        slots: dict[str, int] = {}
+        for one in program.scratch:
+            slots[one.slot] = max(slots.get(one.slot, 0), one.rows)
+        rows: Counter[str] = Counter()
+        for slot, length in slots.items():
+            rows[slot.split()[0]] += length
+        assert rows == {
+            "arriving": arriving,
+            "made": leaving,
+            "partials": leaving,
+            "own": 128,
+            "total": 128,
+        }
 
 
 def fresh() -> Transport:
@@ -409,16 +441,6 @@ def refused(rank: int) -> None:
         ),
         (
             ValueError,
-            "reduce_dtype torch.float32 with the ring schedule.*use shifted",
-            lambda: sharded_linear(
-                x.bfloat16(),
-                shard.bfloat16(),
-                transport=link,
-                options=ShardedOptions(Schedule("ring"), torch.float32),
-            ),
-        ),
-        (
-            ValueError,
             "reduce_dtype is torch.int32; partial sums need a floating-point dtype",
             lambda: ShardedOptions(reduce_dtype=torch.int32),
         ),
@@ -441,7 +463,7 @@ def disagree(rank: int) -> None:
     x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
     frozen = torch.ones(2, 4, requires_grad=rank == 0)
     average = ShardedOptions(average=bool(rank))
-    with pytest.raises(MismatchError, match=r"block: .* here, .* there"):
+    with pytest.raises(MismatchError, match=r"rows: .* here, .* there"):
         sharded_linear(x, torch.ones(2 + rank, 4), transport=fresh())
     with pytest.raises(MismatchError, match=r"options: .*average.* here, .*average.* there"):
         sharded_linear(x, shard, transport=fresh(), options=average)

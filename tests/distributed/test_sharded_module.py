@@ -25,7 +25,10 @@ from commfuse_npu.ops.sharded_linear import ShardedOptions
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
 from commfuse_npu.ops.weight_prefetch import _Pending
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.transport import Exchange, Transport
+from commfuse_npu.plan.program import Post
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import view, watch_posts
 from tests.limits import BRIEF, PATIENT
 
 TIED = "its weight is used by another module too"
@@ -189,7 +192,6 @@ def same_bits_every_time(rank: int) -> None:
         train_sharded(rank, 3, options=options, prefetch=False),
         train_sharded(rank, 3, options=options, recompute="with hooks"),
         train_sharded(rank, 3, options=options, recompute="reentrant"),
-        train_sharded(rank, 3, options=ShardedOptions(Schedule("ring", chunks=2))),
         train_sharded(rank, 3, options=options, link=transport(True)),
         train_sharded(rank, 3, options=options, link=transport(True), recompute="with hooks"),
     ):
@@ -307,15 +309,14 @@ def test_memory_falls_with_the_size_of_the_group(ranks, size: int) -> None:
 @contextmanager
 def recorded(events: list[str]) -> Iterator[None]:
     """Sends of the gathers of weights."""
-    send = Exchange.send
 
-    def logged(self: Exchange, position: int, tensor: torch.Tensor) -> None:
-        if self.name in ("sharded_linear", "sharded_linear re-gather"):
-            events.append(f"send {self.name.split()[-1]} {tuple(tensor.shape)} {position}")
-        send(self, position, tensor)
+    def logged(self: Running, one: Post) -> None:
+        if one.send is not None and one.send.span.buffer == "shard":
+            shape = tuple(view(self, one.send.span).shape)
+            events.append(f"send {self.name.split()[-1]} {shape} {one.send.transfer.step}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "send", logged)
+        watch_posts(patch, logged)
         yield
 
 
@@ -365,7 +366,7 @@ def test_the_next_layer_is_sent_for_before_it_is_called(ranks, batched: bool) ->
             "layer 2",
             f"{name} (3, 6) 1",
         ]
-        name = "send re-gather"
+        name = "send backward"
         assert backward == [
             "layer 2",
             *(f"{name} (3, 6) 0", f"{name} (3, 6) 1"),

@@ -13,7 +13,10 @@ import torch
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
-from commfuse_npu.runtime import trace, transport
+from commfuse_npu.plan.program import Add, Compute, Copy, line
+from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.plan.schedule import Place
+from commfuse_npu.runtime import executor, trace, transport
 from commfuse_npu.runtime.trace import Event, Trace
 from commfuse_npu.tools.trace_file import events_of_viewer, write
 from tests.limits import PATIENT
@@ -25,7 +28,7 @@ def _traced(rank: int, path: str, batched: bool) -> int:
     """A forward and backward of two layers, each rank's clock an hour ahead of the one before."""
     real = trace.clock
     with pytest.MonkeyPatch.context() as patch:
-        for module in (trace, transport):
+        for module in (trace, transport, executor):
             patch.setattr(module, "clock", lambda: real() + rank * HOUR)
         link = Transport.create(lanes=2, timeout=PATIENT, batched=batched)
         options = LinearOptions(Schedule(lanes=2, chunks=2))
@@ -60,18 +63,30 @@ def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
     assert counts == [len(spans)] * 3
     for event in spans:
         found[event["pid"], names[event["pid"], event["tid"]], event["cat"]].append(event)
-    for operation in ("all_gather_linear", "linear_reduce_scatter", "all_gather_linear dgrad"):
+    programs = {
+        "all_gather_linear": lambda place: gather_gemm(place, 8, 16, 24, False, None, 0),
+        "linear_reduce_scatter": lambda place: gemm_scatter(place, 8, 24, 16),
+        "all_gather_linear backward": lambda place: column_backward(
+            place, 8, 16, 24, True, True, "whole"
+        ),
+    }
+    for operation, compiled in programs.items():
         for rank in range(3):
-            # Two peers with two chunks each, and the own block.
-            assert len(found[rank, "compute", operation]) == 5
+            program = compiled(Place(Schedule(lanes=2, chunks=2), rank, 3, batched))
+            work = [line(one) for one in program.code if isinstance(one, Add | Compute | Copy)]
+            shown = [event["name"] for event in found[rank, "compute", operation]]
+            assert shown == work
             for peer in {0, 1, 2} - {rank}:
                 sent = found[rank, f"link to rank {peer}", operation]
                 came = found[peer, f"from rank {rank}", operation]
-                assert [event["name"] for event in sent] == [event["name"] for event in came]
-                assert len(sent) == 2
-                assert {event["args"]["bytes"] for event in sent + came} == {
-                    sent[0]["args"]["bytes"]
-                }
+                assert sorted(event["name"] for event in sent) == sorted(
+                    event["name"] for event in came
+                )
+                mine = [one for one, _ in program.transfers.values() if one.target == peer]
+                assert len(sent) == len(mine)
+                assert sum(e["args"]["bytes"] for e in sent) == sum(
+                    e["args"]["bytes"] for e in came
+                )
                 for before, after in pairwise(sent):
                     assert after["ts"] >= before["ts"] + before["dur"] - 0.001, "one at a time"
                 # Clocks that were hours apart: nothing is there before it was sent.
@@ -79,19 +94,17 @@ def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
                     assert into["ts"] + into["dur"] > out["ts"] - 1e5
                     assert abs(into["ts"] - out["ts"]) < 60e6
     for rank in range(3):
-        gathered = found[rank, "compute", "all_gather_linear"]
-        assert gathered[0]["name"] == f"block {rank}", "the own block first"
-        waits = {e["name"]: e for e in found[rank, "waiting", "all_gather_linear"]}
-        for event in gathered[1:]:
-            wait = waits[event["name"]]
-            assert event["ts"] >= wait["ts"] + wait["dur"] - 0.001
+        first, *_ = found[rank, "compute", "all_gather_linear"]
+        assert f"out[{8 * rank}:{8 * rank + 8}] = gemm(shard" in first["name"], "own block first"
+        for wait in found[rank, "waiting", "all_gather_linear"]:
+            assert wait["ts"] >= first["ts"]
 
 
 def _untraced(rank: int) -> list[object]:
     link = Transport.create(lanes=2, timeout=PATIENT)
     asked: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "clock", lambda: asked.append(1) or 0)
+        patch.setattr(executor, "clock", lambda: asked.append(1) or 0)
         x, weight = torch.ones(8, 16), torch.ones(24, 16)
         all_gather_linear(x, weight, transport=link)
     link.close()

@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import ops
-from commfuse_npu.ops import blocked_attention, head_exchange, head_linear, ulysses
+from commfuse_npu.ops import blocked_attention, head_linear, ulysses
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.plan import Piece, Plan, Schedule
-from commfuse_npu.runtime import pipeline
-from commfuse_npu.runtime.transport import Exchange, MismatchError, Transport
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Compute, Copy, Instruction, Program, Span
+from commfuse_npu.runtime.executor import Running, Work
+from commfuse_npu.runtime.transport import MismatchError, Transport
+from tests.distributed.programs import watch_posts
 from tests.limits import PATIENT
 
 D, A, HIDDEN, BATCH = 16, 2, 32, 2
@@ -324,11 +326,10 @@ def test_equals_one_process_and_the_plain_form(ranks: Any, size: int, dtype: tor
 
 
 SCHEDULES = (
-    Schedule("shifted", lanes=1),
-    Schedule("shifted", lanes=3, chunks=4, order="block"),
-    Schedule("shifted", lanes=2, chunks=3, taper=2),
-    Schedule("ring", lanes=2, chunks=2),
-    Schedule("shifted", lanes=2, chunks=50),
+    Schedule(lanes=1),
+    Schedule(lanes=3, chunks=4),
+    Schedule(lanes=2, chunks=3, taper=2),
+    Schedule(lanes=2, chunks=50),
 )
 EACH = ("a", "b", "c", "bc")
 
@@ -341,6 +342,8 @@ def test_schedules(ranks: Any, size: int) -> None:
     cases = [Case(op, options=LinearOptions(of)) for op, of in product(EACH, every)]
     cases += [Case(op, batched=True, options=LinearOptions(every[2])) for op in EACH]
     cases += [Case(op, batched=True) for op in EACH]
+    # Chunks of two and three rows: what the forward keeps of each is for the same rows.
+    cases += [Case(op, shard=5) for op in EACH]
     ranks(size).run(compared, cases)
 
 
@@ -469,7 +472,25 @@ def changed_weight(rank: int) -> None:
     compared(rank, [Case("a-bc")])
 
 
-SMALL = (without_gradients, flagged, under_autocast, empty, without_batch, changed_weight)
+def twice(rank: int) -> None:
+    """A second backward over a graph that is kept gives the same; over another, an error."""
+    inputs_of = {"a": ("x",), "b": (), "c": ("o",), "bc": ("q", "k", "v")}
+    for op, activations in inputs_of.items():
+        for frozen in ((), activations, ("qkv", "proj")):
+            case = Case(op, frozen=frozen)
+            given = inputs(rank, 2, case)
+            tensors = _leaves(given)
+            leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
+            y = layer(case, 2, fused(case), **tensors)
+            first = torch.autograd.grad(y, leaves, given["grad"], retain_graph=True)
+            second = torch.autograd.grad(y, leaves, given["grad"])
+            for one, other in zip(first, second, strict=True):
+                assert torch.equal(one, other), case
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                torch.autograd.grad(y, leaves, given["grad"])
+
+
+SMALL = (without_gradients, flagged, under_autocast, empty, without_batch, changed_weight, twice)
 
 
 @pytest.mark.parametrize("function", SMALL)
@@ -559,25 +580,24 @@ def test_other_rows_on_another_rank_are_noticed(ranks: Any) -> None:
 
 
 def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
-    """Note sends, waits, attention and GEMMs from now on, a word each."""
-    for owner, name, word in (
-        (Exchange, "send", "send"),
-        (Exchange, "wait_receive", "wait"),
-        (blocked_attention.AttentionRuns, "forward", "attend"),
-        (blocked_attention.AttentionRuns, "backward", "attend"),
-        (head_linear._Grouped, "_split", "gemm"),
-        (head_linear._Grouped, "_collect", "gemm"),
-        (WeightGradient, "add", "wgrad"),
-    ):
+    """Note sends, waits for what arrives, attention and GEMMs from now on, a word each."""
+
+    def note(owner: Any, name: str, word: Callable[..., str | None]) -> None:
         original = getattr(owner, name)
 
-        def logged(*args: Any, original: Any = original, word: str = word) -> Any:
-            # finish() waits again for what has long arrived.
-            if word != "wait" or events[-1] != word:
-                events.append(word)
+        def logged(*args: Any) -> Any:
+            events.extend(filter(None, [word(*args)]))
             return original(*args)
 
         patch.setattr(owner, name, logged)
+
+    watch_posts(patch, lambda self, one: events.append("send") if one.send else None)
+    note(Running, "_wait", lambda self, steps, of, way: "wait" if way == "receiving" else "")
+    note(blocked_attention.AttentionRuns, "forward", lambda *args: "attend")
+    note(blocked_attention.AttentionRuns, "backward", lambda *args: "attend")
+    note(head_linear._Grouped, "_split", lambda *args: "gemm")
+    note(head_linear._Grouped, "_collect", lambda *args: "gemm")
+    note(WeightGradient, "add", lambda *args: "wgrad")
 
 
 def recorded(rank: int, op: str) -> tuple[list[str], list[str]]:
@@ -598,7 +618,7 @@ def recorded(rank: int, op: str) -> tuple[list[str], list[str]]:
 OUT, BACK = ["send"] * 2, "wait"
 ORDERS = {
     # What is made leaves at once, own block last; what is used is waited for one by one, own first.
-    "a": (["gemm", "send"] * 2 + ["gemm"], OUT + ["gemm", BACK] * 2 + ["gemm", "wait", "wgrad"]),
+    "a": (["gemm", "send"] * 2 + ["gemm"], OUT + ["gemm", BACK] * 2 + ["gemm", "wgrad"]),
     "b": (["attend", "send"] * 2 + ["attend"], OUT + ["attend", BACK] * 2 + ["attend"]),
     # The weight gradient runs with the last transfers under way.
     "c": (OUT + ["gemm", BACK] * 2 + ["gemm"], ["gemm", "send"] * 2 + ["gemm", "wgrad", "wait"]),
@@ -623,10 +643,44 @@ def test_order_of_work(ranks: Any, op: str) -> None:
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
+def changed_programs(
+    patch: pytest.MonkeyPatch, change: Callable[[Program, str], Sequence[Instruction]]
+) -> None:
+    """Run exchanges with other instructions: ``change(program, name of the operation)``."""
+    begin = Transport.begin
+
+    def other(self: Any, program: Program, name: str, *args: Any, **keywords: Any) -> Any:
+        if program.rule[0] == "exchange":
+            program = replace(program, code=tuple(change(program, name)))
+        return begin(self, program, name, *args, **keywords)
+
+    patch.setattr(Transport, "begin", other)
+
+
+def changed_use(
+    patch: pytest.MonkeyPatch, change: Callable[[Work, bool, torch.Tensor, slice], None]
+) -> None:
+    """Let exchanges do something else with a piece: ``change(use, whether own, piece, run)``."""
+    run_ = Running.run
+
+    def other(self: Any, works: Any, **tensors: Any) -> None:
+        rank, rows = self.program.rank, self.program.rule[2]
+        if "use" in works:
+            use = works["use"]
+            works = works | {
+                "use": lambda piece, run: change(use, run.start // rows == rank, piece, run)
+            }
+        run_(self, works, **tensors)
+
+    patch.setattr(Running, "run", other)
+
+
 def columns_of_the_next_group(patch: pytest.MonkeyPatch) -> None:
-    cut = head_linear.LinearOfHeads._cut
+    matrix = head_linear.LinearOfHeads._matrix
     patch.setattr(
-        head_linear.LinearOfHeads, "_cut", lambda self, group: cut(self, (group + 1) % self._size)
+        head_linear.LinearOfHeads,
+        "_matrix",
+        lambda self, group: matrix(self, (group + 1) % self._size),
     )
 
 
@@ -651,39 +705,50 @@ def rows_of_the_last_rank_win(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(head_linear.HeadRows, "add_up", last)
 
 
-def consumed_in_another_place(patch: pytest.MonkeyPatch) -> None:
+def used_in_another_place(patch: pytest.MonkeyPatch) -> None:
     """The blocks of the two other ranks are taken for each other's."""
-    rows = pipeline._received_rows
 
-    def other(plan: Plan, piece: Piece, block_rows: int) -> slice:
-        if piece.source != plan.rank:
-            piece = piece._replace(source=3 - plan.rank - piece.source)
-        return rows(plan, piece, block_rows)
+    def other(program: Program, name: str) -> Sequence[Instruction]:
+        code, rows = [], program.rule[2]
+        for one in program.code:
+            if isinstance(one, Compute) and one.work == "use":
+                block, start = divmod(one.run.start, rows)
+                if block != program.rank:
+                    start += (3 - program.rank - block) * rows
+                    one = one._replace(run=slice(start, start + one.run.stop - one.run.start))
+            code.append(one)
+        return code
 
-    patch.setattr(pipeline, "_received_rows", other)
+    changed_programs(patch, other)
 
 
 def arrivals_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """What is used is what was in the buffer before, played safely: always minus one."""
-    pieces = pipeline._ExchangeThrough.pieces
-
-    def stale(self: Any) -> Any:
-        for place, (piece, rows) in enumerate(pieces(self)):
-            yield (piece if place == 0 else torch.full_like(piece, -1)), rows
-
-    patch.setattr(pipeline._ExchangeThrough, "pieces", stale)
+    changed_use(
+        patch,
+        lambda use, own, piece, run: use(piece if own else torch.full_like(piece, -1), run),
+    )
 
 
 def own_block_used_twice(patch: pytest.MonkeyPatch) -> None:
-    pieces = pipeline._ExchangeThrough.pieces
+    def twice(use: Work, own: bool, piece: torch.Tensor, run: slice) -> None:
+        for _ in range(2 if own else 1):
+            use(piece, run)
 
-    def twice(self: Any) -> Any:
-        for place, found in enumerate(pieces(self)):
-            yield found
-            if place == 0:
-                yield found
+    changed_use(patch, twice)
 
-    patch.setattr(pipeline._ExchangeThrough, "pieces", twice)
+
+def another_block_kept(patch: pytest.MonkeyPatch) -> None:
+    """A weight gradient is made of a block that was for another rank."""
+
+    def other(program: Program, name: str) -> Sequence[Instruction]:
+        next_ = (program.rank + 1) % program.size * program.rule[2]
+        theirs = Span("blocks", next_, next_ + program.rule[2])
+        return [
+            one._replace(source=theirs) if isinstance(one, Copy) else one for one in program.code
+        ]
+
+    changed_programs(patch, other)
 
 
 def statistics_of_the_first_run(patch: pytest.MonkeyPatch) -> None:
@@ -718,22 +783,30 @@ def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
 
 def another_order_of_arrivals(patch: pytest.MonkeyPatch) -> None:
     """The projection adds what arrived in another order: the same but for rounding."""
-    rows = ulysses.consumed_rows
-    patch.setattr(ulysses, "consumed_rows", lambda plan, n: rows(plan, n)[::-1])
+    pieces = ulysses.swapped_pieces
+    patch.setattr(
+        ulysses, "swapped_pieces", lambda place, rows, own: pieces(place, rows, own)[::-1]
+    )
 
 
 def backward_exchanges_nothing(patch: pytest.MonkeyPatch) -> None:
     """A rank uses its own gradients for those of the others."""
 
-    def own(
-        blocks: torch.Tensor, consume: Any, *, plan: Any, received: Any = None, **_: Any
-    ) -> None:
-        for rows in plan.computed_rows(blocks.shape[0] // plan.size):
-            consume(blocks[rows], rows)
-        if received is not None:
-            received.copy_(blocks)
+    def own(program: Program, name: str) -> Sequence[Instruction]:
+        if "given" not in program.rule or not name.endswith("backward"):
+            return program.code
+        whole = slice(0, program.size * program.rule[2])
+        kept, sent = (Span(buffer, whole.start, whole.stop) for buffer in ("received", "blocks"))
+        code: list[Instruction] = []
+        for one in program.code:
+            if isinstance(one, Compute):
+                mine = tuple(span._replace(buffer="blocks") for span in one.ins)
+                code.append(one._replace(ins=mine))
+            elif isinstance(one, Copy):
+                code.append(Copy(kept, sent))
+        return code
 
-    patch.setattr(head_exchange, "exchange_and_consume", own)
+    changed_programs(patch, own)
 
 
 FAULTS: dict[str, Fault] = {
@@ -742,9 +815,10 @@ FAULTS: dict[str, Fault] = {
         columns_of_the_next_group,
         a_block_rounded_before_it_is_added,
         rows_of_the_last_rank_win,
-        consumed_in_another_place,
+        used_in_another_place,
         arrivals_not_waited_for,
         own_block_used_twice,
+        another_block_kept,
         statistics_of_the_first_run,
         no_weight_gradient_of_the_last_rows,
         no_bias,

@@ -1,8 +1,8 @@
 """What each collective sends and what it makes of what it receives.
 
 Sums are added in the order ``r-1, r-2, ..., r+1, r`` on rank r and rounded at every addition, as
-gloo does and as the plans of the product do, so that their bits can be compared.  HCCL's order is
-its own.
+gloo does and as the programs of the product do, so that their bits can be compared.  HCCL's order
+is its own.
 """
 
 from __future__ import annotations

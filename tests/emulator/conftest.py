@@ -45,7 +45,7 @@ REPRESENTATIVE = {
     "test_linear__all_reduce_adds_in_the_order_of_a_reduce_scatter[4]",
     "test_linear__training_after_inference",
     "test_linear__buffers_are_used_again",
-    "test_pipeline__equals_the_collective[3-exchange-True-batched]",
+    "test_programs__equals_the_collective[3-swap-batched]",
     "test_sharded_linear__without_gradients_and_under_autocast",
     "test_ulysses__small",
 }

@@ -1,4 +1,4 @@
-"""The tests of the operators and the pipelines, which were written for gloo, on an emulated HCCL.
+"""The tests of the operators and of programs, which were written for gloo, on an emulated HCCL.
 
 They get their ranks from the fixture of this folder; every transport posts batches.  With
 ``EMULATE_STREAMS=1`` in the environment all communicators of a rank share a stream, or so many as
@@ -14,9 +14,8 @@ from typing import Any
 from tests.distributed import (
     test_attention,
     test_buckets,
-    test_exchange_through,
     test_linear,
-    test_pipeline,
+    test_programs,
     test_sharded_linear,
     test_sharded_module,
     test_ulysses,
@@ -25,9 +24,8 @@ from tests.distributed import (
 MODULES = (
     test_attention,
     test_buckets,
-    test_exchange_through,
     test_linear,
-    test_pipeline,
+    test_programs,
     test_sharded_linear,
     test_sharded_module,
     test_ulysses,

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.pipeline import gather_and_consume
-from commfuse_npu.runtime.transport import Exchange, Transport
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import gather_and_use
 from tests.limits import PATIENT
 
 Fault = Callable[[int, Transport, pytest.MonkeyPatch], None]
@@ -32,52 +33,52 @@ def lanes_swapped_on_one_rank(rank: int, link: Transport, patch: pytest.MonkeyPa
 
 
 def collective_on_a_lane(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
-    """Somebody else's all-reduce, before the plan on one rank and in the middle of it on others."""
-    post = link.post_batch
+    """Somebody else's all-reduce, before the batches on one rank and between them on others."""
+    post = dist.batch_isend_irecv
 
-    def first_or_later(*args: Any) -> Any:
+    def first_or_later(operations: Any) -> Any:
         token = torch.ones(1)
         if rank == 0:
             dist.all_reduce(token, group=link._lanes[0], async_op=True)
-        works = post(*args)
+        works = post(operations)
         if rank != 0:
             dist.all_reduce(token, group=link._lanes[0], async_op=True)
         return works
 
-    patch.setattr(link, "post_batch", first_or_later)
+    patch.setattr(dist, "batch_isend_irecv", first_or_later)
 
 
 def one_step_skipped(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
     """Rank 1 keeps the data of its last step to itself."""
-    post = link.post_batch
+    post = dist.batch_isend_irecv
+    steps = iter(range(2))
 
-    def all_but_the_last(send: Any, *args: Any) -> Any:
-        return [] if rank == 1 and send.step == 1 else post(send, *args)
+    def all_but_the_last(operations: Any) -> Any:
+        return [] if rank == 1 and next(steps) == 1 else post(operations)
 
-    patch.setattr(link, "post_batch", all_but_the_last)
+    patch.setattr(dist, "batch_isend_irecv", all_but_the_last)
 
 
 def arrivals_not_waited_for(rank: int, link: Transport, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Exchange, "wait_receive", lambda self, position: None)
+    patch.setattr(Running, "_wait", lambda self, steps, posted, way: None)
 
 
 def gathered(rank: int, fault: Fault) -> tuple[str, torch.Tensor]:
     """The error of a gather with a fault in it, and what was consumed."""
     link = Transport.create(lanes=2, timeout=PATIENT, batched=True)
-    plan = Schedule(lanes=2).plan("gather", rank, link.size)
-    got = torch.zeros(2 * link.size)
+    got = torch.zeros(2 * link.size, 1)
     with pytest.MonkeyPatch.context() as patch:
         fault(rank, link, patch)
         try:
-            gather_and_consume(
-                torch.full((2,), float(rank)),
+            gather_and_use(
+                link,
+                torch.full((2, 1), float(rank)),
                 lambda piece, rows: got[rows].copy_(piece),
-                transport=link,
-                plan=plan,
+                Schedule(lanes=2),
             )
         except RuntimeError as error:
-            return str(error), got
-    return "", got
+            return str(error), got[:, 0]
+    return "", got[:, 0]
 
 
 WHOLE = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]

@@ -1,4 +1,4 @@
-"""The unfused lines which the attention kernels equal, and the way a pipeline will call them."""
+"""The unfused lines which the attention kernels equal, and the way an op calls them."""
 
 from __future__ import annotations
 

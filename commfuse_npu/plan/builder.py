@@ -1,0 +1,195 @@
+"""Puts programs together: a rule says what is posted, computed and added, the waits follow.
+
+The waits of a program are where its data need them and nowhere else: before an instruction reads
+rows that arrive, or writes rows that arrive or leave.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from commfuse_npu.plan.program import (
+    Add,
+    Compute,
+    Copy,
+    End,
+    Instruction,
+    Mark,
+    Post,
+    Program,
+    Scratch,
+    Span,
+    Transfer,
+    Wait,
+    accesses,
+    overlap,
+)
+from commfuse_npu.plan.schedule import Hop, Own, Place
+
+__all__ = ["Builder"]
+
+_SETTLE = Wait((), ())
+
+
+class Builder:
+    """A program under construction.
+
+    Args:
+        place: whose program it is, and by which schedule.
+        own: whether the collectives' own block comes first or last, for the order of the peers.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.rank, self.size = place.rank, place.size
+        self._code: list[Instruction] = []
+        self._scratch: dict[str, Scratch] = {}
+        self._step = 0
+
+    @property
+    def peers(self) -> int:
+        return self.size - 1
+
+    def hops(self, own: Own) -> Sequence[Hop]:
+        """The peers in the order in which they are dealt with."""
+        return self.place.schedule.hops(self.rank, self.size, own)
+
+    def runs(self, length: int, own: Own) -> list[slice]:
+        """A block's rows, or a result's columns, in as many chunks as the schedule asks for."""
+        return self.place.schedule.runs(length, own)
+
+    def scratch(
+        self, name: str, rows: int, columns: int, *, slot: str | None = None, wide: bool = False
+    ) -> str:
+        """Take scratch memory; buffers with one ``slot`` have it one after the other."""
+        self._scratch[name] = Scratch(name, slot or name, rows, columns, wide)
+        return name
+
+    def post(self, hop: Hop, send: Span, receive: Span, sent: str, received: str) -> None:
+        """Send to the hop's target and receive from its source."""
+        step, self._step = self._step, self._step + 1
+        out = Transfer(step, hop.lane, self.rank, hop.target, sent)
+        into = Transfer(step, hop.lane, hop.source, self.rank, received)
+        self._code.append(Post(End(out, send), End(into, receive)))
+
+    def compute(
+        self,
+        work: str,
+        outs: Sequence[Span] = (),
+        ins: Sequence[Span] = (),
+        run: slice | None = None,
+    ) -> None:
+        self._code.append(Compute(work, tuple(outs), tuple(ins), run))
+
+    def add(self, out: Span, *terms: tuple[Span, int]) -> None:
+        self._code.append(Add(out, terms))
+
+    def copy(self, out: Span, source: Span) -> None:
+        self._code.append(Copy(out, source))
+
+    def mark(self) -> None:
+        """Begun ahead of its work, a program runs as far as here."""
+        self._code.append(Mark())
+
+    def settle(self) -> None:
+        """Wait for everything that is under way: nothing that comes after it can fail."""
+        self._code.append(_SETTLE)
+
+    def build(self, rule: tuple[Any, ...], names: tuple[str, ...]) -> Program:
+        """The program; ``rule`` and ``names`` say what made it."""
+        code = self._code if self.place.batched else self._receives_first()
+        return Program(
+            rule,
+            names,
+            self.rank,
+            self.size,
+            self.place.batched,
+            tuple(self._with_waits(code)),
+            tuple(self._scratch.values()),
+        )
+
+    def _slot(self, span: Span) -> str:
+        scratch = self._scratch.get(span.buffer)
+        return span.buffer if scratch is None else scratch.slot
+
+    def _receives_first(self) -> list[Instruction]:
+        """Every receive as soon as its rows are free.
+
+        On gloo the notice that a receive is ready shares the socket with bulk data.
+        """
+        code: list[Instruction] = []
+        last = -1
+        for one in self._code:
+            if not isinstance(one, Post) or one.receive is None:
+                code.append(one)
+                continue
+            at = len(code)
+            while at > last + 1 and not self._in_the_way(code[at - 1], one.receive.span):
+                at -= 1
+            code.insert(at, Post(None, one.receive))
+            last = at
+            code.append(Post(one.send, None))
+        return code
+
+    def _in_the_way(self, before: Instruction, span: Span) -> bool:
+        if isinstance(before, Mark):
+            return True
+        reads, writes = accesses(before)
+        slot = self._slot(span)
+        return any(self._slot(s) == slot and _clash(span, s) for s in (*reads, *writes))
+
+    def _with_waits(self, code: Sequence[Instruction]) -> list[Instruction]:
+        found: list[Instruction] = []
+        receives, sends = _UnderWay(self._slot), _UnderWay(self._slot)
+        for one in code:
+            reads, writes = accesses(one)
+            arrived, left = receives.take((*reads, *writes)), sends.take(writes)
+            if one is _SETTLE:
+                arrived, left = receives.take_all(), sends.take_all()
+            if arrived or left:
+                found.append(Wait(arrived, left))
+            if one is not _SETTLE:
+                found.append(one)
+            if isinstance(one, Post):
+                if one.send is not None:
+                    sends.add(one.send)
+                if one.receive is not None:
+                    receives.add(one.receive)
+        arrived, left = receives.take_all(), sends.take_all()
+        if arrived or left:
+            found.append(Wait(arrived, left))
+        return found
+
+
+class _UnderWay:
+    """Ends of transfers that were not waited for, by the slot of their memory."""
+
+    def __init__(self, slot: Callable[[Span], str]) -> None:
+        self._slot = slot
+        self._ends: defaultdict[str, dict[int, Span]] = defaultdict(dict)
+
+    def add(self, end: End) -> None:
+        self._ends[self._slot(end.span)][end.transfer.step] = end.span
+
+    def take(self, touched: Sequence[Span]) -> tuple[int, ...]:
+        """The steps that have memory in common with a span."""
+        taken = []
+        for span in touched:
+            there = self._ends.get(self._slot(span), {})
+            steps = [step for step, other in there.items() if _clash(span, other)]
+            for step in steps:
+                del there[step]
+            taken += steps
+        return tuple(sorted(taken))
+
+    def take_all(self) -> tuple[int, ...]:
+        taken = tuple(sorted(step for there in self._ends.values() for step in there))
+        self._ends.clear()
+        return taken
+
+
+def _clash(one: Span, other: Span) -> bool:
+    """Whether two spans of one slot are the same memory in part."""
+    return one.buffer != other.buffer or overlap(one, other)

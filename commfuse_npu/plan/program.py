@@ -1,0 +1,351 @@
+"""Programs: what one rank posts, waits for, computes and adds, as a list of instructions.
+
+A :class:`Program` is compiled from a schedule by a rule (:mod:`commfuse_npu.plan.rules`), for one
+rank and one set of shapes, and read by everybody: :mod:`commfuse_npu.runtime.executor` runs it,
+:mod:`commfuse_npu.proof.verify` proves it together with those of the other ranks,
+:mod:`commfuse_npu.tools.simulate` times it, and a recorded run is compared with it.  None of them
+knows a rule of its own about what is posted when.
+
+Memory is named: a *buffer* is a matrix of rows that the operation brings along (``x``, ``weight``)
+or scratch that the program brings along.  A :class:`Span` is a run of rows of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Add",
+    "Compute",
+    "Copy",
+    "End",
+    "Instruction",
+    "Mark",
+    "Post",
+    "Program",
+    "Scratch",
+    "Span",
+    "Transfer",
+    "Wait",
+    "accesses",
+    "aligned",
+    "line",
+    "overlap",
+]
+
+
+class Span(NamedTuple):
+    """Rows ``start:stop`` of a buffer, of some of its columns if ``columns`` are given.
+
+    With ``times`` it is so many such runs, each ``stride`` rows after the one before.
+    """
+
+    buffer: str
+    start: int
+    stop: int
+    columns: tuple[int, int] | None = None
+    times: int = 1
+    stride: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.times * (self.stop - self.start)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The first row of each run, and the one after its last."""
+        return [
+            (self.start + at * self.stride, self.stop + at * self.stride)
+            for at in range(self.times)
+        ]
+
+
+class Transfer(NamedTuple):
+    """One message.  Both of its ends write down the same transfer.
+
+    ``step`` and ``source`` give its place in the global order, which is the same on every rank;
+    ``piece`` is what it carries, for people.
+    """
+
+    step: int
+    lane: int
+    source: int
+    target: int
+    piece: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.piece} from rank {self.source} to rank {self.target} "
+            f"(step {self.step}, lane {self.lane})"
+        )
+
+
+class End(NamedTuple):
+    """One end of a transfer, and the rows that it sends or fills."""
+
+    transfer: Transfer
+    span: Span
+
+
+class Post(NamedTuple):
+    """Post a send, a receive, or both as one batch."""
+
+    send: End | None
+    receive: End | None
+
+
+class Wait(NamedTuple):
+    """Go on when the receives and the sends of these steps are done."""
+
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+
+
+class Compute(NamedTuple):
+    """Work of the operation: ``work(*outs, *ins)``, and the ``run`` if it wants to know it."""
+
+    work: str
+    outs: tuple[Span, ...]
+    ins: tuple[Span, ...]
+    run: slice | None = None
+
+
+class Add(NamedTuple):
+    """``out = sum of terms``, in this order.  A term ``(span, k)`` is k parts, one by one."""
+
+    out: Span
+    terms: tuple[tuple[Span, int], ...]
+
+
+class Copy(NamedTuple):
+    """``out = source``, row by row."""
+
+    out: Span
+    source: Span
+
+
+class Mark(NamedTuple):
+    """As far as a program runs when it is begun ahead of its work."""
+
+
+Instruction = Post | Wait | Compute | Add | Copy | Mark
+
+
+class Scratch(NamedTuple):
+    """A buffer of the program's own.
+
+    Scratch in the same ``slot`` is the same memory, for one after the other; ``wide`` is in the
+    dtype in which sums are made.
+    """
+
+    name: str
+    slot: str
+    rows: int
+    columns: int
+    wide: bool = False
+
+
+_ALIGNMENT = 256
+"""Elements: no slot shares a cache line, or a unit of a device's vectors, with another."""
+
+
+def aligned(elements: int) -> int:
+    """How many elements a slot for so many takes."""
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The part of one rank in an operation.
+
+    Attributes:
+        rule: name, schedule and arguments of what compiled it; equal on ranks that run the same.
+        names: of the arguments.
+        rank, size: place in the group, from 0.
+        batched: whether a step's send and receive are posted as one (HCCL), or each receive as
+            early as its rows are free (gloo).
+        code: in order.
+        scratch: what it needs besides the operation's tensors.
+    """
+
+    rule: tuple[Any, ...]
+    names: tuple[str, ...]
+    rank: int
+    size: int
+    batched: bool
+    code: tuple[Instruction, ...]
+    scratch: tuple[Scratch, ...] = field(default=())
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of its rule, by name."""
+        return dict(zip(self.names, self.rule[2:], strict=True))
+
+    @cached_property
+    def transfers(self) -> dict[int, tuple[Transfer, Transfer]]:
+        """The send and the receive of each step."""
+        sends: dict[int, Transfer] = {}
+        receives: dict[int, Transfer] = {}
+        for post in self.posts:
+            if post.send is not None:
+                sends[post.send.transfer.step] = post.send.transfer
+            if post.receive is not None:
+                receives[post.receive.transfer.step] = post.receive.transfer
+        return {step: (sends[step], receives[step]) for step in sorted(sends)}
+
+    @property
+    def posts(self) -> Iterator[Post]:
+        return (one for one in self.code if isinstance(one, Post))
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Every span that it names, once."""
+        found: dict[Span, None] = {}
+        for one in self.code:
+            reads, writes = accesses(one)
+            found |= dict.fromkeys((*reads, *writes))
+        return tuple(found)
+
+    @cached_property
+    def spans_of(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the spans of a buffer."""
+        numbers: dict[str, list[int]] = {}
+        for number, span in enumerate(self.spans):
+            numbers.setdefault(span.buffer, []).append(number)
+        return {buffer: tuple(found) for buffer, found in numbers.items()}
+
+    @cached_property
+    def messages(self) -> frozenset[str]:
+        """The buffers of which rows are sent, or in which they arrive."""
+        ends = [end for post in self.posts for end in (post.send, post.receive) if end is not None]
+        return frozenset(end.span.buffer for end in ends)
+
+    @cached_property
+    def lanes(self) -> int:
+        """How many lanes it uses."""
+        return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
+
+    @cached_property
+    def mark(self) -> int:
+        """Where it stops when it is begun ahead of its work; its end if it does not."""
+        marks = (place for place, one in enumerate(self.code) if isinstance(one, Mark))
+        return next(marks, len(self.code))
+
+    @cached_property
+    def last_post(self) -> int:
+        """Place of the last instruction that posts, -1 for none."""
+        return max((at for at, one in enumerate(self.code) if isinstance(one, Post)), default=-1)
+
+    @cached_property
+    def layout(self) -> dict[str, tuple[bool, int, int, int]]:
+        """``(wide, offset, rows, columns)`` of each scratch buffer; the offset in elements."""
+        longest: dict[tuple[str, bool], int] = {}
+        for one in self.scratch:
+            key = one.slot, one.wide
+            longest[key] = max(longest.get(key, 0), one.rows * one.columns)
+        offsets: dict[tuple[str, bool], int] = {}
+        ends = {False: 0, True: 0}
+        for (slot, wide), elements in longest.items():
+            offsets[slot, wide] = ends[wide]
+            ends[wide] += aligned(elements)
+        return {
+            one.name: (one.wide, offsets[one.slot, one.wide], one.rows, one.columns)
+            for one in self.scratch
+        }
+
+    def scratch_elements(self, wide: bool = False) -> int:
+        """How many elements of scratch memory it takes."""
+        return self._elements[wide]
+
+    @cached_property
+    def _elements(self) -> dict[bool, int]:
+        return {wide: self._longest(wide) for wide in (False, True)}
+
+    def _longest(self, wide: bool) -> int:
+        return max(
+            (
+                offset + aligned(rows * columns)
+                for is_wide, offset, rows, columns in self.layout.values()
+                if is_wide == wide
+            ),
+            default=0,
+        )
+
+    def count(self, kind: type[Instruction], work: str | None = None) -> int:
+        """How many instructions of a kind there are; of one ``work`` of computes."""
+        return sum(
+            isinstance(one, kind) and (work is None or getattr(one, "work", None) == work)
+            for one in self.code
+        )
+
+    def __str__(self) -> str:
+        """The program as text, a line per instruction."""
+        lines = [f"{self.rule[0]}, rank {self.rank} of {self.size}"]
+        lines += [f"{place:>4}  {line(one)}" for place, one in enumerate(self.code)]
+        return "\n".join(lines)
+
+
+def line(one: Instruction) -> str:
+    """An instruction in words."""
+    if isinstance(one, Post):
+        parts = []
+        if one.send is not None:
+            sent = one.send.transfer
+            parts.append(f"{sent.piece} -> rank {sent.target}")
+        if one.receive is not None:
+            got = one.receive.transfer
+            parts.append(f"{got.piece} <- rank {got.source}")
+        end = one.send or one.receive
+        assert end is not None
+        return f"post step {end.transfer.step}, lane {end.transfer.lane}: {', '.join(parts)}"
+    if isinstance(one, Wait):
+        parts = [f"received {', '.join(map(str, one.receives))}"] if one.receives else []
+        parts += [f"sent {', '.join(map(str, one.sends))}"] if one.sends else []
+        return f"wait until {'; '.join(parts)}"
+    if isinstance(one, Compute):
+        outs, ins = ", ".join(map(_place, one.outs)), [*map(_place, one.ins)]
+        ins += [f"rows {one.run.start}:{one.run.stop}"] if one.run is not None else []
+        return f"{outs}{' = ' if outs else ''}{one.work}({', '.join(ins)})"
+    if isinstance(one, Add):
+        terms = (
+            _place(span) + (f" in {parts} parts" if parts > 1 else "") for span, parts in one.terms
+        )
+        return f"{_place(one.out)} = {' + '.join(terms)}"
+    if isinstance(one, Copy):
+        return f"{_place(one.out)} = {_place(one.source)}"
+    return "mark"
+
+
+def _place(span: Span) -> str:
+    columns = "" if span.columns is None else f", {span.columns[0]}:{span.columns[1]}"
+    runs = "" if span.times == 1 else f" and {span.times - 1} more, {span.stride} apart"
+    return f"{span.buffer}[{span.start}:{span.stop}{columns}{runs}]"
+
+
+def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
+    """What an instruction reads, and what it writes."""
+    if isinstance(one, Post):
+        return [one.send.span] if one.send else [], [one.receive.span] if one.receive else []
+    if isinstance(one, Compute):
+        return one.ins, one.outs
+    if isinstance(one, Add):
+        return [span for span, _ in one.terms], [one.out]
+    if isinstance(one, Copy):
+        return [one.source], [one.out]
+    return [], []
+
+
+def overlap(one: Span, other: Span) -> bool:
+    """Whether two spans of the same buffer have an element in common."""
+    beside = (
+        one.columns
+        and other.columns
+        and (one.columns[1] <= other.columns[0] or other.columns[1] <= one.columns[0])
+    )
+    if beside:
+        return False
+    if one.times == other.times == 1:
+        return one.start < other.stop and other.start < one.stop
+    return any(a < d and c < b for a, b in one.runs() for c, d in other.runs())

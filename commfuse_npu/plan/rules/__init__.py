@@ -1,0 +1,62 @@
+"""The rules by which programs are made: one per kind of operation, own block first or last.
+
+Legend: ``n`` ranks, ``r`` this rank, ``s`` rows of a rank's block, ``c`` chunks.  Gathering takes
+the own block first, scattering makes it last, so that neither the first nor the last transfer has
+to be waited for without work to do (CommFuse, arXiv 2604.24013).  In between, chunk j of *all*
+peers is one piece of work::
+
+    gather_gemm    compute | own      | chunk 0 of all | chunk 1 of all |
+                   links   | chunk 0 ............ | chunk 1 ........... |
+
+    gemm_scatter   compute | columns 0 of all | columns 1: peers | own  | sums
+                   links   |                  | columns 0 ..... | columns 1 ... |
+
+A rule returns the :class:`~commfuse_npu.plan.program.Program` of one rank.  Its docstring names the
+buffers that the operation brings along, and the work that is asked of it.  All matrices have rows
+as their first dimension; a block is the ``s`` rows of one rank in a matrix of ``n * s``.
+"""
+
+from __future__ import annotations
+
+from commfuse_npu.plan.rules.blocks import Blocks, exchange, gather_use, produce_scatter
+from commfuse_npu.plan.rules.buckets import bucket_gather, bucket_scatter
+from commfuse_npu.plan.rules.linear import (
+    Wgrad,
+    column_backward,
+    gather_gemm,
+    gemm_all_reduce,
+    gemm_scatter,
+)
+from commfuse_npu.plan.rules.pieces import (
+    gather_pieces,
+    made_pieces,
+    parts_of,
+    scatter_pieces,
+    swapped_pieces,
+    used_pieces,
+)
+from commfuse_npu.plan.rules.rule import RULES
+from commfuse_npu.plan.rules.sharded import sharded_backward, sharded_forward
+
+__all__ = [
+    "RULES",
+    "Blocks",
+    "Wgrad",
+    "bucket_gather",
+    "bucket_scatter",
+    "column_backward",
+    "exchange",
+    "gather_gemm",
+    "gather_pieces",
+    "gather_use",
+    "gemm_all_reduce",
+    "gemm_scatter",
+    "made_pieces",
+    "parts_of",
+    "produce_scatter",
+    "scatter_pieces",
+    "sharded_backward",
+    "sharded_forward",
+    "swapped_pieces",
+    "used_pieces",
+]

@@ -1,0 +1,94 @@
+"""Gradient and parameter buckets, exchanged behind the work of others."""
+
+from __future__ import annotations
+
+from commfuse_npu.plan.builder import Builder
+from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.rules.pieces import block_of, inside, named, rows_of
+from commfuse_npu.plan.rules.rule import rule
+from commfuse_npu.plan.schedule import Place
+
+__all__ = ["bucket_gather", "bucket_scatter"]
+
+
+@rule
+def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Builder:
+    """Sum the shards of ``bucket`` over their ranks.
+
+    Equals::
+
+        finish(bucket[own], total, bucket[own])         # total: the sum of the others' partials
+
+    Args:
+        rows: elements of a shard.
+        stack: how many partials of a chunk are added at once.
+        in_flight: how many stacks have memory; the others are posted when one of them is added.
+
+    Work: ``finish(out, total, own)``.  Begun ahead, it has everything under way that has memory.
+    """
+    b = Builder(place)
+    runs, hops = b.runs(rows, "last"), b.hops("last")
+    stacks = [
+        (j, run, hops[at : at + stack], at)
+        for j, run in enumerate(runs)
+        for at in range(0, len(hops), stack)
+    ]
+    own = rows_of("bucket", block_of(place.rank, rows))
+    b.scratch("total", rows, 1, wide=True)
+    for t, (_, run, some, _) in enumerate(stacks):
+        length = len(some) * (run.stop - run.start)
+        b.scratch(f"partials {t}", length, 1, slot=f"partials {t % in_flight}")
+
+    def post(t: int) -> None:
+        j, run, some, _ = stacks[t]
+        for at, hop in enumerate(some):
+            b.post(
+                hop,
+                rows_of("bucket", inside(hop.target, rows, run)),
+                rows_of(f"partials {t}", block_of(at, run.stop - run.start)),
+                named("partial for", hop.target, j, len(runs)),
+                named("partial for", place.rank, j, len(runs)),
+            )
+
+    for t in range(min(in_flight, len(stacks))):
+        post(t)
+    b.mark()
+    for t, (_, run, some, at) in enumerate(stacks):
+        total = rows_of("total", run)
+        partials = Span(f"partials {t}", 0, len(some) * (run.stop - run.start)), len(some)
+        b.add(total, *([(total, 1)] if at else []), partials)
+        if t + in_flight < len(stacks):
+            post(t + in_flight)
+    b.settle()
+    if b.peers:
+        b.compute("finish", [own], [Span("total", 0, rows), own])
+    return b
+
+
+@rule
+def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
+    """Fetch the other ranks' shards of ``bucket``, in place.
+
+    Equals::
+
+        bucket = all_gather(bucket[own])
+
+    Args:
+        rows: elements of a shard.
+        last_first: the chunks of a shard travel from its end to its start.
+
+    Begun ahead, it has everything under way.
+    """
+    b = Builder(place)
+    runs = b.runs(rows, "first")
+    for j, run in enumerate(reversed(runs) if last_first else runs):
+        for hop in b.hops("first"):
+            b.post(
+                hop,
+                rows_of("bucket", inside(place.rank, rows, run)),
+                rows_of("bucket", inside(hop.source, rows, run)),
+                named("block", place.rank, j, len(runs)),
+                named("block", hop.source, j, len(runs)),
+            )
+    b.mark()
+    return b

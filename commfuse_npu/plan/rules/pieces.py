@@ -1,0 +1,109 @@
+"""Which rows and columns are taken at once: of programs, and of the plain forms that equal them.
+
+Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks, in their order.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.schedule import Own, Place, split
+
+__all__ = [
+    "block_of",
+    "gather_pieces",
+    "inside",
+    "made_pieces",
+    "named",
+    "parts_of",
+    "peers_of",
+    "rows_of",
+    "scatter_pieces",
+    "sides_of",
+    "swapped_pieces",
+    "used_pieces",
+]
+
+
+def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
+    """Which rows of the whole matrix :func:`gather_gemm` multiplies at once, piece by piece."""
+    runs = place.schedule.runs(rows, "first")
+    blocks = sides_of(place) if len(runs) == 1 or place.size == 1 else [peers_of(place)]
+    pieces = [
+        tuple(slice(p * rows + run.start, p * rows + run.stop) for p in side)
+        for run in runs
+        for side in blocks
+    ]
+    return [(block_of(place.rank, rows),), *pieces]
+
+
+def scatter_pieces(place: Place, rows: int, columns: int) -> list[tuple[slice, slice]]:
+    """Which rows and columns of the whole result :func:`gemm_scatter` makes at once."""
+    *groups, last = place.schedule.runs(columns, "last")
+    everything = slice(0, place.size * rows)
+    pieces = [(everything, group) for group in groups]
+    pieces += [
+        (slice(side[0] * rows, (side[-1] + 1) * rows), last) for side in reversed(sides_of(place))
+    ]
+    return [*pieces, (block_of(place.rank, rows), last)]
+
+
+def parts_of(place: Place, rows: int) -> list[slice]:
+    """Runs of rows, multiples of the group size, that :func:`gemm_all_reduce` sums one by one."""
+    blocks = rows // place.size
+    bounds = split(blocks, min(place.schedule.chunks, max(1, blocks)))
+    return [slice(place.size * a, place.size * b) for a, b in pairwise(bounds)]
+
+
+def used_pieces(place: Place, rows: int) -> list[slice]:
+    """The rows of the whole matrix that are used one by one as blocks arrive, in order."""
+    return swapped_pieces(place, rows, "first")
+
+
+def made_pieces(place: Place, rows: int) -> list[slice]:
+    """The rows of the whole matrix that are made one by one before they are sent, in order."""
+    hops = place.schedule.hops(place.rank, place.size, "last")
+    pieces = [
+        inside(hop.target, rows, run) for run in place.schedule.runs(rows, "last") for hop in hops
+    ]
+    return [*pieces, block_of(place.rank, rows)]
+
+
+def swapped_pieces(place: Place, rows: int, own: Own) -> list[slice]:
+    """The rows of what an :func:`exchange` receives that are used one by one, in order.
+
+    Args:
+        own: ``last`` if the exchange makes what it sends.
+    """
+    hops = place.schedule.hops(place.rank, place.size, own)
+    pieces = [
+        inside(hop.source, rows, run) for run in place.schedule.runs(rows, own) for hop in hops
+    ]
+    return [block_of(place.rank, rows), *pieces]
+
+
+def sides_of(place: Place) -> list[range]:
+    """The blocks before the own one, and those after it: each a run of rows."""
+    sides = [range(place.rank), range(place.rank + 1, place.size)]
+    return [side for side in sides if side]
+
+
+def peers_of(place: Place) -> list[int]:
+    return [peer for peer in range(place.size) if peer != place.rank]
+
+
+def block_of(rank: int, rows: int) -> slice:
+    return slice(rank * rows, (rank + 1) * rows)
+
+
+def inside(block: int, rows: int, run: slice) -> slice:
+    return slice(block * rows + run.start, block * rows + run.stop)
+
+
+def rows_of(buffer: str, run: slice) -> Span:
+    return Span(buffer, run.start, run.stop)
+
+
+def named(what: str, of: int, chunk: int, chunks: int) -> str:
+    return f"{what} {of}" if chunks == 1 else f"{what} {of} chunk {chunk}"

@@ -1,0 +1,334 @@
+"""Runs programs: a loop over their instructions, and nothing that it decides by itself.
+
+=====================  ==================================  =====================================
+                       HCCL                                gloo
+=====================  ==================================  =====================================
+posted                 one batch {send, receive} per step  each receive as early as its rows are
+                                                           free, each send when it is made
+matched by             order                               tag
+``wait()`` holds       the stream                          the host
+=====================  ==================================  =====================================
+
+On HCCL unbatched transfers would open a communicator per pair of ranks, in the middle of a forward,
+and receives posted ahead of sends would hang; a batch per step does neither.  On gloo receives come
+first, because the notice that a receive is ready shares the socket with bulk data.  Which of the
+two a program is made for says :attr:`Program.batched`; here it is only carried out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.kernels import Kernels, kernels_for
+from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Span, Wait, line
+from commfuse_npu.runtime.scratch import Arena, view_of
+from commfuse_npu.runtime.trace import clock
+
+if TYPE_CHECKING:
+    from commfuse_npu.runtime.order_log import OperationLog
+    from commfuse_npu.runtime.transport import Transport
+
+__all__ = ["Running", "Work"]
+
+Work = Callable[..., object]
+"""What a program's :class:`~commfuse_npu.plan.program.Compute` calls, by its name: with the tensors
+that it writes, then those that it reads, then the run of rows if it has one."""
+
+_BATCH, _SEND, _RECEIVE, _WAIT, _COMPUTE, _ADD, _COPY, _MARK = range(8)
+
+
+@lru_cache(maxsize=4096)
+def _flat(program: Program) -> tuple[tuple[Any, ...], ...]:
+    """The code with nothing left to look up: tuples of numbers, those of spans among them."""
+    numbers = {span: number for number, span in enumerate(program.spans)}
+    return tuple(_flat_instruction(one, numbers) for one in program.code)
+
+
+def _flat_instruction(one: object, numbers: Mapping[Span, int]) -> tuple[Any, ...]:
+    if isinstance(one, Post):
+        ends = [end for end in (one.send, one.receive) if end is not None]
+        step, lane = ends[0].transfer.step, ends[0].transfer.lane
+        spans = [numbers[end.span] for end in ends]
+        if one.receive is None:
+            return _SEND, step, lane, ends[0].transfer.target, *spans
+        if one.send is None:
+            return _RECEIVE, step, lane, ends[0].transfer.source, *spans
+        return _BATCH, step, lane, one.send.transfer.target, one.receive.transfer.source, *spans
+    if isinstance(one, Wait):
+        return _WAIT, one.receives, one.sends
+    if isinstance(one, Compute):
+        return _COMPUTE, one.work, tuple(numbers[span] for span in (*one.outs, *one.ins)), one.run
+    if isinstance(one, Add):
+        return _ADD, numbers[one.out], tuple((numbers[span], parts) for span, parts in one.terms)
+    if isinstance(one, Copy):
+        return _COPY, numbers[one.out], numbers[one.source]
+    return (_MARK,)
+
+
+class Running:
+    """A program under way.  :meth:`Transport.begin` makes it.
+
+    Call :meth:`run` until it is :attr:`done`.  An exception in between breaks the transport: the
+    other ranks wait for transfers that will not come any more.
+
+    Attributes:
+        name: of the operation, for errors.
+        kernels: of the device, for work.
+        done: whether everything of it was carried out and waited for.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        program: Program,
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        tag: int,
+        log: OperationLog | None,
+        sum_dtype: torch.dtype | None,
+    ) -> None:
+        self.name = name
+        self.program = program
+        self.done = False
+        self._transport = transport
+        self._dtype = dtype
+        self._device = device
+        self._tag = tag
+        self._log = log
+        self._sum_dtype = None if sum_dtype == dtype else sum_dtype
+        self.kernels: Kernels = kernels_for(device)
+        self._at = 0
+        self._views: list[Any] = [None] * len(program.spans)
+        self._arenas: list[Arena] = []
+        # By step: [works, time, tensors...] until they are waited for, then [()]; a batch in both.
+        self._receives: dict[int, list[Any]] = {}
+        self._sends: dict[int, list[Any]] = {}
+        self._take_scratch()
+
+    @property
+    def all_posted(self) -> bool:
+        """Whether no instruction is left that posts."""
+        return self._at > self.program.last_post
+
+    def run(
+        self,
+        works: Mapping[str, Work] | None = None,
+        *,
+        ahead: bool = False,
+        **tensors: torch.Tensor,
+    ) -> None:
+        """Go on from where it is to the program's end, or to its mark if it is run ``ahead``.
+
+        Args:
+            works: the operation's part, by name; may be left out where nothing is computed.
+            tensors: the operation's buffers that are needed from here on, matrices ``[rows,
+                columns]``; what is transferred has the dtype of the operation.
+
+        Raises:
+            ValueError: a tensor does not fit.
+            TransportError: a transfer failed, here or before.
+        """
+        self._expect_working()
+        try:
+            for buffer, tensor in tensors.items():
+                self._bind(buffer, tensor)
+            self._go_on(works or {}, self.program.mark if ahead else len(self.program.code))
+        except BaseException as error:
+            post = self.program.code[self._at] if self._at < len(self.program.code) else None
+            if isinstance(post, Post) and isinstance(error, RuntimeError):
+                # A connection that is known to be gone fails here already, not in the wait.
+                end = post.receive or post.send
+                assert end is not None
+                self._transport.fail(f"{self._what(end.transfer.step)}: {error}", self)
+                raise self._transport.error() from error
+            self._failed(error)
+            raise
+        if self._at == len(self.program.code) and not self.done:
+            self._finish()
+
+    def wait_rows(self, buffer: str, start: int, stop: int) -> None:
+        """Wait for what arrives in these rows of a buffer; only for what is posted already."""
+        self._expect_working()
+        steps = [
+            post.receive.transfer.step
+            for post in self.program.posts
+            if post.receive is not None
+            and post.receive.span.buffer == buffer
+            and post.receive.span.start < stop
+            and start < post.receive.span.stop
+        ]
+        if self._log is not None and steps and not self.done:
+            self._log.rows(steps)
+        try:
+            self._wait(steps, self._receives, "receiving")
+        except BaseException as error:
+            self._failed(error)
+            raise
+
+    def _expect_working(self) -> None:
+        # A wait that failed once would return at once, as if its data were there.
+        if self._transport.broken:
+            raise self._transport.error()
+
+    # ------------------------------------------------------------------ the loop
+
+    def _go_on(self, works: Mapping[str, Work], end: int) -> None:
+        transport, views, log = self._transport, self._views, self._log
+        ranks, lanes, trace = transport.ranks, transport.lane_groups, transport.trace
+        batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
+        code, sends, receives = _flat(self.program), self._sends, self._receives
+        for at in range(self._at, end):
+            self._at = at
+            one = code[at]
+            kind = one[0]
+            if log is not None and kind <= _WAIT:
+                log.at(at)
+            if kind == _BATCH:
+                _, step, lane, target, source, sent, got = one
+                out, into, group = views[sent], views[got], lanes[lane]
+                posted = batch(
+                    [
+                        operation(isend, out, ranks[target], group),
+                        operation(irecv, into, ranks[source], group),
+                    ]
+                )
+                began = 0 if trace is None else clock()
+                sends[step] = receives[step] = [posted, began, out, into]
+            elif kind == _WAIT:
+                if one[1]:
+                    self._wait(one[1], receives, "receiving")
+                if one[2]:
+                    self._wait(one[2], sends, "sending")
+            elif kind == _SEND:
+                _, step, lane, target, sent = one
+                tag = (self._tag + step) & 0x7FFFFFFF
+                work = isend(views[sent], ranks[target], lanes[lane], tag)
+                sends[step] = [[work], 0 if trace is None else clock(), views[sent]]
+            elif kind == _RECEIVE:
+                _, step, lane, source, got = one
+                tag = (self._tag + step) & 0x7FFFFFFF
+                work = irecv(views[got], ranks[source], lanes[lane], tag)
+                receives[step] = [[work], 0 if trace is None else clock(), views[got]]
+            elif kind != _MARK:
+                began = 0 if trace is None else clock()
+                if kind == _ADD:
+                    terms = [(views[span], parts) for span, parts in one[2]]
+                    self.kernels.sum_parts(views[one[1]], terms, dtype=self._sum_dtype)
+                elif kind == _COPY:
+                    _copy(views[one[1]], views[one[2]])
+                elif one[3] is None:
+                    works[one[1]](*[views[span] for span in one[2]])
+                else:
+                    works[one[1]](*[views[span] for span in one[2]], one[3])
+                if trace is not None:
+                    trace.add("compute", line(self.program.code[at]), self.name, began, clock())
+        self._at = max(self._at, end)
+
+    def _wait(self, steps: Sequence[int], posted: dict[int, list[Any]], way: str) -> None:
+        """Wait for each once; a batch is done with its receive or its send, whichever is first."""
+        transport, step = self._transport, -1
+        trace, timeout = transport.trace, None if transport.batched else transport.timeout
+        start = time.perf_counter()
+        try:
+            for step in steps:
+                one = posted[step]
+                if len(one) == 1:
+                    continue
+                began = 0 if trace is None else clock()
+                for work in one[0]:
+                    work.wait() if timeout is None else work.wait(timeout)
+                if trace is not None:
+                    self._traced(step, one, began, sending=way == "sending")
+                # Let go of the tensors, in both places that a batch is in.
+                one[:] = [()]
+        except RuntimeError as error:
+            transport.fail(f"{self._what(step, way)}: {error}", self)
+            raise transport.error() from error
+        finally:
+            transport.blocked_seconds += time.perf_counter() - start
+
+    def _failed(self, error: BaseException) -> None:
+        self._transport.fail(f"{self.name} was interrupted by {error!r}", self)
+
+    # ------------------------------------------------------------------ memory
+
+    def _bind(self, buffer: str, tensor: torch.Tensor) -> None:
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"{self.name}: {buffer} has shape {tuple(tensor.shape)}; it has to be a matrix"
+            )
+        if buffer in self.program.messages:
+            if tensor.dtype != self._dtype or tensor.device != self._device:
+                raise ValueError(
+                    f"{self.name}: {buffer} is {tensor.dtype} on {tensor.device}; what is "
+                    f"transferred has to be {self._dtype} on {self._device}"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{self.name}: {buffer} of shape {tuple(tensor.shape)} is not contiguous"
+                )
+        for number in self.program.spans_of.get(buffer, ()):
+            self._views[number] = view_of(tensor, self.program.spans[number])
+
+    def _take_scratch(self) -> None:
+        for wide in (False, True):
+            elements = self.program.scratch_elements(wide)
+            if elements:
+                dtype = (self._sum_dtype or self._dtype) if wide else self._dtype
+                arena = self._transport.scratch.take(elements, dtype, self._device)
+                self._arenas.append(arena)
+                for number, view in arena.views(self.program, wide).items():
+                    self._views[number] = view
+
+    def _finish(self) -> None:
+        self.done = True
+        for arena in self._arenas:
+            self._transport.scratch.give_back(arena)
+        self._arenas, self._views = [], []
+        if self._log is not None:
+            self._log.finish()
+        self._transport.finished(self)
+
+    # ------------------------------------------------------------------ words
+
+    def _what(self, step: int, way: str | None = None) -> str:
+        """A step in words: made when something went wrong, never before."""
+        parts = []
+        for post in self.program.posts:
+            for verb, end in (("sending", post.send), ("receiving", post.receive)):
+                if end is None or end.transfer.step != step or way not in (None, verb):
+                    continue
+                one = end.transfer
+                peer = one.target if verb == "sending" else one.source
+                elements = self._views[self.program.spans.index(end.span)].numel()
+                parts.append(
+                    f"{verb} {one.piece} ({elements} x {self._dtype}), peer {peer}, step {step} of "
+                    f"{len(self.program.transfers) - 1}, lane {one.lane}"
+                )
+        return f"{self.name}: {' and '.join(parts)}"
+
+    def _traced(self, step: int, one: list[Any], began: int, *, sending: bool) -> None:
+        trace, ended = self._transport.trace, clock()
+        assert trace is not None
+        sent, received = self.program.transfers[step]
+        ways = [(sent, f"link to rank {sent.target}")] if sending or self.program.batched else []
+        if not sending or self.program.batched:
+            ways.append((received, f"from rank {received.source}"))
+        for (transfer, row), tensor in zip(ways, one[2:], strict=True):
+            trace.add_in_order(row, transfer.piece, self.name, one[1], ended, tensor.nbytes)
+        trace.add("waiting", ways[-1][0].piece, self.name, began, ended)
+
+
+def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Row by row, where one of them may be runs of rows."""
+    if out.shape != source.shape:
+        shape = out.shape if out.dim() == 3 else source.shape
+        out, source = out.view(shape), source.view(shape)
+    out.copy_(source)

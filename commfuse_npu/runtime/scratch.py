@@ -1,0 +1,147 @@
+"""Scratch memory that is used again, and the views of it that programs have.
+
+Allocating tens of megabytes per operation costs page faults on CPU and fragments the caching
+allocator on a device, and so does making the views of it anew.  An arena is lent to one program at
+a time and comes back when all its transfers have been waited for; one that an error leaves in the
+air never comes back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+
+from commfuse_npu.plan.program import Program, Span
+
+__all__ = ["Arena", "ScratchPool", "view_of"]
+
+_MOST_VIEWS = 64
+"""Programs whose views are kept per arena."""
+
+
+def view_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """The rows of a matrix that a span means: ``[rows, columns]``, or a run of them per entry of a
+    third, first dimension."""
+    _, start, stop, columns, times, stride = span
+    if times != 1:
+        step = tensor.stride(0)
+        return tensor.as_strided(
+            (times, stop - start, tensor.shape[1]),
+            (stride * step, step, tensor.stride(1)),
+            tensor.storage_offset() + start * step,
+        )
+    if columns is not None:
+        return tensor[start:stop, columns[0] : columns[1]]
+    return tensor[start:stop] if start or stop != tensor.shape[0] else tensor
+
+
+class Arena:
+    """A stretch of memory.
+
+    Args:
+        key: dtype, device and stream.
+    """
+
+    def __init__(
+        self, key: Hashable, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.key = key
+        # Never an inference tensor: it will be lent to operations outside inference mode too.
+        with torch.inference_mode(False):
+            self.memory = torch.empty(elements, dtype=dtype, device=device)
+        self._views: OrderedDict[tuple[Program, bool], dict[int, torch.Tensor]] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def tensors(self) -> int:
+        """How many there are: the memory, and views of it."""
+        return 1 + sum(map(len, self._views.values()))
+
+    def views(self, program: Program, wide: bool) -> dict[int, torch.Tensor]:
+        """The program's spans of scratch, by their number (:attr:`Program.spans`)."""
+        found = self._views.get((program, wide))
+        if found is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.popitem(last=False)
+            with torch.inference_mode(False):
+                found = self._views[program, wide] = self._made(program, wide)
+        return found
+
+    def _made(self, program: Program, wide: bool) -> dict[int, torch.Tensor]:
+        found = {}
+        for name, (is_wide, offset, rows, columns) in program.layout.items():
+            if is_wide == wide:
+                whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
+                for number in program.spans_of.get(name, ()):
+                    found[number] = view_of(whole, program.spans[number])
+        return found
+
+
+class ScratchPool:
+    """Arenas that nobody uses.
+
+    A buffer is used again in the order of the stream that used it: each stream has arenas of its
+    own.
+
+    Args:
+        keep_bytes: how much idle memory is kept; the arenas not used for longest are freed.
+
+    Attributes:
+        lent: how many arenas are in use, or left in the air by an error.
+    """
+
+    def __init__(self, keep_bytes: int = 512 << 20) -> None:
+        self._keep_bytes = keep_bytes
+        self._idle: OrderedDict[int, Arena] = OrderedDict()
+        self.lent = 0
+
+    def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Arena:
+        """An arena of at least so many elements."""
+        self.lent += 1
+        key = dtype, device, _stream(device)
+        found: Arena | None = None
+        for arena in reversed(self._idle.values()):
+            # One that is much too long is worth more to somebody else.
+            fits = arena.key == key and elements <= arena.memory.numel() <= 2 * elements
+            if fits and (found is None or arena.memory.numel() < found.memory.numel()):
+                found = arena
+        if found is not None:
+            del self._idle[id(found)]
+            return found
+        return Arena(key, elements, dtype, device)
+
+    def give_back(self, arena: Arena) -> None:
+        self.lent -= 1
+        self._idle[id(arena)] = arena
+        idle = self.idle_bytes
+        while idle > self._keep_bytes:
+            _, freed = self._idle.popitem(last=False)
+            idle -= freed.nbytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """What is kept and not lent to anybody."""
+        return sum(arena.nbytes for arena in self._idle.values())
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors are kept: idle arenas, and views of them."""
+        return sum(arena.tensors for arena in self._idle.values())
+
+    def clear(self) -> None:
+        """Free all idle memory."""
+        self._idle.clear()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+
+def _stream(device: torch.device) -> Hashable:
+    if device.type == "cpu":
+        return None
+    return torch.get_device_module(device.type).current_stream(device).stream_id

@@ -1,0 +1,63 @@
+"""Programs with work of a test's own in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Post, Span
+from commfuse_npu.plan.rules import gather_use, produce_scatter
+from commfuse_npu.runtime.executor import Running, Work
+from commfuse_npu.runtime.transport import Transport
+
+__all__ = ["gather_and_use", "make_and_scatter", "view", "watch_posts"]
+
+PLAIN = Schedule()
+
+
+def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], object]) -> None:
+    """Before anything is posted call ``note(running, post)``."""
+    go_on = Running._go_on
+
+    def stepwise(self: Running, works: Mapping[str, Work], end: int) -> None:
+        while self._at < end:
+            one = self.program.code[self._at]
+            if isinstance(one, Post):
+                note(self, one)
+            go_on(self, works, self._at + 1)
+
+    patch.setattr(Running, "_go_on", stepwise)
+
+
+def view(running: Running, span: Span) -> torch.Tensor:
+    """The rows that a span of a program under way means."""
+    return running._views[running.program.spans.index(span)]
+
+
+def gather_and_use(
+    transport: Transport,
+    shard: torch.Tensor,
+    use: Callable[[torch.Tensor, slice], object],
+    schedule: Schedule = PLAIN,
+    shape: tuple[int, int] | None = None,
+) -> None:
+    """``use(piece, rows)`` for every piece of the gathered ``[n * s, columns]``."""
+    rows, columns = shape or shard.shape
+    program = gather_use(transport.place(schedule), rows, columns, False)
+    transport.begin(program, "gather_and_use", shard).run({"use": use}, shard=shard)
+
+
+def make_and_scatter(
+    transport: Transport,
+    make: Callable[[torch.Tensor, slice], object],
+    out: torch.Tensor,
+    schedule: Schedule = PLAIN,
+    sum_dtype: torch.dtype | None = None,
+) -> None:
+    """``make(rows of out, rows)`` for every piece, and their sums over the ranks into ``out``."""
+    program = produce_scatter(transport.place(schedule), *out.shape)
+    running = transport.begin(program, "make_and_scatter", out, (), sum_dtype)
+    running.run({"make": make}, out=out)

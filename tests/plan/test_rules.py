@@ -1,0 +1,120 @@
+"""How many GEMMs, sums and copies the rules make, and in which order."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from commfuse_npu.plan import rules
+from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Wait
+from commfuse_npu.plan.schedule import Place, Schedule
+
+EIGHT = 8
+"""Ranks: a full mesh of one server."""
+
+each_rank_and_chunks = pytest.mark.parametrize(
+    ("rank", "chunks"), list(product((0, 3, 7), (1, 2, 4)))
+)
+
+
+def at(rank: int, chunks: int) -> Place:
+    return Place(Schedule(chunks=chunks), rank, EIGHT, batched=True)
+
+
+def gemms(program: Program) -> int:
+    return program.count(Compute, "gemm")
+
+
+@each_rank_and_chunks
+def test_row_forward(rank: int, chunks: int) -> None:
+    program = rules.gemm_scatter(at(rank, chunks), 64, 128, 256)
+    assert gemms(program) <= chunks + 2
+    assert program.count(Add) == chunks
+    assert program.count(Copy) == 0
+
+
+@each_rank_and_chunks
+def test_column_forward(rank: int, chunks: int) -> None:
+    program = rules.gather_gemm(at(rank, chunks), 64, 128, 256, False, None, 0)
+    assert gemms(program) <= (3 if chunks == 1 else chunks + 1)
+    copied = sum(one.out.rows for one in program.code if isinstance(one, Copy))
+    # Every chunk of the peers' rows once: before the own block and after it.
+    assert copied == (0 if chunks == 1 else 7 * 64)
+    assert program.count(Copy) <= (0 if chunks == 1 else 2 * chunks)
+
+
+@each_rank_and_chunks
+def test_column_backward(rank: int, chunks: int) -> None:
+    for wgrad, pieces in (("whole", 1), ("blocks", 3)):
+        program = rules.column_backward(at(rank, chunks), 64, 128, 256, True, True, wgrad)
+        assert gemms(program) == chunks
+        assert program.count(Compute, "wgrad") <= pieces
+        assert program.count(Add) == chunks
+
+
+@each_rank_and_chunks
+def test_all_reduce(rank: int, chunks: int) -> None:
+    program = rules.gemm_all_reduce(at(rank, chunks), 8 * 64, 128, 256)
+    assert gemms(program) <= chunks + 2
+    assert program.count(Add) == chunks
+
+
+def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
+    program = rules.column_backward(at(3, 2), 64, 128, 256, True, True, "whole")
+    works = [one.work if isinstance(one, Compute) else "add" for one in program.code
+             if isinstance(one, Compute | Add)]  # fmt: skip
+    assert works == ["gemm", "gemm", "wgrad", "add", "add"]
+    first_wait = next(place for place, one in enumerate(program.code) if isinstance(one, Wait))
+    assert first_wait > program.last_post, "everything is on its way before anything is awaited"
+
+
+def test_own_block_first_and_last() -> None:
+    gather = rules.gather_gemm(at(3, 2), 64, 128, 256, False, None, 0)
+    scatter = rules.gemm_scatter(at(3, 2), 64, 128, 256)
+    own = slice(3 * 64, 4 * 64)
+    first, *_ = (one for one in gather.code if isinstance(one, Compute))
+    *_, last = (one for one in scatter.code if isinstance(one, Compute))
+    assert (first.outs[0].start, first.outs[0].stop) == (own.start, own.stop)
+    assert (last.outs[0].start, last.outs[0].stop) == (own.start, own.stop)
+    assert all(isinstance(one, Post) for one in gather.code[:7]), "a chunk is under way"
+    assert gather.code[7] == first
+
+
+def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
+    place = Place(Schedule(chunks=2), 1, 4, batched=False)
+    program = rules.gemm_scatter(place, 8, 16, 32)
+    first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
+    assert first_send == 2 * 3, "all receives have memory of their own"
+    program = rules.gemm_scatter(place._replace(schedule=Schedule(chunks=4)), 8, 16, 32)
+    first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
+    assert first_send == 2 * 3, "two groups are under way; the others wait for their memory"
+
+
+def test_scratch_of_two_groups_is_used_again() -> None:
+    two, four = (
+        rules.gemm_scatter(at(3, chunks), 64, 128, 4096).scratch_elements() for chunks in (2, 4)
+    )
+    assert four == two // 2
+
+
+def test_a_program_reads_as_text() -> None:
+    text = str(rules.gemm_scatter(Place(Schedule(), 0, 2, True), 4, 8, 8))
+    assert text.splitlines() == [
+        "gemm_scatter, rank 0 of 2",
+        "   0  product 0[4:8] = gemm(a[4:8], weight[0:8, 0:8])",
+        "   1  post step 0, lane 0: partial for 1 -> rank 1, partial for 0 <- rank 1",
+        "   2  product 0[0:4] = gemm(a[0:4], weight[0:8, 0:8])",
+        "   3  wait until received 0",
+        "   4  out[0:4] = partials 0[0:4] + product 0[0:4]",
+        "   5  wait until sent 0",
+    ]
+
+
+def test_compiled_once() -> None:
+    place = Place(Schedule(), 0, 4, True)
+    assert rules.gemm_scatter(place, 4, 8, 8) is rules.gemm_scatter(place, 4, 8, 8)
+    program = rules.gemm_scatter(place, 4, 8, 8)
+    assert program.rule == ("gemm_scatter", Schedule(), 4, 8, 8)
+    assert program.arguments == {"rows": 4, "inputs": 8, "outputs": 8}
+    assert rules.RULES["gemm_scatter"](place, *program.rule[2:]) is program

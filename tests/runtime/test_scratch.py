@@ -1,0 +1,75 @@
+"""Scratch memory that is used again, and the views of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from commfuse_npu.plan import Place, Schedule, rules
+from commfuse_npu.plan.program import Span
+from commfuse_npu.runtime.scratch import ScratchPool, view_of
+
+CPU = torch.device("cpu")
+
+
+def test_an_arena_comes_back_and_serves_who_needs_less() -> None:
+    pool = ScratchPool()
+    long = pool.take(1000, torch.float32, CPU)
+    assert (pool.lent, len(pool)) == (1, 0)
+    pool.give_back(long)
+    assert pool.take(1000, torch.float32, CPU) is long
+    other = pool.take(600, torch.float32, CPU)
+    pool.give_back(long)
+    pool.give_back(other)
+    assert pool.idle_bytes == 4 * (1000 + 600)
+    assert pool.take(590, torch.float32, CPU) is other, "the shortest that will do"
+    assert pool.take(590, torch.float32, CPU) is long
+
+
+@pytest.mark.parametrize(
+    ("elements", "dtype"),
+    [(1001, torch.float32), (499, torch.float32), (1000, torch.bfloat16)],
+    ids=["too short", "too long by more than twice", "another dtype"],
+)
+def test_nothing_else_serves(elements: int, dtype: torch.dtype) -> None:
+    pool = ScratchPool()
+    given = pool.take(1000, torch.float32, CPU)
+    pool.give_back(given)
+    assert pool.take(elements, dtype, CPU) is not given
+    assert len(pool) == 1
+
+
+def test_what_is_kept_is_limited() -> None:
+    pool = ScratchPool(keep_bytes=1024)
+    first, second = (pool.take(n, torch.float32, CPU) for n in (128, 200))
+    pool.give_back(first)
+    pool.give_back(second)
+    assert len(pool) == 1
+    assert pool.take(200, torch.float32, CPU) is second
+
+
+def test_views_are_made_once_per_program_and_lie_apart() -> None:
+    program = rules.gemm_scatter(Place(Schedule(), 1, 4, True), 8, 16, 16)
+    arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
+    views = arena.views(program, False)
+    assert arena.views(program, False) is views
+    assert arena.views(program, True) == {}, "it has no wide scratch"
+    for number, view in views.items():
+        assert view.shape == (program.spans[number].rows, 16)
+        assert view.is_contiguous()
+    product, partials = (
+        next(views[n] for n in program.spans_of[name] if program.spans[n].start == 0)
+        for name in ("product 0", "partials 0")
+    )
+    arena.memory.zero_()
+    product.fill_(1)
+    assert partials.count_nonzero() == 0
+
+
+def test_rows_columns_and_runs_of_rows() -> None:
+    matrix = torch.arange(24.0).view(6, 4)
+    assert view_of(matrix, Span("a", 0, 6)) is matrix
+    assert torch.equal(view_of(matrix, Span("a", 1, 3)), matrix[1:3])
+    assert torch.equal(view_of(matrix, Span("a", 1, 3, (1, 2))), matrix[1:3, 1:2])
+    runs = view_of(matrix, Span("a", 0, 1, None, 3, 2))
+    assert torch.equal(runs, matrix[::2].unsqueeze(1))
