@@ -1,1 +1,1 @@
-"""Plans and recorded runs, held against the rules of HCCL.  No torch."""
+"""Programs and recorded runs, held against the rules of HCCL.  No torch."""

@@ -3,22 +3,25 @@
 The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one stream;
 what is posted on it is carried out in order; a send and its receive take place when both are at the
 head of their lanes; messages match by order, not by name; the operations of a batch may take place
-in any order and the batch leaves the lane when all have.
+in any order and the batch leaves the lane when all have.  The first batch between two ranks on a
+lane opens a link between them, and holds both hosts until both have come to it; a batch with two
+peers comes to both at once.
 
 Each rank is a programme of :class:`Post`, :class:`Wait` and :class:`Meet`, and goes on until it has
 to wait.  What is possible at a moment stays possible, so the order in which ranks go on does not
-change the outcome.  :mod:`commfuse_npu.proof.verify` writes programmes from plans,
+change the outcome, and who gets stuck with open links gets stuck without.
+:mod:`commfuse_npu.proof.verify` writes programmes from compiled programs,
 :mod:`commfuse_npu.proof.verify_log` from what a run recorded.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from commfuse_npu.plan import Transfer
+from commfuse_npu.plan.program import Transfer
 
 __all__ = ["Action", "End", "Group", "Meet", "Post", "Programme", "Rendezvous", "Stuck", "Wait"]
 
@@ -94,6 +97,8 @@ class Stuck(NamedTuple):
 
 
 _Lane = tuple[Group, Hashable]
+_Link = tuple[Group, Hashable]
+"""A lane between two ranks: the group, and ``(lane, one, other)`` by their ranks in the job."""
 _Queue = tuple[int, _Lane]
 _Place = tuple[int, _Lane | None]
 """A lane of a rank, or its host."""
@@ -111,17 +116,16 @@ class Rendezvous:
     """A play of programmes.
 
     Args:
-        opened: the lanes whose communicators exist; the first use of another one creates it and
-            holds the host until every rank of its group has come to it.  ``None``: all exist.
+        opened: the links that are open; those that are opened are added.  ``None``: all are.
     """
 
     def __init__(
-        self, programmes: Sequence[Programme], *, opened: set[_Lane] | None = None
+        self, programmes: Sequence[Programme], *, opened: set[_Link] | None = None
     ) -> None:
         self._programmes = programmes
         self._cold = opened is not None
         self._opened = opened if opened is not None else set()
-        self._came: dict[_Lane, set[int]] = defaultdict(set)
+        self._came: dict[_Link, set[int]] = defaultdict(set)
         self._queues: dict[_Queue, deque[list[End]]] = defaultdict(deque)
         self._done: set[tuple[int, End]] = set()
         self._where: dict[tuple[int, End], _Queue] = {}
@@ -165,14 +169,23 @@ class Rendezvous:
             return None
         if self._posted[rank, action.group] < action.before:
             return "turn", rank, action.group
-        lane = action.group, action.lane
-        if self._cold and lane not in self._opened:
-            self._came[lane].add(rank)
-            if len(self._came[lane]) < len(action.group.ranks):
-                return lane
-            self._opened.add(lane)
-            self._free(lane)
-        return None
+        if not self._cold:
+            return None
+        for link, pair in self._closed(action):
+            self._came[link].add(rank)
+            if self._came[link] == pair:
+                self._opened.add(link)
+                self._free(link)
+        return next((link for link, _ in self._closed(action)), None)
+
+    def _closed(self, action: Post) -> Iterator[tuple[_Link, set[int]]]:
+        """The links that a batch needs and that are not open, and whose they are."""
+        ranks = action.group.ranks
+        for end in action.ends:
+            one, other = sorted((ranks[end.transfer.source], ranks[end.transfer.target]))
+            link = action.group, (action.lane, one, other)
+            if link not in self._opened:
+                yield link, {one, other}
 
     def _post(self, rank: int, action: Post) -> Stuck | None:
         queue = rank, (action.group, action.lane)
@@ -271,9 +284,10 @@ class Rendezvous:
             words = f"rank {rank} waits for rank {absent} to come to {action.name}"
             return _WaitOf((rank, None), words, (absent, None))
         if isinstance(action, Post):
-            new = action.group, action.lane
-            absent = next((r for r in action.group.ranks if r not in self._came[new]), rank)
-            words = f"rank {rank} waits for rank {absent} to create lane {action.lane}"
+            absent = next(
+                (r for link, pair in self._closed(action) for r in pair - self._came[link]), rank
+            )
+            words = f"rank {rank} waits for rank {absent} to open lane {action.lane} between them"
             return _WaitOf((rank, None), words, (absent, None))
         end = next(end for end in action.ends if (rank, end) not in self._done)
         queue = self._where.get((rank, end))

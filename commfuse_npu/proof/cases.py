@@ -1,0 +1,148 @@
+"""What there is to prove: every rule with every choice of its arguments, by all schedules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple, TypeVar
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.block_order import causal_costs
+from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.schedule import Place
+
+__all__ = ["CHUNKS", "LANES", "Case", "arguments", "cases"]
+
+CHUNKS = (1, 2, 3, 4)
+LANES = (1, 2, 3, None)
+"""``None``: as many as a schedule has by default."""
+
+_TAPERS = (1.0, 2.0, 0.5)
+_ALL_CHUNKS_UP_TO = 4
+_ALL_ARGUMENTS_UP_TO = 8
+
+_One = TypeVar("_One")
+
+
+class Case(NamedTuple):
+    """A set of programs to be."""
+
+    rule: str
+    arguments: tuple[object, ...]
+    schedule: Schedule
+    size: int
+    batched: bool
+
+    def __str__(self) -> str:
+        given = ", ".join(map(str, self.arguments))
+        how = "in batches" if self.batched else "one by one"
+        return f"{self.rule}({given}), {self.size} ranks, {how}, {self.schedule}"
+
+    def programs(self) -> list[Program]:
+        """Those of all ranks."""
+        rule = RULES[self.rule]
+        return [
+            rule(Place(self.schedule, rank, self.size, self.batched), *self.arguments)
+            for rank in range(self.size)
+        ]
+
+
+class _Choice(NamedTuple):
+    chunks: int
+    taper: float
+    lanes: int | None
+    rows: int
+
+
+def cases(
+    size: int,
+    chunks: Sequence[int] = CHUNKS,
+    lanes: Sequence[int | None] = LANES,
+    every: bool = False,
+) -> Iterator[Case]:
+    """What is proved for a group of so many ranks.
+
+    Every rule meets every shape, in batches and one by one; up to 8 ranks with every choice of its
+    arguments, and up to 4 with every number of chunks.  What is not multiplied takes turns: tapers,
+    lanes, and rows that divide evenly, that do not, and that are fewer than the chunks.
+
+    Args:
+        every: multiply everything.
+    """
+    choices = [
+        _Choice(count, taper, number, rows)
+        for count in chunks
+        for taper in (_TAPERS if count > 1 else (1.0,))
+        for number in lanes
+        for rows in sorted({1, count, 2 * count + 1})
+    ]
+    by_chunks = [[choice for choice in choices if choice.chunks == count] for count in chunks]
+    some = [_turns(one) for one in (by_chunks if size <= _ALL_CHUNKS_UP_TO else [choices])]
+    for name in RULES:
+        numbers = range(len(arguments(name, 1, size)))
+        turns = _turns(numbers)
+        for shape, batched in product(_shapes(size), (True, False)):
+            for number in numbers if every or size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
+                for choice in choices if every else map(next, some):
+                    schedule = replace(
+                        shape, lanes=choice.lanes, chunks=choice.chunks, taper=choice.taper
+                    )
+                    given = arguments(name, choice.rows, size)[number]
+                    yield Case(name, given, schedule, size, batched)
+
+
+def _turns(options: Sequence[_One]) -> Iterator[_One]:
+    """All of them in some order, and again."""
+    mixed = random.Random(0)
+    while True:
+        yield from mixed.sample(options, len(options))
+
+
+def _shapes(size: int) -> list[Schedule]:
+    nodes = [node for node in range(1, size + 1) if size % node == 0]
+    return [
+        Schedule(),
+        Schedule(costs=causal_costs(size)),
+        *(Schedule("two_level", node_size=node) for node in nodes),
+    ]
+
+
+def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
+    """Every choice of a rule's arguments, for blocks of so many rows, or columns, to be cut."""
+    flags = (False, True)
+    ways = (None, "whole", "blocks")
+    found: dict[str, list[tuple[object, ...]]] = {
+        "gather_gemm": [
+            (rows, 2, outputs, keep, wgrad, 2)
+            for outputs, keep, wgrad in product((3, 0), flags, ways)
+            if outputs or wgrad
+        ],
+        "gemm_scatter": [(2, 3, rows)],
+        "column_backward": [
+            (2, rows, 3, scatters, gathers, wgrad)
+            for scatters, gathers, wgrad in product(flags, flags, ways)
+            if scatters or wgrad
+        ],
+        "gemm_all_reduce": [(size * rows, 2, 3)],
+        "produce_scatter": [(rows, 2)],
+        "gather_use": [(rows, 2, keep) for keep in flags],
+        "exchange": [
+            (rows, 2, blocks, uses, keep, wgrad)
+            for blocks, uses, keep, wgrad in product(
+                ("given", "made", "made and kept"), flags, flags, flags
+            )
+            if uses or keep
+        ],
+        "sharded_forward": [(rows, 2)],
+        "sharded_backward": [
+            (rows, 2, gathers, scatters)
+            for gathers, scatters in product(flags, flags)
+            if gathers or scatters
+        ],
+        "bucket_scatter": [(rows, 1, 1), (rows, 2, 2), (rows, size, 3)],
+        "bucket_gather": [(rows, last_first) for last_first in flags],
+    }
+    return found[rule]

@@ -1,0 +1,295 @@
+"""Carries programs out with names of contents in place of numbers.
+
+An operation's buffers begin as themselves.  Work makes row i of its results from row i of its first
+input that has as many rows, and from its other inputs as a whole; with a run of rows it makes, or
+uses, those rows of its own accord.  Sums are ordered tuples of their parts.  Messages and copies
+carry what there is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Span, Wait
+from commfuse_npu.proof.memory import Memory, instruction
+
+__all__ = ["Call", "Contents", "Held", "carry_out"]
+
+NOTHING = 0
+"""The content of rows that nobody has written."""
+
+_MOST_WORDS = 200
+
+Columns = tuple[int, int]
+
+
+class Contents:
+    """Numbers for contents: rows that hold the same have the same."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._told: list[tuple[Any, ...]] = [("nothing",)]
+
+    def _number(self, told: tuple[Any, ...]) -> int:
+        number = self._numbers.setdefault(told, len(self._told))
+        if number == len(self._told):
+            self._told.append(told)
+        return number
+
+    def row(self, rank: int, buffer: str, row: int, columns: Columns) -> int:
+        """A row of a buffer of the operation, as it was at first."""
+        return self._number(("row", rank, buffer, row, columns))
+
+    def whole(self, rows: Sequence[int]) -> int:
+        """Several rows as one."""
+        return self._number(("whole", *rows))
+
+    def run(self, row: int) -> int:
+        """What work does with a row of its own."""
+        return self._number(("run", row))
+
+    def made(self, work: str, rank: int, row: int, others: Sequence[int] = (), out: int = 0) -> int:
+        """A row of the result number ``out`` of a rank's work."""
+        return self._number((work, rank, out, row, *others))
+
+    def sum(self, parts: Sequence[int]) -> int:
+        """Their sum in this order; a sum as the first part goes on, a single part is itself."""
+        if len(parts) == 1:
+            return parts[0]
+        first = self._told[parts[0]]
+        if first[0] == "sum":
+            return self._number((*first, *parts[1:]))
+        return self._number(("sum", *parts))
+
+    def parts(self, number: int) -> tuple[int, ...]:
+        """The parts of a sum; any other content is its own."""
+        kind, *parts = self._told[number]
+        return tuple(parts) if kind == "sum" else (number,)
+
+    def words(self, number: int) -> str:
+        """What a content is."""
+        words = self._words(number)
+        return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]} ..."
+
+    def _words(self, number: int) -> str:
+        kind, *rest = self._told[number]
+        if kind == "nothing":
+            return "nothing"
+        if kind == "row":
+            rank, buffer, row, (first, last) = rest
+            return f"{buffer}[{row}, {first}:{last}] of rank {rank}"
+        if kind == "run":
+            return f"row {rest[0]}"
+        if kind == "whole":
+            return self._block(rest) or f"({', '.join(map(self._words, rest))})"
+        if kind == "sum":
+            return " + ".join(map(self._words, rest))
+        rank, _, *inputs = rest
+        return f"{kind}({', '.join(map(self._words, inputs))}) of rank {rank}"
+
+    def _block(self, rows: Sequence[int]) -> str | None:
+        """Rows of a buffer, one below the other."""
+        told = [self._told[row] for row in rows]
+        if not told or told[0][0] != "row":
+            return None
+        _, rank, buffer, start, columns = told[0]
+        stop, (first, last) = start + len(told), columns
+        if told != [("row", rank, buffer, row, columns) for row in range(start, stop)]:
+            return None
+        return f"{buffer}[{start}:{stop}, {first}:{last}] of rank {rank}"
+
+
+class Call(NamedTuple):
+    """Work that was called: the rows that it took of each input, and whether it has results."""
+
+    at: int
+    work: str
+    run: slice | None
+    taken: list[list[int]]
+    makes: bool
+
+
+@dataclass
+class Held:
+    """What a rank has in the end.
+
+    Attributes:
+        written: contents of the operation's buffers that were written, row by row, per columns.
+        calls: in order.
+        faults: why its program is not carried out to its end.
+    """
+
+    written: dict[str, dict[Columns, list[int]]] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def carry_out(
+    programs: Sequence[Program], memories: Sequence[Memory], contents: Contents
+) -> list[Held]:
+    """Carry out the programs of all ranks.
+
+    Args:
+        programs: that were found to be paired, in order, and to wait before they touch.
+    """
+    mail: dict[tuple[int, int], list[int]] = {}
+    ranks = [
+        _Rank(program, memory, contents, mail)
+        for program, memory in zip(programs, memories, strict=True)
+    ]
+    while sum(rank.go_on() for rank in ranks):
+        pass
+    return [rank.held() for rank in ranks]
+
+
+class _Rank:
+    def __init__(
+        self,
+        program: Program,
+        memory: Memory,
+        contents: Contents,
+        mail: dict[tuple[int, int], list[int]],
+    ) -> None:
+        self._program, self._memory, self._contents, self._mail = program, memory, contents, mail
+        self._scratch = program.layout
+        self._at = 0
+        # Per buffer and columns, row by row.
+        self._rows: defaultdict[str, dict[Columns, list[int]]] = defaultdict(dict)
+        self._arriving: dict[int, tuple[int, Span]] = {}
+        self._written: set[str] = set()
+        self._held = Held()
+
+    def held(self) -> Held:
+        if self._at < len(self._program.code) and not self._held.faults:
+            self._fault("it never gets past this")
+        self._held.written = {
+            buffer: {
+                columns: rows
+                for columns, rows in self._rows[buffer].items()
+                if rows != self._at_first(buffer, columns)
+            }
+            for buffer in sorted(self._written - self._scratch.keys())
+        }
+        return self._held
+
+    def _fault(self, what: str) -> None:
+        self._held.faults.append(f"{instruction(self._program, self._at)}: {what}")
+
+    def go_on(self) -> bool:
+        """Carry out what can be; whether anything was."""
+        code, began = self._program.code, self._at
+        while self._at < len(code) and not self._held.faults:
+            one = code[self._at]
+            if isinstance(one, Wait):
+                if not self._land(one):
+                    break
+            elif isinstance(one, Post):
+                if one.send is not None:
+                    transfer, span = one.send
+                    self._mail[transfer.step, transfer.source] = self._read(span)
+                if one.receive is not None:
+                    transfer, span = one.receive
+                    self._arriving[transfer.step] = transfer.source, span
+                    self._write(span, [NOTHING] * span.rows)
+            elif isinstance(one, Compute):
+                self._compute(one)
+            elif isinstance(one, Add):
+                self._add(one)
+            elif isinstance(one, Copy):
+                shapes = [(span.rows, self._memory.width(span)) for span in (one.out, one.source)]
+                if shapes[0] != shapes[1]:
+                    self._fault("it copies into rows or columns of another number")
+                else:
+                    self._write(one.out, self._read(one.source))
+            self._at += 1
+        return self._at > began
+
+    def _land(self, wait: Wait) -> bool:
+        """Whether everything that is waited for was sent; then it is there."""
+        due = [(step, *self._arriving[step]) for step in wait.receives if step in self._arriving]
+        if any((step, source) not in self._mail for step, source, _ in due):
+            return False
+        for step, source, span in due:
+            self._write(span, self._mail[step, source])
+            del self._arriving[step]
+        return True
+
+    def _compute(self, one: Compute) -> None:
+        contents, rank, width = self._contents, self._program.rank, self._memory.width
+        taken = [self._read(span) for span in one.ins]
+        if one.work == "gemm":
+            (result, *_), (a, b, *_) = one.outs, one.ins
+            if (width(a), width(result)) != (b.rows, width(b)):
+                self._fault("the columns of its matrices do not fit")
+        for number, out in enumerate(one.outs):
+            by_row = next((k for k, rows in enumerate(taken) if len(rows) == out.rows), None)
+            others = [contents.whole(rows) for k, rows in enumerate(taken) if k != by_row]
+            if by_row is not None:
+                rows = taken[by_row]
+            elif one.run is not None and one.run.stop - one.run.start == out.rows:
+                rows = [contents.run(row) for row in range(one.run.start, one.run.stop)]
+            else:
+                self._fault(f"nothing says what its {out.rows} rows are made of")
+                return
+            made = [contents.made(one.work, rank, row, others, number) for row in rows]
+            self._write(out, made)
+        self._held.calls.append(Call(self._at, one.work, one.run, taken, bool(one.outs)))
+
+    def _add(self, one: Add) -> None:
+        rows, width, parts = one.out.rows, self._memory.width(one.out), []
+        for span, count in one.terms:
+            if (span.rows, self._memory.width(span)) != (count * rows, width):
+                self._fault(f"{span.buffer} is not {count} parts of the shape of the sum")
+                return
+            there = self._read(span)
+            parts += [there[at * rows : (at + 1) * rows] for at in range(count)]
+        self._write(one.out, [self._contents.sum(terms) for terms in zip(*parts, strict=True)])
+
+    # ------------------------------------------------------------------ rows
+
+    def _at_first(self, buffer: str, columns: Columns) -> list[int]:
+        rows = range(self._memory.shapes[buffer][0])
+        if buffer in self._scratch:
+            return [NOTHING for _ in rows]
+        return [self._contents.row(self._program.rank, buffer, row, columns) for row in rows]
+
+    def _plane(self, span: Span) -> list[int]:
+        planes, columns = self._rows[span.buffer], self._memory.columns(span)
+        if columns not in planes:
+            found = self._at_first(span.buffer, columns)
+            for other, rows in planes.items():
+                if _common(columns, other):
+                    first = self._at_first(span.buffer, other)
+                    changed = [row for row, held in enumerate(rows) if held != first[row]]
+                    for row in changed:
+                        found[row] = NOTHING
+            planes[columns] = found
+        return planes[columns]
+
+    def _read(self, span: Span) -> list[int]:
+        plane = self._plane(span)
+        found = [held for start, stop in span.runs() for held in plane[start:stop]]
+        if NOTHING in found:
+            self._fault(f"it reads rows of {span.buffer} that hold nothing")
+        return found
+
+    def _write(self, span: Span, found: Sequence[int]) -> None:
+        plane, at = self._plane(span), 0
+        columns = self._memory.columns(span)
+        self._written.add(span.buffer)
+        for start, stop in span.runs():
+            plane[start:stop] = found[at : at + stop - start]
+            at += stop - start
+            for other, rows in self._rows[span.buffer].items():
+                if other != columns and _common(columns, other):
+                    rows[start:stop] = [NOTHING] * (stop - start)
+        for buffer, first, last in self._memory.shared(span):
+            for rows in self._rows[buffer].values():
+                rows[first:last] = [NOTHING] * (last - first)
+
+
+def _common(one: Columns, other: Columns) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
