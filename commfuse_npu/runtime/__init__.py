@@ -1,1 +1,1 @@
-"""Plans carried out: lanes over a process group, the pipelines on them, and what is recorded."""
+"""Programs carried out: lanes over a process group, what runs on them, and what is recorded."""

@@ -5,29 +5,26 @@ Off unless an :class:`OrderLog` is given to :meth:`Transport.create`; the option
 happens, so that a run that hangs or is killed leaves all it did.  The first lines say who writes,
 others define what comes up again; the others are short::
 
-    {"order_log": 1, "rank": 0, "size": 2}
+    {"order_log": 2, "rank": 0, "size": 2}
     {"transport": 0, "ranks": [0, 1], "lanes": 2, "batched": false}
-    {"operation": 0, "transport": 0, "name": "all_gather_linear", "kind": "gather", ...}
-    {"message": 0, "step": 0, "lane": 0, "source": 0, "target": 1, "piece": [0, null, 0], ...}
+    {"program": 0, "transport": 0, "name": "all_gather_linear", "rule": "gather_gemm", ...}
 
     ["meet", transport, name]           the ranks of the group wait for each other
-    ["start", slot, operation]          a plan begins; slots are used again
-    ["receive", slot, message]          about to post a receive
-    ["send", slot, message]             about to post a send
-    ["queue", slot, message]            gloo: a send is held back until its lane is free
-    ["batch", slot, message, message]   HCCL: about to post a send and a receive as one
-    ["wait", slot, message]             about to wait, for a batch as a whole
-    ["finish", slot]                    all of the plan was waited for
+    ["begin", slot, program]            a program begins; slots are used again
+    ["at", slot, place]                 about to carry out a post or a wait: the place in its code
+    ["rows", slot, step, ...]           about to wait for what arrives in these steps
+    ["finish", slot]                    the program came to its end
     ["fail", transport, why]            the transport is broken
     ["close", transport]                it was given up
     ["thread", number]                  the lines from here on are of another thread
-    ["forget"]                          operations and messages are defined anew from here on
+    ["forget"]                          programs are defined anew from here on
     ["end"]                             the process came to its end
 
-Ranks in it are places in the transport's group, but for the first line and ``ranks``, which are
-those of the job.  What else the job does, collectives of other groups above all, is not in it.
+A program is compiled again by who reads the file, from its rule and the rule's arguments, for this
+rank's place in the transport's group; the ``ranks`` are those of the job.  What else the job does,
+collectives of other groups above all, is not in it.
 
-A post costs a line of about 20 bytes, some microseconds.  If a line cannot be written (a full
+A post costs a line of about 12 bytes, some microseconds.  If a line cannot be written (a full
 disk), recording ends with a warning and the job goes on.
 """
 
@@ -38,20 +35,23 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from commfuse_npu.plan import Plan, Transfer
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Program
 
 __all__ = ["VERSION", "OperationLog", "OrderLog", "TransportLog", "shared_order_log"]
 
-VERSION = 1
+VERSION = 2
 
 _logger = logging.getLogger(__name__)
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
-_MOST_DEFINED = 50_000
-"""Operations and messages that are remembered as defined; then they are defined anew."""
+_MOST_DEFINED = 1000
+"""Programs that are remembered as defined; then they are defined anew."""
 
 
 class OrderLog:
@@ -93,12 +93,12 @@ class OrderLog:
     def close(self) -> None:
         """The process has come to its end; nothing more is written."""
         with self._lock:
-            self._write(["end"])
+            self._write("end")
             self._stop()
 
     # ------------------------------------------------------------------ for the parts
 
-    def _write(self, event: list[Any]) -> None:
+    def _write(self, *event: str | int) -> None:
         with self._lock:
             thread = threading.get_ident()
             if thread != self._thread:
@@ -112,7 +112,7 @@ class OrderLog:
         if not self._open:
             return
         try:
-            self._file.write(json.dumps(content, separators=(",", ":")) + "\n")
+            self._file.write(_json(content) + "\n")
         except OSError as error:
             _logger.warning(
                 "%s: %s; the order of transfers is not recorded any more, the job goes on",
@@ -128,30 +128,6 @@ class OrderLog:
         except OSError as error:
             _logger.warning("%s: its end is lost: %s", self.path, error)
 
-    def _number(self, kind: str, about: Hashable, facts: Callable[[], dict[str, Any]]) -> int:
-        """The number of an operation or a message, which is written down when it is new."""
-        key = kind, about
-        with self._lock:
-            number = self._defined.get(key)
-            if number is None:
-                number = self._defined[key] = len(self._defined)
-                self._line({kind: number, **facts()})
-        return number
-
-    def _forget(self) -> None:
-        """Between operations: keep what is remembered as defined within bounds."""
-        if len(self._defined) >= _MOST_DEFINED and not self._in_use:
-            self._defined.clear()
-            self._line(["forget"])
-
-    def _take_slot(self) -> int:
-        """The lowest free one, so that what repeats itself leaves the same lines."""
-        slot = 0
-        while slot in self._in_use:
-            slot += 1
-        self._in_use.add(slot)
-        return slot
-
 
 class TransportLog:
     """What one transport does."""
@@ -160,75 +136,75 @@ class TransportLog:
         self._log = log
         self._transport = number
 
-    def start(
-        self, plan: Plan, name: str, block: Sequence[int], dtype: Hashable, options: Hashable
+    def begin(
+        self,
+        program: Program,
+        name: str,
+        dtype: Hashable,
+        sum_dtype: Hashable = None,
+        options: Hashable = (),
     ) -> OperationLog:
-        """A plan begins."""
-        log = self._log
-        asked = repr(options)
-
-        def facts() -> dict[str, Any]:
-            return {
-                "transport": self._transport,
-                "name": name,
-                "kind": plan.kind,
-                "own": plan.own,
-                "rank": plan.rank,
-                "size": plan.size,
-                "schedule": dataclasses.asdict(plan.schedule),
-                "block": list(block),
-                "dtype": str(dtype),
-                "options": asked,
-            }
-
-        about = self._transport, name, plan.kind, plan.own, plan.schedule, *block, dtype, asked
+        """A program begins; the arguments are those of :meth:`Transport.begin`."""
+        log, key = self._log, (self._transport, program, name, dtype, sum_dtype, options)
         with log._lock:
-            log._forget()
-            number = log._number("operation", about, facts)
-            slot = log._take_slot()
-            log._write(["start", slot, number])
+            # With nothing under way, so that what is remembered stays within bounds.
+            if len(log._defined) >= _MOST_DEFINED and not log._in_use:
+                log._defined.clear()
+                log._line(["forget"])
+            number = log._defined.get(key)
+            if number is None:
+                number = log._defined[key] = len(log._defined)
+                rule, schedule, *arguments = program.rule
+                log._line(
+                    {
+                        "program": number,
+                        "transport": self._transport,
+                        "name": name,
+                        "rule": rule,
+                        "schedule": dataclasses.asdict(cast(Schedule, schedule)),
+                        "arguments": arguments,
+                        "dtype": str(dtype),
+                        "sum_dtype": str(sum_dtype),
+                        "options": repr(options),
+                    }
+                )
+            # The lowest free one, so that what repeats itself leaves the same lines.
+            slot = next(slot for slot in count() if slot not in log._in_use)
+            log._in_use.add(slot)
+            log._write("begin", slot, number)
         return OperationLog(log, slot)
 
     def meet(self, name: str) -> None:
         """This rank is about to wait for the others of its group."""
-        self._log._write(["meet", self._transport, name])
+        self._log._write("meet", self._transport, name)
 
     def fail(self, why: str) -> None:
-        self._log._write(["fail", self._transport, why])
+        self._log._write("fail", self._transport, why)
 
     def close(self) -> None:
-        self._log._write(["close", self._transport])
+        self._log._write("close", self._transport)
 
 
 class OperationLog:
-    """What one plan under way does.  Messages are written down as they are posted."""
+    """What one program under way does."""
 
     def __init__(self, log: OrderLog, slot: int) -> None:
         self._log = log
         self._slot = slot
 
-    def message(self, transfer: Transfer, elements: int, dtype: Hashable) -> int:
-        """The number of a message, for the other calls."""
-        return self._log._number(
-            "message",
-            (transfer, elements, dtype),
-            lambda: {
-                **transfer._asdict(),
-                "piece": list(transfer.piece),
-                "elements": elements,
-                "dtype": str(dtype),
-            },
-        )
+    def at(self, place: int) -> None:
+        """It is about to carry out the post or the wait in this place of its code."""
+        self._log._write("at", self._slot, place)
 
-    def post(self, verb: str, *messages: int) -> None:
-        """``receive``, ``send``, ``queue`` or ``wait`` of a message, or ``batch`` of two."""
-        self._log._write([verb, self._slot, *messages])
+    def rows(self, steps: Sequence[int]) -> None:
+        """It is about to wait for what arrives in these steps, ahead of its own waits."""
+        self._log._write("rows", self._slot, *steps)
 
     def finish(self) -> None:
-        """All of it was waited for."""
+        """It came to its end."""
         with self._log._lock:
             self._log._in_use.discard(self._slot)
-            self._log._write(["finish", self._slot])
+            self._log._write("finish", self._slot)
 
 
 _shared: dict[Path, OrderLog] = {}

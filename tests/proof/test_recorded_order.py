@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Post, Program, Wait
+from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.schedule import Place
+from commfuse_npu.proof import verify_log
+from commfuse_npu.runtime.order_log import OperationLog, OrderLog, TransportLog
 from commfuse_npu.tools import cli
 
-HEADER = {"order_log": 1, "rank": 0, "size": 1}
-TRANSPORT = {"transport": 0, "ranks": [0], "lanes": 2, "batched": False}
+HEADER = {"order_log": 2, "rank": 0, "size": 1}
+TRANSPORT = {"transport": 0, "ranks": [0], "lanes": 2, "batched": True}
 SCHEDULE = {"shape": "shifted", "lanes": 2, "chunks": 1}
 TAPERED = {"chunks": 2000, "taper": 8.0}  # shares that no number can hold
-OPERATION: dict[str, Any] = {
-    "operation": 0,
+PROGRAM: dict[str, Any] = {
+    "program": 0,
     "transport": 0,
     "name": "op",
-    "kind": "gather",
-    "own": "first",
-    "rank": 0,
-    "size": 1,
+    "rule": "bucket_gather",
     "schedule": SCHEDULE,
-    "block": [4, 4],
+    "arguments": [4, False],
     "dtype": "torch.float32",
-    "options": "None",
-}
-MESSAGE: dict[str, Any] = {
-    "message": 0,
-    "step": 0,
-    "lane": 0,
-    "source": 0,
-    "target": 1,
-    "piece": [0, None, 0],
-    "elements": 16,
-    "dtype": "torch.float32",
+    "sum_dtype": "None",
+    "options": "()",
 }
 GROUP = {**TRANSPORT, "ranks": [0, 1]}
-OF_TWO = {**OPERATION, "size": 2}
+ONCE = [["begin", 0, 0], ["at", 0, 0], ["at", 0, 2], ["finish", 0]]
+"""The program among two ranks: a batch, its mark, a wait."""
 
 
 def write(folder: Path, *lines: Any, rank: int = 0) -> Path:
@@ -57,7 +52,7 @@ def answer(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_rank_alone(tmp_path, capsys) -> None:
-    whole = [HEADER, TRANSPORT, OPERATION, ["start", 0, 0], ["finish", 0], ["close", 0], ["end"]]
+    whole = [HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["finish", 0], ["close", 0], ["end"]]
     write(tmp_path, *whole)
     assert cli.main(["verify", "--log", str(tmp_path)]) == 0
     assert "proved: 1 ranks, 1 operations" in capsys.readouterr().out
@@ -71,54 +66,59 @@ def test_a_rank_alone(tmp_path, capsys) -> None:
     ("lines", "words"),
     [
         ([], "holds no line"),
-        (["{"], "line 1: '{' is not JSON"),
-        (["[" * 100_000], "line 1: .* is not JSON"),
-        (["\x00\x01"], "is not JSON"),
-        ([{"order_log": 7, "rank": 0, "size": 1}], "version 7, this reads 1; use the version"),
+        (["{"], r"line 1: not JSON, .*: '{"),
+        (["[" * 100_000], "line 1: not JSON"),
+        (["\x00\x01"], "line 1: not JSON"),
+        ([{"order_log": 7, "rank": 0, "size": 1}], "version 7, this reads 2; use the version"),
         ([[1]], "does not begin with the line of an order log"),
-        ([{**HEADER, "rank": 5}], "rank is 5, not a whole number from 0 to 0"),
-        ([{**HEADER, "rank": True}], "rank is True, not a whole number"),
-        ([{**HEADER, "size": 10**9}], "size is 1000000000, not a whole number from 1 to 65536"),
-        ([HEADER, "nonsense"], "line 2: 'nonsense' is not JSON"),
-        ([HEADER, "9" * 5000], "line 2: .* is not JSON"),
-        ([HEADER, {"else": 1}], "line 2: it defines nothing"),
+        ([{**HEADER, "rank": 5}], "line 1: there is no rank 5 of 1"),
+        ([{**HEADER, "rank": True}], "rank is True, not of type int"),
+        ([{**HEADER, "size": 10**9}], "there is no rank 0 of 1000000000"),
+        ([HEADER, "nonsense"], "line 2: not JSON, .*'nonsense"),
+        ([HEADER, "9" * 5000], "line 2: not JSON"),
+        ([HEADER, {"else": 1}], "line 2: transport is None, not of type int"),
         ([HEADER, ["dance", 1]], "line 2: .* is no event"),
-        ([HEADER, ["start", 1]], "line 2: .* is no event"),
-        ([HEADER, ["start", 0, 0]], "line 2: operation 0 is not defined"),
+        ([HEADER, [["dance"], 1]], "line 2: .* is no event"),
+        ([HEADER, 3], "line 2: 3 is no event"),
+        ([HEADER, ["begin", 1]], "line 2: .* is no event"),
+        ([HEADER, ["finish", -1]], "line 2: .* is no event"),
+        ([HEADER, ["rows", 1]], "line 2: .* is no event"),
+        ([HEADER, ["meet", 1, 1]], "line 2: .* is no event"),
+        ([HEADER, ["begin", 0, 0]], "line 2: program 0 is not defined"),
         ([HEADER, ["meet", 0, "x"]], "transport 0 is not defined"),
-        ([HEADER, {**TRANSPORT, "ranks": [1]}], r"ranks is \[1\], which it cannot be"),
+        ([HEADER, {**TRANSPORT, "ranks": [1]}], r"of ranks \[1\] cannot be rank 0's"),
         ([HEADER, {**TRANSPORT, "ranks": [0, 0]}], "cannot be rank 0's"),
-        ([HEADER, {**TRANSPORT, "batched": 1}], "batched is 1, not true or false"),
-        ([HEADER, TRANSPORT, {**OPERATION, "size": 2}], "the plan is of rank 0 of 2"),
-        ([HEADER, TRANSPORT, {**OPERATION, "schedule": {"lanes": 0}}], "lanes is 0"),
-        ([HEADER, TRANSPORT, {**OPERATION, "schedule": {"a": 0}}], "no plan can be made"),
-        ([HEADER, TRANSPORT, {**OPERATION, "schedule": 3}], "schedule is 3, not its options"),
-        (
-            [HEADER, TRANSPORT, {**OPERATION, "schedule": {"chunks": 10**12}}],
-            "more than 1000000 transfers",
-        ),
-        (
-            [HEADER, TRANSPORT, {**OPERATION, "schedule": TAPERED, "block": [9999]}],
-            "no plan can be made",
-        ),
-        ([HEADER, TRANSPORT, {**OPERATION, "kind": "dance"}], "kind 'dance' is unknown"),
-        ([HEADER, TRANSPORT, {**OPERATION, "block": []}], "the block has no dimension"),
-        ([HEADER, TRANSPORT, {**OPERATION, "block": [1.5]}], r"block is \[1.5\]"),
+        ([HEADER, {**TRANSPORT, "ranks": [0, []]}], "cannot be rank 0's"),
+        ([HEADER, TRANSPORT, TRANSPORT], "line 3: transport 0 of ranks .* cannot be rank 0's"),
+        ([HEADER, {**TRANSPORT, "batched": 1}], "batched is 1, not of type bool"),
         ([HEADER, '{"transport": NaN}'], "transport is nan"),
-        ([HEADER, {**MESSAGE, "elements": -1}], "elements is -1"),
-        ([HEADER, {**MESSAGE, "piece": [0]}], "which has not three parts"),
+        ([HEADER, PROGRAM], "line 2: transport 0 is not defined"),
+        ([HEADER, TRANSPORT, PROGRAM, PROGRAM], "line 4: program 0 is defined already"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "rule": "dance"}], "no dance .KeyError"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "rule": ["a"]}], "rule is .'a'., not of type str"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "schedule": 3}], "schedule is 3, not of type dict"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "schedule": {"lanes": 0}}], "lanes is 0"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "schedule": {"a": 0}}], "no bucket_gather .TypeError"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "arguments": [4]}], "no bucket_gather .TypeError"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "arguments": [{}, 1]}], "no bucket_gather .TypeError"),
+        ([HEADER, TRANSPORT, {**PROGRAM, "arguments": ["x" * 9999, 1]}], "no bucket_gather .Type"),
         (
-            [HEADER, TRANSPORT, OPERATION, ["start", 0, 0], ["start", 0, 0]],
+            [HEADER, TRANSPORT, {**PROGRAM, "schedule": {"chunks": 10**12}}],
+            "more than 8192 transfers",
+        ),
+        (
+            [HEADER, TRANSPORT, {**PROGRAM, "schedule": TAPERED, "arguments": [9999, False]}],
+            "no bucket_gather .OverflowError",
+        ),
+        (
+            [HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["begin", 0, 0]],
             "line 5: slot 0 is in use",
         ),
-        ([HEADER, TRANSPORT, ["finish", 3]], "nothing is under way in slot 3"),
-        ([HEADER, TRANSPORT, OPERATION, ["start", 0, 0], ["forget"]], "are forgotten while"),
+        ([HEADER, TRANSPORT, ["finish", 3]], "line 3: nothing is under way in slot 3"),
+        ([HEADER, TRANSPORT, ["at", 3, 0]], "line 3: nothing is under way in slot 3"),
+        ([HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["forget"]], "are forgotten while"),
+        ([HEADER, TRANSPORT, PROGRAM, ["forget"], ["begin", 0, 0]], "program 0 is not defined"),
         ([HEADER, ["end"], ["end"]], "line 3: a line after the end"),
-        ([HEADER, TRANSPORT, MESSAGE, ["send", 0, 0]], "send in slot 0, which is free"),
-        (
-            [HEADER, TRANSPORT, OPERATION, MESSAGE, ["start", 0, 0], ["send", 0, 0]],
-            "has place 0 of 1 in its group and no part in",
-        ),
         ([HEADER, "x" * (2 << 20)], "it is longer than 1048576 bytes"),
     ],
 )
@@ -134,50 +134,36 @@ def test_files_that_do_not_belong_together(tmp_path, capsys) -> None:
     assert "holds no rank_*.jsonl; give the folder" in answer(tmp_path, capsys)
     assert "cannot read" in answer(tmp_path / "gone.jsonl", capsys)
     write(tmp_path, {**HEADER, "size": 3})
-    assert "the job had 3 ranks, and the files of ranks 1, 2 are missing" in answer(
+    assert "of a job of 3 ranks, among them none of rank 1, none of rank 2; give" in answer(
         tmp_path, capsys
     )
     write(tmp_path, {**HEADER, "size": 3}, rank=1)
-    assert "there are 2 files of rank 0" in answer(tmp_path, capsys)
+    assert "among them 2 of rank 0, none of rank 1" in answer(tmp_path, capsys)
     write(tmp_path, {**HEADER, "rank": 1, "size": 2}, rank=1)
-    assert "is of a job of 3 ranks" in answer(tmp_path, capsys)
+    assert "files of a job of 2 and one of 3 ranks" in answer(tmp_path, capsys)
 
 
 def test_a_rank_without_the_transport_of_another(tmp_path, capsys) -> None:
     header = {**HEADER, "size": 2}
-    write(tmp_path, header, GROUP, OF_TWO, ["start", 0, 0], ["end"])
+    write(tmp_path, header, GROUP, PROGRAM, ["begin", 0, 0], ["end"])
     write(tmp_path, {**header, "rank": 1}, ["end"], rank=1)
     assert cli.main(["verify", "--log", str(tmp_path)]) == 1
-    assert "rank 1 has no transport 0 of ranks 0, 1, which rank 0 has" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "rank 1 lacks operation 0 (op) of the group of ranks 0, 1, which rank 0 has" in out
 
 
 def test_folders_with_spaces_and_other_letters(tmp_path, capsys) -> None:
     folder = tmp_path / "ein Ordner, 目录"
     folder.mkdir()
-    write(folder, HEADER, TRANSPORT, OPERATION, ["start", 0, 0], ["finish", 0], ["end"])
+    write(folder, HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["finish", 0], ["end"])
     assert cli.main(["verify", "--log", str(folder)]) == 0
-
-
-def gather_of(rank: int, transport: int = 0) -> list[dict[str, Any]]:
-    """The definitions of a gather of two ranks: operation 2t, its messages 2t and 2t + 1."""
-    plan = Schedule(**SCHEDULE).plan("gather", rank, 2)
-    (step,) = plan.transfers
-    assert step.send is not None
-    assert step.receive is not None
-    found = [{**OF_TWO, "rank": rank, "operation": 2 * transport, "transport": transport}]
-    for number, transfer in enumerate((step.send, step.receive)):
-        about = {**transfer._asdict(), "piece": list(transfer.piece)}
-        found.append({**MESSAGE, **about, "message": 2 * transport + number})
-    return found
 
 
 def two_ranks(folder: Path, turns: int) -> None:
     """A gather of two ranks in batches, again and again."""
-    once = [["start", 0, 0], ["batch", 0, 0, 1], ["wait", 0, 0], ["finish", 0]]
     for rank in range(2):
         header = {**HEADER, "rank": rank, "size": 2}
-        group = {**GROUP, "batched": True}
-        write(folder, header, group, *gather_of(rank), *once * turns, ["end"], rank=rank)
+        write(folder, header, GROUP, PROGRAM, *ONCE * turns, ["end"], rank=rank)
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -186,17 +172,16 @@ def test_threads_do_not_wait_for_each_other(tmp_path, capsys, threads: bool) -> 
 
     In one thread that is a deadlock.  In two it is none.
     """
-    a = [["start", 0, 0], ["batch", 0, 0, 1], ["wait", 0, 0]]
-    b = [["start", 1, 2], ["batch", 1, 2, 3], ["wait", 1, 2]]
+    a, b = ([["begin", n, n], ["at", n, 0], ["at", n, 2]] for n in range(2))
     switch = [["thread", 1]] if threads else []
     for rank, first, second in ((0, a, b), (1, b, a)):
         write(
             tmp_path,
             {**HEADER, "rank": rank, "size": 2},
-            {**GROUP, "batched": True},
-            {**GROUP, "batched": True, "transport": 1},
-            *gather_of(rank, 0),
-            *gather_of(rank, 1),
+            GROUP,
+            {**GROUP, "transport": 1},
+            PROGRAM,
+            {**PROGRAM, "program": 1, "transport": 1},
             *first,
             *switch,
             *second,
@@ -208,19 +193,18 @@ def test_threads_do_not_wait_for_each_other(tmp_path, capsys, threads: bool) -> 
     assert cli.main(["verify", "--log", str(tmp_path)]) == (0 if threads else 1)
     out = capsys.readouterr().out
     if not threads:
-        assert "deadlock (warm): rank 0 waits on lane 0 to send block 0 chunk 0" in out
+        assert "deadlock (warm): rank 0 waits on lane 0 to send block 0 (4 rows)" in out
         assert "and so round to rank 0" in out
 
 
 def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, capsys) -> None:
     """Both ranks were killed in their waits for each other."""
-    a = [["start", 0, 0], ["batch", 0, 0, 1]]
-    b = [["start", 1, 2], ["batch", 1, 2, 3]]
-    for rank, first, wait in ((0, a, ["wait", 0, 0]), (1, b, ["wait", 1, 2])):
+    for rank in range(2):
+        groups = [{**GROUP, "transport": number} for number in range(2)]
+        programs = [{**PROGRAM, "program": number, "transport": number} for number in range(2)]
+        lines = [["begin", 0, rank], ["at", 0, 0], ["at", 0, 2]]
         header = {**HEADER, "rank": rank, "size": 2}
-        groups = [{**GROUP, "batched": True, "transport": number} for number in range(2)]
-        defined = [line for number in range(2) for line in gather_of(rank, number)]
-        write(tmp_path, header, *groups, *defined, *first, wait, rank=rank)
+        write(tmp_path, header, *groups, *programs, *lines, rank=rank)
     assert cli.main(["verify", "--log", str(tmp_path)]) == 1
     assert "and so round to rank 0" in capsys.readouterr().out
     # A rank that was neither in a wait nor in a post may have gone on.
@@ -231,29 +215,199 @@ def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, capsys) -> None:
 
 
 def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, capsys) -> None:
-    from commfuse_npu.proof import verify_log
-
     judged = []
-    real = verify_log._Piece
+    real = verify_log._Rank
 
     def counted(*args: Any) -> Any:
         judged.append(1)
         return real(*args)
 
-    monkeypatch.setattr(verify_log, "_Piece", counted)
+    monkeypatch.setattr(verify_log, "_Rank", counted)
     two_ranks(tmp_path, 500)
     assert cli.main(["verify", "--log", str(tmp_path)]) == 0
     assert "2 ranks, 1000 operations, 2000 posts" in capsys.readouterr().out
-    assert len(judged) == 2  # the operation, and what comes after the last one
+    assert len(judged) == 2 * 2  # the operation, and what comes after the last one, by rank
 
 
 def test_a_fault_in_one_of_many_repetitions_is_found(tmp_path, capsys) -> None:
     two_ranks(tmp_path, 500)
     path = tmp_path / "rank_00001.jsonl"
     lines = path.read_text().splitlines()
-    waits = [place for place, line in enumerate(lines) if "wait" in line]
+    waits = [place for place, line in enumerate(lines) if line == '["at", 0, 2]']
     del lines[waits[300]]
     path.write_text("\n".join(lines) + "\n")
     assert cli.main(["verify", "--log", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "rank 1, operation 300 (op) of the group of ranks 0, 1: it never waits for" in out
+    assert (
+        "rank 1, operation 300 (op) of the group of ranks 0, 1: it finishes where its program has "
+        "'wait until received 0; sent 0'" in out
+    )
+
+
+# ---------------------------------------------------------------------- several under way at once
+
+
+class Host:
+    """Writes down what a rank would; a program goes on as far as it is told."""
+
+    def __init__(self, folder: Path, rank: int, size: int, batched: bool) -> None:
+        self.log = OrderLog(folder, rank, size)
+        self._place = Place(Schedule(lanes=1), rank, size, batched)
+        self._transport: TransportLog = self.log.transport(range(size), 1, batched)
+
+    def begin(self, rule: str, *arguments: object) -> Begun:
+        program = RULES[rule](self._place, *arguments)
+        return Begun(program, self._transport.begin(program, rule, "torch.float32"))
+
+
+class Begun:
+    def __init__(self, program: Program, log: OperationLog) -> None:
+        self._program, self._log, self._at = program, log, 0
+
+    def _go_on(self, end: int) -> None:
+        for at in range(self._at, end):
+            if isinstance(self._program.code[at], Post | Wait):
+                self._log.at(at)
+        self._at = end
+
+    def ahead(self) -> None:
+        self._go_on(self._program.mark)
+
+    def rows(self, *steps: int) -> None:
+        self._log.rows(steps)
+
+    def finish(self) -> None:
+        self._go_on(len(self._program.code))
+        self._log.finish()
+
+
+def run(folder: Path, batched: bool, *parts: Callable[[Host], None]) -> verify_log.Verdict:
+    """The verdict on what each rank does, by rank."""
+    for rank, part in enumerate(parts):
+        host = Host(folder, rank, len(parts), batched)
+        part(host)
+        host.log.close()
+    return verify_log.verify_logs(verify_log.files_of([folder]))
+
+
+BUCKET = "bucket_scatter", 6, 1, 1  # with memory for one piece
+
+
+def waits_late(host: Host) -> None:
+    a, b = host.begin(*BUCKET), host.begin(*BUCKET)
+    a.ahead()
+    b.ahead()
+    a.finish()
+    b.finish()
+
+
+def waits_late_in_line(host: Host) -> None:
+    a, b = host.begin(*BUCKET), host.begin(*BUCKET)
+    a.ahead()
+    a.finish()
+    b.ahead()
+    b.finish()
+
+
+def waits_early(host: Host) -> None:
+    a = host.begin(*BUCKET)
+    a.ahead()
+    a.finish()
+    b = host.begin(*BUCKET)
+    b.ahead()
+    b.finish()
+
+
+def test_on_gloo_buckets_post_at_once_and_on_hccl_in_line(tmp_path, monkeypatch) -> None:
+    found = run(tmp_path, False, waits_late, waits_early, waits_late)
+    assert (found.faults, found.notes) == ([], [])
+    # It is the line that keeps their batches in order.
+    monkeypatch.setattr(verify_log, "_IN_LINE", set())
+    found = run(tmp_path, False, waits_late, waits_early, waits_late)
+    assert re.match(r"(deadlock|wrong data).*bucket_scatter", found.faults[0])
+
+
+def test_a_bucket_that_overtakes_another_on_hccl(tmp_path) -> None:
+    found = run(tmp_path, True, waits_late_in_line, waits_early, waits_late_in_line)
+    assert (found.faults, found.notes) == ([], [])
+    # Alike on all ranks it would not even hang.
+    found = run(tmp_path, True, waits_late, waits_late, waits_late)
+    assert len(found.faults) == 3
+    assert re.search(
+        "rank 0, operation 1 .*: it posts before an earlier bucket has posted all",
+        found.faults[0],
+    )
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_bucket_that_is_finished_before_an_earlier_one(tmp_path, batched: bool) -> None:
+    def wrong(host: Host) -> None:
+        a, b = host.begin(*BUCKET), host.begin(*BUCKET)
+        b.finish()
+        a.finish()
+
+    faults = run(tmp_path, batched, wrong, wrong, wrong).faults
+    assert any(re.search("operation 1 .*: it posts before an earlier", one) for one in faults)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_rows_of_a_bucket_are_waited_for_out_of_order(tmp_path, batched: bool) -> None:
+    def part(host: Host) -> None:
+        gather = host.begin("bucket_gather", 6, False)
+        gather.ahead()
+        gather.rows(1)
+        gather.finish()
+
+    found = run(tmp_path, batched, part, part, part)
+    assert (found.faults, found.notes) == ([], [])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_rows_that_a_waiting_rank_has_not_sent(tmp_path, batched: bool) -> None:
+    """Both wait for what the other sends afterwards."""
+
+    def part(host: Host) -> None:
+        first, second = host.begin("bucket_gather", 6, False), host.begin("bucket_gather", 6, False)
+        (first if host.log.path.name == "rank_00000.jsonl" else second).ahead()
+        (first if host.log.path.name == "rank_00000.jsonl" else second).rows(0)
+        first.finish()
+        second.finish()
+
+    found = run(tmp_path, batched, part, part)
+    assert found.faults
+
+
+def test_what_gloo_forgives_is_found(tmp_path) -> None:
+    """A weight is fetched ahead of an operation on one rank, and behind it on the other."""
+
+    def ahead(host: Host) -> None:
+        weight, other = host.begin("sharded_forward", 8, 4), host.begin("gather_use", 8, 4, False)
+        weight.ahead()
+        other.finish()
+        weight.finish()
+
+    def behind(host: Host) -> None:
+        weight, other = host.begin("sharded_forward", 8, 4), host.begin("gather_use", 8, 4, False)
+        other.finish()
+        weight.finish()
+
+    assert run(tmp_path, False, ahead, ahead).faults == []
+    (fault,) = run(tmp_path, False, ahead, behind).faults
+    assert re.match(r"wrong data: rank . sends block . \(8 rows\) .* expects block .", fault)
+
+
+def test_a_run_on_gloo_is_played_with_batches_of_the_same_work() -> None:
+    """Which needs the same sends, in the same order, in both programs of a rule."""
+    schedule = Schedule(lanes=2, chunks=3)
+    for rule, arguments in {
+        "gather_gemm": (12, 4, 4, False, "blocks", 4),
+        "gemm_scatter": (12, 4, 4),
+        "column_backward": (12, 4, 4, True, True, "whole"),
+        "gemm_all_reduce": (36, 4, 4),
+        "bucket_scatter": (12, 1, 2),
+        "sharded_backward": (12, 4, True, True),
+    }.items():
+        single, batched = (RULES[rule](Place(schedule, 1, 3, way), *arguments) for way in (0, 1))
+        assert [p.send.transfer for p in single.posts if p.send] == [
+            p.send.transfer for p in batched.posts
+        ]

@@ -1,0 +1,62 @@
+"""HCCL's rules by hand: when a link between two ranks opens, and whom that holds."""
+
+from __future__ import annotations
+
+from commfuse_npu.plan.program import Transfer
+from commfuse_npu.proof.rendezvous import End, Group, Post, Programme, Rendezvous, Wait
+
+GROUP = Group("three", (10, 11, 12))
+"""By their ranks in the job."""
+
+
+def swap(rank: int, peer: int, lane: int, step: int = 0) -> Post:
+    """The batch in which two places of the group send to each other."""
+    pairs = ((rank, peer), (peer, rank))
+    ends = (End("it", Transfer(step, lane, a, b, f"block {a}")) for a, b in pairs)
+    return Post(GROUP, lane, tuple(ends))
+
+
+def play(*by_place: list[Post | Wait], opened: set | None = None) -> str | None:
+    programmes = [Programme(GROUP.ranks[k], actions) for k, actions in enumerate(by_place)]
+    stuck = Rendezvous(programmes, opened=opened).play()
+    return None if stuck is None else stuck.text
+
+
+def test_two_ranks_open_a_link_without_the_third() -> None:
+    opened: set = set()
+    assert play([swap(0, 1, 0)], [swap(1, 0, 0)], [], opened=opened) is None
+    assert opened == {(GROUP, (0, 10, 11))}
+
+
+def test_a_host_is_held_until_its_peer_comes() -> None:
+    first = [swap(0, 1, 0, 0), swap(0, 1, 1, 1)]
+    other = [swap(1, 0, 1, 1), swap(1, 0, 0, 0)]
+    assert play(first, other, []) is None, "links are open, nobody waits in between"
+    assert play(first, other, [], opened=set()) == (
+        "deadlock (cold): rank 10 waits for rank 11 to open lane 0 between them; rank 11 waits for "
+        "rank 10 to open lane 1 between them; and so round to rank 10"
+    )
+    both = {(GROUP, (lane, 10, 11)) for lane in (0, 1)}
+    assert play(first, other, [], opened=both) is None
+
+
+def test_a_lane_is_opened_per_pair() -> None:
+    """Rank 12 comes to the lane only when rank 10 is through with rank 11 on it."""
+    one = [swap(0, 1, 0), Wait(swap(0, 1, 0).ends), swap(0, 2, 0, 1)]
+    assert play(one, [swap(1, 0, 0)], [swap(2, 0, 0, 1)], opened=set()) is None
+    absent = play(one, [swap(1, 0, 0)], [], opened=set())
+    assert absent == (
+        "deadlock (cold): rank 10 waits for rank 12 to open lane 0 between them; and rank 12 has "
+        "nothing more to do"
+    )
+
+
+def test_a_batch_comes_to_all_its_links_at_once() -> None:
+    """Each rank sends to the next: who opened one link after the other would wait in a circle."""
+    ring = [
+        Post(GROUP, 0, tuple(
+            End("it", Transfer(0, 0, a, (a + 1) % 3, f"block {a}")) for a in (rank, (rank - 1) % 3)
+        ))
+        for rank in range(3)
+    ]  # fmt: skip
+    assert play(*([post] for post in ring), opened=set()) is None
