@@ -21,21 +21,16 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
     """Variations of ``schedule`` in lanes, chunks and taper, the simplest first.
 
     Args:
-        schedule: its lanes are the most that may be used; shape, order and nodes stay.
+        schedule: its lanes are the most that may be used; shape and nodes stay.
         size: of the group.
         block_rows: rows of one rank's block.
     """
-    most = schedule.lanes_for(size)
-    if schedule.shape != "ring":
-        most = min(most, max(1, size - 1))
+    most = min(schedule.lanes_for(size), max(1, size - 1))
     found = []
     for lanes in sorted({min(lanes, most) for lanes in (1, 2, most)}, reverse=True):
         for chunks, taper in _EVEN + (_TAPERED if size == 2 else ()):
             varied = replace(schedule, lanes=lanes, chunks=chunks, taper=taper)
-            shortest = min(
-                run.stop - run.start
-                for run in varied.plan("gather", 0, size).computed_rows(block_rows)
-            )
+            shortest = min(run.stop - run.start for run in varied.runs(block_rows, "first"))
             if chunks == 1 or shortest >= _LEAST_ROWS:
                 found.append(varied)
     return found

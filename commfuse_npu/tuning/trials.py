@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["fastest"]
 
-_ROUNDS = (1, 1, 3)
+_ROUNDS = (1, 1, 4)
 """Rounds before the slower half goes; the last ones are between what is left."""
 
 _FINALISTS = 3
@@ -18,6 +18,7 @@ def fastest(
     count: int,
     run: Callable[[Sequence[int]], Sequence[float]],
     *,
+    usual: int = 0,
     simplest_within: float = 0.005,
 ) -> tuple[int, list[float | None]]:
     """The fastest of the alternatives ``0 ... count - 1``.
@@ -28,6 +29,8 @@ def fastest(
     Args:
         run: runs these alternatives in this order and gives their times in seconds; called alike
             on all ranks, with the same result on all ranks.
+        usual: what is taken without a trial.  Another one has to be faster by more than the spread
+            of both: on a busy machine differences are noise.
         simplest_within: of those that are slower by no more than this share than the fastest, the
             first is taken.
 
@@ -45,8 +48,18 @@ def fastest(
                 times[alternative].append(seconds)
         if number < len(_ROUNDS) - 1:
             kept = max(_FINALISTS, len(left) // 2)
-            left = sorted(left, key=lambda one: (statistics.median(times[one]), one))[:kept]
+            ranked = sorted(left, key=lambda one: (statistics.median(times[one]), one))
+            left = list(dict.fromkeys([*ranked[:kept], usual]))
     medians = {one: statistics.median(times[one]) for one in left}
     limit = min(medians.values()) * (1 + simplest_within)
     chosen = min(one for one, seconds in medians.items() if seconds <= limit)
+    spread = max(_spread(times[one]) for one in (chosen, usual))
+    if medians[usual] - medians[chosen] <= spread:
+        chosen = usual
     return chosen, [medians.get(one) for one in range(count)]
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Between the quartiles."""
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return high - low

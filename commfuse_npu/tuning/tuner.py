@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from commfuse_npu.plan import Kind, Schedule
+from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tuning import cache
 from commfuse_npu.tuning.candidates import candidates
 from commfuse_npu.tuning.trials import fastest
 
-__all__ = ["Problem", "Tuning", "decisions", "tuned"]
+__all__ = ["COLUMN", "ROW", "Layer", "Problem", "Tuning", "decisions", "tuned"]
 
 _logger = logging.getLogger(__name__)
 
@@ -36,21 +36,33 @@ class Tuning:
     folder: str | None = None
 
 
+Layer = Literal["column", "row"]
+COLUMN: Layer = "column"
+ROW: Layer = "row"
+"""Parallel by columns: the input is gathered; by rows: the output is reduce-scattered."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A GEMM whose input is gathered or whose output is reduce-scattered.
+    """Half of a layer, with everything that runs in it: GEMMs, transfers, sums.
 
     Args:
+        half: ``forward``, or ``backward`` with the gradients of input and weight.
         block_rows: rows of one rank's block.
-        inputs, outputs: features of the GEMM, ``k`` and ``n``.
-        dtype: of the GEMM, ``torch.float32`` and so on.
+        inputs, outputs: features of this rank's weight.
+        dtype: of the GEMMs, ``torch.float32`` and so on.
+        wgrad: how the weight gradient is made.
+        kept: whether the gathered input is kept for the backward.
     """
 
-    kind: Kind
+    layer: Layer
+    half: str
     block_rows: int
     inputs: int
     outputs: int
     dtype: torch.dtype
+    wgrad: str
+    kept: bool
 
 
 def tuned(
@@ -60,16 +72,17 @@ def tuned(
     tuning: Tuning,
     run: Callable[[Schedule | None], object],
 ) -> Schedule | None:
-    """The fastest way to do ``problem``: a schedule, or ``None`` for the plain path.
+    """The fastest way to do ``problem``: a schedule, or ``None`` for torch's collectives.
 
     A collective over the group at the first call for a problem; later ones look it up.
 
     Args:
         schedule: see :func:`~commfuse_npu.tuning.candidates.candidates`.
-        run: does the work once, with a schedule or plainly (``None``), on numbers of its own.
+        run: does the work once, with a schedule or by torch's collectives (``None``), on numbers
+            of its own.
 
     Raises:
-        MismatchError, TransportError: see :meth:`Transport.start`.
+        MismatchError, TransportError: see :meth:`Transport.begin`.
     """
     answers = decisions(transport)
     key = problem, schedule
@@ -92,7 +105,7 @@ def _answer(
     tuning: Tuning,
     run: Callable[[Schedule | None], object],
 ) -> Schedule | None:
-    name = f"tuning {problem.kind} of {problem.block_rows} rows"
+    name = f"tuning the {problem.half} of a {problem.layer} layer, {problem.block_rows} rows"
     transport.agree(name, path="tuning", problem=problem, schedule=schedule)
     folder = None if tuning.folder is None else Path(tuning.folder)
     question = _question(transport, problem, schedule)
@@ -112,7 +125,8 @@ def _answer(
         # A work is done when the last rank is done.
         return [max(times) for times in zip(*transport.share(name, mine), strict=True)]
 
-    chosen, medians = fastest(len(alternatives), run_round)
+    usual = alternatives.index(schedule) if schedule in alternatives else 1
+    chosen, medians = fastest(len(alternatives), run_round, usual=usual)
     answer = alternatives[transport.share(name, chosen)[0]]
     seconds = {
         _name(alternatives[n]): median for n, median in enumerate(medians) if median is not None

@@ -5,24 +5,25 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.proof.cases import Case, arguments
 from commfuse_npu.proof.verify import verify
 from commfuse_npu.tuning.candidates import candidates
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [Schedule(lanes=3), Schedule("ring", lanes=2), Schedule("two_level", 3, node_size=2)],
+    [Schedule(lanes=3), Schedule("two_level", 3, node_size=2)],
 )
 def test_all_are_plans_that_hold_within_the_lanes_that_there_are(schedule: Schedule) -> None:
     found = candidates(schedule, 4, 1024)
     assert len(found) == len(set(found)) > 3
     for one in found:
         assert one.lanes <= schedule.lanes
-        assert (one.shape, one.node_size, one.order) == (
-            schedule.shape, schedule.node_size, schedule.order,
+        assert (one.shape, one.node_size) == (
+            schedule.shape, schedule.node_size,
         )  # fmt: skip
-        for kind in ("gather", "reduce_scatter"):
-            verify([one.plan(kind, rank, 4) for rank in range(4)])
+        for rule in ("gather_gemm", "gemm_scatter"):
+            verify(Case(rule, arguments(rule, 7, 4)[0], one, 4, True).programs())
 
 
 def test_the_simplest_comes_first() -> None:

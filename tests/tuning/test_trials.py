@@ -35,13 +35,13 @@ def test_the_fastest_wins_or_a_simpler_one_that_is_as_fast(seconds: list[float])
 
 def test_the_slower_half_is_not_run_again_and_every_round_has_its_order() -> None:
     runs = _Runs([5.0, 1.0, 4.0, 2.0, 3.0, 7.0, 6.0, 8.0])
-    chosen, medians = fastest(8, runs)
+    chosen, medians = fastest(8, runs, usual=7)
     assert chosen == 1
     sizes = [len(order) for order in runs.orders]
-    assert sizes == [8, 8, 4, 3, 3, 3]
-    assert all(sorted(order) == [1, 2, 3, 4] for order in runs.orders[2:3])
-    assert all(sorted(order) == [1, 3, 4] for order in runs.orders[3:])
-    assert medians == [None, 1.0, None, 2.0, 3.0, None, None, None]
+    assert sizes == [8, 8, 5, 4, 4, 4, 4]
+    assert all(sorted(order) == [1, 2, 3, 4, 7] for order in runs.orders[2:3])
+    assert all(sorted(order) == [1, 3, 4, 7] for order in runs.orders[3:])
+    assert medians == [None, 1.0, None, 2.0, 3.0, None, None, 8.0]
     assert runs.orders[1] != list(range(8)), "shuffled"
 
 
@@ -55,3 +55,13 @@ def test_one_slow_round_does_not_decide() -> None:
 
     assert fastest(2, run)[0] == 0
     assert len(rounds) > 5
+
+
+def test_what_is_usual_is_not_overruled_by_less_than_the_spread() -> None:
+    noise = iter([0.0, 0.3, -0.3, 0.2, -0.2, 0.1] * 20)
+
+    def run(order: Sequence[int]) -> list[float]:
+        return [(1.0 if one else 1.1) + next(noise) for one in order]
+
+    assert fastest(2, run, usual=0)[0] == 0
+    assert fastest(2, lambda order: [1.0 if one else 1.1 for one in order], usual=0)[0] == 1
