@@ -17,7 +17,7 @@ _COMMANDS = {
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
     "run": {"bench": ("bench.command", "how much communication is hidden here, against whom?")},
-    "explain": {"verify": ("verify_command", "prove all plans, or a recorded run (--log)")},
+    "explain": {"verify": ("verify_command", "prove all programs, or a recorded run (--log)")},
 }
 """By what they are for: module and question."""
 

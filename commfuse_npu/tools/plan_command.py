@@ -1,4 +1,4 @@
-"""``commfuse-npu plan``: draw the plan of one rank, or recommend one for a model and a cluster."""
+"""``commfuse-npu plan``: print the program of one rank, or recommend a layout for a model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from commfuse_npu.plan import Kind, PlanError, Schedule
+from commfuse_npu.plan import Place, PlanError, Program, Schedule, rules
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
@@ -20,29 +20,45 @@ from commfuse_npu.tools.simulate.sweep import Options
 
 __all__ = ["main"]
 
-_DRAWN: dict[str, Any] = {
-    "ranks": 4, "rank": 0, "own": None, "shape": "shifted", "lanes": None, "chunks": 1,
-    "taper": 1.0, "order": "interleaved", "node_size": None,
+_SHOWN: dict[str, Any] = {
+    "ranks": 4, "rank": 0, "shape": "shifted", "lanes": None, "chunks": 1, "taper": 1.0,
+    "node_size": None, "rows": 64, "columns": 64,
 }  # fmt: skip
-"""What of a drawing is not said; the parser leaves it open, to notice what has no effect."""
+"""What of a program is not said; the parser leaves it open, to notice what has no effect."""
+
+
+def _program(rule: str, place: Place, rows: int, columns: int) -> Program:
+    shapes: dict[str, tuple[object, ...]] = {
+        "gather_gemm": (rows, columns, columns, False, None, 0),
+        "gemm_scatter": (rows, columns, columns),
+        "column_backward": (rows, columns, columns, True, True, "whole"),
+        "gemm_all_reduce": (rows * place.size, columns, columns),
+        "produce_scatter": (rows, columns),
+        "gather_use": (rows, columns, True),
+        "exchange": (rows, columns, "made", True, False, False),
+        "sharded_forward": (rows, columns),
+        "sharded_backward": (rows, columns, True, True),
+        "bucket_scatter": (rows, place.size - 1, 2),
+        "bucket_gather": (rows, False),
+    }
+    return rules.RULES[rule](place, *shapes[rule])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="commfuse-npu plan",
-        description="With a kind: draws the plan of one rank. With --model: simulates the layouts "
+        description="With a rule: prints the program of one rank, what it posts, awaits, computes "
+        "and adds, as on HCCL. With --model: simulates the layouts "
         "and schedules of a training on a described cluster and recommends one. Nothing is "
         "measured.",
         epilog="Exit codes: 0 answered, 1 no layout fits, 2 options or files make no sense.",
     )
-    draw = parser.add_argument_group("drawing")
-    draw.add_argument("kind", nargs="?", choices=get_args(Kind))
-    draw.add_argument("--own", choices=("first", "last"), help="for all_to_all")
-    for name, default in _DRAWN.items():
-        if name != "own":
-            kind = int if default is None else type(default)
-            said = "" if default is None else f"default {default}"
-            draw.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
+    show = parser.add_argument_group("a program")
+    show.add_argument("rule", nargs="?", choices=sorted(rules.RULES))
+    for name, default in _SHOWN.items():
+        kind = int if default is None else type(default)
+        said = "" if default is None else f"default {default}"
+        show.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
     choose = parser.add_argument_group("recommending")
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
@@ -70,16 +86,16 @@ def _parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str]) -> int:
     """Run the subcommand."""
     given = _parser().parse_args(words)
-    if (given.kind is None) == (given.model is None):
-        return _complain("give a kind to draw, or --model to get a recommendation")
+    if (given.rule is None) == (given.model is None):
+        return _complain("give a rule to see its program, or --model to get a recommendation")
     chosen = {name for name, value in vars(given).items() if value not in (None, False)}
-    idle = chosen - {"kind"} - _DRAWN.keys() if given.kind else chosen & _DRAWN.keys()
+    idle = chosen - {"rule"} - _SHOWN.keys() if given.rule else chosen & _SHOWN.keys()
     if idle:
         listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
-        what = "a drawing" if given.kind else "a recommendation, which chooses them"
+        what = "a program" if given.rule else "a recommendation, which chooses them"
         return _complain(f"{listed}: no effect on {what}; leave it out")
     try:
-        return _draw(given) if given.model is None else _recommend(given)
+        return _show(given) if given.model is None else _recommend(given)
     except (PlanError, ValueError, OSError) as error:
         return _complain(str(error))
 
@@ -90,11 +106,17 @@ def _complain(why: str, code: int = 2) -> int:
     return code
 
 
-def _draw(given: argparse.Namespace) -> int:
-    said = {name: value for name in _DRAWN if (value := getattr(given, name)) is not None}
-    drawn = _DRAWN | said
-    rank, ranks, own = drawn.pop("rank"), drawn.pop("ranks"), drawn.pop("own")
-    print(Schedule(**drawn).plan(given.kind, rank, ranks, own).draw())
+def _show(given: argparse.Namespace) -> int:
+    said = {name: value for name in _SHOWN if (value := getattr(given, name)) is not None}
+    options = _SHOWN | said
+    rank, ranks, rows, columns = (
+        options.pop(name) for name in ("rank", "ranks", "rows", "columns")
+    )
+    if ranks < 2 or rows < 1 or columns < 1:
+        raise PlanError(
+            f"a program needs 2 ranks, a row and a column at least, not {ranks}, {rows}, {columns}"
+        )
+    print(_program(given.rule, Place(Schedule(**options), rank, ranks, True), rows, columns))
     return 0
 
 

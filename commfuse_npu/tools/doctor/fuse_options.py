@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from commfuse_npu.plan import Order, Schedule, Shape
+from commfuse_npu.plan import Schedule, Shape
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig, OptionParser
 
 __all__ = ["LAYERS", "FuseOptions", "chunks_of", "schedule_of"]
+
+_Chosen = Literal["auto", "shifted", "two_level"]
 
 LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
 
@@ -26,11 +28,10 @@ class FuseOptions:
 
     use_commfuse: bool = False
     layers: tuple[str, ...] = LAYERS
-    schedule: Literal["auto", "shifted", "ring", "two_level"] = "auto"
+    schedule: _Chosen = "auto"
     lanes: int | None = None
     chunks: int | None = None
     taper: float = 1.0
-    order: Order = "interleaved"
     tuning: Literal["off", "on"] = "off"
     min_kib: int = 0
     attention: bool = False
@@ -47,13 +48,10 @@ class FuseOptions:
         parser, flag = OptionParser(), argparse.BooleanOptionalAction
         parser.add_argument("--use-commfuse", action=flag)
         parser.add_argument("--commfuse-layers", dest="layers", type=_layer_names)
-        parser.add_argument(
-            "--commfuse-schedule", dest="schedule", choices=("auto", *get_args(Shape))
-        )
+        parser.add_argument("--commfuse-schedule", dest="schedule", choices=get_args(_Chosen))
         parser.add_argument("--commfuse-lanes", dest="lanes", type=int)
         parser.add_argument("--commfuse-chunks", dest="chunks", type=int)
         parser.add_argument("--commfuse-taper", dest="taper", type=float)
-        parser.add_argument("--commfuse-order", dest="order", choices=get_args(Order))
         parser.add_argument("--commfuse-tuning", dest="tuning", choices=("off", "on"))
         parser.add_argument("--commfuse-min-kib", dest="min_kib", type=int)
         parser.add_argument("--commfuse-attention", dest="attention", action=flag)
@@ -101,9 +99,7 @@ def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:
         shape=shape,
         lanes=options.lanes,
         chunks=chunks_of(config, options),
-        order=options.order,
         taper=options.taper,
         node_size=min(local, size) if shape == "two_level" else None,
     )
-    most = schedule.chunks if shape == "ring" else max(1, size - 1)
-    return dataclasses.replace(schedule, lanes=min(schedule.lanes_for(size), most))
+    return dataclasses.replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))

@@ -187,13 +187,6 @@ def _check_data_parallel(launch: Launch) -> Finding:
             "the flag: without it gradients are all-reduced and parameters never gathered",
             "add --use-distributed-optimizer, or leave --commfuse-dp out",
         )
-    if launch.fuse.schedule == "ring":
-        return about(
-            "error",
-            "given, with --commfuse-schedule ring",
-            "another schedule: on a ring a bucket waits for ranks in between",
-            "choose auto, shifted or two_level, or leave --commfuse-dp out",
-        )
     if replicas == 1:
         return about(
             "warning",

@@ -91,8 +91,8 @@ def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
         return Report(tuple(findings))
     try:
         schedule = schedule_of(launch.config, launch.fuse)
-        # Whether it fits the group shows when it is built for one.
-        schedule.plan("gather", 0, launch.config.tensor_model_parallel_size)
+        # Whether it fits the group shows when it is asked for one.
+        schedule.hops(0, launch.config.tensor_model_parallel_size, "first")
     except PlanError as error:
         wrong = Finding("launch", "--commfuse-schedule", "error", str(error), "", "choose another")
         return Report((*findings, wrong))

@@ -1,16 +1,17 @@
-"""What plans cost on a described machine: ``commfuse-npu simulate``.
+"""What programs cost on a described machine: ``commfuse-npu simulate``.
 
-The plans are the transport's own.  Nothing here is measured, and nothing imports torch.  From the
-top down::
+The programs are the transport's own.  Nothing here is measured, and nothing imports torch.  From
+the top down::
 
     command, arguments    the subcommand;  report, plot, chrome_trace  show what comes out
     sweep                 variants over sequence lengths and numbers of NPUs, as ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
     pipeline_parallel, data_parallel, footprint
-    llama                 a layer, forward and backward, as operations
+    llama, ulysses        a layer, forward and backward, operation by operation
+    linear                the tensor-parallel linear layers in every variant;  variants
     group                 ranks played together, or one for all where they all do the same
-    rank                  collectives and plans as operations, for every variant;  variants
+    rank                  plain collectives and compiled programs as launches
     engine                discrete events
-    program, links        operations and messages; who shares which link;  disturbance
+    launches, links       operations and messages; who shares which link;  disturbance
     machine, hardware     what work costs; described machines with ranges and sources
 """

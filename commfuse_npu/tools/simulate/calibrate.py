@@ -7,10 +7,11 @@ Every other time is then predicted from them: other ratios, and variants that th
 A transfer takes computing time per byte, on a CPU, whatever its rate: the share of the speed that
 it takes falls with the rate.
 
-What the simulator has no form for is left out: torch's own collectives (gloo's algorithms),
-attention, which a CPU computes with another loss from splitting, and fewer lanes than peers, which
-gloo has not: there the host keeps lanes in order, whenever it comes to a wait, and a lane is free
-when the kernel has taken the data.  The simulator's lanes are those of HCCL.
+What the simulator has no form for is left out: torch's own collectives (gloo's algorithms), the
+benchmark's ``ring``, attention, which a CPU computes with another loss from splitting, and fewer
+lanes than peers, which gloo has not: there the host keeps lanes in order, whenever it comes to a
+wait, and a lane is free when the kernel has taken the data.  The simulator's lanes are those of
+HCCL.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from commfuse_npu.tools.bench.variants import of_group
 from commfuse_npu.tools.config_file import find_config, read_config
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.linear import column, column_gradients, row, row_gradients
 from commfuse_npu.tools.simulate.machine import Level, LinkTopology, Machine
-from commfuse_npu.tools.simulate.rank import Rank, gemm
+from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 
 __all__ = ["Prediction", "described", "predictions", "report"]
@@ -255,7 +257,7 @@ def _variant(result: Result) -> Variant | None:
     if found is None or not found.direct or found.tuned:
         return None
     schedule, ranks = found.schedule, result.setting.ranks
-    if schedule and schedule.shape != "ring" and schedule.lanes_for(ranks) < ranks - 1:
+    if schedule and schedule.lanes_for(ranks) < ranks - 1:
         return None
     if found.kind == "sliced":
         return Variant(name, "sliced", slices=found.slices)
@@ -268,44 +270,34 @@ def _variant(result: Result) -> Variant | None:
 
 
 def _sizes(setting: Setting) -> tuple[int, int, int, int]:
-    """Rows of a block, hidden, this rank's part of the MLP, bytes of a row."""
+    """Rows of a block, hidden, this rank's part of the MLP, bytes of a number."""
     found = re.search(r"S (\d+), H (\d+), FFN (\d+)", setting.shape)
     if found is None:
         raise ValueError(f"a shape {setting.shape!r}; S, H and FFN are needed")
     sequence, hidden, ffn = map(int, found.groups())
-    row_bytes = hidden * ITEM_BYTES[setting.dtype]
-    return sequence // setting.ranks, hidden, ffn // setting.ranks, row_bytes
+    return sequence // setting.ranks, hidden, ffn // setting.ranks, ITEM_BYTES[setting.dtype]
 
 
 def _all_gather(rank: Rank, setting: Setting) -> None:
-    rows, hidden, ffn, row_bytes = _sizes(setting)
-    copied, work = 2 * ffn * ITEM_BYTES[setting.dtype], gemm(rank.machine, hidden, 2 * ffn)
-    rank.gather_then_work("fc1", rows, row_bytes, work, copied_row_bytes=copied)
+    rows, hidden, ffn, item = _sizes(setting)
+    column(rank, "fc1", rows, hidden, 2 * ffn, item=item)
 
 
 def _reduce_scatter(rank: Rank, setting: Setting) -> None:
-    rows, hidden, ffn, row_bytes = _sizes(setting)
-    copied, work = ffn * ITEM_BYTES[setting.dtype], gemm(rank.machine, ffn, hidden)
-    rank.work_then_scatter("fc2", rows, row_bytes, work, copied_row_bytes=copied)
+    rows, hidden, ffn, item = _sizes(setting)
+    row(rank, "fc2", rows, ffn, hidden, item=item)
 
 
 def _mlp(rank: Rank, setting: Setting) -> None:
-    rows, hidden, ffn, row_bytes = _sizes(setting)
-    machine, item = rank.machine, ITEM_BYTES[setting.dtype]
-    everything = rows * setting.ranks
+    rows, hidden, ffn, item = _sizes(setting)
+    machine, everything = rank.machine, rows * setting.ranks
     _all_gather(rank, setting)
     # silu(gate) * up: reads two, writes one, and one in between; the backward twice that.
-    rank.compute("swiglu", machine.memory(everything * 4 * ffn * item))
+    rank.compute("swiglu", rank.machine.memory(everything * 4 * ffn * item))
     _reduce_scatter(rank, setting)
-    rank.row_backward(
-        "fc2", rows, row_bytes, gemm(machine, hidden, ffn), gemm(machine, hidden, ffn),
-        copied_row_bytes=ffn * item, inner=0,
-    )  # fmt: skip
+    row_gradients(rank, "fc2 backward", rows, ffn, hidden, item=item)
     rank.compute("swiglu backward", machine.memory(everything * 8 * ffn * item))
-    rank.column_backward(
-        "fc1", rows, row_bytes, gemm(machine, 2 * ffn, hidden), gemm(machine, hidden, 2 * ffn),
-        copied_row_bytes=2 * ffn * item,
-    )  # fmt: skip
+    column_gradients(rank, "fc1 backward", rows, hidden, 2 * ffn, item=item)
 
 
 _WORKS: Mapping[str, Callable[[Rank, Setting], None]] = {

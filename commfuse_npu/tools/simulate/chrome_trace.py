@@ -37,10 +37,10 @@ def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
     offset = 0.0
     whole = all(played.links.folded for _, played in parts)
     stands_for = f", as all {parts[0][1].links.size} ranks" if whole else ""
-    for rank in range(max(len(played.programs) for _, played in parts)):
+    for rank in range(max(len(played.launches) for _, played in parts)):
         about("process_name", rank, 0, name=f"rank {rank}{stands_for}, simulated")
     for part, played in parts:
-        for rank in range(len(played.programs)):
+        for rank in range(len(played.launches)):
             thread(rank, "compute")
         for span in played.timeline.spans:
             engine = span.operation.engine

@@ -8,18 +8,27 @@ the other; what remains exposed is the end of the first and the beginning of the
 ``blocking``            Megatron without ``--overlap-grad-reduce`` and ``--overlap-param-gather``:
                         everything is exposed
 ``overlapped``          with both of them; a collective adds while it copies, which is free here
-``commfuse``            ``--commfuse-dp``: the same transfers; partial sums are added one after the
-                        other when all layers are done, see :mod:`commfuse_npu.ops.buckets`
+``commfuse``            ``--commfuse-dp``: the programs of :mod:`commfuse_npu.ops.buckets`; partial
+                        sums are added when all layers are done
 ======================  ========================================================================
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
-__all__ = ["BUCKET_PARAMETERS", "GRADIENT_BYTES", "DataParallel", "buckets", "exposed_gather",
-           "exposed_scatter"]  # fmt: skip
+from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
+from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES
+from commfuse_npu.tools.simulate.rank import Rank, Width
+from commfuse_npu.tools.simulate.variants import Variant
+
+__all__ = ["BUCKET_PARAMETERS", "GRADIENT_BYTES", "DataParallel", "Exchanged", "buckets",
+           "exchanged", "exposed_gather", "exposed_scatter"]  # fmt: skip
 
 DataParallel = Literal["blocking", "overlapped", "commfuse"]
 
@@ -45,6 +54,45 @@ def buckets(layer_parameters: Sequence[float], ranks: int) -> list[list[int]]:
             found.append([])
             held = 0.0
     return [bucket for bucket in found if bucket]
+
+
+class Exchanged(NamedTuple):
+    """Seconds of a bucket: its gradients on their way, adding them afterwards, its parameters."""
+
+    scatter: float
+    sums: float
+    gather: float
+
+
+def exchanged(group: Group, elements: int) -> Exchanged:
+    """By CommFuse's programs.
+
+    Args:
+        group: the data-parallel ranks.
+        elements: of a rank's shard.
+    """
+    variant = Variant("buckets", "fused", schedule=group.direct)
+    shard = elements * GRADIENT_BYTES
+
+    def finish(_: Compute, __: Width) -> float:
+        return group.machine.memory(3 * shard)
+
+    def gradients(rank: Rank) -> None:
+        # Memory for the partials of a whole shard: one chunk of all peers.
+        program = bucket_scatter(rank.place("gradients"), elements, group.size - 1, 1)
+        works = {"finish": finish}
+        rank.run("gradients", program, {"bucket": 1}, works, item=GRADIENT_BYTES)
+
+    def parameters(rank: Rank) -> None:
+        program = bucket_gather(rank.place("parameters"), elements, True)
+        rank.run("parameters", program, {"bucket": 1}, {}, item=ITEM_BYTES)
+
+    work = group.build(variant, gradients, 0).launches.operations
+    sums = sum(operation.seconds for operation in work)
+    # What is added is added later: here only the transfers count.
+    free = replace(group, machine=replace(group.machine, hbm_bandwidth=math.inf))
+    scatter, gather = (free.play(variant, one, whole=False) for one in (gradients, parameters))
+    return Exchanged(scatter.seconds, sums, gather.seconds)
 
 
 def exposed_scatter(

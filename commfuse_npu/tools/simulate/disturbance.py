@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commfuse_npu.tools.simulate.program import Program
+from commfuse_npu.tools.simulate.launches import Launches
 
 __all__ = ["Disturbance"]
 
@@ -58,15 +58,15 @@ class Disturbance:
         chosen = random.Random(f"links {self.seed}").sample(pairs, min(self.slow_links, len(pairs)))
         return dict.fromkeys(chosen, self.slow_link_factor)
 
-    def speeds(self, programs: Sequence[Program]) -> list[list[float]]:
+    def speeds(self, launches: Sequence[Launches]) -> list[list[float]]:
         """Factor by which each operation of each rank takes longer."""
-        count = min(self.stragglers, len(programs))
-        slow = set(random.Random(f"ranks {self.seed}").sample(range(len(programs)), count))
+        count = min(self.stragglers, len(launches))
+        slow = set(random.Random(f"ranks {self.seed}").sample(range(len(launches)), count))
         speeds = []
-        for rank, program in enumerate(programs):
+        for rank, of_rank in enumerate(launches):
             numbers = random.Random(f"work {self.seed} {rank}")
             base = self.straggler_factor if rank in slow else 1.0
             speeds.append(
-                [base * numbers.lognormvariate(0.0, self.noise) for _ in program.operations]
+                [base * numbers.lognormvariate(0.0, self.noise) for _ in of_rank.operations]
             )
         return speeds

@@ -1,4 +1,4 @@
-"""Discrete events: plays the programs of all ranks of a group on a machine's links.
+"""Discrete events: plays the launches of all ranks of a group on a machine's links.
 
 * An operation starts when its host has launched it, the one before it on its engine or lane is
   done, and what it waits for is done.
@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from commfuse_npu.tools.simulate.launches import Launches, Message, Operation
 from commfuse_npu.tools.simulate.links import LinkId, Links
-from commfuse_npu.tools.simulate.program import Message, Operation, Program
 
 __all__ = ["Cause", "Moved", "SimulationError", "Span", "Timeline", "simulate"]
 
 
 class SimulationError(RuntimeError):
-    """The programs cannot be played to their end: ranks wait for each other, or for nobody."""
+    """The launches cannot be played to their end: ranks wait for each other, or for nobody."""
 
 
 class Cause(NamedTuple):
@@ -106,32 +106,32 @@ class _Work:
 
 
 def simulate(
-    programs: Sequence[Program],
+    launches: Sequence[Launches],
     links: Links,
     speeds: Sequence[Sequence[float]] | None = None,
 ) -> Timeline:
-    """Play the programs of ranks ``0, 1, ...`` to their end.
+    """Play the launches of ranks ``0, 1, ...`` to their end.
 
     Args:
-        programs: one per rank; a single folded one if the links are folded.
+        launches: of each rank; folded ones of a single rank if the links are folded.
         speeds: factor by which each operation of each rank takes longer than planned.
 
     Raises:
         SimulationError: operations are left that wait for something that never happens.
     """
-    return _Simulation(programs, links, speeds).run()
+    return _Simulation(launches, links, speeds).run()
 
 
 class _Simulation:
     def __init__(
         self,
-        programs: Sequence[Program],
+        launches: Sequence[Launches],
         links: Links,
         speeds: Sequence[Sequence[float]] | None,
     ) -> None:
         self.links, self.speeds = links, speeds
         self.slowdown = links.machine.transfer_slowdown
-        self.operations = [program.operations for program in programs]
+        self.operations = [rank.operations for rank in launches]
         self.now = 0.0
         self._events: list[tuple[float, int, str, object, int]] = []
         self._sequence = 0
@@ -139,8 +139,8 @@ class _Simulation:
         self._owners: dict[object, list[tuple[int, int]]] = {}
         self._on_link: dict[LinkId, dict[_Flow, None]] = {}
         self._capacity: dict[LinkId, float] = {}
-        self._transfers = [0] * len(programs)
-        self._running: list[_Work | None] = [None] * len(programs)
+        self._transfers = [0] * len(launches)
+        self._running: list[_Work | None] = [None] * len(launches)
         self._spans: list[Span] = []
         self._moved: list[Moved] = []
         self._left = self._turns = 0

@@ -14,8 +14,9 @@ optimizer does.  Activations per layer and micro-batch are what its backward nee
 With full recomputation a layer keeps its input only, and one layer at a time has all of it.  A
 stage of a pipeline holds as many micro-batches as there are stages from it to the end (1F1B).
 
-Of the transfers the largest of a layer's operations counts, the backward of a column-parallel
-linear: it holds the gathered input, and the gradient of all rows or what a pipeline holds of it.
+Of the transfers the largest of a layer's operations counts.  Of a fused one it is the scratch
+memory of its program; of others the backward of a column-parallel linear, which holds the gathered
+input and the gradient of all rows.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from commfuse_npu.plan import Plan
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
-from commfuse_npu.tools.simulate.llama import SUM_BYTES, LayerShape
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES
-from commfuse_npu.tools.simulate.step import Training
+from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.tools.simulate.step import Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
 __all__ = ["USABLE", "Footprint", "buffers", "communicators", "footprint", "limit"]
@@ -76,8 +76,9 @@ def footprint(
     sizes = training.tp, training.cp, training.dp, len(training.layers)
     # One communicator of every kind of group, and the variant's lanes besides.
     groups = sum(size > 1 for size in sizes) * hardware.typical("host.communicator_bytes")
-    lanes = communicators(variant, training.shape, hardware) if variant.schedule else 0.0
-    communication = buffers(variant, training.shape) + groups + lanes
+    step = Step(hardware.machine(), training)
+    lanes = communicators(variant, step, hardware) if variant.schedule else 0.0
+    communication = buffers(variant, step) + groups + lanes
     return Footprint(weights, gradients, optimizer, activations, communication)
 
 
@@ -104,32 +105,34 @@ def _stage(model: ModelConfig, training: Training, stage: int) -> tuple[float, f
     return ITEM_BYTES * parameters, _GRADIENT * parameters, shared * parameters, activations
 
 
-def buffers(variant: Variant, shape: LayerShape) -> float:
+def buffers(variant: Variant, step: Step) -> float:
     """Bytes of gathered tensors, partial sums and scratch for a layer's transfers."""
+    shape = step.training.shape
+    if variant.schedule is not None:
+        ran = step.programs(variant)
+        wide = SUM_BYTES if variant.sums == "once" else ITEM_BYTES
+        scratch = max(
+            (
+                ITEM_BYTES * program.scratch_elements() + wide * program.scratch_elements(wide=True)
+                for program, _ in ran
+            ),
+            default=0,
+        )
+        return scratch + (_summed(shape) if ran and variant.wgrad == "blocks" else 0.0)
     if variant.kind == "compute" or shape.ranks == 1:
         return 0.0
-    whole = float(shape.rows * shape.row_bytes)
-    if variant.kind == "sliced":
-        # And what the reordering copy writes.
-        return 3 * whole
-    if variant.schedule is None:
-        return 2 * whole
-    scattered = 2 * _scratch(variant.schedule.plan("reduce_scatter", 0, shape.ranks), shape)
-    if variant.wgrad == "whole":
-        return whole + scattered
-    # The input is used as it arrives and never whole; the gradient is summed in fp32.
+    # Slices: and what the reordering copy writes.
+    return (3.0 if variant.kind == "sliced" else 2.0) * shape.rows * shape.row_bytes
+
+
+def _summed(shape: LayerShape) -> float:
+    """Bytes of the largest weight gradient: by blocks it is summed in fp32."""
     widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
-    summed = SUM_BYTES * shape.hidden * widest
-    return _scratch(variant.schedule.plan("gather", 0, shape.ranks), shape) + scattered + summed
+    return float(SUM_BYTES * shape.hidden * widest)
 
 
-def _scratch(plan: Plan, shape: LayerShape) -> float:
-    rows = sum(plan.slot_rows(slot, shape.block) for slot in range(plan.window))
-    return float(rows * shape.row_bytes)
-
-
-def communicators(variant: Variant, shape: LayerShape, hardware: Hardware) -> float:
-    """Bytes that HCCL allocates: one communicator for plain collectives, one per lane for plans.
+def communicators(variant: Variant, step: Step, hardware: Hardware) -> float:
+    """Bytes that HCCL allocates: one communicator for plain collectives, one per lane for programs.
 
     The lanes' two buffers are sized to their messages, from 16 MB to HCCL's own size
     (:func:`mindspeed_patches.hccl_buffer.message_megabytes`).
@@ -139,6 +142,9 @@ def communicators(variant: Variant, shape: LayerShape, hardware: Hardware) -> fl
         return 0.0
     if variant.schedule is None:
         return whole
-    message = math.ceil(shape.block * shape.row_bytes / variant.schedule.chunks / 2**20)
-    sized = 2 * 2.0**20 * max(16, 1 << (message - 1).bit_length())
-    return variant.schedule.lanes_for(shape.ranks) * min(whole, sized)
+    found = 0.0
+    for program, message in step.programs(variant):
+        megabytes = math.ceil(message / 2**20)
+        sized = 2 * 2.0**20 * max(16, 1 << (megabytes - 1).bit_length())
+        found = max(found, program.lanes * min(whole, sized))
+    return found

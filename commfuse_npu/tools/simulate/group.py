@@ -1,20 +1,20 @@
 """A group of ranks played together; one rank for all where they all do the same.
 
 Cost: a symmetric group costs what one rank costs, whatever its size times its transfers; a group
-with causal blocks, noise, slow links or stragglers is simulated rank by rank.
+with fused programs, noise, slow links or stragglers is simulated rank by rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from commfuse_npu.plan import Kind, Schedule
+from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
+from commfuse_npu.tools.simulate.launches import Launches, fold
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.machine import Machine
-from commfuse_npu.tools.simulate.program import Program, fold
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant, direct
 
@@ -28,7 +28,7 @@ class Played:
     """A timeline with what it was made from."""
 
     timeline: Timeline
-    programs: tuple[Program, ...]
+    launches: tuple[Launches, ...]
     links: Links
 
     @property
@@ -42,7 +42,7 @@ class Played:
         for span in self.timeline.spans:
             if span.operation.engine == "compute":
                 busy[span.rank] = busy.get(span.rank, 0.0) + span.end - span.start
-        return self.seconds - sum(busy.values()) / max(1, len(self.programs))
+        return self.seconds - sum(busy.values()) / max(1, len(self.launches))
 
 
 @dataclass(frozen=True)
@@ -65,43 +65,68 @@ class Group:
         return direct(self.size, self.members_per_node)
 
     def play(
-        self, variant: Variant, build: Callable[[Rank], None], *, whole: bool = False
+        self, variant: Variant, build: Callable[[Rank], None], *, whole: bool | None = None
     ) -> Played:
-        """Play what ``build`` adds to the program of every rank.
+        """Play what ``build`` adds to the launches of every rank.
 
         Args:
-            whole: simulate every rank, even where one would do.
+            whole: whether to simulate every rank; by default where they do not all do the same.
         """
-        members = self.members_per_node
-
-        def program(rank: int) -> Program:
-            builder = Rank(self.machine, rank, self.size, members, variant)
-            build(builder)
-            return builder.finish()
-
-        ring = variant.ring or (variant.schedule is not None and variant.schedule.shape == "ring")
-        symmetric = self.disturbance.none and not variant.attention
+        if variant.tuned:
+            variant = self._tuned(variant, build, whole)
         links = Links(self.machine, self.size, self.stride, folded=True)
-        # On a ring over several nodes only some ranks send to another node.
-        if ring and links.spans_nodes and members > 1:
-            symmetric = False
+        if whole is None:
+            # On a ring over several nodes only some ranks send to another node.
+            ring = variant.ring and links.spans_nodes and self.members_per_node > 1
+            # Ranks in the middle have blocks on both sides of their own, and under a causal mask
+            # blocks cost differently.
+            differ = self.size > 2 or variant.attention
+            whole = ring or (variant.kind == "fused" and differ)
         speeds = None
-        if symmetric and not whole:
-            programs = [fold(program(0))]
+        if self.disturbance.none and not whole:
+            launches = [fold(self.build(variant, build, 0).finish())]
         else:
-            programs = [program(rank) for rank in range(self.size)]
+            launches = [self.build(variant, build, rank).finish() for rank in range(self.size)]
             slow = self.disturbance.slow(self.size)
             links = Links(self.machine, self.size, self.stride, slow=slow)
             if not self.disturbance.none:
-                speeds = self.disturbance.speeds(programs)
-        return Played(simulate(programs, links, speeds), tuple(programs), links)
+                speeds = self.disturbance.speeds(launches)
+        return Played(simulate(launches, links, speeds), tuple(launches), links)
 
-    def collective(self, kind: Kind, block_bytes: float, variant: Variant) -> float:
+    def build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
+        """One rank, with what ``build`` adds to it."""
+        built = Rank(self.machine, rank, self.size, self.members_per_node, variant)
+        build(built)
+        return built
+
+    def _tuned(
+        self, variant: Variant, build: Callable[[Rank], None], whole: bool | None
+    ) -> Variant:
+        """With the fastest schedule for each operation, one after the other, all others as found.
+
+        What hides the transfers of an operation may be the work of another, so it is the time of
+        all of them that counts.
+        """
+        calm = replace(self, disturbance=UNDISTURBED)
+
+        def seconds(one: Variant) -> float:
+            return calm.play(one, build, whole=whole).seconds
+
+        plain, *others = [replace(variant, schedule=one, tuned=()) for one in variant.tuned]
+        found, best = plain, seconds(plain)
+        for other in others:
+            if (time := seconds(other)) < best:
+                found, best = other, time
+        for operation in self.build(found, build, 0).ran:
+            fixed = found
+            for schedule in variant.tuned:
+                tried = fixed.choose(operation, schedule)
+                if schedule != fixed.schedule and (time := seconds(tried)) < best:
+                    found, best = tried, time
+        return found
+
+    def collective(self, size: float, variant: Variant) -> float:
         """Seconds of a plain collective by itself, over blocks of so many bytes."""
-        if self.size == 1 or block_bytes <= 0:
+        if self.size == 1 or size <= 0:
             return 0.0
-
-        def build(rank: Rank) -> None:
-            rank.need(rank.collective(kind, kind, 1, block_bytes))
-
-        return self.play(variant, build).seconds
+        return self.play(variant, lambda rank: rank.need(rank.collective("blocks", size))).seconds

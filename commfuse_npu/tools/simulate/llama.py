@@ -15,20 +15,30 @@ recomputes the scores).  Element-wise work costs its memory traffic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.rules import gather_use, produce_scatter
+from commfuse_npu.tools.simulate.linear import (
+    column,
+    column_gradients,
+    row,
+    row_gradients,
+    wgrad_seconds,
+)
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate.rank import Gather, Rank, Scatter, Work, gemm
+from commfuse_npu.tools.simulate.rank import Rank, Width
 
-__all__ = ["BACKWARD_ATTENTION", "SUM_BYTES", "Attended", "LayerShape", "backward", "forward",
+__all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
            "head_backward", "head_forward", "mlp_in", "mlp_out", "output_projection"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
-SUM_BYTES = 4
-"""Weight gradients by blocks are summed in fp32."""
+
+Queries = Callable[[slice], float]
+"""Seconds of attention of a run of query rows."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class LayerShape:
         parts = self.ranks * (self.attended // self.sequence)
         return 2.0 * self.batch * self.attended**2 * self.hidden / parts
 
-    def attention(self, machine: Machine, factor: float = 1.0) -> Work:
+    def attention(self, machine: Machine, factor: float = 1.0) -> Queries:
         """Seconds of attention of a run of query rows, times ``factor``.
 
         Causal: later rows see more keys.  With context parallelism each rank has a part from both
@@ -91,55 +101,24 @@ class LayerShape:
         return seconds
 
 
-def _wgrad(rank: Rank, shape: LayerShape, inputs: float, outputs: float) -> Work:
-    """``dw = dy^T @ x`` for a run of rows, which are summed over; dw's own rows are the outputs.
-
-    Of some rows only it is added to a sum in fp32, which is read and written.
-    """
-
-    def seconds(run: slice) -> float:
-        rows = run.stop - run.start
-        result_bytes = ITEM_BYTES if rows == shape.rows else 2 * SUM_BYTES
-        return rank.machine.gemm(outputs, rows, inputs, result_bytes=result_bytes)
-
-    return seconds
-
-
 def _elementwise(rank: Rank, name: str, rows: float, *widths: float) -> None:
     """Work that reads and writes so many numbers per row."""
     rank.compute(name, rank.machine.memory(rows * sum(widths) * ITEM_BYTES))
 
 
-def _causal(rank: Rank) -> Schedule | None:
-    """The variant's schedule, in the order for blocks of queries that cost differently."""
-    schedule = rank.variant.schedule
-    return schedule and schedule.for_causal_blocks(rank.size)
-
-
 def output_projection(rank: Rank, shape: LayerShape) -> None:
     """Add ``proj`` and its scatter, forward."""
-    _row_parallel(rank, shape, "proj", shape.hidden / shape.ranks)
+    row(rank, "proj", shape.block, shape.hidden // shape.ranks, shape.hidden)
 
 
 def mlp_in(rank: Rank, shape: LayerShape) -> None:
     """Add the gather and ``fc1``, forward."""
-    width = 2 * shape.feed_forward / shape.ranks
-    rank.gather_then_work(
-        "fc1", shape.block, shape.row_bytes, gemm(rank.machine, shape.hidden, width),
-        copied_row_bytes=width * ITEM_BYTES, inner=shape.hidden,
-    )  # fmt: skip
+    column(rank, "fc1", shape.block, shape.hidden, 2 * shape.feed_forward // shape.ranks)
 
 
 def mlp_out(rank: Rank, shape: LayerShape) -> None:
     """Add ``fc2`` and its scatter, forward."""
-    _row_parallel(rank, shape, "fc2", shape.feed_forward / shape.ranks)
-
-
-def _row_parallel(rank: Rank, shape: LayerShape, name: str, inner: float) -> None:
-    rank.work_then_scatter(
-        name, shape.block, shape.row_bytes, gemm(rank.machine, inner, shape.hidden),
-        copied_row_bytes=inner * ITEM_BYTES, inner=int(inner),
-    )  # fmt: skip
+    row(rank, "fc2", shape.block, shape.feed_forward // shape.ranks, shape.hidden)
 
 
 class Attended(NamedTuple):
@@ -162,20 +141,16 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     Args:
         attention: by default that of the shape.
     """
-    machine, n, block, row = rank.machine, shape.ranks, shape.block, shape.row_bytes
-    h, f, qkv = shape.hidden, shape.feed_forward / n, shape.qkv / n
+    n, block = shape.ranks, shape.block
+    h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
     _elementwise(rank, "norm", block, h, h)
     outside = attention is None or not attention.projects
     if outside:
-        rank.gather_then_work(
-            "qkv", block, row, gemm(machine, h, qkv), copied_row_bytes=qkv * ITEM_BYTES, inner=h
-        )
+        column(rank, "qkv", block, h, qkv)
     _elementwise(rank, "rotary", shape.rows, qkv, qkv)
-    attend, proj = shape.attention(machine), gemm(machine, h / n, h)
+    attend = shape.attention(rank.machine)
     if rank.variant.attention and attention is None and n > 1:
-        scatter = Scatter(rank, "attention and proj", block, row, schedule=_causal(rank))
-        scatter.produce(lambda run: attend(run) + proj(run))
-        scatter.finish()
+        _attention_scatter(rank, shape, attend)
     else:
         whole = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention", whole)
@@ -190,67 +165,70 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
 
 def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
     """Add a layer's backward; see :func:`forward`."""
-    machine, n, block, row = rank.machine, shape.ranks, shape.block, shape.row_bytes
-    h, f, qkv = shape.hidden, shape.feed_forward / n, shape.qkv / n
-
-    def wgrad(inputs: float, outputs: float) -> Work:
-        return _wgrad(rank, shape, inputs, outputs)
-
-    rank.row_backward(
-        "fc2", block, row, gemm(machine, h, f), wgrad(f, h), copied_row_bytes=f * ITEM_BYTES,
-        inner=h,
-    )  # fmt: skip
+    n, block = shape.ranks, shape.block
+    h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
+    row_gradients(rank, "fc2 backward", block, f, h)
     _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
-    rank.column_backward(
-        "fc1", block, row, gemm(machine, 2 * f, h), wgrad(h, 2 * f),
-        copied_row_bytes=2 * f * ITEM_BYTES,
-    )  # fmt: skip
+    column_gradients(rank, "fc1 backward", block, h, 2 * f)
     _elementwise(rank, "norm backward", block, h, h, h, h)
-    attend = shape.attention(machine, BACKWARD_ATTENTION)
-    proj, proj_wgrad = gemm(machine, h, h / n), wgrad(h / n, h)
-    whole = rank.variant.wgrad == "whole"
+    attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
     outside = attention is None or not attention.projects
     if rank.variant.attention and attention is None and n > 1:
-        gather = Gather(
-            rank, "proj and attention", block, row, in_place=whole, schedule=_causal(rank)
-        )
-        gather.consume(lambda run: proj(run) + attend(run) + (0.0 if whole else proj_wgrad(run)))
-        waits = gather.finish()
-        if whole:
-            rank.compute("proj wgrad", proj_wgrad(slice(0, shape.rows)), waits)
+        _gather_attention(rank, shape, attend)
     else:
         if outside:
-            rank.row_backward(
-                "proj", block, row, proj, proj_wgrad, copied_row_bytes=h / n * ITEM_BYTES, inner=h
-            )
+            row_gradients(rank, "proj backward", block, h // n, h)
         seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention backward", seconds)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
     if outside:
-        rank.column_backward(
-            "qkv", block, row, gemm(machine, qkv, h), wgrad(h, qkv),
-            copied_row_bytes=qkv * ITEM_BYTES,
-        )  # fmt: skip
+        column_gradients(rank, "qkv backward", block, h, qkv)
     _elementwise(rank, "norm backward", block, h, h, h, h)
+
+
+def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
+    """Attention and output projection of a run of queries after the other, each sent off."""
+    h, inner = shape.hidden, shape.hidden // shape.ranks
+
+    def make(one: Compute, _: Width) -> float:
+        assert one.run is not None
+        return attend(one.run) + rank.machine.gemm(one.run.stop - one.run.start, inner, h)
+
+    name = "attention and proj"
+    program = produce_scatter(rank.place(name, causal=True), shape.block, h)
+    rank.run(name, program, {"out": h}, {"make": make})
+
+
+def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
+    """The backward of :func:`_attention_scatter`: gradients arrive, run by run."""
+    h, inner = shape.hidden, shape.hidden // shape.ranks
+    whole = rank.variant.wgrad == "whole"
+
+    def use(one: Compute, _: Width) -> float:
+        assert one.run is not None
+        rows = one.run.stop - one.run.start
+        seconds = rank.machine.gemm(rows, h, inner) + attend(one.run)
+        return seconds if whole else seconds + wgrad_seconds(rank, rows, inner, h, shape.rows)
+
+    def wgrad(one: Compute, _: Width) -> float:
+        return wgrad_seconds(rank, shape.rows, inner, h)
+
+    name = "proj and attention backward"
+    program = gather_use(rank.place(name, causal=True), shape.block, h, whole)
+    rank.run(name, program, {"shard": h}, {"use": use, "wgrad": wgrad})
 
 
 def head_forward(rank: Rank, shape: LayerShape) -> None:
     """Add the final norm, the output layer and the loss (logits in fp32, three passes)."""
-    machine, block, v = rank.machine, shape.block, shape.vocabulary / shape.ranks
-    _elementwise(rank, "norm", block, shape.hidden, shape.hidden)
-    rank.gather_then_work(
-        "output", block, shape.row_bytes, gemm(machine, shape.hidden, v),
-        copied_row_bytes=v * ITEM_BYTES, inner=shape.hidden,
-    )  # fmt: skip
+    v = shape.vocabulary // shape.ranks
+    _elementwise(rank, "norm", shape.block, shape.hidden, shape.hidden)
+    column(rank, "output", shape.block, shape.hidden, v)
     _elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
 
 
 def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add their backward."""
-    machine, block, v = rank.machine, shape.block, shape.vocabulary / shape.ranks
+    v = shape.vocabulary // shape.ranks
     _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
-    rank.column_backward(
-        "output", block, shape.row_bytes, gemm(machine, v, shape.hidden),
-        _wgrad(rank, shape, shape.hidden, v), copied_row_bytes=v * ITEM_BYTES,
-    )  # fmt: skip
-    _elementwise(rank, "norm backward", block, *[shape.hidden] * 4)
+    column_gradients(rank, "output backward", shape.block, shape.hidden, v)
+    _elementwise(rank, "norm backward", shape.block, *[shape.hidden] * 4)

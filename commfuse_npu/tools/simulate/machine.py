@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ITEM_BYTES", "Level", "LinkTopology", "Machine"]
+__all__ = ["ITEM_BYTES", "SUM_BYTES", "Level", "LinkTopology", "Machine"]
 
 LinkTopology = Literal["full_mesh", "switched", "nic_per_npu", "nic_per_node"]
 
 ITEM_BYTES = 2
 """Activations and weights are bf16."""
+SUM_BYTES = 4
+"""Sums that are rounded once are fp32."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,6 @@ _FAMILIES = {
     "megatron": ("tab:orange",),
     "coc": ("#98df8a", "tab:green", "#145214"),
     "mc2": ("tab:red",),
-    "ring": ("tab:brown",),
     "commfuse": ("#9edae5", "#6baed6", "tab:blue", "#08306b", "tab:purple"),
 }
 _MARKERS = "osv^D"

@@ -36,12 +36,14 @@ from commfuse_npu.tools.simulate.variants import (
     Variant,
     Wgrad,
     fused,
+    tuned,
     variants,
 )
 
 __all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "Refused", "recommend"]
 
 _CONTEXTS = (1, 2, 4, 8, 16)
+_CHUNKS = (1, 2, 4, 8)
 _DEFAULTS = Options()
 _REFINED = 3
 """So many layouts are tried with all schedules."""
@@ -289,13 +291,16 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
         return [REFERENCE]
     size, base = group.size, group.direct
     best = best_lanes(hardware, size)
+    every = sorted({1, min(2, size - 1), best})
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     found = [
         fused(base, lanes, chunks, taper=taper, wgrad=wgrad)
-        for lanes in sorted({1, min(2, size - 1), best})
-        for chunks, taper in ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (4, 2.0))
+        for lanes in every
+        for chunks, taper in (*((chunks, 1.0) for chunks in _CHUNKS), (4, 2.0))
         for wgrad in wgrads
     ]
+    if what.tp > 1:  # the exchanges of Ulysses are not tuned
+        found += [tuned(base, lanes, _CHUNKS) for lanes in every]
     if what.cp == 1 and what.tp > 1:  # else attention has transfers of its own
         found += [
             fused(base, best, chunks, attention=True, wgrad=wgrad)
@@ -318,7 +323,8 @@ def _quick(
         schedule = variant.schedule
         if schedule is None:
             return list(offered)
-        simple = not variant.attention and schedule.taper == 1 and schedule.chunks <= 4
+        even = schedule.taper == 1 and schedule.chunks <= 4
+        simple = even and not variant.attention and not variant.tuned
         if simple and footprint(model, what, variant, hardware).total <= limit(hardware):
             # Lanes rise in what is offered: more of them replace fewer.
             found[schedule.chunks, variant.wgrad] = variant

@@ -90,7 +90,11 @@ def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
 def _fusing(chosen: Candidate) -> Iterator[str]:
     schedule = chosen.variant.schedule
     assert schedule is not None
-    yield from ("--commfuse-lanes", str(schedule.lanes), "--commfuse-chunks", str(schedule.chunks))
+    yield from ("--commfuse-lanes", str(schedule.lanes))
+    if chosen.variant.tuned:
+        yield from ("--commfuse-tuning", "on")
+    else:
+        yield from ("--commfuse-chunks", str(schedule.chunks))
     if schedule.taper != 1:
         yield from ("--commfuse-taper", f"{schedule.taper:g}")
     if chosen.variant.attention:

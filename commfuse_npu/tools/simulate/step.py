@@ -11,9 +11,10 @@ share links (between nodes they mostly do not), and switches do not block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 from commfuse_npu.plan import Schedule
@@ -21,7 +22,9 @@ from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.data_parallel import (
     GRADIENT_BYTES,
     DataParallel,
+    Exchanged,
     buckets,
+    exchanged,
     exposed_gather,
     exposed_scatter,
 )
@@ -30,7 +33,7 @@ from commfuse_npu.tools.simulate.group import UNDISTURBED, Group, Played
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
-from commfuse_npu.tools.simulate.rank import Gather, Rank
+from commfuse_npu.tools.simulate.rank import Ran, Rank
 from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 
@@ -156,7 +159,8 @@ class Step:
     machine: Machine
     training: Training
     disturbance: Disturbance = UNDISTURBED
-    _collectives: dict[tuple[str, float, bool], float] = field(default_factory=dict)
+    _collectives: dict[tuple[int, int, float, bool], float] = field(default_factory=dict)
+    _exchanged: dict[tuple[int, int, int], Exchanged] = field(default_factory=dict)
     _attentions: dict[tuple[bool, Schedule | None], tuple[Attended, Attended]] = field(
         default_factory=dict
     )
@@ -208,6 +212,31 @@ class Step:
         waiting += sum(one.waiting for one in self._attended(variant) or ())
         return StepTime(end + self._optimizer, f, b, waiting, exposed)
 
+    def programs(self, variant: Variant) -> list[Ran]:
+        """What a rank runs of a layer and of the head, with every schedule that is tried."""
+        shape = self.training.shape
+        found: list[Ran] = []
+
+        def add(group: Group, one: Variant, *builds: Callable[[Rank], None]) -> None:
+            for build in builds:
+                found.extend(group.build(one, build, 0).ran.values())
+
+        for schedule in variant.tuned or (variant.schedule,):
+            one = replace(variant, schedule=schedule, tuned=())
+            forward, backward = self._attended(one) or (None, None)
+            add(
+                self.group,
+                one,
+                partial(llama.forward, shape=shape, attention=forward),
+                partial(llama.backward, shape=shape, attention=backward),
+                partial(llama.head_forward, shape=shape),
+                partial(llama.head_backward, shape=shape),
+            )
+            if schedule and self._fuses_ulysses:
+                group, exchanges, ulysses = self._exchanges(schedule)
+                add(group, exchanges, ulysses.forward, ulysses.backward)
+        return found
+
     # ------------------------------------------------------------------- parts
 
     def _attended(self, variant: Variant) -> tuple[Attended, Attended] | None:
@@ -215,14 +244,18 @@ class Step:
         training = self.training
         if training.cp == 1:
             return None
-        fuse = training.ulysses and training.fuse_ulysses
-        key = variant.kind == "compute", variant.schedule if fuse else None
+        schedule = variant.schedule if self._fuses_ulysses else None
+        key = variant.kind == "compute", schedule
         if key not in self._attentions:
             make = self._ulysses if training.ulysses else self._around_a_ring
             self._attentions[key] = make(*key)
         return self._attentions[key]
 
-    def _ulysses(self, free: bool, schedule: Schedule | None) -> tuple[Attended, Attended]:
+    @property
+    def _fuses_ulysses(self) -> bool:
+        return self.training.cp > 1 and self.training.ulysses and self.training.fuse_ulysses
+
+    def _exchanges(self, schedule: Schedule | None) -> tuple[Group, Variant, Ulysses]:
         """Heads are exchanged before and after attention, fused if there is a schedule."""
         training = self.training
         group = Group(self.machine, training.cp, stride=training.tp)
@@ -231,14 +264,14 @@ class Step:
             lanes = min(schedule.lanes_for(training.cp), training.cp - 1)
             schedule = replace(group.direct, lanes=lanes, chunks=schedule.chunks)
         repeats = max(1.0, training.tp * training.cp / training.groups)
-        ulysses = Ulysses(training.shape, schedule, training.key_value, repeats)
         variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
+        return group, variant, Ulysses(training.shape, schedule, training.key_value, repeats)
+
+    def _ulysses(self, free: bool, schedule: Schedule | None) -> tuple[Attended, Attended]:
+        group, variant, ulysses = self._exchanges(schedule)
         found = []
         for build in (ulysses.forward, ulysses.backward):
-            # Under a causal mask the ranks begin with blocks that cost differently.
-            played = group.play(
-                COMPUTE_ONLY if free else variant, build, whole=schedule is not None
-            )
+            played = group.play(COMPUTE_ONLY if free else variant, build)
             found.append(Attended(played.seconds, played.waiting, ulysses.projects))
         return found[0], found[1]
 
@@ -251,13 +284,16 @@ class Step:
         times = []
         for factor, passed in ((1.0, 1), (BACKWARD_ATTENTION, 2)):
             whole = shape.attention(machine, factor)(slice(0, shape.rows))
-            ring = Variant("ring", "fused", schedule=Schedule("ring", 1, 1))
 
             def build(rank: Rank, seconds: float = whole, size: float = kv * passed) -> None:
-                gather = Gather(rank, "keys and values", 1, size, in_place=True)
-                gather.consume(lambda _: seconds / training.cp)
-                rank.need(gather.finish())
+                waits: tuple[int, ...] = ()
+                for left in reversed(range(rank.size)):
+                    before = waits
+                    if left:
+                        waits = rank.pass_on("keys and values", size, after=before)
+                    rank.compute("attention", seconds / rank.size, before)
 
+            ring = Variant("ring", "plain", ring=True)
             played = None if free else group.play(ring, build)
             times.append(Attended(played.seconds, played.waiting) if played else Attended(whole))
         return times[0], times[1]
@@ -268,18 +304,15 @@ class Step:
         seconds = self.machine.memory(2.0 * shape.rows * shape.row_bytes)
         if variant.kind == "compute":
             return seconds
-        return seconds + self._collective(
-            self.group, "reduce_scatter", float(shape.block * shape.row_bytes), variant.ring
-        )
+        size = float(shape.block * shape.row_bytes)
+        return seconds + self._collective(self.group, size, variant.ring)
 
-    def _collective(
-        self, group: Group, kind: Literal["gather", "reduce_scatter"], size: float, ring: bool
-    ) -> float:
-        key = (f"{kind} {group.size} {group.stride}", size, ring)
+    def _collective(self, group: Group, size: float, ring: bool) -> float:
+        key = group.size, group.stride, size, ring
         if key not in self._collectives:
             variant = Variant("plain", "plain", ring=ring)
             calm = Group(group.machine, group.size, group.stride)
-            self._collectives[key] = calm.collective(kind, size, variant)
+            self._collectives[key] = calm.collective(size, variant)
         return self._collectives[key]
 
     def _buckets(
@@ -305,20 +338,25 @@ class Step:
             for seconds in (forward, backward)
         )
         order = buckets(parameters, ranks)
-        sizes = [sum(parameters[layer] for layer in bucket) / ranks for bucket in order]
-        how = training.data_parallel
-        ring = variant.ring and how != "commfuse"
-        out = [
-            self._collective(group, "reduce_scatter", size * GRADIENT_BYTES, ring) for size in sizes
-        ]
-        back = [self._collective(group, "gather", size * ITEM_BYTES, ring) for size in sizes]
-        if how == "blocking":
+        sizes = [math.ceil(sum(parameters[layer] for layer in one) / ranks) for one in order]
+        moved = [self._bucket(group, size, variant.ring) for size in sizes]
+        out, sums, back = zip(*moved, strict=True)
+        if training.data_parallel == "blocking":
             return sum(out), sum(back)
-        sums = [
-            (ranks - 1) * self.machine.memory(3 * size * GRADIENT_BYTES) if how == "commfuse" else 0
-            for size in sizes
-        ]
         return exposed_scatter(backwards, order, out, sums), exposed_gather(forwards, order, back)
+
+    def _bucket(self, group: Group, size: int, ring: bool) -> Exchanged:
+        """A bucket of so many parameters per rank."""
+        if self.training.data_parallel != "commfuse":
+            return Exchanged(
+                self._collective(group, size * GRADIENT_BYTES, ring),
+                0.0,
+                self._collective(group, size * ITEM_BYTES, ring),
+            )
+        key = group.size, group.stride, size
+        if key not in self._exchanged:
+            self._exchanged[key] = exchanged(group, size)
+        return self._exchanged[key]
 
     @property
     def _between_stages(self) -> float:

@@ -192,10 +192,8 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
 
 
 def best_lanes(hardware: Hardware, size: int) -> int:
-    """All peers at once where each has a link of its own, else 2: they would share."""
-    mesh = hardware.topologies["inside"] == "full_mesh"
-    inside = Group(hardware.machine(), size).members_per_node == size
-    return max(1, size - 1 if mesh and inside else min(2, size - 1))
+    """All peers at once, as far as the default goes: what is together goes into one GEMM."""
+    return Group(hardware.machine(), size).direct.lanes_for(size)
 
 
 def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group:
@@ -286,8 +284,8 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
                 name: Range.of([one[name] for one in found[variant.name]])
                 for name in found[variant.name][0]
             },
-            buffers=buffers(variant, what.shape),
-            communicators=communicators(variant, what.shape, hardware),
+            buffers=buffers(variant, step),
+            communicators=communicators(variant, step, hardware),
         )
         for variant in chosen
     )

@@ -7,8 +7,8 @@ tensor parallelism leaves their weights whole::
 
     forward   project heads of r+1, .. | wait | attend rows of r+1, .., own | project own, r-1, ..
               -> heads                        -> rows
-    backward  dgrad heads of r+1, ..   | attend own, r-1, .. | wgrad | dgrad, wgrad own, r-1, ..
-              -> heads                                       -> rows
+    backward  dgrad heads of r+1, .., own | wgrad | attend own, r-1, .. | dgrad own, r-1, .. | wgrad
+              -> heads                                                  -> rows
 
 Under tensor parallelism the projections stay outside, and with them the all-to-all of queries, keys
 and values is exposed.
@@ -21,9 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, SUM_BYTES, LayerShape
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES
-from commfuse_npu.tools.simulate.rank import AllToAll, Rank, Work
+from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.rules import exchange
+from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, LayerShape, Queries
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.tools.simulate.rank import Rank, Width, Work
 
 __all__ = ["Ulysses"]
 
@@ -50,84 +52,92 @@ class Ulysses:
         return self.fused is not None and self.shape.ranks == 1 and self.repeats == 1
 
     def forward(self, rank: Rank) -> None:
-        """Add the forward to a rank's program."""
-        block, machine = self.shape.rows, rank.machine
+        """Add the forward to a rank's launches."""
+        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
         heads, out = self._heads(rank), self._out(rank)
-        causal = self.fused and self.fused.for_causal_blocks(rank.size)
-        if self.projects and self.fused is not None:
-            there = AllToAll(rank, "qkv", block, heads, "last", self.fused)
-            there.produce(
-                lambda run: machine.gemm(_rows(run), self.shape.hidden, heads / ITEM_BYTES)
-            )
-            rank.need(there.finish())
+        attend = _piecewise(self._attend(rank))
+
+        def project(one: Compute, _: Width) -> float:
+            return machine.gemm(_rows(one), hidden, heads)
+
+        def join(one: Compute, _: Width) -> float:
+            """A part of the inner dimension, added to a sum; else nothing."""
+            if not self.projects:
+                return 0.0
+            return machine.gemm(_rows(one), out, hidden, result_bytes=2 * SUM_BYTES)
+
+        if self.projects:
+            program = exchange(rank.place("qkv"), block, heads, "made", False, True, False)
+            rank.run("qkv", program, {"received": heads}, {"make": project})
         else:
-            rank.need(rank.collective("qkv", "all_to_all", block, heads))
-        attend = self._attend(rank)
-        if causal is None:
-            rank.compute("attention", attend(slice(0, rank.size * block)))
-            rank.need(rank.collective("out", "all_to_all", block, out))
+            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
+        if self.fused is None:
+            rank.compute("attention", self._attend(rank)(slice(0, rank.size * block)))
+            rank.need(rank.collective("out", block * out * ITEM_BYTES))
             return
-        back = AllToAll(rank, "attention", block, out, "last", causal)
-        back.produce(attend)
-        back.consume(self._proj(rank) if self.projects else _nothing)
-        rank.need(back.finish())
+        place = rank.place("attention", causal=True)
+        program = exchange(place, block, out, "made and kept", True, self.projects, False)
+        columns = {"blocks": out, "received": out}
+        rank.run("attention", program, columns, {"make": attend, "use": join})
 
     def backward(self, rank: Rank) -> None:
         """Add the backward."""
-        block, machine = self.shape.rows, rank.machine
+        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
         heads, out = self._heads(rank), self._out(rank)
-        attend = self._attend(rank, BACKWARD_ATTENTION)
-        hidden, qkv = self.shape.hidden, heads / ITEM_BYTES
+        attend = _piecewise(self._attend(rank, BACKWARD_ATTENTION))
+
+        def project(one: Compute, _: Width) -> float:
+            return machine.gemm(_rows(one), hidden, out)
+
+        def wgrad(_: Compute, __: Width) -> float:
+            return machine.gemm(hidden, block, hidden)
+
+        def dgrad(one: Compute, _: Width) -> float:
+            return machine.gemm(_rows(one), heads, hidden, result_bytes=2 * SUM_BYTES)
+
         if self.fused is None:
-            rank.need(rank.collective("out", "all_to_all", block, out))
-            rank.compute("attention", attend(slice(0, rank.size * block)))
+            rank.need(rank.collective("out", block * out * ITEM_BYTES))
+            whole = slice(0, rank.size * block)
+            rank.compute("attention", self._attend(rank, BACKWARD_ATTENTION)(whole))
         elif self.projects:
-            there = AllToAll(rank, "proj and attention", block, out, "last", self.fused)
-            there.produce(lambda run: machine.gemm(_rows(run), hidden, out / ITEM_BYTES))
-            there.consume(attend)
-            rank.compute("proj wgrad", machine.gemm(hidden, block, hidden), there.finish())
+            name = "proj and attention"
+            program = exchange(rank.place(name), block, out, "made", True, False, True)
+            rank.run(name, program, {}, {"make": project, "wgrad": wgrad, "use": attend})
         else:
-            causal = self.fused.for_causal_blocks(rank.size)
-            there = AllToAll(rank, "attention", block, out, "first", causal)
-            there.consume(attend)
-            rank.need(there.finish())
-        if self.fused is None or not self.projects:
-            rank.need(rank.collective("qkv", "all_to_all", block, heads))
+            place = rank.place("attention", causal=True)
+            program = exchange(place, block, out, "given", True, False, False)
+            rank.run("attention", program, {"blocks": out}, {"use": attend})
+        if not self.projects:
+            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
             return
+        program = exchange(rank.place("qkv"), block, heads, "given", True, True, False)
+        rank.run("qkv", program, {"blocks": heads, "received": heads}, {"use": dgrad})
+        rank.compute("qkv wgrad", machine.gemm(self.shape.qkv, block, hidden))
 
-        def project(run: slice) -> float:
-            rows = _rows(run)
-            dgrad = machine.gemm(rows, qkv, hidden, result_bytes=2 * SUM_BYTES)
-            return dgrad + machine.gemm(qkv, rows, hidden, result_bytes=2 * SUM_BYTES)
-
-        back = AllToAll(rank, "qkv", block, heads, "first", self.fused)
-        back.consume(project)
-        rank.need(back.finish())
-
-    def _heads(self, rank: Rank) -> float:
-        """Bytes per row of queries, keys and values of one rank's heads."""
+    def _heads(self, rank: Rank) -> int:
+        """Features of queries, keys and values of one rank's heads."""
         width = self.shape.qkv + 2 * self.key_value * (self.repeats - 1)
-        return width / self.shape.ranks / rank.size * ITEM_BYTES
+        return round(width / self.shape.ranks / rank.size)
 
-    def _out(self, rank: Rank) -> float:
-        """Bytes per row of the attention of one rank's heads."""
-        return self.shape.hidden / self.shape.ranks / rank.size * ITEM_BYTES
+    def _out(self, rank: Rank) -> int:
+        """Features of the attention of one rank's heads."""
+        return self.shape.hidden // self.shape.ranks // rank.size
 
-    def _attend(self, rank: Rank, factor: float = 1.0) -> Work:
+    def _attend(self, rank: Rank, factor: float = 1.0) -> Queries:
         """Of some rows of the whole sequence, with this rank's heads."""
         shape = self.shape
         whole = replace(shape, sequence=shape.attended, ranks=shape.ranks * rank.size)
         return whole.attention(rank.machine, factor)
 
-    def _proj(self, rank: Rank) -> Work:
-        """A part of the inner dimension, added to a sum."""
-        inner, hidden = self.shape.hidden / rank.size, self.shape.hidden
-        return lambda run: rank.machine.gemm(_rows(run), inner, hidden, result_bytes=2 * SUM_BYTES)
+
+def _piecewise(attend: Queries) -> Work:
+    def seconds(one: Compute, _: Width) -> float:
+        assert one.run is not None
+        return attend(one.run)
+
+    return seconds
 
 
-def _rows(run: slice) -> int:
-    return int(run.stop - run.start)
-
-
-def _nothing(run: slice) -> float:
-    return 0.0
+def _rows(one: Compute) -> int:
+    assert one.run is not None
+    return int(one.run.stop - one.run.start)

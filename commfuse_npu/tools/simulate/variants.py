@@ -14,11 +14,13 @@
                        one tile remains at one end.  Its limits: 2, 4 or 8 ranks of one node and
                        inner dimensions of 256 to 65534 (else plain), and Megatron's order in the
                        backward of column-parallel layers
-``ring``               this project's pipeline over neighbours only
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``-attention``: attention
                        is split by queries and pipelined with its output projection;
                        ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: a
-                       weight gradient per arriving block, which changes its rounding
+                       weight gradient per arriving block, which changes its rounding; ``-once``:
+                       partial sums in one pass, rounded once (fp32), not one after the other
+``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, as
+                       ``--commfuse-tuning on`` looks for them
 =====================  ===========================================================================
 """
 
@@ -28,13 +30,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.rules import Wgrad
 
-__all__ = ["COMPUTE_ONLY", "REFERENCE", "Variant", "Wgrad", "direct", "fused", "variants"]
+__all__ = ["COMPUTE_ONLY", "REFERENCE", "Sums", "Variant", "Wgrad", "direct", "fused", "tuned",
+           "variants"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "fused"]
 
-Wgrad = Literal["whole", "blocks"]
-"""As :data:`commfuse_npu.ops.weight_gradient.Wgrad`, which needs torch."""
+Sums = Literal["ordered", "once"]
+"""How partial sums are added: one after the other, or all in one pass."""
 
 _SLICES = (2, 4, 8)
 
@@ -47,8 +51,11 @@ class Variant:
         ring: whether plain collectives go around a ring instead of straight to every peer.
         slices: for ``sliced``.
         schedule: for ``fused``.
-        attention: for ``fused``, whether attention is part of the pipeline.
+        attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are made.
+        sums: for ``fused``, how partial sums are added.
+        tuned: for ``fused``, the schedules of which each operation takes its fastest.
+        chosen: schedules of operations by name, where they differ from ``schedule``.
     """
 
     name: str
@@ -58,6 +65,20 @@ class Variant:
     schedule: Schedule | None = None
     attention: bool = False
     wgrad: Wgrad = "whole"
+    sums: Sums = "ordered"
+    tuned: tuple[Schedule, ...] = ()
+    chosen: tuple[tuple[str, Schedule], ...] = ()
+
+    def schedule_of(self, operation: str) -> Schedule:
+        """That of one operation."""
+        found = dict(self.chosen).get(operation, self.schedule)
+        assert found is not None
+        return found
+
+    def choose(self, operation: str, schedule: Schedule) -> Variant:
+        """With another schedule for one operation."""
+        chosen = {**dict(self.chosen), operation: schedule}
+        return replace(self, chosen=tuple(chosen.items()))
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -67,8 +88,8 @@ REFERENCE = Variant("plain-mesh", "plain")
 def direct(size: int, members_per_node: int) -> Schedule:
     """Transfers straight to every peer, the own node first if the group spans nodes."""
     if 1 < members_per_node < size:
-        return Schedule("two_level", max(1, size - 1), node_size=members_per_node)
-    return Schedule("shifted", max(1, size - 1))
+        return Schedule("two_level", node_size=members_per_node)
+    return Schedule("shifted")
 
 
 def fused(
@@ -79,6 +100,7 @@ def fused(
     taper: float = 1.0,
     attention: bool = False,
     wgrad: Wgrad = "whole",
+    sums: Sums = "ordered",
 ) -> Variant:
     """This project's ops.
 
@@ -87,8 +109,18 @@ def fused(
     """
     name = f"commfuse-c{chunks}-l{lanes}" + (f"-t{taper:g}" if taper != 1 else "")
     name += ("-attention" if attention else "") + ("-wgrad" if wgrad == "blocks" else "")
+    name += "-once" if sums == "once" else ""
     schedule = replace(base, lanes=lanes, chunks=chunks, taper=taper)
-    return Variant(name, "fused", schedule=schedule, attention=attention, wgrad=wgrad)
+    return Variant(name, "fused", schedule=schedule, attention=attention, wgrad=wgrad, sums=sums)
+
+
+def tuned(
+    base: Schedule, lanes: int, chunks: tuple[int, ...], *, sums: Sums = "ordered"
+) -> Variant:
+    """This project's ops, each with the fastest of these numbers of chunks."""
+    schedules = tuple(replace(base, lanes=lanes, chunks=number) for number in chunks)
+    name = f"commfuse-tuned-l{lanes}" + ("-once" if sums == "once" else "")
+    return Variant(name, "fused", schedule=schedules[0], sums=sums, tuned=schedules)
 
 
 def variants(
@@ -97,8 +129,7 @@ def variants(
     """All variants for a group, the reference first.
 
     Args:
-        lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk, the options' defaults, are
-            there besides.
+        lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk are there besides.
     """
     base = direct(size, members_per_node)
     found = [
@@ -107,9 +138,10 @@ def variants(
         Variant("megatron", "megatron"),
         *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
         Variant("mc2", "kernel"),
-        Variant("ring", "fused", schedule=Schedule("ring", 1, 1)),
         fused(base, min(2, max(1, size - 1)), 1),
         *(fused(base, lanes, k) for k in chunks),
+        tuned(base, lanes, chunks),
+        tuned(base, lanes, chunks, sums="once"),
         fused(base, lanes, 6, taper=1.5),
         fused(base, lanes, chunks[-1], wgrad="blocks"),
         fused(base, lanes, chunks[-1], attention=True),

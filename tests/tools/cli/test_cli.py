@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
-from commfuse_npu.tools import cli, verify_command
+import re
+from dataclasses import replace
+
+import pytest
+
+from commfuse_npu.plan.rules import RULES
+from commfuse_npu.tools import cli
 
 
-def test_a_plan_is_drawn(capsys) -> None:
-    assert cli.main(["plan", "gather", "--ranks", "3", "--rank", "1", "--chunks", "2"]) == 0
-    drawing = capsys.readouterr().out
-    assert drawing.startswith("gather, rank 1 of 3, shifted, 2 lanes, 2 chunks")
-    assert "block 0 chunk 1 <- rank 0" in drawing
+def test_a_program_is_printed(capsys) -> None:
+    words = ["plan", "gather_gemm", "--ranks", "4", "--rank", "1", "--chunks", "2"]
+    assert cli.main([*words, "--rows", "8", "--columns", "16"]) == 0
+    first, *code = capsys.readouterr().out.splitlines()
+    assert first == "gather_gemm, rank 1 of 4"
+    posts = [line for line in code if " post step " in line]
+    assert len(posts) == 2 * 3
+    assert posts[0].endswith("lane 0: block 1 chunk 0 -> rank 2, block 0 chunk 0 <- rank 0")
+    gemms = [line.split(maxsplit=1)[1] for line in code if "gemm" in line]
+    # The own block, then a chunk of all peers at a time.
+    assert gemms[0] == "out[8:16] = gemm(shard[0:8], weight[0:16])"
+    assert gemms[1:] == [
+        f"result {j}[0:12] = gemm(staged {j}[0:12], weight[0:16])" for j in range(2)
+    ]
 
 
-def test_a_plan_that_cannot_be_is_explained(capsys) -> None:
-    assert cli.main(["plan", "gather", "--shape", "two_level", "--ranks", "6"]) == 2
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_has_a_program_to_print(rule: str, capsys) -> None:
+    assert cli.main(["plan", rule, "--ranks", "4", "--rank", "3", "--chunks", "2"]) == 0
+    assert capsys.readouterr().out.startswith(f"{rule}, rank 3 of 4\n   0  ")
+
+
+def test_a_schedule_that_cannot_be_is_explained(capsys) -> None:
+    assert cli.main(["plan", "gather_gemm", "--shape", "two_level", "--ranks", "6"]) == 2
     assert "two_level needs node_size" in capsys.readouterr().err
 
 
-def test_all_plans_are_proved(capsys) -> None:
-    assert cli.main(["verify", "--max-ranks", "4", "--chunks", "1", "2"]) == 0
+def test_all_programs_are_proved(capsys) -> None:
+    assert cli.main(["verify", "--max-ranks", "3", "--chunks", "1", "2", "--lanes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert lines[-1].startswith("  4 ranks: ")
+    assert len(lines) == 2
+    assert lines[-1].startswith("  3 ranks: ")
+    assert "sets of programs" in lines[-1]
 
 
-def test_a_broken_plan_is_reported(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(verify_command, "counter_examples", lambda plans: ["a reason"])
-    assert cli.main(["verify", "--max-ranks", "2"]) == 1
-    assert "a reason" in capsys.readouterr().out
+def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
+    compiled = RULES["bucket_gather"]
 
+    def broken(place, *arguments):
+        program = compiled(place, *arguments)
+        # The last rank posts nothing.
+        return replace(program, code=()) if place.rank == place.size - 1 else program
 
-def test_lanes_that_differ_at_the_two_ends_are_reported(monkeypatch, capsys) -> None:
-    plans = verify_command._plans
-
-    def broken(schedule, kind, size, own):
-        built = plans(schedule, kind, size, own)
-        # The last rank keeps the lanes of another schedule.
-        if schedule.lanes == 2:
-            built[-1] = plans(verify_command.replace(schedule, lanes=1), kind, size, own)[-1]
-        return built
-
-    monkeypatch.setattr(verify_command, "_plans", broken)
-    assert cli.main(["verify", "--min-ranks", "3", "--max-ranks", "3"]) == 1
-    assert "its other end uses lane" in capsys.readouterr().out
+    broken.cache_clear = compiled.cache_clear
+    monkeypatch.setitem(RULES, "bucket_gather", broken)
+    assert cli.main(["verify", "--min-ranks", "3", "--max-ranks", "3", "--chunks", "1"]) == 1
+    told = capsys.readouterr().out
+    assert re.match(r"bucket_gather\(., False\), 3 ranks, in batches, shifted, .* 1 chunks", told)
+    assert "- deadlock" in told

@@ -13,7 +13,7 @@ from tests.tools.doctor.machines import machine, only
 def test_what_a_launch_would_fuse() -> None:
     report = diagnose(machine(packages={"torch": Package("2.13.0")}), launch("--config"))
     assert report.ready
-    assert report.plan == "shifted, 7 lanes, 2 chunks, interleaved order"
+    assert report.plan.startswith("shifted, 7 lanes, 2 chunks")
     half = 1024 * 2 * 4096 * 2 // 2
     rows = {
         layer.layer: (
@@ -41,9 +41,9 @@ def test_what_a_launch_would_fuse() -> None:
 
 
 def test_chunks_and_lanes_are_those_asked_for() -> None:
-    words = ("--commfuse-chunks", "4", "--commfuse-lanes", "16", "--commfuse-schedule", "ring")
+    words = ("--commfuse-chunks", "4", "--commfuse-lanes", "3", "--commfuse-taper", "2")
     report = diagnose(machine(), launch("--config", *words))
-    assert report.plan == "ring, 4 lanes, 4 chunks, interleaved order"
+    assert report.plan.startswith("shifted, 3 lanes, 4 chunks, tapered by 2")
     assert {layer.transfers for layer in report.layers} == {28}
     assert {layer.transfer_bytes for layer in report.layers} == {1024 * 2 * 4096 * 2 // 4}
 
@@ -52,7 +52,8 @@ def test_a_group_over_two_nodes_gets_two_levels() -> None:
     words = ("--nproc_per_node", "8", "--nnodes", "2", "--tensor-model-parallel-size", "16")
     found = launch("--config", *words, "--num-query-groups", "16")
     report = diagnose(machine(), found)
-    assert report.plan.startswith("two_level, 2 lanes, 2 chunks, interleaved order, 8 ranks")
+    assert report.plan.startswith("two_level, 2 lanes, 2 chunks")
+    assert "8 ranks per node" in report.plan
 
 
 def test_a_schedule_that_cannot_be_is_an_error() -> None:
@@ -121,14 +122,12 @@ def test_attention_stays_where_proj_stays() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 5, 40])
-def test_transfers_of_attention_are_those_of_its_plan(chunks: int) -> None:
+def test_transfers_of_attention_are_those_of_its_schedule(chunks: int) -> None:
     """32 queries, of batch 3, in a group of two."""
-    plan = Schedule(chunks=min(chunks, 32)).plan("reduce_scatter", 0, 2)
-    sent = [step.send.piece for step in plan.steps if step.send is not None]
-    rows = [plan.inside(piece, 32) for piece in sent]
-    largest = max(run.stop - run.start for run in rows) * 3 * 64 * 2
+    runs = Schedule(chunks=chunks).runs(32, "last")
+    largest = max(run.stop - run.start for run in runs) * 3 * 64 * 2
     _, _, transfers, transfer_bytes = proj(*f"{ATTENTION} --commfuse-chunks {chunks}".split())
-    assert (transfers, transfer_bytes) == (len(sent), largest)
+    assert (transfers, transfer_bytes) == (len(runs), largest)
 
 
 def test_experts_are_left_alone() -> None:

@@ -90,7 +90,10 @@ def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
         (["--", "--num-layers", "2"], "--hidden-size, --num-attention-heads"),
         (["--", *f"{SIZES} --commfuse-lanes 0".split()], "--commfuse-lanes is 0; give a whole"),
         (["--", *f"{SIZES} --commfuse-layers a".split()], "argument --commfuse-layers: unknown"),
-        (["--", *f"{SIZES} --commfuse-order x".split()], "argument --commfuse-order: invalid"),
+        (
+            ["--", *f"{SIZES} --commfuse-schedule x".split()],
+            "argument --commfuse-schedule: invalid",
+        ),
     ],
 )
 def test_a_question_that_makes_no_sense(words: list[str], message: str, capsys) -> None:

@@ -52,7 +52,6 @@ def test_refused_options_are_those_of_the_feature(ours: tuple[str, ...], theirs:
         ("--use-distributed-optimizer --nproc_per_node 2", "note"),
         ("--use-distributed-optimizer --nproc_per_node 1", "warning"),
         ("--nproc_per_node 2", "error"),
-        ("--use-distributed-optimizer --nproc_per_node 2 --commfuse-schedule ring", "error"),
     ],
 )
 def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
@@ -61,7 +60,6 @@ def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
     given = argparse.Namespace(
         commfuse_dp=True,
         use_distributed_optimizer="--use-distributed-optimizer" in words,
-        commfuse_schedule="ring" if "ring" in words else "auto",
     )
     with pytest.raises((AssertionError, ValueError)) if level == "error" else nullcontext():
         commfuse_options(given)
@@ -168,7 +166,7 @@ def test_attention_without_proj_is_refused_by_the_feature() -> None:
 
 
 @pytest.mark.parametrize("local", [2, 4, 8])
-@pytest.mark.parametrize("schedule", ["auto", "shifted", "ring", "two_level"])
+@pytest.mark.parametrize("schedule", ["auto", "shifted", "two_level"])
 def test_schedules_are_those_of_the_feature(monkeypatch, local: int, schedule: str) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     config = ModelConfig.load(CONFIG, ["--nproc_per_node", str(local)])

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import Level, Machine
-from commfuse_npu.tools.simulate.rank import Rank, Work
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, Wgrad, variants
+from commfuse_npu.tools.simulate.variants import (
+    COMPUTE_ONLY,
+    REFERENCE,
+    Sums,
+    Variant,
+    Wgrad,
+    variants,
+)
 from tests.tools.simulate.machines import ideal
 
-ROWS = 840
-"""Of a block; divisible by 1, 2, ..., 8."""
+ROWS = FEATURES = 840
+"""Of a block, and of the input and the output of a layer; divisible by 1, 2, ..., 8."""
 
 few = settings(max_examples=20, deadline=None)
 very_few = settings(max_examples=3, deadline=None)
@@ -26,34 +34,36 @@ times = st.floats(0.001, 1000.0)
 chunks_ = st.integers(1, 8)
 
 
-def fused(lanes: int, chunks: int = 1, shape: str = "shifted", wgrad: Wgrad = "whole") -> Variant:
-    return Variant("fused", "fused", schedule=Schedule(shape, lanes, chunks), wgrad=wgrad)
+def fused(lanes: int, chunks: int = 1, wgrad: Wgrad = "whole", sums: Sums = "ordered") -> Variant:
+    schedule = Schedule("shifted", lanes, chunks)
+    return Variant("fused", "fused", schedule=schedule, wgrad=wgrad, sums=sums)
 
 
-def rows_of(size: int, seconds: float) -> Work:
-    """Work that takes so long for all rows."""
-    return lambda run: (run.stop - run.start) * seconds / (ROWS * size)
+def layer(
+    part: str, machine: Machine, size: int, variant: Variant, compute: float, block: float
+) -> float:
+    """Seconds of a part of a layer.
+
+    Args:
+        compute: seconds of one GEMM over all rows.
+        block: bytes of a block.
+    """
+    flops = 2.0 * size * ROWS * FEATURES**2
+    machine = replace(machine, cube_flops=flops / compute if compute else math.inf)
+    build = getattr(linear, part)
+    item = block / (ROWS * FEATURES)
+    return (
+        Group(machine, size)
+        .play(variant, lambda rank: build(rank, "x", ROWS, FEATURES, FEATURES, item=item))
+        .seconds
+    )
 
 
-def gather(machine: Machine, size: int, variant: Variant, compute: float, block: float) -> float:
-    """Seconds of gathering blocks of so many bytes and working ``compute`` seconds on all."""
-
-    def build(rank: Rank) -> None:
-        rank.gather_then_work("x", ROWS, block / ROWS, rows_of(size, compute), inner=256)
-
-    return Group(machine, size).play(variant, build).seconds
+gather, scatter = partial(layer, "column"), partial(layer, "row")
+column, row = partial(layer, "column_gradients"), partial(layer, "row_gradients")
 
 
-def scatter(machine: Machine, size: int, variant: Variant, compute: float, block: float) -> float:
-    """Seconds of working ``compute`` seconds on all and scattering blocks of so many bytes."""
-
-    def build(rank: Rank) -> None:
-        rank.work_then_scatter("x", ROWS, block / ROWS, rows_of(size, compute), inner=256)
-
-    return Group(machine, size).play(variant, build).seconds
-
-
-both = pytest.mark.parametrize("operation", [gather, scatter])
+both = pytest.mark.parametrize("operation", [gather, scatter], ids=["gather", "scatter"])
 
 
 @both
@@ -64,18 +74,52 @@ def test_two_ranks_one_block_each(operation, c: float, t: float) -> None:
     assert time == pytest.approx(c / 2 + max(c / 2, t))
 
 
+def gathered(c: float, t: float, size: int, chunks: int) -> float:
+    """The own block, then a GEMM for chunk j of all peers, each with a lane of its own."""
+    part, ahead = c * (size - 1) / (size * chunks), max(1, 8 // (size - 1))
+    ends, arrived = [c / size], 0.0
+    for chunk in range(chunks):
+        # Posted before the first work, or before the chunk that it follows is used.
+        posted = 0.0 if chunk < ahead else ends[chunk - 1]
+        arrived = max(arrived, posted) + t / chunks
+        ends.append(max(ends[-1], arrived) + part)
+    return ends[-1]
+
+
+def scattered(c: float, t: float, size: int, chunks: int) -> float:
+    """Groups of columns, of which two are under way; the own rows of the last group last."""
+    time, arrivals = 0.0, [0.0]
+    for group in range(chunks):
+        if group >= 2:
+            time = max(time, arrivals[group - 1])  # the group before the one before is added
+        whole = time + c / chunks
+        own = c / (size * chunks) if group == chunks - 1 else 0.0
+        time = whole
+        arrivals.append(max(arrivals[-1], whole - own) + t / chunks)
+    return max(time, arrivals[-1])
+
+
 @both
 @few
-@given(c=times, t=times, chunks=chunks_)
-def test_two_ranks_chunks(operation, c: float, t: float, chunks: int) -> None:
-    # Chunk by chunk, each piece begins when it has arrived and the one before is done; a scatter is
-    # a gather that runs backwards.
-    time = c / 2
-    for chunk in range(1, chunks + 1):
-        time = max(time, chunk * t / chunks) + c / (2 * chunks)
-    assert operation(ideal(), 2, fused(1, chunks), c, t) == pytest.approx(time)
-    if t >= c:
-        assert time == pytest.approx(t + c / (2 * chunks))
+@given(c=times, t=times, size=st.integers(2, 6), chunks=chunks_)
+def test_chunks_of_all_peers_go_together(
+    operation, c: float, t: float, size: int, chunks: int
+) -> None:
+    expected = (gathered if operation is gather else scattered)(c, t, size, chunks)
+    assert operation(ideal(), size, fused(size - 1, chunks), c, t) == pytest.approx(expected)
+
+
+@few
+@given(c=times, more=st.floats(1, 100), size=st.integers(2, 6), chunks=chunks_)
+def test_of_a_slow_transfer_little_work_is_left(
+    c: float, more: float, size: int, chunks: int
+) -> None:
+    t = c * more
+    time = gather(ideal(), size, fused(size - 1, chunks), c, t)
+    last = c * (size - 1) / (size * chunks)
+    assert time >= (t + last) * (1 - 1e-9)
+    if chunks <= max(1, 8 // (size - 1)):  # all are posted before the first work
+        assert time == pytest.approx(t + last)
 
 
 @both
@@ -106,13 +150,17 @@ def test_a_switch_with_everything_in_flight_makes_all_blocks_late(
 def test_one_lane_is_one_transfer_after_the_other(
     topology: str, c: float, t: float, size: int, latency: float
 ) -> None:
-    # Without a bound on what is posted ahead; two transfers are ahead at this size.
-    time = c / size
-    for number in range(1, size):
-        time = max(time, number * (t + latency)) + c / size
-    assert gather(ideal(topology, latency=latency), size, fused(1), c, t) >= time * (1 - 1e-9)
-    if size <= 3:  # everything fits into the window
-        assert gather(ideal(topology, latency=latency), size, fused(1), c, t) == pytest.approx(time)
+    # The rows before the own ones arrive first, and are a GEMM; so are those after them.
+    ends = []
+    for rank in range(size):
+        time, arrived = c / size, 0
+        for blocks in (rank, size - 1 - rank):
+            arrived += blocks
+            if blocks:
+                time = max(time, arrived * (t + latency)) + blocks * c / size
+        ends.append(time)
+    time = gather(ideal(topology, latency=latency), size, fused(1), c, t)
+    assert time == pytest.approx(max(ends))
 
 
 @both
@@ -212,8 +260,21 @@ def test_a_host_that_launches_slowly_is_what_is_waited_for() -> None:
 
 def test_partials_are_added_in_memory() -> None:
     machine = ideal(rate=math.inf, hbm_bandwidth=3.0)
-    # Two partials of 5 bytes are read, and so is the sum, which is written.
-    assert scatter(machine, 3, fused(2), 1.0, 5.0) == pytest.approx(1.0 + 2 * 5.0)
+    work, block = 1e8, 5e6
+    # Two partials and the own one: of each addition two are read, and the sum is written.
+    ordered = scatter(machine, 3, fused(2), work, block)
+    assert ordered == pytest.approx(work + 2 * 3 * block / 3)
+    # In one pass all are read, and the sum is written once.
+    once = scatter(machine, 3, fused(2, sums="once"), work, block)
+    assert once == pytest.approx(work + 4 * block / 3)
+
+
+def test_chunks_of_several_peers_are_copied_into_place() -> None:
+    machine, work, block = ideal(rate=math.inf, hbm_bandwidth=3.0), 1e8, 5e6
+    # The results of both peers are read and written; blocks of one chunk arrive in place.
+    copied = gather(machine, 3, fused(2, 2), work, block)
+    assert copied == pytest.approx(work + 2 * 2 * block / 3)
+    assert gather(machine, 3, fused(2), work, block) == pytest.approx(work)
 
 
 def test_a_nic_of_a_node_is_shared_and_one_of_an_npu_is_not() -> None:
@@ -221,85 +282,50 @@ def test_a_nic_of_a_node_is_shared_and_one_of_an_npu_is_not() -> None:
         machine = replace(ideal(rate=math.inf), npus_per_node=4, between=Level(topology, 1.0, 0.0))
         # Three peers in other nodes; the other three NPUs of each node do the same.
         group = Group(machine, 4, stride=4)
-        assert group.collective("gather", 2.0, REFERENCE) == pytest.approx(expected)
+        assert group.collective(2.0, REFERENCE) == pytest.approx(expected)
         # Both of a node's ranks send to both of the other's.
         machine = replace(machine, npus_per_node=2)
         pair = {"nic_per_npu": 4.0, "nic_per_node": 8.0}[topology]
         group = Group(machine, 4)
-        assert group.collective("gather", 2.0, REFERENCE) == pytest.approx(pair)
+        assert group.collective(2.0, REFERENCE) == pytest.approx(pair)
 
 
 # ------------------------------------------------------------------- a column's backward
 
 
-def column(size: int, variant: Variant, dgrad: float, wgrad: float, block: float) -> float:
-    def build(rank: Rank) -> None:
-        rank.column_backward(
-            "x", ROWS, block / ROWS, rows_of(size, dgrad), rows_of(size, wgrad),
-            copied_row_bytes=0,
-        )  # fmt: skip
-
-    return Group(ideal(), size).play(variant, build).seconds
-
-
-def row(size: int, variant: Variant, dgrad: float, wgrad: float, block: float) -> float:
-    def build(rank: Rank) -> None:
-        rank.row_backward(
-            "x", ROWS, block / ROWS, rows_of(size, dgrad), rows_of(size, wgrad),
-            copied_row_bytes=0, inner=256,
-        )  # fmt: skip
-
-    return Group(ideal(), size).play(variant, build).seconds
-
-
 @few
-@given(d=times, w=times, t=times)
-def test_a_column_backward_overlaps_as_its_variant_says(d: float, w: float, t: float) -> None:
-    assert column(4, REFERENCE, d, w, t) == pytest.approx(t + d + t + w)
+@given(c=times, t=times, chunks=chunks_)
+def test_a_column_backward_overlaps_as_its_variant_says(c: float, t: float, chunks: int) -> None:
+    # dgrad and wgrad take c each.
+    assert column(ideal(), 4, REFERENCE, c, t) == pytest.approx(2 * (c + t))
     # Gathered during dgrad, scattered during wgrad.
-    assert column(4, Variant("megatron", "megatron"), d, w, t) == pytest.approx(
-        max(d, t) + max(w, t)
-    )
-    # One lane: the gather, then the one block of dgrad that is sent; wgrad needs the gather only.
-    assert column(2, fused(1), d, w, t) == pytest.approx(max(max(d, t) + w, max(d / 2, t) + t))
+    megatron = column(ideal(), 4, Variant("megatron", "megatron"), c, t)
+    assert megatron == pytest.approx(2 * max(c, t))
+    # One lane: the gather, then groups of columns of the whole dgrad, which wgrad hides.
+    link = t
+    for group in range(1, chunks + 1):
+        link = max(link, group * c / chunks) + t / chunks
+    whole = column(ideal(), 2, fused(1, chunks), c, t)
+    assert whole == pytest.approx(max(max(c, t) + c, link))
     # By blocks the half of wgrad that needs no transfer hides the gather, too.
-    assert column(2, fused(1, wgrad="blocks"), d, w, t) == pytest.approx(
-        max(max(d + w / 2, t) + w / 2, max(d / 2, t) + t)
-    )
+    blocks = column(ideal(), 2, fused(1, chunks, "blocks"), c, t)
+    assert blocks == pytest.approx(max(max(1.5 * c, t) + c / 2, link))
+
+
+def test_columns_of_a_weight_are_copied_before_they_are_multiplied() -> None:
+    machine, work, item = ideal(rate=math.inf, hbm_bandwidth=3.0), 1e8, 2.0
+    block = ROWS * FEATURES * item
+    one, two = (column(machine, 2, fused(1, chunks), work, block) for chunks in (1, 2))
+    assert two - one == pytest.approx(2 * item * FEATURES**2 / 3, rel=1e-6)
 
 
 @few
-@given(d=times, w=times, t=times)
-def test_a_row_backward_hides_its_gather_behind_what_it_may_compute(
-    d: float, w: float, t: float
-) -> None:
-    assert row(2, REFERENCE, d, w, t) == pytest.approx(t + d + w)
-    assert row(2, fused(1), d, w, t) == pytest.approx(max(d / 2, t) + d / 2 + w)
-    blocks = row(2, fused(1, wgrad="blocks"), d, w, t)
-    assert blocks == pytest.approx(max((d + w) / 2, t) + (d + w) / 2)
-
-
-# ------------------------------------------------------------------- scratch memory
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(("size", "lanes", "chunks"), [(6, 1, 2), (8, 2, 1), (4, 3, 4)])
-def test_no_more_is_posted_ahead_than_the_scratch_memory_holds(
-    in_place: bool, size: int, lanes: int, chunks: int
-) -> None:
-    variant = fused(lanes, chunks)
-    rank = Rank(ideal(), 0, size, size, variant)
-    rank.gather_then_work("x", ROWS, 1.0, lambda run: 1.0, whole=in_place)
-    window = variant.schedule.plan("gather", 0, size).window
-    posted, used, most = 0, -1, 0  # the own block uses no message
-    for operation in rank.finish().operations:
-        if operation.sends:
-            posted += 1
-        else:
-            used += 1
-        most = max(most, posted - max(0, used))
-    assert posted == (size - 1) * chunks
-    assert most == (posted if in_place else window)
+@given(c=times, t=times)
+def test_a_row_backward_hides_its_gather_behind_what_it_may_compute(c: float, t: float) -> None:
+    assert row(ideal(), 2, REFERENCE, c, t) == pytest.approx(t + 2 * c)
+    assert row(ideal(), 2, fused(1), c, t) == pytest.approx(max(c / 2, t) + c / 2 + c)
+    blocks = row(ideal(), 2, fused(1, wgrad="blocks"), c, t)
+    assert blocks == pytest.approx(max(c, t) + c)
 
 
 # ------------------------------------------------------------------- causal attention

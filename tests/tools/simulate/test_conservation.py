@@ -13,11 +13,12 @@ from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.engine import SimulationError, simulate
 from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import Level
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, variants
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import critical_path, problems, sent, work
 
@@ -41,7 +42,7 @@ def machine_of(topology: str, batched: bool = True):
 
 
 def played(
-    size: int, variant: Variant, part: str, topology: str, batched: bool, whole: bool = False
+    size: int, variant: Variant, part: str, topology: str, batched: bool, whole: bool | None = None
 ) -> Played:
     group = Group(machine_of(topology, batched), size)
     build = getattr(llama, part)
@@ -69,7 +70,7 @@ def test_every_timeline_holds(case) -> None:
     size, number, part, topology, batched = case
     variant = variant_of(size, number, topology)
     result = played(size, variant, part, topology, batched, whole=True)
-    assert problems(result.timeline, result.programs, result.links) == []
+    assert problems(result.timeline, result.launches, result.links) == []
     pieces = critical_path(result.timeline)
     assert sum(end - start for _, start, end in pieces) == pytest.approx(result.seconds)
 
@@ -82,7 +83,7 @@ def test_one_rank_stands_for_all(case) -> None:
     one = played(size, variant, part, topology, batched)
     everyone = played(size, variant, part, topology, batched, whole=True)
     assert one.seconds == pytest.approx(everyone.seconds)
-    assert problems(one.timeline, one.programs, one.links) == []
+    assert problems(one.timeline, one.launches, one.links) == []
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -96,10 +97,8 @@ def test_bytes_are_the_lower_bound_of_the_collectives(size: int) -> None:
             result = Group(MACHINE, size).play(
                 variant, lambda rank, build=build: build(rank, sizes), whole=True
             )
-            for program in result.programs:
-                assert sent(program) == pytest.approx(collectives * (size - 1) * block), (
-                    variant.name
-                )
+            for rank in result.launches:
+                assert sent(rank) == pytest.approx(collectives * (size - 1) * block), variant.name
             moved = sum(transfer.message.size for transfer in result.timeline.moved)
             assert moved == pytest.approx(size * collectives * (size - 1) * block), variant.name
 
@@ -124,64 +123,64 @@ def test_all_variants_do_the_same_gemms() -> None:
 
 def two_ranks() -> tuple[list, Links]:
     variant = Variant("fused", "fused", schedule=Schedule(lanes=1, chunks=2))
-    programs = []
+    launches = []
     for number in range(2):
         rank = Rank(MACHINE, number, 2, 2, variant)
-        rank.gather_then_work("x", 4, 1.0e9, lambda run: float(run.stop - run.start))
-        programs.append(rank.finish())
-    return programs, Links(MACHINE, 2)
+        column(rank, "x", 4, 5 * 10**8, 1)
+        launches.append(rank.finish())
+    return launches, Links(MACHINE, 2)
 
 
 def test_a_receive_that_nobody_sends_is_reported() -> None:
-    programs, links = two_ranks()
-    operations = programs[0].operations
+    launches, links = two_ranks()
+    operations = launches[0].operations
     first = next(i for i, op in enumerate(operations) if op.sends)
     operations[first] = replace(operations[first], sends=())
-    with pytest.raises(SimulationError, match="rank 1 waits for ever in 'x' on lane 0"):
-        simulate(programs, links)
+    with pytest.raises(SimulationError, match="rank 1 waits for ever in 'x block 1 chunk 0' on"):
+        simulate(launches, links)
 
 
 def test_lanes_in_another_order_hang() -> None:
-    programs, links = two_ranks()
-    operations = programs[0].operations
+    launches, links = two_ranks()
+    operations = launches[0].operations
     first, second = [i for i, op in enumerate(operations) if op.sends]
     operations[first], operations[second] = operations[second], operations[first]
     with pytest.raises(SimulationError, match="waits for ever"):
-        simulate(programs, links)
+        simulate(launches, links)
 
 
 def test_an_engine_that_is_busy_twice_is_noticed() -> None:
-    programs, links = two_ranks()
-    timeline = simulate(programs, links)
+    launches, links = two_ranks()
+    timeline = simulate(launches, links)
     spans = list(timeline.spans)
     number = max(i for i, span in enumerate(spans) if span.operation.engine == "compute")
     spans[number] = replace(spans[number], start=spans[number].start - 1.0)
-    found = problems(replace(timeline, spans=tuple(spans)), programs, links)
+    found = problems(replace(timeline, spans=tuple(spans)), launches, links)
     assert any("compute of rank" in line and "busy twice" in line for line in found)
 
 
 def test_a_gap_in_the_critical_path_is_noticed() -> None:
-    programs, links = two_ranks()
-    timeline = simulate(programs, links)
-    found = problems(replace(timeline, seconds=timeline.seconds + 1.0), programs, links)
+    launches, links = two_ranks()
+    timeline = simulate(launches, links)
+    found = problems(replace(timeline, seconds=timeline.seconds + 1.0), launches, links)
     assert any("critical path ends" in line for line in found)
 
 
 def test_a_link_that_carries_too_much_is_noticed() -> None:
-    programs, links = two_ranks()
-    timeline = simulate(programs, links)
+    launches, links = two_ranks()
+    timeline = simulate(launches, links)
     fast = tuple(replace(moved, start=moved.end - 1e-12) for moved in timeline.moved)
-    found = problems(replace(timeline, moved=fast), programs, links)
+    found = problems(replace(timeline, moved=fast), launches, links)
     assert any("less than" in line for line in found)
 
 
 def test_bytes_that_are_lost_or_moved_twice_are_noticed() -> None:
-    programs, links = two_ranks()
-    timeline = simulate(programs, links)
+    launches, links = two_ranks()
+    timeline = simulate(launches, links)
     twice = replace(timeline, moved=(*timeline.moved, timeline.moved[0]))
-    assert any("carried out 2 times" in line for line in problems(twice, programs, links))
+    assert any("carried out 2 times" in line for line in problems(twice, launches, links))
     lost = Group(MACHINE, 2).play(COMPUTE_ONLY, lambda rank: llama.forward(rank, shape(2)))
-    found = problems(lost.timeline, programs, links)
+    found = problems(lost.timeline, launches, links)
     assert any("carried out 0 times" in line for line in found)
 
 
@@ -199,15 +198,16 @@ def test_the_same_seed_gives_the_same_times() -> None:
     first, second = disturbed(seed=1, **options), disturbed(seed=1, **options)
     assert first.timeline == second.timeline
     assert disturbed(seed=2, **options).seconds != first.seconds
-    assert problems(first.timeline, first.programs, first.links) == []
+    assert problems(first.timeline, first.launches, first.links) == []
 
 
 def test_slow_links_and_stragglers_cost_time() -> None:
     calm = disturbed().seconds
     assert disturbed(slow_links=12, slow_link_factor=3.0).seconds > calm
     assert disturbed(stragglers=1).seconds > calm
-    assert len(disturbed(stragglers=1).programs) == 4
-    assert len(disturbed().programs) == 1
+    assert len(disturbed(stragglers=1).launches) == 4
+    plain = Group(MACHINE, 4).play(REFERENCE, lambda rank: llama.forward(rank, shape(4)))
+    assert len(plain.launches) == 1
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,10 @@ def test_the_same_bytes_move_and_nothing_is_busy_twice(
         for schedule in (Schedule("shifted", ranks - 1, chunks), None)
     )
     for one in (fused, plain):
-        assert problems(one.timeline, one.programs, one.links) == []
-        for program in one.programs:
+        assert problems(one.timeline, one.launches, one.links) == []
+        for rank in one.launches:
             wanted = (ranks - 1) / ranks * 120 * (QKV + H) / tp * ITEM_BYTES
-            assert sent(program) == pytest.approx(wanted)
+            assert sent(rank) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
@@ -94,7 +94,7 @@ def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None
     once, twice = (Ulysses(what, schedule, key_value, repeats) for repeats in (1.0, 2.0))
     assert once.projects
     assert not twice.projects
-    less, more = (sent(play(ideal(), one, 4).programs[0]) for one in (once, twice))
+    less, more = (sent(play(ideal(), one, 4).launches[0]) for one in (once, twice))
     assert more - less == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
 
 

@@ -1,6 +1,6 @@
 """What has to hold for every simulated timeline, whatever was simulated.
 
-1. An engine or a lane does one thing at a time, in the order of the program.
+1. An engine or a lane does one thing at a time, in the order of the launches.
 2. A transfer takes at least its latency and the time that its bytes need on its links alone, and a
    link never carries more than its capacity over any interval between transfers.
 3. The critical path, followed back through causes, is contiguous: its pieces add up to the time of
@@ -16,21 +16,21 @@ from itertools import pairwise
 
 from commfuse_npu.tools.simulate.engine import Cause, Timeline
 from commfuse_npu.tools.simulate.group import Played
+from commfuse_npu.tools.simulate.launches import Launches
 from commfuse_npu.tools.simulate.links import LinkId, Links
-from commfuse_npu.tools.simulate.program import Program
 
 _SLACK = 1e-9
 """Relative to the time of the step; events are added up in floating point."""
 
 
-def problems(timeline: Timeline, programs: Sequence[Program], links: Links) -> list[str]:
+def problems(timeline: Timeline, launches: Sequence[Launches], links: Links) -> list[str]:
     """What does not hold, in words; empty if everything does."""
     slack = _SLACK * max(timeline.seconds, 1e-12)
     return [
         *_busy_twice(timeline, slack),
         *_links(timeline, links, slack),
         *_path(timeline, slack),
-        *_bytes(timeline, programs),
+        *_bytes(timeline, launches),
     ]
 
 
@@ -105,21 +105,21 @@ def _path(timeline: Timeline, slack: float) -> Iterator[str]:
         yield f"the critical path ends at {time:g} s, the step at {timeline.seconds:g} s"
 
 
-def _bytes(timeline: Timeline, programs: Sequence[Program]) -> Iterator[str]:
-    planned = Counter({m.key: m.size for p in programs for op in p.operations for m in op.sends})
+def _bytes(timeline: Timeline, launches: Sequence[Launches]) -> Iterator[str]:
+    planned = Counter(
+        {m.key: m.size for rank in launches for op in rank.operations for m in op.sends}
+    )
     done = Counter(moved.message.key for moved in timeline.moved)
     for key, size in planned.items():
         if done[key] != 1:
             yield f"transfer {key} of {size:g} bytes was carried out {done[key]} times"
 
 
-def sent(program: Program) -> float:
+def sent(launches: Launches) -> float:
     """Bytes that a rank sends."""
-    return sum(message.size for operation in program.operations for message in operation.sends)
+    return sum(message.size for operation in launches.operations for message in operation.sends)
 
 
 def work(played: Played) -> float:
     """Seconds that the busiest compute engine has work, at full speed."""
-    return max(
-        sum(operation.seconds for operation in program.operations) for program in played.programs
-    )
+    return max(sum(operation.seconds for operation in rank.operations) for rank in played.launches)

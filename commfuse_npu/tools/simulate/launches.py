@@ -1,4 +1,4 @@
-"""What one rank does: operations in the order in which its host launches them.
+"""What the host of one rank launches: operations, in order.
 
 Two kinds: work for the compute engine, and exchanges on a lane.  The order on an engine or a lane
 is the order of the list, as on a stream.  As with torch's process groups, an exchange starts after
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["COMPUTE", "Message", "Operation", "Program", "fold"]
+__all__ = ["COMPUTE", "Key", "Launches", "Message", "Operation", "fold"]
 
 COMPUTE = "compute"
 
@@ -48,7 +48,7 @@ class Operation:
     launches: int
 
 
-class Program:
+class Launches:
     """Built operation by operation.
 
     Args:
@@ -63,7 +63,7 @@ class Program:
         self._prefixes = 0
 
     def unique(self, name: str) -> tuple[str, int]:
-        """A prefix of keys that no other operation of this program uses; the same on every rank."""
+        """A prefix of keys that no other operation of this rank uses; the same on every rank."""
         self._prefixes += 1
         return name, self._prefixes
 
@@ -71,8 +71,7 @@ class Program:
         self, name: str, seconds: float, after: Iterable[int] = (), launches: int = 1
     ) -> int:
         """Add work of so many seconds that waits for the exchanges ``after``; returns its index."""
-        self.operations.append(Operation(name, COMPUTE, seconds, (), (), tuple(after), launches))
-        self._last_compute = len(self.operations) - 1
+        self._last_compute = self._add(name, COMPUTE, seconds, (), (), after, launches)
         return self._last_compute
 
     def exchange(
@@ -84,38 +83,50 @@ class Program:
         *,
         after: Iterable[int] = (),
         launches: int = 1,
-        early_receive: bool = False,
-        wait_for_work: bool = True,
-    ) -> tuple[int, ...]:
-        """Add transfers on a lane; returns what has to be waited for to use what is received.
+    ) -> tuple[int, int]:
+        """Add transfers on a lane; returns what is done when they are received, and when sent.
 
-        Args:
-            early_receive: the receives need nothing to be done before (gloo: they are posted
-                ahead); only without ``batched``.
-            wait_for_work: whether work launched before has to be done; not inside a kernel.
+        As torch's process groups do, they start after all work that was launched before them.
         """
         needs = set(after)
-        if wait_for_work and self._last_compute is not None:
+        if self._last_compute is not None:
             needs.add(self._last_compute)
-        ordered = tuple(sorted(needs))
         if self.batched:
-            self.operations.append(
-                Operation(name, lane, 0.0, tuple(sends), tuple(receives), ordered, launches)
-            )
-            return (len(self.operations) - 1,)
-        added = []
+            both = self._add(name, lane, 0.0, sends, receives, needs, launches)
+            return both, both
+        received = sent = -1
         if receives:
-            early = () if early_receive else ordered
-            self.operations.append(Operation(name, None, 0.0, (), tuple(receives), early, launches))
-            added.append(len(self.operations) - 1)
+            received = self._add(name, None, 0.0, (), receives, needs, launches)
         if sends:
-            self.operations.append(Operation(name, lane, 0.0, tuple(sends), (), ordered, launches))
-            added.append(len(self.operations) - 1)
-        return tuple(added[:1])
+            sent = self._add(name, lane, 0.0, sends, (), needs, launches)
+        return received, sent
+
+    def _add(
+        self,
+        name: str,
+        engine: str | None,
+        seconds: float,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        after: Iterable[int],
+        launches: int,
+    ) -> int:
+        self.operations.append(
+            Operation(
+                name,
+                engine,
+                seconds,
+                tuple(sends),
+                tuple(receives),
+                tuple(sorted(after)),
+                launches,
+            )
+        )
+        return len(self.operations) - 1
 
 
-def fold(program: Program) -> Program:
-    """The program of rank 0, standing for all ranks of a symmetric group.
+def fold(rank: Launches) -> Launches:
+    """Those of rank 0, standing for all ranks of a symmetric group.
 
     What rank 0 receives in a step is the image of what it sends in that step, so the receive takes
     the message of the send.  Keys end with the rank that sends.
@@ -123,9 +134,9 @@ def fold(program: Program) -> Program:
     Raises:
         ValueError: a step sends and receives different amounts; such a group is not symmetric.
     """
-    sent = {message.key[:-1]: message for op in program.operations for message in op.sends}
-    folded = Program(program.batched)
-    for op in program.operations:
+    sent = {message.key[:-1]: message for op in rank.operations for message in op.sends}
+    folded = Launches(rank.batched)
+    for op in rank.operations:
         receives = []
         for message in op.receives:
             image = sent.get(message.key[:-1])

@@ -1,0 +1,223 @@
+"""Tensor-parallel linear layers, in every variant, as launches of one rank.
+
+Fused they run the programs of :mod:`commfuse_npu.ops.linear`; the others are written down here.
+
+Legend: a *block* is the part of one rank, ``rows`` rows of ``n * rows``; ``inputs`` and ``outputs``
+are the features of this rank's weight ``[outputs, inputs]``; ``item`` is the bytes of a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from commfuse_npu.plan import split
+from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.tools.simulate.rank import Rank, Width, Work
+
+__all__ = ["column", "column_gradients", "gemm_work", "row", "row_gradients", "wgrad_seconds"]
+
+
+def column(
+    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
+) -> None:
+    """Gather blocks -> GEMM."""
+    if _fused(rank):
+        program = gather_gemm(rank.place(name), rows, inputs, outputs, False, None, 0)
+        columns = {"shard": inputs, "weight": outputs, "out": outputs}
+        rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
+        return
+    _gather_gemm(rank, name, rows, inputs, outputs, item)
+
+
+def row(
+    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
+) -> None:
+    """GEMM -> reduce-scatter of the product, which what follows needs."""
+    if _fused(rank):
+        program = gemm_scatter(rank.place(name), rows, inputs, outputs)
+        columns = {"a": inputs, "weight": outputs, "out": outputs}
+        rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
+        return
+    _gemm_scatter(rank, name, rows, inputs, outputs, item, kernel=True)
+
+
+def column_gradients(
+    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
+) -> None:
+    """dgrad -> reduce-scatter; the input is gathered again -> wgrad."""
+    wgrad = rank.variant.wgrad
+    if _fused(rank):
+        place = rank.place(name)
+        program = column_backward(place, rows, inputs, outputs, True, True, wgrad)
+        columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
+        # Columns of a weight are no run of its memory.
+        strided = len(place.schedule.runs(inputs, "last")) > 1
+        works = {
+            "gemm": gemm_work(rank, item if strided else 0),
+            "wgrad": _wgrad_work(rank, rows * rank.size),
+        }
+        rank.run(name, program, columns, works, item=item)
+        return
+    waits = rank.collective(f"{name} re-gather", rows * inputs * item)
+    if rank.variant.kind == "plain":
+        rank.need(waits)
+
+    def behind() -> None:
+        seconds = wgrad_seconds(rank, rows * rank.size, inputs, outputs)
+        rank.compute(f"{name} wgrad", seconds, waits)
+
+    # A fused kernel has no form for this backward.
+    _gemm_scatter(rank, f"{name} dgrad", rows, outputs, inputs, item, kernel=False, behind=behind)
+
+
+def row_gradients(
+    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
+) -> None:
+    """Gradients arrive -> dgrad, then wgrad over all of them, or of each."""
+    whole = rows * rank.size
+    if _fused(rank):
+        wgrad = rank.variant.wgrad
+        program = gather_gemm(rank.place(name), rows, outputs, inputs, False, wgrad, inputs)
+        columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
+        works = {"gemm": gemm_work(rank), "wgrad": _wgrad_work(rank, whole)}
+        rank.run(name, program, columns, works, item=item)
+        return
+    waits = _gather_gemm(rank, f"{name} dgrad", rows, outputs, inputs, item)
+    rank.compute(f"{name} wgrad", wgrad_seconds(rank, whole, inputs, outputs), waits)
+
+
+def _fused(rank: Rank) -> bool:
+    return rank.variant.kind == "fused" and rank.size > 1
+
+
+# ------------------------------------------------------------------------ work of programs
+
+
+def gemm_work(rank: Rank, copied: float = 0) -> Work:
+    """``gemm(out, a, b)``.
+
+    Args:
+        copied: bytes per number of ``b`` that has to be copied before.
+    """
+
+    def seconds(one: Compute, width: Width) -> float:
+        (out,), (a, b) = one.outs, one.ins
+        inner, outer = width(a), width(b)
+        copy = rank.machine.memory(2 * copied * inner * outer)
+        return copy + rank.machine.gemm(out.rows, inner, outer)
+
+    return seconds
+
+
+def _wgrad_work(rank: Rank, whole: int) -> Work:
+    """``wgrad(grad, x)``: ``grad^T @ x``."""
+
+    def seconds(one: Compute, width: Width) -> float:
+        grad, x = one.ins
+        return wgrad_seconds(rank, grad.rows, width(x), width(grad), whole)
+
+    return seconds
+
+
+def wgrad_seconds(
+    rank: Rank, rows: int, inputs: int, outputs: int, whole: int | None = None
+) -> float:
+    """Of some rows of the ``whole``: then the product is added to a sum in fp32."""
+    part = whole is not None and rows != whole
+    result = 2 * SUM_BYTES if part else ITEM_BYTES
+    return rank.machine.gemm(outputs, rows, inputs, result_bytes=result)
+
+
+# ------------------------------------------------------------------------ without programs
+
+_TILES = 16
+"""Pieces of a fused kernel's GEMM between which it can wait; assumed."""
+_KERNEL_RANKS = (2, 4, 8)
+_KERNEL_INNER = (256, 65535)
+
+
+def _takes_kernel(rank: Rank, inner: int) -> bool:
+    return (
+        rank.variant.kind == "kernel"
+        and rank.size in _KERNEL_RANKS
+        and rank.members_per_node == rank.size
+        and _KERNEL_INNER[0] <= inner < _KERNEL_INNER[1]
+    )
+
+
+def _slices(rank: Rank, rows: int) -> list[int]:
+    """Rows of a block in each slice; all of them where nothing is sliced."""
+    if rank.variant.kind != "sliced" or rank.size == 1:
+        return [rows]
+    return [stop - start for start, stop in pairwise(split(rows, rank.variant.slices))]
+
+
+def _reorder(rank: Rank, name: str, rows: int, columns: int, item: float) -> None:
+    """Slices hold rows of every block: a copy puts them in order."""
+    rank.compute(f"{name} reorder", rank.machine.memory(2 * rows * rank.size * columns * item))
+
+
+def _gather_gemm(
+    rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
+) -> tuple[int, ...]:
+    """Returns what to wait for until all rows are there."""
+    machine, n = rank.machine, rank.size
+    if _takes_kernel(rank, inner):
+        waits = rank.collective(f"{name} gather", rows * inner * item, launches=0)
+        seconds = machine.gemm(rows * n, inner, outer)
+        last = seconds / (_TILES * n)
+        rank.compute(name, seconds - last)
+        rank.compute(f"{name} last tile", last, waits, launches=0)
+        return waits
+    slices = _slices(rank, rows)
+    arrivals = [rank.collective(f"{name} gather", part * inner * item) for part in slices]
+    for part, waits in zip(slices, arrivals, strict=True):
+        rank.compute(name, machine.gemm(part * n, inner, outer), waits)
+    if len(slices) > 1:
+        _reorder(rank, name, rows, outer, item)
+    return arrivals[-1]
+
+
+def _gemm_scatter(
+    rank: Rank,
+    name: str,
+    rows: int,
+    inner: int,
+    outer: int,
+    item: float,
+    *,
+    kernel: bool,
+    behind: Callable[[], None] | None = None,
+) -> None:
+    """What follows needs the sums.
+
+    Args:
+        kernel: whether a fused kernel has a form for it.
+        behind: work that needs not the sums; it hides the end of the transfers, except in the
+            ``plain`` variants, which wait first.
+    """
+    machine, n, kind = rank.machine, rank.size, rank.variant.kind
+    waits: tuple[int, ...] = ()
+    if kernel and _takes_kernel(rank, inner):
+        seconds, block = machine.gemm(rows * n, inner, outer), rows * outer * item
+        first = seconds / (_TILES * n)
+        rank.compute(f"{name} first tile", first)
+        rank.collective(f"{name} scatter", block * (1 - 1 / _TILES), launches=0)
+        rank.compute(name, seconds - first, launches=0)
+        waits = rank.collective(f"{name} last scatter", block / _TILES, launches=0)
+    else:
+        slices = _slices(rank, rows)
+        if len(slices) > 1:
+            _reorder(rank, name, rows, inner, item)
+        for part in slices:
+            rank.compute(name, machine.gemm(part * n, inner, outer))
+            waits = rank.collective(f"{name} scatter", part * outer * item)
+        if kind == "plain":
+            rank.need(waits)
+            waits = ()
+    if behind is not None:
+        behind()
+    rank.need(waits)

@@ -1,0 +1,197 @@
+"""What is timed is the program: its transfers and its work, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Add, Compute, Copy, Program, Span, Wait
+from commfuse_npu.plan.rules import (
+    RULES,
+    column_backward,
+    exchange,
+    gather_gemm,
+    gather_use,
+    gemm_scatter,
+    produce_scatter,
+)
+from commfuse_npu.plan.schedule import Place
+from commfuse_npu.tools.simulate import linear, llama
+from commfuse_npu.tools.simulate.launches import COMPUTE, Launches
+from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES
+from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.ulysses import Ulysses
+from commfuse_npu.tools.simulate.variants import Variant
+from tests.tools.simulate.machines import ideal
+
+SIZE, ROWS, INPUTS, OUTPUTS = 6, 8, 48, 60
+SHAPE = LayerShape(SIZE * ROWS, SIZE * ROWS, 1, 48, 96, 144, 60, SIZE)
+PART = LayerShape(ROWS, SIZE * ROWS, 1, 48, 96, 144, 60, 1)
+"""Of a context-parallel rank."""
+
+SCHEDULES = [
+    Schedule("shifted", 2, 1),
+    Schedule("shifted", 3, 4),
+    Schedule("shifted", 5, 2, taper=2.0),
+    Schedule("two_level", 3, 2, node_size=3),
+]
+
+Build = Callable[[Rank], None]
+Made = Callable[[Place], list[Program]]
+
+
+def _column(rank: Rank) -> None:
+    linear.column(rank, "x", ROWS, INPUTS, OUTPUTS)
+
+
+def _row(rank: Rank) -> None:
+    linear.row(rank, "x", ROWS, INPUTS, OUTPUTS)
+
+
+def _column_gradients(rank: Rank) -> None:
+    linear.column_gradients(rank, "x", ROWS, INPUTS, OUTPUTS)
+
+
+def _row_gradients(rank: Rank) -> None:
+    linear.row_gradients(rank, "x", ROWS, INPUTS, OUTPUTS)
+
+
+def _attention(rank: Rank) -> None:
+    llama._attention_scatter(rank, SHAPE, SHAPE.attention(rank.machine))
+
+
+def _attention_gradients(rank: Rank) -> None:
+    llama._gather_attention(rank, SHAPE, SHAPE.attention(rank.machine))
+
+
+def _ulysses(part: str) -> Build:
+    return lambda rank: getattr(Ulysses(PART, rank.variant.schedule), part)(rank)
+
+
+def _causal(place: Place) -> Place:
+    return place._replace(schedule=place.schedule.for_causal_blocks(place.size))
+
+
+CASES: dict[str, tuple[Build, Made]] = {
+    "column": (_column, lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, False, None, 0)]),
+    "row": (_row, lambda at: [gemm_scatter(at, ROWS, INPUTS, OUTPUTS)]),
+    "column gradients": (
+        _column_gradients,
+        lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, "whole")],
+    ),
+    "row gradients": (
+        _row_gradients,
+        lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, False, "whole", INPUTS)],
+    ),
+    "attention": (_attention, lambda at: [produce_scatter(_causal(at), ROWS, 48)]),
+    "attention gradients": (
+        _attention_gradients,
+        lambda at: [gather_use(_causal(at), ROWS, 48, True)],
+    ),
+    "ulysses": (
+        _ulysses("forward"),
+        lambda at: [
+            exchange(at, ROWS, 144 // SIZE, "made", False, True, False),
+            exchange(_causal(at), ROWS, 48 // SIZE, "made and kept", True, True, False),
+        ],
+    ),
+    "ulysses gradients": (
+        _ulysses("backward"),
+        lambda at: [
+            exchange(at, ROWS, 48 // SIZE, "made", True, False, True),
+            exchange(at, ROWS, 144 // SIZE, "given", True, True, False),
+        ],
+    ),
+}
+
+
+def test_all_rules_of_a_layer_are_here() -> None:
+    place = Place(SCHEDULES[0], 0, SIZE, True)
+    used = {program.rule[0] for _, made in CASES.values() for program in made(place)}
+    # Of buckets, sharded weights and the all-reduce no layer of tensor parallelism has any.
+    others = {name for name in RULES if name.startswith(("bucket_", "sharded_"))}
+    assert used == set(RULES) - others - {"gemm_all_reduce"}
+
+
+def played(schedule: Schedule, number: int, batched: bool, build: Build) -> Rank:
+    machine = replace(ideal(), batched=batched)
+    rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule=schedule))
+    build(rank)
+    return rank
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["in batches", "one by one"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bool) -> None:
+    build, made = CASES[case]
+    for number in range(SIZE):
+        rank = played(schedule, number, batched, build)
+        programs = made(Place(schedule, number, SIZE, batched))
+        # Compiled once per arguments: the very program that runs.
+        assert [ran.program for ran in rank.ran.values()] == programs
+        compare(rank.finish(), programs, list(rank.ran))
+
+
+def compare(launches: Launches, programs: list[Program], names: list[str]) -> None:
+    """An operation per instruction; transfers start after the work that is written before them."""
+    operations = list(enumerate(launches.operations))
+    for program, name in zip(programs, names, strict=True):
+        received: dict[int, int] = {}
+        sent: dict[int, int] = {}
+        needed: set[int] = set()
+        last: int | None = None
+        for one in program.code:
+            if isinstance(one, Wait):
+                needed |= {received[step] for step in one.receives}
+                needed |= {sent[step] for step in one.sends}
+                continue
+            if isinstance(one, Add):
+                # Each addition takes a pass of its own.
+                parts = max(2, sum(parts for _, parts in one.terms))
+                for _ in range(parts - 1):
+                    at, operation = operations.pop(0)
+                    assert operation.name == f"{name} sum"
+                    assert needed <= set(operation.after)
+                    last, needed = at, set()
+                continue
+            at, operation = operations.pop(0)
+            assert needed <= set(operation.after)
+            if isinstance(one, Compute | Copy):
+                work = one.work if isinstance(one, Compute) else "copy"
+                assert (operation.engine, operation.name) == (COMPUTE, f"{name} {work}")
+                if isinstance(one, Compute) and work == "gemm":
+                    (out,), (a, b) = one.outs, one.ins
+                    columns = b.columns[1] - b.columns[0] if b.columns else width(program, out)
+                    # On a machine of 1 FLOP/s without overheads.
+                    assert operation.seconds == 2.0 * a.rows * b.rows * columns
+                last, needed = at, set()
+                continue
+            assert last is None or last in operation.after
+            ends = [(one.send, operation.sends, sent), (one.receive, operation.receives, received)]
+            for end, messages, posted in ends:
+                assert len(messages) == (end is not None)
+                if end is None:
+                    continue
+                (message,) = messages
+                transfer, span = end.transfer, end.span
+                assert (message.source, message.target) == (transfer.source, transfer.target)
+                assert message.key[-2:] == (transfer.step, transfer.source)
+                assert message.size == span.rows * width(program, span) * ITEM_BYTES
+                posted[transfer.step] = at
+                if program.batched or end is one.send:
+                    assert operation.engine == f"lane {transfer.lane}"
+    # What follows a program: the end, or work of Ulysses that no transfer feeds.
+    assert all(operation.name in ("end", "qkv wgrad") for _, operation in operations)
+
+
+def width(program: Program, span: Span) -> int:
+    """Columns of a span that travels or is made."""
+    scratch = {one.name: one.columns for one in program.scratch}
+    given = program.arguments
+    made = given.get("outputs") if span.buffer == "out" else given.get("inputs")
+    return scratch.get(span.buffer) or made or given["columns"]
