@@ -1,13 +1,10 @@
-"""What a transfer of a plan costs the host.
+"""What a fused op costs its host, beside the same layer written out by hand.
 
-Each transfer is a step of Python: views are made, a receive and a send are posted, both are waited
-for, the piece is handed on.  With pieces of a few kilobytes next to nothing else is left.  Measured
-is the CPU time of the thread that runs the op, gloo's calls included and its own threads not; what
-an op costs whatever the number of its transfers is taken off, by the difference between many and
-few.
-
-On HCCL the calls are others (a batch per step, waits that hold the stream): the Python around them
-is the same.
+On a stand-in for a process group that completes every transfer at once (torch's own, for tests),
+so that nothing but the host's work is left: views, posts, waits, launches of small GEMMs.  Measured
+is the CPU time of the thread that runs the op; op and hand-written loop
+(:mod:`scripts.evidence.hand_written`) take turns, and the ratio is that of the medians.  Programs
+are for batches, as on HCCL.
 """
 
 from __future__ import annotations
@@ -15,9 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,74 +23,120 @@ import torch.distributed as dist
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
-from scripts.gloo_ranks import run_ranks
+from scripts.evidence.hand_written import Setting, column_layer, row_layer
 
 __all__ = ["Overhead", "main", "measure"]
 
-_ROWS, _FEATURES = 256, 16
-_FEW, _MANY = 1, 16
+_ROWS, _FEATURES = 64, 64
+_LAYERS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any], bool]] = {
+    "all_gather_linear": (all_gather_linear, column_layer, False),
+    "linear_reduce_scatter": (linear_reduce_scatter, row_layer, True),
+}
+"""Op, the same by hand, and whether its input has the rows of all ranks."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Of one op on one rank, in microseconds of the calling thread's CPU time.
-
-    Attributes:
-        op_us: of a call with one transfer per peer.
-        transfer_us: of each transfer more.
-    """
+    """Of one direction of one op, in microseconds of CPU time: medians."""
 
     op: str
+    direction: str
+    chunks: int
     op_us: float
-    transfer_us: float
+    hand_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.op_us / self.hand_us
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op} {self.direction}, {self.chunks} chunks: {self.op_us:.0f} us, by hand "
+            f"{self.hand_us:.0f} us, {self.ratio:.2f}x"
+        )
 
 
-def measure(transport: Transport, calls: int) -> list[Overhead]:
-    """Medians over ``calls`` calls of each op.  A collective of the group."""
-    size = transport.size
-    weight = torch.ones(_FEATURES, _FEATURES)
-    inputs = {
-        all_gather_linear: torch.ones(_ROWS, _FEATURES),
-        linear_reduce_scatter: torch.ones(size * _ROWS, _FEATURES),
-    }
-    found = []
-    for op, x in inputs.items():
-        medians = {}
-        for chunks in (_FEW, _MANY):
-            options = LinearOptions(Schedule(lanes=transport.lanes, chunks=chunks))
-            times = []
-            for _ in range(calls + 10):
-                start = time.thread_time()
-                op(x, weight, transport=transport, options=options)
-                times.append(time.thread_time() - start)
-            medians[chunks] = 1e6 * statistics.median(times[10:])
-        more = (_MANY - _FEW) * (size - 1)
-        found.append(Overhead(op.__name__, medians[_FEW], (medians[_MANY] - medians[_FEW]) / more))
-    return found
+class _Alone(Transport):
+    """A transport whose peers agree with everything."""
+
+    def share(self, name: str, value: Any) -> list[Any]:
+        return [value] * self.size
 
 
-def _rank(rank: int, calls: int) -> None:
-    size = dist.get_world_size()
-    transport = Transport.create(lanes=max(1, size - 1), timeout=timedelta(seconds=60))
-    with torch.no_grad():
-        found = measure(transport, calls)
-    if rank == 0:
-        print(f"{size} ranks, gloo, medians of {calls} calls, us of CPU time of the calling thread")
-        for overhead in found:
-            print(
-                f"{overhead.op}: {overhead.op_us:.0f} for a call with {size - 1} transfers, "
-                f"{overhead.transfer_us:.0f} for each one more"
-            )
-    dist.barrier()
-    transport.close()
+def _transport(size: int) -> tuple[Transport, list[dist.ProcessGroup]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # Nothing arrives: scratch is what it was, and denormal numbers are slow.
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=size // 2, world_size=size, store=FakeStore())
+    everyone = list(range(size))
+    lanes = [dist.new_group(everyone) for _ in range(size - 1)]
+    world = dist.group.WORLD
+    assert world is not None
+    limit = timedelta(seconds=60)
+    return _Alone(world, lanes, lanes[0], timeout=limit, batched=True), lanes
+
+
+def measure(ranks: int, calls: int, chunks: Iterable[int] = (1, 2, 4)) -> list[Overhead]:
+    """Medians over ``calls`` calls of each op and direction; ends the process group it makes."""
+    transport, lanes = _transport(ranks)
+    try:
+        return [
+            found
+            for name in _LAYERS
+            for count in chunks
+            for found in _compared(name, count, transport, lanes, calls)
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def _compared(
+    name: str, chunks: int, transport: Transport, lanes: list[dist.ProcessGroup], calls: int
+) -> list[Overhead]:
+    op, by_hand, whole = _LAYERS[name]
+    rows = _ROWS * (transport.size if whole else 1)
+    x = torch.ones(rows, _FEATURES, requires_grad=True)
+    weight = torch.ones(_FEATURES, _FEATURES, requires_grad=True)
+    options = LinearOptions(Schedule(chunks=chunks))
+    setting = Setting(lanes, transport.rank, transport.size, _ROWS, chunks, {})
+    function, arguments = by_hand(setting, x, weight)
+    forms: list[Callable[[], torch.Tensor]] = [
+        lambda: op(x, weight, transport=transport, options=options),
+        lambda: function.apply(*arguments),
+    ]
+    times: list[tuple[list[float], list[float]]] = [([], []), ([], [])]
+    for number in range(calls + 10):
+        # By turns first and second: what is left in the caches helps both alike.
+        for form in (0, 1) if number % 2 else (1, 0):
+            start = time.thread_time()
+            y = forms[form]()
+            times[form][0].append(time.thread_time() - start)
+            grad = torch.ones_like(y)
+            start = time.thread_time()
+            y.backward(grad)
+            times[form][1].append(time.thread_time() - start)
+    return [
+        Overhead(
+            name,
+            direction,
+            chunks,
+            *(1e6 * statistics.median(times[form][way][10:]) for form in (0, 1)),
+        )
+        for way, direction in enumerate(("forward", "backward"))
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks and print a line per op."""
+    """Print a line per op, direction and number of chunks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, default=2, choices=range(2, 9), metavar="2..8")
+    parser.add_argument("--ranks", type=int, default=8, choices=range(2, 65), metavar="2..64")
     parser.add_argument("--calls", type=int, default=300, help="per op; default %(default)s")
     given = parser.parse_args(argv)
     if given.calls < 1:
         parser.error(f"--calls is {given.calls}; give a whole number from 1")
-    return run_ranks(_rank, given.ranks, given.calls)
+    print(f"{given.ranks} ranks, stand-in group, medians of {given.calls} calls, CPU time")
+    for overhead in measure(given.ranks, given.calls):
+        print(overhead)
+    return 0

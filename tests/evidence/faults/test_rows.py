@@ -33,7 +33,7 @@ def player() -> Iterator[Player]:
 
 LONG = (
     "killed/all_gather_linear/first_use/middle/3_ranks",
-    "killed/all_gather_linear/forward/middle/4_ranks/ring",
+    "killed/all_gather_linear/forward/middle/4_ranks",
     "slow/Buckets/forward/middle/3_ranks",
     "one_connection_lost/linear_reduce_scatter/forward/middle/4_ranks",
     "no_lane:_too_many_open_files/Transport.create/making_lanes/middle/3_ranks",
@@ -44,7 +44,7 @@ LONG = (
     "name",
     [
         "killed/all_gather_linear/backward/middle/3_ranks",
-        "user_error/gather_and_consume/forward/middle/3_ranks",
+        "user_error/gather_use/forward/middle/3_ranks",
         "mismatch/dtype/forward/middle/3_ranks",
         "no_memory_for_scratch/linear_reduce_scatter/forward/middle/3_ranks",
         *(pytest.param(name, marks=pytest.mark.long) for name in LONG),

@@ -232,7 +232,6 @@ def options_in(case: Case) -> list[tuple[str, Any]]:
             ("op", layer.op),
             ("schedule", layer.schedule.shape),
             ("chunks", layer.schedule.chunks),
-            ("order", layer.schedule.order),
             ("taper", layer.schedule.taper),
             ("wgrad", layer.wgrad),
             ("recomputed", layer.recompute),

@@ -40,6 +40,6 @@ def at_rest(link: Transport) -> list[str]:
     found = [f"{exchange.name} is still under way" for exchange in link._in_flight]
     if link._broken is not None:
         found.append(f"the transport is broken: {link._broken}")
-    if link.buffers._parts:
-        found.append(f"{len(link.buffers._parts)} buffers were not given back")
+    if link.scratch.lent:
+        found.append(f"{link.scratch.lent} arenas of scratch were not given back")
     return found

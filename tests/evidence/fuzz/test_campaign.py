@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from commfuse_npu.ops import weight_gradient
-from commfuse_npu.runtime import pipeline, transport
+from commfuse_npu.plan.program import Add, Program
+from commfuse_npu.runtime import transport
 from tests.distributed.ranks import Outcome, Ranks
 from tests.evidence.fuzz.campaign import campaign, failure_of
 from tests.evidence.fuzz.case import Bucket, BucketRun, Case, Network, case_of
@@ -29,17 +31,21 @@ def odd_blocks_lose_a_row(rank: int, case: Case) -> list[str]:
         return complaints(rank, case)
 
 
-def second_chunk_added_twice(rank: int, case: Case) -> list[str]:
-    """A fault of sums of three ranks or more, in pieces."""
-    fold = pipeline.ReduceScatter._fold
+def second_partial_added_twice(rank: int, case: Case) -> list[str]:
+    """A fault of sums of three ranks or more, in chunks."""
+    begin = transport.Transport.begin
 
-    def fault(self: Any, position: int, piece: Any, buffer: Any) -> None:
-        fold(self, position, piece, buffer)
-        if piece.target == self.plan.rank and piece.chunk and not self._first(position, piece):
-            fold(self, position, piece, buffer)
+    def fault(self: Any, program: Program, *args: Any, **kwargs: Any) -> Any:
+        adds = [at for at, one in enumerate(program.code) if isinstance(one, Add)]
+        if program.size > 2 and len(adds) > 1:
+            code = list(program.code)
+            one = code[adds[-1]]
+            code[adds[-1]] = one._replace(terms=(*one.terms, one.terms[-1]))
+            program = replace(program, code=tuple(code))
+        return begin(self, program, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.ReduceScatter, "_fold", fault)
+        patch.setattr(transport.Transport, "begin", fault)
         return complaints(rank, case)
 
 
@@ -60,12 +66,12 @@ def test_a_fault_of_one_option_is_found_and_made_small(ranks) -> None:
 
 @pytest.mark.long
 def test_a_fault_of_three_ranks_is_found(ranks) -> None:
-    assert campaign(ranks(3), 40, seed=1, compare=second_chunk_added_twice).smallest is not None
+    assert campaign(ranks(3), 40, seed=1, compare=second_partial_added_twice).smallest is not None
 
 
 def nothing_is_ever_finished(rank: int, case: Case) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport.Transport, "finished", lambda self, exchange: None)
+        patch.setattr(transport.Transport, "finished", lambda self, running: None)
         return complaints(rank, case)
 
 

@@ -9,12 +9,12 @@ from tests.evidence.fuzz.campaign import failure_of
 from tests.evidence.fuzz.case import Case, Layer, Network
 
 FOUND: dict[str, Case] = {
-    "carried partials of a tapered ring were overwritten": Network(
+    "partials of tapered chunks were overwritten": Network(
         size=4,
         layers=(
             Layer(
                 op="linear_reduce_scatter",
-                schedule=Schedule(shape="ring", lanes=1, chunks=3, order="block", taper=1.5),
+                schedule=Schedule(lanes=1, chunks=3, taper=1.5),
             ),
         ),
         rows=3,
