@@ -80,7 +80,7 @@ _OPTIONS = {
     "commfuse_schedule": _option(
         "auto",
         "auto: two_level if a tensor-parallel group spans nodes, else shifted",
-        choices=("auto", "shifted", "ring", "two_level"),
+        choices=("auto", "shifted", "two_level"),
     ),
     "commfuse_lanes": _option(
         None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
@@ -94,7 +94,6 @@ _OPTIONS = {
     "commfuse_taper": _option(
         1.0, "each sub-block is so many times as long as the next to arrive", type=float
     ),
-    "commfuse_order": _option("interleaved", choices=("block", "interleaved")),
     "commfuse_tuning": _option(
         "off",
         "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
@@ -119,7 +118,9 @@ _OPTIONS = {
         "parallelism)",
     ),
     "commfuse_dp": _option(
-        False, "exchange gradients and parameters of the distributed optimizer by the plans, too"
+        False,
+        "exchange gradients and parameters of the distributed optimizer by point-to-point "
+        "transfers, too",
     ),
     "commfuse_dp_reduce_dtype": _option(
         "none",
@@ -267,17 +268,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
-    """Of the data-parallel group, context-parallel ranks included.
-
-    Raises:
-        ValueError: the schedule is a ring.
-    """
-    if given.commfuse_schedule == "ring":
-        raise ValueError(
-            "--commfuse-dp and --commfuse-schedule ring exclude each other: on a ring a bucket "
-            "waits for ranks in between that compute something else; choose auto, shifted or "
-            "two_level, or leave --commfuse-dp out"
-        )
+    """Of the data-parallel group, context-parallel ranks included."""
     tensor_parallel = parallel_size(args, "tensor_model")
     stages = parallel_size(args, "pipeline_model")
     # Early the size of the job is known to the launcher only.
@@ -336,9 +327,7 @@ def schedule_for(
         shape=shape,
         lanes=given.commfuse_lanes,
         chunks=given.commfuse_chunks or chunks,
-        order=given.commfuse_order,
         taper=given.commfuse_taper,
         node_size=min(local, size) if shape == "two_level" else None,
     )
-    most = schedule.chunks if shape == "ring" else max(1, size - 1)
-    return replace(schedule, lanes=min(schedule.lanes_for(size), most))
+    return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))

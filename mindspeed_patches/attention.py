@@ -2,7 +2,7 @@
 
 The core attention of each layer is asked to wait (:mod:`.deferred_attention`), and the
 row-parallel projection after it, whose ``forward`` :class:`LinearWrappers` wraps, runs both in one
-pipeline.  Which class the core attention has does not matter, as long as what it computes is
+operation.  Which class the core attention has does not matter, as long as what it computes is
 ``softmax(q k^T) v``, causal or full; whatever is more than that keeps its own forward.
 """
 

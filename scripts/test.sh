@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       before every commit: at most 5 minutes on 2 cores
 #   bash scripts/test.sh --all                 everything, for a night
-#   bash scripts/test.sh tests/plan -k ring    further arguments go to pytest
+#   bash scripts/test.sh tests/plan -k taper   further arguments go to pytest
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu test npu

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.plan import Kind
+from commfuse_npu.plan import Place, rules
 from mindspeed_patches.rehearsal.collectives import CollectiveCounter
 from mindspeed_patches.rehearsal.records import Record
 
@@ -228,5 +228,8 @@ def _plans() -> dict[str, str]:
 
     schedule = commfuse_options(get_args()).linear.schedule
     size = parallel_state.get_tensor_model_parallel_world_size()
-    kinds: tuple[Kind, ...] = ("gather", "reduce_scatter")
-    return {kind: schedule.plan(kind, 0, size).draw() for kind in kinds}
+    place = Place(schedule, 0, size, batched=False)
+    return {
+        "gather": str(rules.gather_gemm(place, 64, 64, 64, False, None, 0)),
+        "reduce_scatter": str(rules.gemm_scatter(place, 64, 64, 64)),
+    }

@@ -31,7 +31,7 @@ class Record:
         patches: replacements and wrappers per patched function.
         collectives: ``[layer, where, operation, group, count]``.
         calls: ``[layer, path, count]`` of CommFuse's layers; empty without CommFuse.
-        plans: drawings of CommFuse's plans, by their kind.
+        plans: CommFuse's programs as text, by their kind.
     """
 
     rank: int

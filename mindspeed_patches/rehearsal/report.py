@@ -73,14 +73,14 @@ def layer_lines(records: Sequence[Record]) -> list[str]:
 
 
 def plan_lines(records: Sequence[Record]) -> list[str]:
-    """The plans of rank 0, with the layers that use them."""
+    """The programs of rank 0, with the layers that use them."""
     users = {
         "gather": "forward of qkv, fc1, output; backward of proj, fc2; weight gradients",
         "reduce_scatter": "forward of proj, fc2; backward of qkv, fc1, output",
     }
     lines = []
     for kind, drawing in records[0].plans.items():
-        lines.append(f"plan of {users.get(kind, kind)}:")
+        lines.append(f"program of {users.get(kind, kind)}:")
         lines += [f"  {line}" for line in drawing.splitlines()]
     return lines
 

@@ -410,12 +410,6 @@ def _check_link_rate(args: argparse.Namespace) -> None:
             f"{asked} paces gloo's connections, but --distributed-backend is "
             f"{args.distributed_backend}; choose gloo, or leave --link-rate out"
         )
-    lanes = min(args.commfuse_lanes or 1, args.commfuse_chunks or 2)
-    if args.use_commfuse and args.commfuse_schedule == "ring" and lanes > 1:
-        raise UsageError(
-            f"{asked} is per connection, and --commfuse-schedule ring would have {lanes} of them "
-            "per pair of ranks, a lane each; choose --commfuse-lanes 1, or another schedule"
-        )
     if args.compare and args.train_iters <= WARM_UP_ITERATIONS:
         raise UsageError(
             f"--compare {asked} measures after {WARM_UP_ITERATIONS} warm-up iterations, but "

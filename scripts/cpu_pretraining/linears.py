@@ -46,7 +46,7 @@ class LinearsInUse:
         return self._wrappers.transport if self._wrappers and self._mode == "commfuse" else None
 
     def describe(self) -> list[str]:
-        """Which layers took which path, and by which plan, for people."""
+        """Which layers took which path, and by which schedule, for people."""
         if self._wrappers is None:
             return ["tensor-parallel linear layers: Megatron's own"]
         return [

@@ -6,8 +6,7 @@ the time that a transfer takes is there to be hidden.
 
 A link here is a pair of ranks, one direction and one process group, because each group has
 connections of its own. That is one link for all that compares: the lanes of the fused layers keep
-the transfers of a pair in one direction on one lane, collectives on one group. `ring` with several
-lanes does not, and is refused with the option.
+the transfers of a pair in one direction on one lane, collectives on one group.
 """
 
 from __future__ import annotations

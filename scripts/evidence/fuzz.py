@@ -28,9 +28,9 @@ _SHARES = {1: 5, 2: 58, 3: 15, 4: 12, 5: 5, 6: 5}
 """Percent of the cases by group size: most where a case takes least."""
 
 _SHOWN = (
-    "op", "dtype", "schedule", "chunks", "taper", "order", "lanes of the transport", "posting",
-    "wgrad", "main_grad", "recomputed", "in flight", "micro-batches", "rows of a rank", "input",
-    "weight", "gradient",
+    "op", "dtype", "schedule", "chunks", "taper", "lanes of the transport", "posting", "wgrad",
+    "main_grad", "recomputed", "in flight", "micro-batches", "rows of a rank", "input", "weight",
+    "gradient",
 )  # fmt: skip
 
 

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from commfuse_npu import ops
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.transport import BufferPool, Transport
+from commfuse_npu.runtime.scratch import ScratchPool
+from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
 from scripts.gloo_ranks import run_ranks
@@ -114,14 +115,14 @@ def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]
         for scores in (True, False) if "attention" in name else (True,):
             peaks = {}
             with nullcontext() if scores else _without_scores():
-                transport.buffers = BufferPool(keep_bytes=0)
+                transport.scratch = ScratchPool(keep_bytes=0)
                 for form, call in forms.items():
                     peaks[form] = peak_bytes(call, "cpu")
-                transport.buffers = BufferPool()
+                transport.scratch = ScratchPool()
                 forms["fused"]()
             label = name if scores else f"{name}, no scores"
             found.append(
-                Memory(label, block=bytes_of_block, kept=transport.buffers.idle_bytes, **peaks)
+                Memory(label, block=bytes_of_block, kept=transport.scratch.idle_bytes, **peaks)
             )
     transport.close()
     return found

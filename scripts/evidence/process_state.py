@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from commfuse_npu.runtime.transport import Exchange, Transport, _Handle
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["ProcessState", "process_state"]
 
@@ -25,8 +26,8 @@ class ProcessState:
         iteration: how many are done.
         rss_kib: resident memory, with what the allocator could give back given back.
         sockets, threads: open ones, of the whole process.
-        in_flight: plans that the transport says are under way.
-        handles: posted transfers and plans that something still refers to.
+        in_flight: programs that the transport says are under way.
+        handles: posted transfers and programs that something still refers to.
         lent: parts of buffers that were not given back to the pool.
         idle_kib: what the pool of buffers keeps.
         tensors: that Python refers to, without those that the pool keeps.
@@ -59,10 +60,10 @@ def process_state(iteration: int, transport: Transport) -> ProcessState:
         sockets=_sockets(),
         threads=len(os.listdir(_SELF / "task")),
         in_flight=len(transport._in_flight),
-        handles=sum(kind in (_Handle, Exchange) for kind in kinds),
-        lent=len(transport.buffers._parts),
-        idle_kib=transport.buffers.idle_bytes >> 10,
-        tensors=sum(issubclass(kind, torch.Tensor) for kind in kinds) - len(transport.buffers),
+        handles=kinds.count(Running),
+        lent=transport.scratch.lent,
+        idle_kib=transport.scratch.idle_bytes >> 10,
+        tensors=sum(issubclass(kind, torch.Tensor) for kind in kinds) - transport.scratch.tensors,
         agreed=len(transport._agreed),
         objects=len(objects),
     )

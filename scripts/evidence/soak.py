@@ -85,11 +85,7 @@ class _Drawn:
 def _draws(seed: int, lanes: int) -> Iterator[_Drawn]:
     dice = random.Random(seed)
     while True:
-        schedule = Schedule(
-            dice.choice(("shifted", "shifted", "ring")),
-            lanes=dice.randint(1, lanes),
-            chunks=dice.randint(1, 6),
-        )
+        schedule = Schedule(lanes=dice.randint(1, lanes), chunks=dice.randint(1, 6))
         yield _Drawn(
             hidden=dice.choice(_HIDDEN),
             shard=dice.randint(1, 64),

@@ -1,7 +1,7 @@
 """Draw docs/timeline.svg: one linear layer with its collective, sliced, and taken apart.
 
 A drawing of the orders, not a measurement: every block of GEMM takes 1, every transfer 0.9 of it.
-The blocks of CommFuse and their order come from the project's own plans.
+What CommFuse does in which order is written in commfuse_npu/plan/rules/linear.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
-
-from commfuse_npu.plan import Kind, Schedule
 
 mpl.use("svg")
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "commfuse", "font.size": 9})
@@ -23,6 +21,9 @@ from matplotlib import pyplot as plt  # noqa: E402  (the backend comes first)
 RANKS = 4
 TRANSFER = 0.9
 COMPUTE, LINKS = "#4c72b0", "#dd8452"
+
+
+Kind = Literal["gather", "reduce_scatter"]
 
 
 class Bar(NamedTuple):
@@ -62,26 +63,29 @@ def sliced(kind: Kind, slices: int = 4) -> list[Bar]:
     return bars
 
 
-def commfuse(kind: Kind) -> list[Bar]:
-    """The plan of rank 0, with each block's transfer: before it when gathering, after it else."""
+def commfuse(kind: Kind, chunks: int = 3) -> list[Bar]:
+    """The program of rank 0, its links as one line."""
+    wire = (RANKS - 1) * TRANSFER / chunks
     bars, compute, links = [], 0.0, 0.0
-    arrived: dict[int | None, float] = {0: 0.0}
-    for step in Schedule(lanes=1).plan(kind, 0, RANKS).steps:
-        if kind == "gather" and step.receive is not None:
-            source = step.receive.source
-            bars.append(Bar("links", links, TRANSFER, f"from r-{RANKS - source}"))
-            links = arrived[source] = links + TRANSFER
-        if step.compute is None:
-            continue
-        rank = step.compute.source if kind == "gather" else step.compute.target
-        name = f"r-{RANKS - (rank or 0)}" if kind == "gather" else f"for r+{rank}"
-        compute = max(compute, arrived.get(rank, 0.0))
-        bars.append(Bar("compute", compute, 1.0, name if rank else "own r"))
-        compute += 1.0
-        if kind == "reduce_scatter" and rank:
-            links = max(links, compute)
-            bars.append(Bar("links", links, TRANSFER, f"to r+{rank}"))
-            links += TRANSFER
+    if kind == "gather":
+        arrived = [wire * (number + 1) for number in range(chunks)]
+        bars = [Bar("links", at - wire, wire, f"chunk {n}") for n, at in enumerate(arrived, 1)]
+        bars.append(Bar("compute", 0, 1.0, "own r"))
+        compute = 1.0
+        for number, there in enumerate(arrived, 1):
+            compute = max(compute, there)
+            bars.append(Bar("compute", compute, (RANKS - 1) / chunks, f"chunk {number} of all"))
+            compute += (RANKS - 1) / chunks
+        return bars
+    for number in range(1, chunks + 1):
+        last = number == chunks
+        gemm = (RANKS - last) / chunks
+        bars.append(Bar("compute", compute, gemm, f"columns {number}"))
+        compute += gemm
+        links = max(links, compute)
+        bars.append(Bar("links", links, wire, f"columns {number}"))
+        links += wire
+    bars.append(Bar("compute", compute, 1.0 / chunks, "own r"))
     return bars
 
 
@@ -116,6 +120,6 @@ def main(argv: Sequence[str]) -> int:
         draw(grid[0][column], collective(kind), f"{name}: a collective, {RANKS} ranks")
         end = "first" if kind == "gather" else "last"
         draw(grid[1][column], sliced(kind), f"sliced: the {end} slice's collective is exposed")
-        draw(grid[2][column], commfuse(kind), f"CommFuse: own block {end}, nothing is exposed")
+        draw(grid[2][column], commfuse(kind), f"CommFuse: own block {end}, chunks of all peers")
     figure.savefig(out, metadata={"Date": None})
     return 0

@@ -171,7 +171,7 @@ def test_only_loading_what_was_saved_here_brings_the_optimizer_back() -> None:
 def test_the_options_of_commfuse_are_passed_when_they_are_set() -> None:
     chosen = {
         "COMMFUSE_LAYERS": "qkv,fc1",
-        "COMMFUSE_SCHEDULE": "ring",
+        "COMMFUSE_SCHEDULE": "shifted",
         "COMMFUSE_LANES": "3",
         "COMMFUSE_CHUNKS": "2",
         "COMMFUSE_REDUCE_DTYPE": "none",
@@ -179,8 +179,8 @@ def test_the_options_of_commfuse_are_passed_when_they_are_set() -> None:
     words = dry_run("llama3_8b", **chosen)
     at = words.index("--use-commfuse")
     assert words[at + 1 : at + 11] == [
-        *("--commfuse-layers", "qkv,fc1", "--commfuse-schedule", "ring", "--commfuse-lanes", "3"),
-        *("--commfuse-chunks", "2", "--commfuse-reduce-dtype", "none"),
+        *("--commfuse-layers", "qkv,fc1", "--commfuse-schedule", "shifted"),
+        *("--commfuse-lanes", "3", "--commfuse-chunks", "2", "--commfuse-reduce-dtype", "none"),
     ]
     plain = dry_run("llama3_8b", USE_COMMFUSE="0", **chosen)
     assert not [word for word in plain if "commfuse" in word]

@@ -84,10 +84,6 @@ def test_compare(ranks, tmp_path: Path) -> None:
         ),
         ("--commfuse-dp --no-use-commfuse", r"--commfuse-dp needs --use-commfuse, .+; add it"),
         (
-            "--commfuse-dp --commfuse-schedule ring",
-            r"--commfuse-dp and --commfuse-schedule ring exclude each other: .+; choose auto",
-        ),
-        (
             "--overlap-param-gather",
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; g",
         ),

@@ -56,10 +56,6 @@ def test_no_rate_unless_asked_for() -> None:
             "--link-rate 50 needs links, but there is 1 process; choose --tensor-model-parallel-si",
         ),
         (
-            "--link-rate 50 --commfuse-schedule ring --commfuse-chunks 2 --commfuse-lanes 2",
-            "--link-rate 50 is per connection, .+ have 2 of them .+; choose --commfuse-lanes 1, or",
-        ),
-        (
             "--link-rate 50 --compare --train-iters 3",
             "after 3 warm-up iterations, but --train-iters is 3; choose --train-iters 4 or more",
         ),
@@ -68,11 +64,6 @@ def test_no_rate_unless_asked_for() -> None:
 def test_errors_name_value_limit_and_way_out(options: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse(options)
-
-
-def test_a_ring_with_one_connection_per_pair_may_have_a_rate() -> None:
-    for options in ("--commfuse-chunks 1", "--commfuse-chunks 2 --commfuse-lanes 1"):
-        parse(f"--link-rate 50 --commfuse-schedule ring {options}")
 
 
 def test_speed_leaves_the_first_iterations_out() -> None:

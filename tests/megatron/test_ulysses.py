@@ -163,7 +163,7 @@ def test_fused_plain_unfused_and_not_split(ranks) -> None:
 def test_four_ranks_that_share_key_heads(ranks) -> None:
     cases = [
         Case(heads=8, key_heads=2, schedule=Schedule(lanes=3)),
-        Case(heads=4, key_heads=1, schedule=Schedule("ring", lanes=1)),
+        Case(heads=4, key_heads=1, schedule=Schedule(lanes=1)),
         Case(heads=4, key_heads=4, schedule=Schedule("two_level", lanes=2, node_size=2)),
     ]
     ranks(4).run(compared, cases)

@@ -65,12 +65,6 @@ class TestNeeds:
         ):
             CommFuseFeature().validate_args(args)
 
-    def test_no_ring(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"--commfuse-dp and --commfuse-schedule ring exclude .+; choose auto"
-        ):
-            CommFuseFeature().validate_args(data_parallel("--commfuse-schedule", "ring"))
-
 
 class TestOptions:
     def test_off_by_default(self) -> None:

@@ -74,11 +74,10 @@ class TestOptions:
     def test_typed_or_as_strings(self, early: bool) -> None:
         given = {
             "commfuse_layers": "qkv,fc1",
-            "commfuse_schedule": "ring",
+            "commfuse_schedule": "shifted",
             "commfuse_lanes": "3",
             "commfuse_chunks": "4",
             "commfuse_taper": "1.5",
-            "commfuse_order": "block",
             "commfuse_reduce_dtype": "float32",
             "commfuse_wgrad": "blocks",
             "commfuse_min_kib": "16",
@@ -95,7 +94,7 @@ class TestOptions:
         assert options.layers == ("qkv", "fc1")
         assert options.min_bytes == 16 * 1024
         linear = options.linear
-        assert linear.schedule == Schedule("ring", lanes=3, chunks=4, order="block", taper=1.5)
+        assert linear.schedule == Schedule("shifted", lanes=3, chunks=4, taper=1.5)
         assert (linear.reduce_dtype, linear.wgrad) == (torch.float32, "blocks")
         assert linear.keep_gathered
         assert options.order_log == "a folder"
@@ -123,8 +122,8 @@ class TestOptions:
             commfuse_options(args)
 
     def test_a_taper_out_of_range_is_named(self) -> None:
-        with pytest.raises(ValueError, match=r"taper is 0\.5; from 1"):
-            commfuse_options(real_arguments("--commfuse-taper", "0.5"))
+        with pytest.raises(ValueError, match=r"taper is 0\.1; from 1/8 to 8"):
+            commfuse_options(real_arguments("--commfuse-taper", "0.1"))
 
     def test_lanes_that_nothing_would_use_are_not_made(self) -> None:
         args = real_arguments("--commfuse-lanes", "7", tensor_model_parallel_size=4)

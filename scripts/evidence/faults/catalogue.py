@@ -45,10 +45,9 @@ def _killed() -> Iterator[Scenario]:
     yield Scenario("killed", "all_gather_linear", "forward", ranks=2)
     yield Scenario("killed", "linear_reduce_scatter", "backward", ranks=2)
     yield Scenario("killed", "Buckets", "forward", ranks=4, lanes=3, stay=True)
-    # Only its neighbours talk to the rank: the third other one has to time out.
     for operation in ("all_gather_linear", "linear_reduce_scatter"):
         quick = operation == "all_gather_linear"
-        yield Scenario("killed", operation, ranks=4, shape="ring", stay=True, quick=quick)
+        yield Scenario("killed", operation, ranks=4, stay=True, quick=quick)
     yield Scenario("killed", "all_gather_linear", "first use", quick=True)
     yield Scenario("killed", "linear_all_to_all", "first use")
     # The rank whose process holds what others may depend on.
@@ -72,8 +71,8 @@ def _user_errors() -> Iterator[Scenario]:
         yield Scenario("user error", operation, "between", quick=quick)
     yield Scenario("user error", "all_gather_linear", "first use")
     # In a callback, with transfers under way; and so that nobody learns of it by an exit.
-    yield Scenario("user error", "gather_and_consume", quick=True)
-    yield Scenario("user error", "gather_and_consume", place="first", ranks=2, stay=True)
+    yield Scenario("user error", "gather_use", quick=True)
+    yield Scenario("user error", "gather_use", place="first", ranks=2, stay=True)
     yield Scenario("user error", "Buckets", "forward", "last")
 
 

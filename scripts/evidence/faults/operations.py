@@ -10,7 +10,7 @@ import torch
 
 from commfuse_npu import ops
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
-from commfuse_npu.runtime.pipeline import gather_and_consume
+from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["OPERATIONS", "Operation", "UserError"]
@@ -108,16 +108,17 @@ class _Buckets:
 
 
 class _Callback:
-    """A pipeline with the user's own work in it."""
+    """A program with the user's own work in it."""
 
     def __init__(self, transport: Transport, options: LinearOptions) -> None:
         self._transport = transport
-        self._plan = options.schedule.plan("gather", transport.rank, transport.size)
+        self._program = gather_use(transport.place(options.schedule), _ROWS, 2, False)
         self._shard = torch.full((_ROWS, 2), float(transport.rank))
         self._seen = torch.empty(_ROWS * transport.size, 2)
 
     def forward(self) -> None:
-        gather_and_consume(self._shard, self._use, transport=self._transport, plan=self._plan)
+        running = self._transport.begin(self._program, "gather_use", self._shard)
+        running.run({"use": self._use}, shard=self._shard)
 
     def _use(self, piece: torch.Tensor, rows: slice) -> None:
         self._seen[rows] = piece
@@ -192,6 +193,6 @@ OPERATIONS: dict[str, Callable[[Transport, LinearOptions], Operation]] = {
         causal=True,
     ),
     "Buckets": _Buckets,
-    "gather_and_consume": _Callback,
+    "gather_use": _Callback,
 }
 """By name; each made from a transport and options by every rank of the group."""

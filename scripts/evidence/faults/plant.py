@@ -16,13 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.runtime.transport import BufferPool, Transport
+from commfuse_npu.runtime import executor
+from commfuse_npu.runtime.scratch import ScratchPool
+from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.bench.wire import connected_sockets
 from scripts.evidence.faults.operations import UserError
 from scripts.evidence.faults.scenario import Phase, Scenario
@@ -52,13 +55,16 @@ class Plant:
         self._at: int | None = None
         fault = scenario.fault
         if fault == "no memory for scratch":
-            self._wrap(BufferPool, "take")
+            self._wrap(ScratchPool, "take")
         elif fault == "no memory for the output":
             self._wrap(torch.Tensor, "new_empty")
         elif scenario.phase == "making lanes":
             self._wrap(dist, "new_group")
         else:
-            self._wrap(Transport, "post_send")
+            # What programs send, and nobody else.
+            calls = SimpleNamespace(**vars(dist))
+            mock.patch.object(executor, "dist", calls).start()
+            self._wrap(calls, "isend")
 
     def _wrap(self, owner: Any, name: str) -> None:
         real = getattr(owner, name)
@@ -92,7 +98,7 @@ class Plant:
             raise RuntimeError(f"nothing to count in {phase} of {self._scenario.operation}")
         self._at = {"first": 0, "middle": before // 2, "last": before - 1}[self._scenario.place]
         if transport is not None and "memory" in self._scenario.fault:
-            transport.buffers.clear()
+            transport.scratch.clear()
 
     def _act(self) -> None:
         self._report(what="fault", at=time.monotonic())

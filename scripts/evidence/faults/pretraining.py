@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.runtime.executor import Running
 from scripts.evidence.faults.plant import user_code
 
 __all__ = ["VARIABLE", "Accident", "main"]
@@ -82,7 +82,7 @@ def _prepare(accident: Accident) -> None:
 
     from scripts.cpu_pretraining import training
 
-    begin, post_send, save = training._Loop._iteration, Transport.post_send, torch.save
+    begin, go_on, save = training._Loop._iteration, Running._go_on, torch.save
     at = 0
 
     def iteration(loop: Any, stop: Any) -> Any:
@@ -90,10 +90,13 @@ def _prepare(accident: Accident) -> None:
         at = loop.iteration + 1
         return begin(loop, stop)
 
-    def sending(transport: Transport, transfer: Any, tensor: Any, tag: int, what: str) -> Any:
-        if at == accident.iteration and accident.sends is not None and accident.sends in what:
+    def running(program: Running, works: Any, end: int) -> None:
+        named = accident.sends is not None and accident.sends in program.name
+        if named and at == accident.iteration:
+            # Its first transfers are posted, the last one never.
+            go_on(program, works, min(end, program.program.last_post))
             accident.strike()
-        return post_send(transport, transfer, tensor, tag, what)
+        go_on(program, works, end)
 
     def writing(state: Any, file: Any) -> None:
         if at == accident.iteration and accident.sends is None:
@@ -104,7 +107,7 @@ def _prepare(accident: Accident) -> None:
 
     # For the rest of the process.
     mock.patch.object(training._Loop, "_iteration", iteration).start()
-    mock.patch.object(Transport, "post_send", sending).start()
+    mock.patch.object(Running, "_go_on", running).start()
     mock.patch.object(torch, "save", writing).start()
 
 

@@ -86,7 +86,7 @@ def _play(scenario: Scenario, rank: int, folder: Path, diary: Diary) -> None:
         diary.write(what="calls", at=time.monotonic())
         MISMATCHES[scenario.operation](rank == scenario.faulty, transport)
         return
-    schedule = Schedule(scenario.shape, lanes=scenario.lanes, chunks=scenario.chunks)
+    schedule = Schedule(lanes=scenario.lanes, chunks=scenario.chunks)
     options = LinearOptions(schedule)
     operation = OPERATIONS[scenario.operation](transport, options)
     plain = operation.plain()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from commfuse_npu.plan import Shape
-
 __all__ = ["Fault", "Phase", "Place", "Scenario"]
 
 Fault = Literal[
@@ -49,7 +47,6 @@ class Scenario:
     ranks: int = 3
     faulty: int = 1
     peer: int | None = None
-    shape: Shape = "shifted"
     chunks: int = 2
     lanes: int = 2
     stay: bool = False
@@ -60,8 +57,6 @@ class Scenario:
     def name(self) -> str:
         """For ``--only``; of all rows another."""
         parts = [self.fault, self.operation, self.phase, self.place, f"{self.ranks} ranks"]
-        if self.shape != "shifted":
-            parts.append(self.shape)
         return "/".join(part.replace(" ", "_") for part in parts)
 
     @property
@@ -74,6 +69,4 @@ class Scenario:
         where = f"`{self.operation}`, {self.phase}"
         if self.phase in ("forward", "backward"):
             where += f", {self.place} {'allocation' if 'memory' in self.fault else 'send'}"
-        if self.shape != "shifted":
-            where += f", {self.shape}"
         return where + (", all stay alive" if self.stay else "")
