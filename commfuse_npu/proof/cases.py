@@ -124,7 +124,7 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
         "column_backward": [
             (2, rows, 3, scatters, gathers, wgrad)
             for scatters, gathers, wgrad in product(flags, flags, ways)
-            if scatters or wgrad
+            if (scatters or wgrad) and (wgrad or not gathers)
         ],
         "gemm_all_reduce": [(size * rows, 2, 3)],
         "produce_scatter": [(rows, 2)],

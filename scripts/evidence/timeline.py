@@ -74,7 +74,7 @@ def commfuse(kind: Kind, chunks: int = 3) -> list[Bar]:
         compute = 1.0
         for number, there in enumerate(arrived, 1):
             compute = max(compute, there)
-            bars.append(Bar("compute", compute, (RANKS - 1) / chunks, f"chunk {number} of all"))
+            bars.append(Bar("compute", compute, (RANKS - 1) / chunks, f"chunk {number}"))
             compute += (RANKS - 1) / chunks
         return bars
     for number in range(1, chunks + 1):
@@ -85,7 +85,7 @@ def commfuse(kind: Kind, chunks: int = 3) -> list[Bar]:
         links = max(links, compute)
         bars.append(Bar("links", links, wire, f"columns {number}"))
         links += wire
-    bars.append(Bar("compute", compute, 1.0 / chunks, "own r"))
+    bars.append(Bar("compute", compute, 1.0 / chunks, "own"))
     return bars
 
 

@@ -524,7 +524,7 @@ def _touched(program: Program) -> list[tuple[int, int, int]]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=st.sampled_from(_RANDOM), data=st.data())
 def test_any_instruction_that_is_left_out_is_missed(case: Case, data: st.DataObject) -> None:
     programs = case.programs()
@@ -540,7 +540,7 @@ def test_any_instruction_that_is_left_out_is_missed(case: Case, data: st.DataObj
     assert counter_examples(put(programs, rank, place)), (str(case), str(programs[rank]), place)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=st.sampled_from(_RANDOM), data=st.data())
 def test_any_rows_that_are_shifted_are_noticed(case: Case, data: st.DataObject) -> None:
     programs = case.programs()
@@ -570,7 +570,7 @@ def _instead(one: Instruction, written: int, number: int, span: Any) -> Instruct
     return one._replace(**{"out" if written else "source": span})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(case=st.sampled_from([case for case in _RANDOM if case.size > 1]), data=st.data())
 def test_any_change_of_a_transfer_is_noticed(case: Case, data: st.DataObject) -> None:
     """Whatever field of whatever end of one rank is changed, the programs do not hold."""
