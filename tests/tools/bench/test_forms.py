@@ -113,10 +113,10 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(ranks)
     for of_rank in ranks(2).run(_tuned, timeout=_LIMIT):
         (layer, _), (mlp, _) = of_rank
         assert len(layer.chosen) == 1
-        assert layer.chosen[0].startswith("reduce_scatter 32 x 32: ")
+        assert layer.chosen[0].startswith("row forward 32 x 32: ")
         assert [text.split(":")[0] for text in mlp.chosen] == [
-            *("gather 32 x 64", "reduce_scatter 64 x 32"),
-            *("reduce_scatter 32 x 32", "gather 32 x 32"),
+            *("column forward 32 x 64", "column backward 32 x 64"),
+            *("row forward 32 x 32", "row backward 32 x 32"),
         ]
         assert max(layer.max_difference, mlp.max_difference) <= 1e-4
         for _, (first, known, again) in of_rank:
