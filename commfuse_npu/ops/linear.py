@@ -603,9 +603,9 @@ def _job(
     outputs, inputs = weight.shape
     found = []
     for half in ("forward", "backward") if needs_grad else ("forward",):
-        problem = Problem(
-            layer, half, rows, inputs, outputs, weight.dtype, options.wgrad, options.keep_gathered
-        )  # fmt: skip
+        wgrad = options.wgrad if half == "backward" else "whole"
+        kept = options.keep_gathered and layer == COLUMN
+        problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
         trial = _trial(transport, problem, options, weight.device)
         found.append(tuned(transport, problem, options.schedule, options.tuning, trial))
     return Job(transport, replace(options, tuning=None), name, found[0], found[-1])
