@@ -72,7 +72,8 @@ def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> Non
 
 
 SIMULATE = (
-    "simulate --model llama3_8b --hardware ascend_910b_server --typical --sequence-lengths 1024"
+    "simulate --model llama3_8b --hardware ascend_910b_server --typical --sequence-lengths 1024 "
+    "--variants plain-mesh,megatron"
 )
 
 

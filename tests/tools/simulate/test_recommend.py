@@ -89,6 +89,7 @@ def test_what_was_given_stays() -> None:
     assert given.runner_up.layout == given.best.layout
 
 
+@pytest.mark.long
 def test_memory_decides_on_recomputation_and_on_lanes() -> None:
     model = replace(LLAMA3_8B, global_batch_size=2, num_layers=4)
 
