@@ -38,30 +38,6 @@ class Kernels(Protocol):
             a, b: one dtype, that of ``out``.
         """
 
-    def add_partials(
-        self,
-        total: torch.Tensor,
-        partials: Sequence[torch.Tensor],
-        *,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """Add partial sums to ``total`` in the order given, and round the result into ``out``.
-
-        Equals::
-
-            for partial in partials:
-                total = (total + partial).to(total.dtype)
-            out.copy_(total)
-
-        With ``total`` in the partials' dtype every addition is rounded, as the collective does;
-        with ``total`` in fp32 only the copy into ``out`` is.
-
-        Args:
-            total: changed in place.
-            partials: the shape of ``total``, any floating-point dtype.
-            out: the shape of ``total``, any floating-point dtype; may be ``total``.
-        """
-
     def sum_parts(
         self,
         out: torch.Tensor,

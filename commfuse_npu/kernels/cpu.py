@@ -10,7 +10,6 @@ from commfuse_npu.kernels.attention_arguments import check_attention, check_sums
 
 __all__ = [
     "accumulate_weight_gradient",
-    "add_partials",
     "attention_backward",
     "attention_forward",
     "gemm_into",
@@ -21,16 +20,6 @@ __all__ = [
 def gemm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """``out = a @ b`` without a temporary: ``[m, k] @ [k, n] -> [m, n]``."""
     torch.mm(a, b, out=out)
-
-
-def add_partials(
-    total: torch.Tensor, partials: Sequence[torch.Tensor], *, out: torch.Tensor | None = None
-) -> None:
-    """Add ``partials`` to ``total`` one after the other, then copy the sum into ``out``."""
-    for partial in partials:
-        total.add_(partial)
-    if out is not None and out is not total:
-        out.copy_(total)
 
 
 def sum_parts(

@@ -20,14 +20,13 @@ from commfuse_npu.kernels import cpu
 from commfuse_npu.kernels.attention_arguments import check_attention, check_sums
 
 # The same on every device: torch.mm writes into its result, additions are one kernel each.
-from commfuse_npu.kernels.cpu import add_partials, gemm_into, sum_parts
+from commfuse_npu.kernels.cpu import gemm_into, sum_parts
 
 if TYPE_CHECKING:
     from commfuse_npu.kernels import MatmulAdd
 
 __all__ = [
     "accumulate_weight_gradient",
-    "add_partials",
     "attention_backward",
     "attention_forward",
     "gemm_into",

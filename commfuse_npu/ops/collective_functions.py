@@ -20,15 +20,16 @@ from commfuse_npu.runtime.collectives import (
     sum_rows_in_order,
 )
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "reduce_scatter_in"]
 
 
-def _reduce_scatter_in(
+def reduce_scatter_in(
     full: torch.Tensor,
     group: dist.ProcessGroup,
     dtype: torch.dtype | None,
     sources: Sequence[int] | None = None,
 ) -> torch.Tensor:
+    """:func:`reduce_scatter` without a backward: added in ``dtype`` if given, and rounded once."""
     wide = full.to(dtype or full.dtype)
     if sources is None:
         return reduce_scatter_rows(wide, group).to(full.dtype)
@@ -47,7 +48,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scatter_in(grad, ctx.group, ctx.dtype), None, None
+        return reduce_scatter_in(grad, ctx.group, ctx.dtype), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -60,7 +61,7 @@ class _ReduceScatter(torch.autograd.Function):
         sources: Sequence[int] | None,
     ) -> torch.Tensor:
         ctx.group = group
-        return _reduce_scatter_in(full, group, dtype, sources)
+        return reduce_scatter_in(full, group, dtype, sources)
 
     @staticmethod
     @once_differentiable

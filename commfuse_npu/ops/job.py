@@ -19,7 +19,6 @@ __all__ = [
     "Job",
     "any_grad",
     "options_for_attention",
-    "options_for_rows",
     "place_in",
     "takes_plain_path",
 ]
@@ -49,14 +48,6 @@ class Job(NamedTuple):
     def place(self, schedule: Schedule | None = None) -> Place:
         """For whom a program is compiled: this rank, by the options' schedule or another one."""
         return self.transport.place(schedule or self.options.schedule)
-
-
-def options_for_rows(options: LinearOptions, block_rows: int) -> LinearOptions:
-    """No more chunks than a block has rows."""
-    chunks = min(options.schedule.chunks, max(1, block_rows))
-    if chunks == options.schedule.chunks:
-        return options
-    return replace(options, schedule=replace(options.schedule, chunks=chunks))
 
 
 def place_in(group: dist.ProcessGroup, schedule: Schedule) -> Place:

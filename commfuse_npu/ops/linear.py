@@ -36,7 +36,12 @@ from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.blocked_linear import blocked_linear
-from commfuse_npu.ops.collective_functions import all_gather, all_reduce, reduce_scatter
+from commfuse_npu.ops.collective_functions import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    reduce_scatter_in,
+)
 from commfuse_npu.ops.job import Job, any_grad, place_in, takes_plain_path
 from commfuse_npu.ops.linear_arguments import autocast, check_divisible, check_linear
 from commfuse_npu.ops.options import LinearOptions
@@ -57,7 +62,6 @@ from commfuse_npu.runtime.collectives import (
     all_gather_rows,
     begin_all_gather,
     begin_reduce_scatter,
-    reduce_scatter_rows,
 )
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
@@ -177,7 +181,7 @@ def _column_forward(
             whole = tensors["whole"] = x.new_empty((rows * job.transport.size, inputs))
         program = gather_gemm(job.place(job.forward), rows, inputs, outputs, keep, None, 0)
         running = job.transport.begin(program, job.name, x, job.options)
-        running.run({"gemm": running.kernels.gemm_into}, ahead=False, **tensors)
+        running.run({}, ahead=False, **tensors)
     if bias is not None:
         y.add_(bias)
     return y, whole if keep else None
@@ -222,7 +226,6 @@ def _column_backward(
     running = job.transport.begin(
         program, f"{job.name} backward", grad, job.options, job.options.reduce_dtype
     )
-    works["gemm"] = running.kernels.gemm_into
     running.run(works, ahead=False, **tensors)
     return tensors.get("grad_x")
 
@@ -374,13 +377,11 @@ def _row_forward(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tenso
     rows, (outputs, inputs) = x.shape[0] // job.transport.size, weight.shape
     reduce_dtype = job.options.reduce_dtype
     if job.forward is None:
-        full = torch.mm(x, weight.t())
-        wide = full.to(reduce_dtype or full.dtype)
-        return reduce_scatter_rows(wide, job.transport.group).to(full.dtype)
+        return reduce_scatter_in(torch.mm(x, weight.t()), job.transport.group, reduce_dtype)
     y = x.new_empty((rows, outputs))
     program = gemm_scatter(job.place(job.forward), rows, inputs, outputs)
     running = job.transport.begin(program, job.name, x, job.options, reduce_dtype)
-    running.run({"gemm": running.kernels.gemm_into}, a=x, weight=weight.t(), out=y)
+    running.run(a=x, weight=weight.t(), out=y)
     return y
 
 
@@ -417,7 +418,6 @@ def _row_backward(
         inputs,
     )
     running = job.transport.begin(program, f"{job.name} backward", grad, job.options)
-    works["gemm"] = running.kernels.gemm_into
     running.run(works, ahead=False, **tensors)
     return tensors.get("out")
 
@@ -541,8 +541,7 @@ def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.T
     program = gemm_all_reduce(job.place(), rows - rest, inputs, outputs)
     running = transport.begin(program, job.name, x, job.options, job.options.reduce_dtype)
     divisible = slice(0, rows - rest)
-    works = {"gemm": running.kernels.gemm_into}
-    running.run(works, a=x[divisible], weight=weight.t(), out=y[divisible])
+    running.run(a=x[divisible], weight=weight.t(), out=y[divisible])
     if rest:
         left = slice(rows - rest, rows)
         gemm_into(y[left], x[left], weight.t())

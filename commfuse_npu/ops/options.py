@@ -7,8 +7,8 @@ from typing import get_args
 
 import torch
 
-from commfuse_npu.ops.weight_gradient import Wgrad
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tuning import Tuning
 
 __all__ = ["LinearOptions"]
@@ -25,7 +25,7 @@ class LinearOptions:
         reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
             the collective does.
         wgrad: ``whole`` (the unfused layer's bits) or ``blocks`` (more overlap), see
-            :data:`~commfuse_npu.ops.weight_gradient.Wgrad`.
+            :data:`~commfuse_npu.plan.rules.linear.Wgrad`.
         main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
             ``gradient_accumulation_fusion``.
         tuning: try at the first call with a shape which chunks, and how many of the schedule's

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from commfuse_npu.kernels import kernels_for
 
-__all__ = ["WeightGradient", "Wgrad"]
-
-Wgrad = Literal["whole", "blocks"]
-"""How a weight gradient is made from blocks of rows.
-
-``whole`` waits for all rows and runs one GEMM: the bits of the unfused layer.  ``blocks`` runs a
-GEMM per block as it arrives and sums in fp32: more work to hide transfers behind and no buffer for
-the whole tensor, but another order of additions.
-"""
+__all__ = ["WeightGradient"]
 
 _MAIN_GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

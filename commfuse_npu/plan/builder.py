@@ -38,7 +38,6 @@ class Builder:
 
     Args:
         place: whose program it is, and by which schedule.
-        own: whether the collectives' own block comes first or last, for the order of the peers.
     """
 
     def __init__(self, place: Place) -> None:

@@ -79,7 +79,6 @@ class Running:
 
     Attributes:
         name: of the operation, for errors.
-        kernels: of the device, for work.
         done: whether everything of it was carried out and waited for.
     """
 
@@ -103,7 +102,7 @@ class Running:
         self._tag = tag
         self._log = log
         self._sum_dtype = None if sum_dtype == dtype else sum_dtype
-        self.kernels: Kernels = kernels_for(device)
+        self._kernels: Kernels = kernels_for(device)
         self._at = 0
         self._views: list[Any] = [None] * len(program.spans)
         self._arenas: list[Arena] = []
@@ -127,7 +126,7 @@ class Running:
         """Go on from where it is to the program's end, or to its mark if it is run ``ahead``.
 
         Args:
-            works: the operation's part, by name; may be left out where nothing is computed.
+            works: the operation's part, by name; ``gemm`` is the device's own if it is not there.
             tensors: the operation's buffers that are needed from here on, matrices ``[rows,
                 columns]``; what is transferred has the dtype of the operation.
 
@@ -136,10 +135,11 @@ class Running:
             TransportError: a transfer failed, here or before.
         """
         self._expect_working()
+        works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
             for buffer, tensor in tensors.items():
                 self._bind(buffer, tensor)
-            self._go_on(works or {}, self.program.mark if ahead else len(self.program.code))
+            self._go_on(works, self.program.mark if ahead else len(self.program.code))
         except BaseException as error:
             post = self.program.code[self._at] if self._at < len(self.program.code) else None
             if isinstance(post, Post) and isinstance(error, RuntimeError):
@@ -220,7 +220,7 @@ class Running:
                 began = 0 if trace is None else clock()
                 if kind == _ADD:
                     terms = [(views[span], parts) for span, parts in one[2]]
-                    self.kernels.sum_parts(views[one[1]], terms, dtype=self._sum_dtype)
+                    self._kernels.sum_parts(views[one[1]], terms, dtype=self._sum_dtype)
                 elif kind == _COPY:
                     _copy(views[one[1]], views[one[2]])
                 elif one[3] is None:

@@ -33,12 +33,11 @@ def test_partials_are_added_in_order_each_sum_rounded(dtype: torch.dtype) -> Non
     expected = partials[0].clone()
     for partial in partials[1:]:
         expected = expected + partial
-    total = partials[0].clone()
-    cpu.add_partials(total, list(partials[1:]))
-    assert torch.equal(total, expected)
-    backwards = partials[4].clone()
-    cpu.add_partials(backwards, list(partials[:4].flip(0)))
-    assert not torch.equal(backwards, expected), "these numbers do not tell the order"
+    total, backwards = (torch.empty(1, 64, dtype=dtype) for _ in range(2))
+    cpu.sum_parts(total, [(partials.clone(), 5)])
+    assert torch.equal(total[0], expected)
+    cpu.sum_parts(backwards, [(partials.flip(0), 5)])
+    assert not torch.equal(backwards[0], expected), "these numbers do not tell the order"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -47,13 +46,13 @@ def test_partials_added_in_fp32_are_rounded_once(dtype: torch.dtype) -> None:
     expected = partials[0].float()
     for partial in partials[1:]:
         expected = expected + partial.float()
-    total, out = partials[0].float(), torch.empty(64, dtype=dtype)
-    cpu.add_partials(total, list(partials[1:-1]))
-    cpu.add_partials(total, [partials[-1]], out=out)
-    assert torch.equal(total, expected)
-    assert torch.equal(out, expected.to(dtype))
-    each = partials[0].clone()
-    cpu.add_partials(each, list(partials[1:]))
+    total, out = partials[:1].float(), torch.empty(1, 64, dtype=dtype)
+    cpu.sum_parts(out, [(partials, 5)], dtype=torch.float32)
+    cpu.sum_parts(total, [(total, 1), (partials[1:], 4)])
+    assert torch.equal(total[0], expected)
+    assert torch.equal(out[0], expected.to(dtype))
+    each = torch.empty(1, 64, dtype=dtype)
+    cpu.sum_parts(each, [(partials.clone(), 5)])
     assert not torch.equal(each, out), "these numbers do not tell how often was rounded"
 
 

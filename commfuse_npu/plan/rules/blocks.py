@@ -6,7 +6,7 @@ from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.rules.pieces import block_of, inside, named, rows_of
+from commfuse_npu.plan.rules.pieces import block_of, inside, named, rows_of, stacks_of
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, rule
 from commfuse_npu.plan.schedule import Own, Place
 
@@ -99,17 +99,12 @@ class ScatterPieces:
     ) -> None:
         self._b, self._rows, self._out = b, rows, out
         self._chunks = b.runs(rows, "last")
-        hops = b.hops("last")
-        self._stack = max(1, min(stack, b.peers))
+        stack = max(1, min(stack, b.peers))
         self._finish = finish
         # Added before the own block is made, or in more than one go.
-        many = self._stack < b.peers or len(self._chunks) > IN_FLIGHT
+        many = stack < b.peers or len(self._chunks) > IN_FLIGHT
         self._total = b.peers > 0 and (finish or many)
-        self._stacks = [
-            (j, run, hops[at : at + self._stack], at)
-            for j, run in enumerate(self._chunks)
-            for at in range(0, len(hops), self._stack)
-        ]
+        self._stacks = stacks_of(self._chunks, b.hops("last"), stack)
         for t, (_, run, some, _) in enumerate(self._stacks):
             length = len(some) * (run.stop - run.start)
             b.scratch(f"made {t}", length, columns, slot=f"made {t % IN_FLIGHT}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.rules.pieces import block_of, inside, named, rows_of
+from commfuse_npu.plan.rules.pieces import block_of, inside, named, rows_of, stacks_of
 from commfuse_npu.plan.rules.rule import rule
 from commfuse_npu.plan.schedule import Place
 
@@ -27,12 +27,8 @@ def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Build
     Work: ``finish(out, total, own)``.  Begun ahead, it has everything under way that has memory.
     """
     b = Builder(place)
-    runs, hops = b.runs(rows, "last"), b.hops("last")
-    stacks = [
-        (j, run, hops[at : at + stack], at)
-        for j, run in enumerate(runs)
-        for at in range(0, len(hops), stack)
-    ]
+    runs = b.runs(rows, "last")
+    stacks = stacks_of(runs, b.hops("last"), stack)
     own = rows_of("bucket", block_of(place.rank, rows))
     b.scratch("total", rows, 1, wide=True)
     for t, (_, run, some, _) in enumerate(stacks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
@@ -170,19 +171,26 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
             _gemm(b, scatter.made(j), everything, inputs, columns)
             scatter.post(j)
         else:
-            done: set[range] = set()
-            sides = sides_of(place)
-            for hop in b.hops("last"):
-                side = next(side for side in sides if hop.target in side)
-                if side not in done:
-                    done.add(side)
-                    piece = slice(side[0] * rows, (side[-1] + 1) * rows)
+            for hop, piece in _side_by_side(b, rows):
+                if piece is not None:
                     _gemm(b, scatter.made(j), piece, inputs, columns)
                 scatter.post_one(j, hop)
             _gemm(b, scatter.made(j), block_of(place.rank, rows), inputs, columns)
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
         scatter.add(j)
     return b
+
+
+def _side_by_side(b: Builder, rows: int) -> Iterator[tuple[Hop, slice | None]]:
+    """The peers as they are sent to, the first of each side with the rows of all of that side."""
+    left = sides_of(b.place)
+    for hop in b.hops("last"):
+        side = next((side for side in left if hop.target in side), None)
+        if side is None:
+            yield hop, None
+        else:
+            left.remove(side)
+            yield hop, slice(side[0] * rows, (side[-1] + 1) * rows)
 
 
 def _gemm(b: Builder, made: str, piece: slice, inputs: int, columns: slice) -> None:
@@ -352,14 +360,11 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         block = length // place.size
         b.scratch(f"product {p}", length, outputs, slot=f"product in {p % 2}")
         b.scratch(f"partials {p}", b.peers * block, outputs, slot=f"partials in {p % 2}")
-        done: set[range] = set()
         if not last:
             gemm(p, slice(0, length))
-        for at, hop in enumerate(b.hops("last")):
-            side = next(side for side in sides_of(place) if hop.target in side)
-            if last and side not in done:
-                done.add(side)
-                gemm(p, slice(side[0] * block, (side[-1] + 1) * block))
+        for at, (hop, piece) in enumerate(_side_by_side(b, block)):
+            if last and piece is not None:
+                gemm(p, piece)
             b.post(
                 hop,
                 rows_of(f"product {p}", block_of(hop.target, block)),

@@ -5,10 +5,11 @@ Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.schedule import Own, Place, split
+from commfuse_npu.plan.schedule import Hop, Own, Place, split
 
 __all__ = [
     "block_of",
@@ -21,6 +22,7 @@ __all__ = [
     "rows_of",
     "scatter_pieces",
     "sides_of",
+    "stacks_of",
     "swapped_pieces",
     "used_pieces",
 ]
@@ -107,3 +109,18 @@ def rows_of(buffer: str, run: slice) -> Span:
 
 def named(what: str, of: int, chunk: int, chunks: int) -> str:
     return f"{what} {of}" if chunks == 1 else f"{what} {of} chunk {chunk}"
+
+
+def stacks_of(
+    runs: Sequence[slice], hops: Sequence[Hop], most: int
+) -> list[tuple[int, slice, Sequence[Hop], int]]:
+    """The peers' partials as they are added: ``(chunk, its run, peers, place of the first)``.
+
+    Args:
+        most: how many partials of a chunk are added at once.
+    """
+    return [
+        (j, run, hops[at : at + most], at)
+        for j, run in enumerate(runs)
+        for at in range(0, len(hops), most)
+    ]

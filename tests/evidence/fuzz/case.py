@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from commfuse_npu.ops.weight_gradient import Wgrad
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.runtime.transport import Check
 
 __all__ = [
