@@ -1,7 +1,8 @@
 """Puts programs together: a rule says what is posted, computed and added, the waits follow.
 
 The waits of a program are where its data need them and nowhere else: before an instruction reads
-rows that arrive, or writes rows that arrive or leave.
+rows that arrive, or writes rows that arrive or leave; and where one stream reads what the other
+wrote, or writes what it used.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from commfuse_npu.plan.program import (
     Transfer,
     Wait,
     accesses,
+    is_aside,
     overlap,
 )
 from commfuse_npu.plan.schedule import Hop, Own, Place
+from commfuse_npu.plan.streams import with_events
 
 __all__ = ["Builder"]
 
@@ -82,11 +85,13 @@ class Builder:
     ) -> None:
         self._code.append(Compute(work, tuple(outs), tuple(ins), run))
 
-    def add(self, out: Span, *terms: tuple[Span, int]) -> None:
-        self._code.append(Add(out, terms))
+    def add(self, out: Span, *terms: tuple[Span, int], aside: bool = False) -> None:
+        """Sum; ``aside``: beside the work that comes after it, where there are streams."""
+        self._code.append(Add(out, terms, aside and self.place.batched))
 
-    def copy(self, out: Span, source: Span) -> None:
-        self._code.append(Copy(out, source))
+    def copy(self, out: Span, source: Span, *, aside: bool = False) -> None:
+        """Copy; see :meth:`add`."""
+        self._code.append(Copy(out, source, aside and self.place.batched))
 
     def mark(self) -> None:
         """Begun ahead of its work, a program runs as far as here."""
@@ -105,7 +110,7 @@ class Builder:
             self.rank,
             self.size,
             self.place.batched,
-            tuple(self._with_waits(code)),
+            tuple(with_events(self._with_waits(code), self._clash)),
             tuple(self._scratch.values()),
         )
 
@@ -136,8 +141,7 @@ class Builder:
         if isinstance(before, Mark):
             return True
         reads, writes = accesses(before)
-        slot = self._slot(span)
-        return any(self._slot(s) == slot and _clash(span, s) for s in (*reads, *writes))
+        return any(self._clash(span, s) for s in (*reads, *writes))
 
     def _with_waits(self, code: Sequence[Instruction]) -> list[Instruction]:
         found: list[Instruction] = []
@@ -148,7 +152,7 @@ class Builder:
             if one is _SETTLE:
                 arrived, left = receives.take_all(), sends.take_all()
             if arrived or left:
-                found.append(Wait(arrived, left))
+                found.append(Wait(arrived, left, is_aside(one)))
             if one is not _SETTLE:
                 found.append(one)
             if isinstance(one, Post):
@@ -160,6 +164,10 @@ class Builder:
         if arrived or left:
             found.append(Wait(arrived, left))
         return found
+
+    def _clash(self, one: Span, other: Span) -> bool:
+        """Whether two spans are the same memory in part."""
+        return self._slot(one) == self._slot(other) and _clash(one, other)
 
 
 class _UnderWay:

@@ -6,6 +6,10 @@ rank and one set of shapes, and read by everybody: :mod:`commfuse_npu.runtime.ex
 :mod:`commfuse_npu.tools.simulate` times it, and a recorded run is compared with it.  None of them
 knows a rule of its own about what is posted when.
 
+Instructions are in the order of the host.  Sums and copies may be *aside*, on a second stream of
+the device, beside the work of the first; a pair of :class:`Record` and :class:`Hold` is where one
+stream waits for the other.
+
 Memory is named: a *buffer* is a matrix of rows that the operation brings along (``x``, ``weight``)
 or scratch that the program brings along.  A :class:`Span` is a run of rows of one.
 """
@@ -22,16 +26,19 @@ __all__ = [
     "Compute",
     "Copy",
     "End",
+    "Hold",
     "Instruction",
     "Mark",
     "Post",
     "Program",
+    "Record",
     "Scratch",
     "Span",
     "Transfer",
     "Wait",
     "accesses",
     "aligned",
+    "is_aside",
     "line",
     "overlap",
 ]
@@ -101,6 +108,7 @@ class Wait(NamedTuple):
 
     receives: tuple[int, ...]
     sends: tuple[int, ...]
+    aside: bool = False
 
 
 class Compute(NamedTuple):
@@ -117,6 +125,7 @@ class Add(NamedTuple):
 
     out: Span
     terms: tuple[tuple[Span, int], ...]
+    aside: bool = False
 
 
 class Copy(NamedTuple):
@@ -124,13 +133,28 @@ class Copy(NamedTuple):
 
     out: Span
     source: Span
+    aside: bool = False
+
+
+class Record(NamedTuple):
+    """An event: all that its stream was given so far is done."""
+
+    event: int
+    aside: bool = False
+
+
+class Hold(NamedTuple):
+    """The stream goes on when an event of the other one has come."""
+
+    event: int
+    aside: bool = False
 
 
 class Mark(NamedTuple):
     """As far as a program runs when it is begun ahead of its work."""
 
 
-Instruction = Post | Wait | Compute | Add | Copy | Mark
+Instruction = Post | Wait | Compute | Add | Copy | Record | Hold | Mark
 
 
 class Scratch(NamedTuple):
@@ -287,8 +311,17 @@ class Program:
         return "\n".join(lines)
 
 
+def is_aside(one: Instruction) -> bool:
+    """Whether an instruction is for the second stream."""
+    return isinstance(one, Wait | Add | Copy | Record | Hold) and one.aside
+
+
 def line(one: Instruction) -> str:
     """An instruction in words."""
+    return f"aside: {_words(one)}" if is_aside(one) else _words(one)
+
+
+def _words(one: Instruction) -> str:
     if isinstance(one, Post):
         parts = []
         if one.send is not None:
@@ -315,6 +348,10 @@ def line(one: Instruction) -> str:
         return f"{_place(one.out)} = {' + '.join(terms)}"
     if isinstance(one, Copy):
         return f"{_place(one.out)} = {_place(one.source)}"
+    if isinstance(one, Record):
+        return f"record event {one.event}"
+    if isinstance(one, Hold):
+        return f"hold for event {one.event}"
     return "mark"
 
 

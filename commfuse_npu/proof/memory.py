@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from commfuse_npu.plan.program import End, Post, Program, Span, Wait, accesses, line
 
-__all__ = ["Memory", "Shape", "instruction", "memory_faults"]
+__all__ = ["Memory", "Shape", "common", "instruction", "memory_faults"]
 
 Shape = tuple[int, int]
 """Rows and columns."""
@@ -131,7 +131,7 @@ def memory_faults(program: Program, memory: Memory) -> Iterator[str]:
         ]
         in_place = not isinstance(one, Post) and getattr(one, "work", None) != "gemm"
         for read, written in product(map(memory.place, reads), map(memory.place, writes)):
-            if _common(read, written) and not (in_place and read == written):
+            if common(read, written) and not (in_place and read == written):
                 found.append("it writes over what it reads")
         if isinstance(one, Post):
             for end, ends in ((one.send, leaving), (one.receive, arriving)):
@@ -171,7 +171,7 @@ def _unfit(end: End, memory: Memory) -> Iterator[str]:
         yield f"{end.transfer} has the dtype of sums, a message that of the operation"
 
 
-def _common(one: _Place, other: _Place) -> bool:
+def common(one: _Place, other: _Place) -> bool:
     """Whether two places have something in common."""
     if one.home != other.home:
         return False
@@ -198,7 +198,7 @@ class _UnderWay:
     def hit(self, here: _Place) -> End | None:
         """A message that has memory in common with this."""
         there = self._ends.get(here.home, {}).values()
-        return next((end for end, place in there if _common(here, place)), None)
+        return next((end for end, place in there if common(here, place)), None)
 
     def waited(self, step: int) -> bool:
         """Whether it was posted; then it is not under way any more."""

@@ -6,7 +6,8 @@ running a program proves little about it.  What is read here is the object that 
 1. *pairing*: each send has exactly one receive, of the same step, lane, size and piece;
 2. *one global order*: every rank posts its steps in rising order, and waits for none before its own
    ends of it and of all steps below are posted;
-3. *memory*: nobody touches rows that are on their way (:mod:`commfuse_npu.proof.memory`);
+3. *memory*: nobody touches rows that are on their way (:mod:`commfuse_npu.proof.memory`), and what
+   two streams of a device do with the same rows has an order (:mod:`commfuse_npu.proof.streams`);
 4. *data*: what comes out is what the rule's lines say, row by row, every partial sum added once and
    in the order of the peers, own block first or last (:mod:`commfuse_npu.proof.data_flow`,
    :mod:`commfuse_npu.proof.outcomes`).
@@ -34,6 +35,7 @@ from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
 from commfuse_npu.proof.rendezvous import Action, End, Group, Programme, Rendezvous
 from commfuse_npu.proof.rendezvous import Post as PostTogether
 from commfuse_npu.proof.rendezvous import Wait as WaitFor
+from commfuse_npu.proof.streams import stream_faults
 
 __all__ = ["Counts", "counter_examples", "counts", "rendezvous", "verify"]
 
@@ -72,6 +74,9 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
         return found[:limit]
     for program, memory in zip(programs, memories, strict=True):
         found += memory_faults(program, memory)
+    if not found:
+        for program, memory in zip(programs, memories, strict=True):
+            found += stream_faults(program, memory)
     found = found or [*_pairing(programs, memories)]
     found += [fault for program in programs for fault in _order(program)]
     stuck = rendezvous([programs], cold=True)

@@ -26,8 +26,21 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.kernels import Kernels, kernels_for
-from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Span, Wait, line
+from commfuse_npu.plan.program import (
+    Add,
+    Compute,
+    Copy,
+    Instruction,
+    Mark,
+    Post,
+    Program,
+    Record,
+    Span,
+    Wait,
+    line,
+)
 from commfuse_npu.runtime.scratch import Arena, view_of
+from commfuse_npu.runtime.second_stream import SecondStream, second_stream
 from commfuse_npu.runtime.trace import clock
 
 if TYPE_CHECKING:
@@ -40,7 +53,7 @@ Work = Callable[..., object]
 """What a program's :class:`~commfuse_npu.plan.program.Compute` calls, by its name: with the tensors
 that it writes, then those that it reads, then the run of rows if it has one."""
 
-_BATCH, _SEND, _RECEIVE, _WAIT, _COMPUTE, _ADD, _COPY, _MARK = range(8)
+_BATCH, _SEND, _RECEIVE, _COMPUTE, _WAIT, _ADD, _COPY, _RECORD, _HOLD, _MARK = range(10)
 
 
 @lru_cache(maxsize=4096)
@@ -50,7 +63,7 @@ def _flat(program: Program) -> tuple[tuple[Any, ...], ...]:
     return tuple(_flat_instruction(one, numbers) for one in program.code)
 
 
-def _flat_instruction(one: object, numbers: Mapping[Span, int]) -> tuple[Any, ...]:
+def _flat_instruction(one: Instruction, numbers: Mapping[Span, int]) -> tuple[Any, ...]:
     if isinstance(one, Post):
         ends = [end for end in (one.send, one.receive) if end is not None]
         step, lane = ends[0].transfer.step, ends[0].transfer.lane
@@ -60,15 +73,18 @@ def _flat_instruction(one: object, numbers: Mapping[Span, int]) -> tuple[Any, ..
         if one.send is None:
             return _RECEIVE, step, lane, ends[0].transfer.source, *spans
         return _BATCH, step, lane, one.send.transfer.target, one.receive.transfer.source, *spans
-    if isinstance(one, Wait):
-        return _WAIT, one.receives, one.sends
     if isinstance(one, Compute):
         return _COMPUTE, one.work, tuple(numbers[span] for span in (*one.outs, *one.ins)), one.run
+    if isinstance(one, Mark):
+        return (_MARK,)
+    if isinstance(one, Wait):
+        return _WAIT, one.aside, one.receives, one.sends
     if isinstance(one, Add):
-        return _ADD, numbers[one.out], tuple((numbers[span], parts) for span, parts in one.terms)
+        terms = tuple((numbers[span], parts) for span, parts in one.terms)
+        return _ADD, one.aside, numbers[one.out], terms
     if isinstance(one, Copy):
-        return _COPY, numbers[one.out], numbers[one.source]
-    return (_MARK,)
+        return _COPY, one.aside, numbers[one.out], numbers[one.source]
+    return (_RECORD if isinstance(one, Record) else _HOLD), one.aside, one.event
 
 
 class Running:
@@ -106,6 +122,9 @@ class Running:
         self._at = 0
         self._views: list[Any] = [None] * len(program.spans)
         self._arenas: list[Arena] = []
+        self._second: SecondStream | None = second_stream(device)
+        self._events: dict[int, Any] = {}
+        self._waited: set[tuple[int, bool]] = set()
         # By step: [works, time, tensors...] until they are waited for, then [()]; a batch in both.
         self._receives: dict[int, list[Any]] = {}
         self._sends: dict[int, list[Any]] = {}
@@ -188,7 +207,7 @@ class Running:
             self._at = at
             one = code[at]
             kind = one[0]
-            if log is not None and kind <= _WAIT:
+            if log is not None and (kind <= _RECEIVE or kind == _WAIT):
                 log.at(at)
             if kind == _BATCH:
                 _, step, lane, target, source, sent, got = one
@@ -201,11 +220,6 @@ class Running:
                 )
                 began = 0 if trace is None else clock()
                 sends[step] = receives[step] = [posted, began, out, into]
-            elif kind == _WAIT:
-                if one[1]:
-                    self._wait(one[1], receives, "receiving")
-                if one[2]:
-                    self._wait(one[2], sends, "sending")
             elif kind == _SEND:
                 _, step, lane, target, sent = one
                 tag = (self._tag + step) & 0x7FFFFFFF
@@ -216,38 +230,83 @@ class Running:
                 tag = (self._tag + step) & 0x7FFFFFFF
                 work = irecv(views[got], ranks[source], lanes[lane], tag)
                 receives[step] = [[work], 0 if trace is None else clock(), views[got]]
-            elif kind != _MARK:
+            elif kind == _COMPUTE:
                 began = 0 if trace is None else clock()
-                if kind == _ADD:
-                    terms = [(views[span], parts) for span, parts in one[2]]
-                    self._kernels.sum_parts(views[one[1]], terms, dtype=self._sum_dtype)
-                elif kind == _COPY:
-                    _copy(views[one[1]], views[one[2]])
-                elif one[3] is None:
+                if one[3] is None:
                     works[one[1]](*[views[span] for span in one[2]])
                 else:
                     works[one[1]](*[views[span] for span in one[2]], one[3])
                 if trace is not None:
                     trace.add("compute", line(self.program.code[at]), self.name, began, clock())
+            elif kind != _MARK:
+                if self._second is None:
+                    self._light(one)
+                elif kind >= _RECORD:
+                    self._meet(one)
+                elif one[1]:
+                    with self._second:
+                        self._light(one)
+                else:
+                    self._light(one)
         self._at = max(self._at, end)
 
+    def _light(self, one: tuple[Any, ...]) -> None:
+        """What may be aside."""
+        kind, _, *rest = one
+        if kind == _WAIT:
+            receives, sends = rest
+            if receives:
+                self._wait(receives, self._receives, "receiving")
+            if sends:
+                self._wait(sends, self._sends, "sending")
+            return
+        if kind >= _RECORD:
+            return
+        trace, views = self._transport.trace, self._views
+        began = 0 if trace is None else clock()
+        if kind == _ADD:
+            out, terms = rest
+            parts = [(views[span], parts) for span, parts in terms]
+            self._kernels.sum_parts(views[out], parts, dtype=self._sum_dtype)
+        else:
+            out, source = rest
+            _copy(views[out], views[source])
+        if trace is not None:
+            trace.add("compute", line(self.program.code[self._at]), self.name, began, clock())
+
+    def _meet(self, one: tuple[Any, ...]) -> None:
+        """Where one stream waits for the other."""
+        kind, aside, event = one
+        assert self._second is not None
+        if kind == _RECORD:
+            self._events[event] = self._second.record(aside=aside)
+        else:
+            self._second.hold(self._events[event], aside=aside)
+
     def _wait(self, steps: Sequence[int], posted: dict[int, list[Any]], way: str) -> None:
-        """Wait for each once; a batch is done with its receive or its send, whichever is first."""
+        """Wait for each once; a batch is done with its receive or its send, whichever is first.
+
+        Where there are two streams each of them waits for itself.
+        """
         transport, step = self._transport, -1
+        aside = self._second is not None and self._second.entered
         trace, timeout = transport.trace, None if transport.batched else transport.timeout
         start = time.perf_counter()
         try:
             for step in steps:
                 one = posted[step]
-                if len(one) == 1:
+                if len(one) == 1 or (step, aside) in self._waited:
                     continue
                 began = 0 if trace is None else clock()
                 for work in one[0]:
                     work.wait() if timeout is None else work.wait(timeout)
                 if trace is not None:
                     self._traced(step, one, began, sending=way == "sending")
-                # Let go of the tensors, in both places that a batch is in.
-                one[:] = [()]
+                if self._second is not None:
+                    self._waited.add((step, aside))
+                else:
+                    # Let go of the tensors, in both places that a batch is in.
+                    one[:] = [()]
         except RuntimeError as error:
             transport.fail(f"{self._what(step, way)}: {error}", self)
             raise transport.error() from error
@@ -291,7 +350,8 @@ class Running:
         self.done = True
         for arena in self._arenas:
             self._transport.scratch.give_back(arena)
-        self._arenas, self._views = [], []
+        self._arenas, self._views, self._events = [], [], {}
+        self._receives, self._sends = {}, {}
         if self._log is not None:
             self._log.finish()
         self._transport.finished(self)

@@ -284,7 +284,10 @@ def other_options(run: Recorded) -> None:
         ),
         (a_post_is_missing, "rank 1, operation 2 .*: it comes to .* where its program has 'post "),
         (no_such_place, "rank 1, operation 2 .*: it comes to its end where its program has 'post "),
-        (waited_for_twice, "rank 1, operation 2 .*: it comes to 'wait .* where its program has "),
+        (
+            waited_for_twice,
+            "rank 1, operation 2 .*: it comes to '(aside: )?wait .* where its program has ",
+        ),
         (never_waited_for, "rank 1, operation 2 .*: it finishes where its program has 'wait "),
         (rows_of_nothing, "operation 2 .*: it waits for what step 1 receives, which is not posted"),
         (an_operation_is_missing, "ranks 0 and 1 do not do the same as operation 3 .*: "),

@@ -17,10 +17,12 @@ from commfuse_npu.plan.program import (
     Add,
     Compute,
     Copy,
+    Hold,
     Instruction,
     Mark,
     Post,
     Program,
+    Record,
     Scratch,
     Wait,
     accesses,
@@ -200,7 +202,10 @@ def drop(kind: type[Instruction], number: int = 0) -> Callable[[Group], Group]:
 def no_first_step(programs: Group) -> Group:
     """Neither posted nor waited for."""
     code = [
-        Wait(*(tuple(step for step in steps if step) for steps in one))
+        one._replace(
+            receives=tuple(step for step in one.receives if step),
+            sends=tuple(step for step in one.sends if step),
+        )
         if isinstance(one, Wait)
         else one
         for one in programs[0].code
@@ -399,6 +404,32 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         change(Add, 1, out=lambda span: span._replace(stop=3)),
         "it writes over what it reads",
     ),
+    # Two streams.
+    "no hold for what is aside": (
+        scatter(chunks=3), drop(Hold), r"it races with .*\(aside: out",
+    ),
+    "no hold before what is aside": (
+        group("gather_gemm", 2, 2, 3, False, None, 2, chunks=2), drop(Hold),
+        "it does not hold for what came before",
+    ),
+    "no hold for what was computed": (
+        group("gather_gemm", 4, 2, 3, False, None, 2, chunks=3), drop(Hold, 1),
+        r"out\[.* = result 1.*it races with .*result 1\[.* = gemm",
+    ),
+    "no event": (scatter(chunks=2), drop(Record), "nobody has recorded this event"),
+    "an event too early": (
+        group("gather_gemm", 2, 2, 3, False, None, 2, chunks=2),
+        lambda programs: move(programs, 0, at(programs[0], Record), 4),
+        r"it races with .*result 0\[.* = gemm",
+    ),
+    "a wait on the other stream": (
+        scatter(chunks=2), change(Wait, aside=lambda aside: not aside),
+        "it does not hold for what came before|only the other stream has waited",
+    ),
+    "a sum on the other stream": (
+        scatter(chunks=2), change(Add, aside=lambda aside: not aside),
+        "only the other stream has waited for the receive of step 0",
+    ),
     # Data.
     "rows that nobody wrote": (
         group("gather_gemm", 2, 2, 0, False, "whole", 2), drop(Copy),
@@ -535,7 +566,7 @@ def test_any_instruction_that_is_left_out_is_missed(case: Case, data: st.DataObj
         for place, one in enumerate(code)
         if not isinstance(one, Mark) and any(span.rows for part in accesses(one) for span in part)
     ]
-    needed += [place for place, one in enumerate(code) if isinstance(one, Wait)]
+    needed += [place for place, one in enumerate(code) if isinstance(one, Wait | Record | Hold)]
     place = data.draw(st.sampled_from(needed))
     assert counter_examples(put(programs, rank, place)), (str(case), str(programs[rank]), place)
 

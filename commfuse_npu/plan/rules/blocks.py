@@ -141,9 +141,10 @@ class ScatterPieces:
         if not self._total:
             self._b.add(rows_of(self._out, run), partials, (rows_of("own", run), 1))
         elif at == 0:
-            self._b.add(rows_of("total", run), partials)
+            self._b.add(rows_of("total", run), partials, aside=True)
         else:
-            self._b.add(rows_of("total", run), (rows_of("total", run), 1), partials)
+            so_far = rows_of("total", run), 1
+            self._b.add(rows_of("total", run), so_far, partials, aside=True)
 
     def finish(self) -> None:
         """Add what has not been added."""

@@ -88,7 +88,7 @@ def gather_gemm(
     use(Span("shard", 0, rows), rows_of("out", own), rows_of("other", own) if by_blocks else None)
     post(2)
     if filled:
-        b.copy(rows_of("whole", own), Span("shard", 0, rows))
+        b.copy(rows_of("whole", own), Span("shard", 0, rows), aside=True)
     for j, run in enumerate(runs):
         post(j + 2)
         length = run.stop - run.start
@@ -100,7 +100,7 @@ def gather_gemm(
             continue
         staged = Span(f"staged {j}", 0, b.peers * length)
         if filled:
-            _spread(b, "whole", staged, run, rows)
+            _spread(b, "whole", staged, run, rows, aside=True)
         factor = None
         if by_blocks:
             b.scratch(f"factor {j}", b.peers * length, other, slot="factor")
@@ -108,11 +108,11 @@ def gather_gemm(
             for strip, part in _strips(place, "other", factor, run, rows):
                 b.copy(part, strip)
         if outputs:
-            b.scratch(f"result {j}", b.peers * length, outputs, slot="result")
+            b.scratch(f"result {j}", b.peers * length, outputs, slot=f"result {j % 2}")
         result = Span(f"result {j}", 0, b.peers * length)
         use(staged, result, factor)
         if outputs:
-            _spread(b, "out", result, run, rows)
+            _spread(b, "out", result, run, rows, aside=j < chunks - 1)
     if wgrad == "whole":
         b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
     return b
@@ -140,10 +140,10 @@ def _strips(
     return found
 
 
-def _spread(b: Builder, buffer: str, stack: Span, run: slice, rows: int) -> None:
+def _spread(b: Builder, buffer: str, stack: Span, run: slice, rows: int, *, aside: bool) -> None:
     """Copy a stack of all peers' chunk into their blocks."""
     for there, part in _strips(b.place, buffer, stack, run, rows):
-        b.copy(there, part)
+        b.copy(there, part, aside=aside)
 
 
 @rule
@@ -166,7 +166,7 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     everything = slice(0, place.size * rows)
     for j, columns in enumerate(groups):
         if j >= IN_FLIGHT:
-            scatter.add(j - IN_FLIGHT)
+            scatter.add(j - IN_FLIGHT, aside=True)
         if j < len(groups) - 1:
             _gemm(b, scatter.made(j), everything, inputs, columns)
             scatter.post(j)
@@ -177,7 +177,7 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
                 scatter.post_one(j, hop)
             _gemm(b, scatter.made(j), block_of(place.rank, rows), inputs, columns)
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
-        scatter.add(j)
+        scatter.add(j, aside=j < len(groups) - 1)
     return b
 
 
@@ -239,12 +239,12 @@ class _ColumnScatter:
             named("partial for", self._b.rank, j, chunks),
         )
 
-    def add(self, j: int) -> None:
+    def add(self, j: int, *, aside: bool) -> None:
         b, rows, columns = self._b, self._rows, self._groups[j]
         out = Span(self._out, 0, rows, None if self._whole else (columns.start, columns.stop))
         own = rows_of(self.made(j), block_of(b.rank, rows))
         terms = [(Span(self._slab(j), 0, b.peers * rows), b.peers)] if b.peers else []
-        b.add(out, *terms, (own, 1))
+        b.add(out, *terms, (own, 1), aside=aside)
 
 
 @rule
@@ -299,7 +299,7 @@ def column_backward(
         scatter.post(j)
     if wgrad == "whole":
         if gathers:
-            b.copy(rows_of("whole", own), Span("x", 0, rows))
+            b.copy(rows_of("whole", own), Span("x", 0, rows), aside=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     elif wgrad == "blocks":
         mine = Span("x", 0, rows) if gathers else rows_of("whole", own)
@@ -309,7 +309,7 @@ def column_backward(
             b.compute("wgrad", [], [rows_of("grad", there), rows_of("whole", there)])
     for j in range(len(groups)):
         assert scatter is not None
-        scatter.add(j)
+        scatter.add(j, aside=wgrad is not None or j < len(groups) - 1)
     return b
 
 

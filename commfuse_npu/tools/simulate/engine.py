@@ -6,8 +6,8 @@
   bytes at ``min`` over its links of capacity / transfers on that link.  Equal shares are what a
   fair switch gives while all transfers are limited by the same kind of link; where they are not,
   it is a little pessimistic, and never more than a link can carry.
-* Work runs at full speed, or at ``1 - transfer_slowdown`` while a transfer reads or writes the
-  memory of its NPU.
+* Work runs at full speed, or at ``1 - transfer_slowdown`` while anything else reads or writes the
+  memory of its NPU: a transfer, or the work of the other stream.
 
 Rates change only at events, so times are exact up to rounding.
 """
@@ -20,10 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from commfuse_npu.tools.simulate.launches import Launches, Message, Operation
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Launches, Message, Operation
 from commfuse_npu.tools.simulate.links import LinkId, Links
 
 __all__ = ["Cause", "Moved", "SimulationError", "Span", "Timeline", "simulate"]
+
+
+_STREAMS = COMPUTE, ASIDE
 
 
 class SimulationError(RuntimeError):
@@ -140,7 +143,7 @@ class _Simulation:
         self._on_link: dict[LinkId, dict[_Flow, None]] = {}
         self._capacity: dict[LinkId, float] = {}
         self._transfers = [0] * len(launches)
-        self._running: list[_Work | None] = [None] * len(launches)
+        self._running: dict[tuple[int, str], _Work] = {}
         self._spans: list[Span] = []
         self._moved: list[Moved] = []
         self._left = self._turns = 0
@@ -194,13 +197,14 @@ class _Simulation:
                 self.now = time
                 self._met(what, number, Cause("host", what, number))
             elif kind == "work":
-                assert isinstance(what, int)
-                work = self._running[what]
+                assert isinstance(what, tuple)
+                work = self._running.get(what)
                 if work is None or work.turn != number:
                     continue  # its rate has changed since
                 self.now = time
-                self._running[what] = None
-                self._done(what, work.index, None)
+                del self._running[what]
+                self._change_speed(what[0])
+                self._done(what[0], work.index, None)
             elif kind == "begin":
                 assert isinstance(what, _Flow)
                 self.now = time
@@ -246,13 +250,12 @@ class _Simulation:
     def _start(self, rank: int, index: int) -> None:
         operation = self.operations[rank][index]
         self._started[rank][index] = self.now
-        if operation.engine == "compute":
+        if operation.engine in _STREAMS:
             seconds = operation.seconds
             if self.speeds is not None:
                 seconds *= self.speeds[rank][index]
-            work = _Work(index, seconds, self._speed(rank), self.now)
-            self._running[rank] = work
-            self._schedule_work(rank, work)
+            self._running[rank, operation.engine] = _Work(index, seconds, 0.0, self.now)
+            self._change_speed(rank)
             return
         if not self._open[rank][index]:
             self._done(rank, index, None)
@@ -336,20 +339,18 @@ class _Simulation:
 
     # ------------------------------------------------------------------- work
 
-    def _speed(self, rank: int) -> float:
-        return 1.0 - self.slowdown if self._transfers[rank] else 1.0
-
     def _change_speed(self, rank: int) -> None:
-        work = self._running[rank]
-        if work is None or not self.slowdown:
-            return
-        work.remaining = max(0.0, work.remaining - work.rate * (self.now - work.since))
-        work.since, work.rate = self.now, self._speed(rank)
-        self._schedule_work(rank, work)
-
-    def _schedule_work(self, rank: int, work: _Work) -> None:
-        # Turns are unique in a simulation, so that an event of finished work is never taken for one
-        # of the next.
-        self._turns += 1
-        work.turn = self._turns
-        self._push(self.now + work.remaining / work.rate, "work", rank, work.turn)
+        running = [(rank, engine) for engine in _STREAMS if (rank, engine) in self._running]
+        disturbed = self._transfers[rank] > 0 or len(running) > 1
+        rate = 1.0 - self.slowdown if disturbed else 1.0
+        for key in running:
+            work = self._running[key]
+            if work.rate == rate:
+                continue
+            work.remaining = max(0.0, work.remaining - work.rate * (self.now - work.since))
+            work.since, work.rate = self.now, rate
+            # Turns are unique in a simulation, so that an event of finished work is never taken
+            # for one of the next.
+            self._turns += 1
+            work.turn = self._turns
+            self._push(self.now + work.remaining / rate, "work", key, work.turn)

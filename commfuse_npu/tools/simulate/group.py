@@ -119,7 +119,7 @@ class Group:
                 found, best = other, time
         for operation in self.build(found, build, 0).ran:
             fixed = found
-            for schedule in variant.tuned:
+            for schedule in (*variant.tuned, None):
                 tried = fixed.choose(operation, schedule)
                 if schedule != fixed.schedule and (time := seconds(tried)) < best:
                     found, best = tried, time

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["COMPUTE", "Key", "Launches", "Message", "Operation", "fold"]
+__all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "fold"]
 
-COMPUTE = "compute"
+COMPUTE, ASIDE = "compute", "aside"
+"""The engines: a device's first stream, and the second one beside it."""
 
 Key = tuple[object, ...]
 
@@ -32,7 +33,7 @@ class Operation:
     """One launch.
 
     Attributes:
-        engine: ``compute``, the name of a lane, or ``None`` for what no lane keeps in order.
+        engine: ``compute``, ``aside``, a lane's name, or ``None`` for what no lane keeps in order.
         seconds: work at full speed; 0 for exchanges.
         sends, receives: messages; the operation is done when all of them are.
         after: indices of operations of the same rank that have to be done before.
@@ -59,7 +60,7 @@ class Launches:
     def __init__(self, batched: bool = True) -> None:
         self.batched = batched
         self.operations: list[Operation] = []
-        self._last_compute: int | None = None
+        self._last: dict[str, int] = {}
         self._prefixes = 0
 
     def unique(self, name: str) -> tuple[str, int]:
@@ -68,11 +69,22 @@ class Launches:
         return name, self._prefixes
 
     def compute(
-        self, name: str, seconds: float, after: Iterable[int] = (), launches: int = 1
+        self,
+        name: str,
+        seconds: float,
+        after: Iterable[int] = (),
+        launches: int = 1,
+        *,
+        aside: bool = False,
     ) -> int:
-        """Add work of so many seconds that waits for the exchanges ``after``; returns its index."""
-        self._last_compute = self._add(name, COMPUTE, seconds, (), (), after, launches)
-        return self._last_compute
+        """Add work of so many seconds that waits for what is in ``after``; returns its index."""
+        engine = ASIDE if aside else COMPUTE
+        self._last[engine] = self._add(name, engine, seconds, (), (), after, launches)
+        return self._last[engine]
+
+    def last(self, *, aside: bool) -> int | None:
+        """The index of the last work of a stream."""
+        return self._last.get(ASIDE if aside else COMPUTE)
 
     def exchange(
         self,
@@ -89,8 +101,8 @@ class Launches:
         As torch's process groups do, they start after all work that was launched before them.
         """
         needs = set(after)
-        if self._last_compute is not None:
-            needs.add(self._last_compute)
+        if COMPUTE in self._last:
+            needs.add(self._last[COMPUTE])
         if self.batched:
             both = self._add(name, lane, 0.0, sends, receives, needs, launches)
             return both, both

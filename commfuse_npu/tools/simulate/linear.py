@@ -24,7 +24,7 @@ def column(
     rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
 ) -> None:
     """Gather blocks -> GEMM."""
-    if _fused(rank):
+    if _fused(rank, name):
         program = gather_gemm(rank.place(name), rows, inputs, outputs, False, None, 0)
         columns = {"shard": inputs, "weight": outputs, "out": outputs}
         rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
@@ -36,7 +36,7 @@ def row(
     rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
 ) -> None:
     """GEMM -> reduce-scatter of the product, which what follows needs."""
-    if _fused(rank):
+    if _fused(rank, name):
         program = gemm_scatter(rank.place(name), rows, inputs, outputs)
         columns = {"a": inputs, "weight": outputs, "out": outputs}
         rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
@@ -49,7 +49,7 @@ def column_gradients(
 ) -> None:
     """dgrad -> reduce-scatter; the input is gathered again -> wgrad."""
     wgrad = rank.variant.wgrad
-    if _fused(rank):
+    if _fused(rank, name):
         place = rank.place(name)
         program = column_backward(place, rows, inputs, outputs, True, True, wgrad)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
@@ -78,7 +78,7 @@ def row_gradients(
 ) -> None:
     """Gradients arrive -> dgrad, then wgrad over all of them, or of each."""
     whole = rows * rank.size
-    if _fused(rank):
+    if _fused(rank, name):
         wgrad = rank.variant.wgrad
         program = gather_gemm(rank.place(name), rows, outputs, inputs, False, wgrad, inputs)
         columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
@@ -89,8 +89,9 @@ def row_gradients(
     rank.compute(f"{name} wgrad", wgrad_seconds(rank, whole, inputs, outputs), waits)
 
 
-def _fused(rank: Rank) -> bool:
-    return rank.variant.kind == "fused" and rank.size > 1
+def _fused(rank: Rank, name: str) -> bool:
+    fused = rank.variant.kind == "fused" and rank.size > 1
+    return fused and rank.variant.schedule_of(name) is not None
 
 
 # ------------------------------------------------------------------------ work of programs

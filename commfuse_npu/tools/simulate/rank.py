@@ -10,6 +10,7 @@ Compute    a launch, and what the operation says that this work takes
 ``Add``    memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass over
            all parts and one launch
 ``Copy``   a launch, and 2 bytes of memory traffic per byte
+``Hold``   a launch, with the ``Record`` of its event
 =========  ========================================================================================
 """
 
@@ -18,7 +19,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from commfuse_npu.plan.program import Add, Compute, Copy, End, Post, Program, Span, Wait
+from commfuse_npu.plan.program import (
+    Add,
+    Compute,
+    Copy,
+    End,
+    Hold,
+    Post,
+    Program,
+    Record,
+    Span,
+    Wait,
+)
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.tools.simulate.launches import Key, Launches, Message
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES, Machine
@@ -59,22 +71,28 @@ class Rank:
         self.members_per_node = members_per_node
         self.launches = Launches(machine.batched)
         self.ran: dict[str, Ran] = {}
-        self._pending: set[int] = set()
+        self._pending: dict[bool, set[int]] = {False: set(), True: set()}
 
     def compute(
-        self, name: str, seconds: float, after: Iterable[int] = (), launches: int = 1
+        self,
+        name: str,
+        seconds: float,
+        after: Iterable[int] = (),
+        launches: int = 1,
+        *,
+        aside: bool = False,
     ) -> None:
         """Work that needs what was received ``after``, and what :meth:`need` named."""
-        waits, self._pending = self._pending.union(after), set()
-        self.launches.compute(name, seconds, waits, launches)
+        waits, self._pending[aside] = self._pending[aside].union(after), set()
+        self.launches.compute(name, seconds, waits, launches, aside=aside)
 
-    def need(self, exchanges: Iterable[int]) -> None:
-        """What follows needs these exchanges to be done."""
-        self._pending.update(exchanges)
+    def need(self, others: Iterable[int], *, aside: bool = False) -> None:
+        """What follows on a stream needs these to be done."""
+        self._pending[aside].update(others)
 
     def finish(self) -> Launches:
         """End with waiting for what is left."""
-        if self._pending:
+        if self._pending[False]:
             self.compute("end", 0.0, launches=0)
         return self.launches
 
@@ -100,7 +118,7 @@ class Rank:
             sends.append(Message((*prefix, step, self.rank), self.rank, hop.target, size))
             receives.append(Message((*prefix, step, hop.source), hop.source, self.rank, size))
         received, _ = self.launches.exchange(
-            name, _COLLECTIVE, sends, receives, after=self._pending, launches=launches
+            name, _COLLECTIVE, sends, receives, after=self._pending[False], launches=launches
         )
         return (received,)
 
@@ -115,7 +133,7 @@ class Rank:
             _COLLECTIVE,
             [Message((*prefix, self.rank), self.rank, up, size)],
             [Message((*prefix, down), down, self.rank, size)],
-            after=self._pending.union(after),
+            after=self._pending[False].union(after),
             launches=launches,
         )
         return (received,)
@@ -129,6 +147,7 @@ class Rank:
             causal: in the order for blocks of queries that cost differently.
         """
         schedule = self.variant.schedule_of(operation)
+        assert schedule is not None
         if causal:
             schedule = schedule.for_causal_blocks(self.size)
         return Place(schedule, self.rank, self.size, self.machine.batched)
@@ -173,6 +192,7 @@ class Rank:
         self.ran[operation] = Ran(program, max((size(end.span) for end in ends), default=0.0))
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
+        events: dict[int, int | None] = {}
         for one in program.code:
             if isinstance(one, Post):
                 end = one.send or one.receive
@@ -183,21 +203,28 @@ class Rank:
                     f"lane {lane}",
                     [message(one.send)] if one.send else [],
                     [message(one.receive)] if one.receive else [],
-                    after=self._pending,
+                    after=self._pending[False],
                 )
                 if one.receive:
                     received[step] = got
                 if one.send:
                     sent[step] = gone
             elif isinstance(one, Wait):
-                self.need(received[step] for step in one.receives)
-                self.need(sent[step] for step in one.sends)
+                self.need((received[step] for step in one.receives), aside=one.aside)
+                self.need((sent[step] for step in one.sends), aside=one.aside)
             elif isinstance(one, Compute):
                 self.compute(f"{operation} {one.work}", works[one.work](one, width))
             elif isinstance(one, Copy):
-                self.compute(f"{operation} copy", self.machine.memory(2 * size(one.out)))
+                seconds = self.machine.memory(2 * size(one.out))
+                self.compute(f"{operation} copy", seconds, aside=one.aside)
             elif isinstance(one, Add):
                 self._add(operation, one, size)
+            elif isinstance(one, Record):
+                events[one.event] = self.launches.last(aside=one.aside)
+            elif isinstance(one, Hold):
+                event = events[one.event]
+                self.need([] if event is None else [event], aside=one.aside)
+                self.compute(f"{operation} hold", 0.0, aside=one.aside)
 
     def _add(self, operation: str, one: Add, size: Callable[[Span], float]) -> None:
         additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)
@@ -205,4 +232,4 @@ class Rank:
             traffic = size(one.out) + sum(size(span) for span, _ in one.terms)
             additions = 1
         for _ in range(additions):
-            self.compute(f"{operation} sum", self.machine.memory(traffic))
+            self.compute(f"{operation} sum", self.machine.memory(traffic), aside=one.aside)

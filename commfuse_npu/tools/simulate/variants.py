@@ -55,7 +55,8 @@ class Variant:
         wgrad: for ``fused``, how weight gradients are made.
         sums: for ``fused``, how partial sums are added.
         tuned: for ``fused``, the schedules of which each operation takes its fastest.
-        chosen: schedules of operations by name, where they differ from ``schedule``.
+        chosen: schedules of operations by name, where they differ from ``schedule``; ``None`` for
+            collectives in Megatron's order.
     """
 
     name: str
@@ -67,15 +68,13 @@ class Variant:
     wgrad: Wgrad = "whole"
     sums: Sums = "ordered"
     tuned: tuple[Schedule, ...] = ()
-    chosen: tuple[tuple[str, Schedule], ...] = ()
+    chosen: tuple[tuple[str, Schedule | None], ...] = ()
 
-    def schedule_of(self, operation: str) -> Schedule:
+    def schedule_of(self, operation: str) -> Schedule | None:
         """That of one operation."""
-        found = dict(self.chosen).get(operation, self.schedule)
-        assert found is not None
-        return found
+        return dict(self.chosen).get(operation, self.schedule)
 
-    def choose(self, operation: str, schedule: Schedule) -> Variant:
+    def choose(self, operation: str, schedule: Schedule | None) -> Variant:
         """With another schedule for one operation."""
         chosen = {**dict(self.chosen), operation: schedule}
         return replace(self, chosen=tuple(chosen.items()))

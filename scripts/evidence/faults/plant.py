@@ -6,6 +6,7 @@ groups are wrapped, in the faulty process only.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -150,10 +151,21 @@ def connections() -> list[tuple[int, int]]:
 def _shut_down(chosen: Callable[[tuple[int, int]], bool]) -> None:
     for one, ends in _connections():
         if chosen(ends):
-            one.shutdown(socket.SHUT_RDWR)
+            with _unless_gone():
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def _connections() -> Iterator[tuple[socket.socket, tuple[int, int]]]:
     for one in connected_sockets():
-        with one:
+        with one, _unless_gone():
             yield one, (one.getsockname()[1], one.getpeername()[1])
+
+
+@contextmanager
+def _unless_gone() -> Iterator[None]:
+    """The other end may have closed a connection because another one was lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise

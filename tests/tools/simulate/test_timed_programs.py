@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Add, Compute, Copy, Program, Span, Wait
+from commfuse_npu.plan.program import (
+    Add,
+    Compute,
+    Copy,
+    Hold,
+    Program,
+    Record,
+    Span,
+    Wait,
+    is_aside,
+)
 from commfuse_npu.plan.rules import (
     RULES,
     column_backward,
@@ -20,7 +30,7 @@ from commfuse_npu.plan.rules import (
 )
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.tools.simulate import linear, llama
-from commfuse_npu.tools.simulate.launches import COMPUTE, Launches
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Launches
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.rank import Rank
@@ -143,35 +153,44 @@ def compare(launches: Launches, programs: list[Program], names: list[str]) -> No
     for program, name in zip(programs, names, strict=True):
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
-        needed: set[int] = set()
-        last: int | None = None
+        needed: dict[bool, set[int]] = {False: set(), True: set()}
+        last: dict[bool, int | None] = {False: None, True: None}
+        events: dict[int, int | None] = {}
         for one in program.code:
             if isinstance(one, Wait):
-                needed |= {received[step] for step in one.receives}
-                needed |= {sent[step] for step in one.sends}
+                needed[one.aside] |= {received[step] for step in one.receives}
+                needed[one.aside] |= {sent[step] for step in one.sends}
                 continue
+            if isinstance(one, Record):
+                events[one.event] = last[one.aside]
+                continue
+            aside = is_aside(one)
+            engine = ASIDE if aside else COMPUTE
             if isinstance(one, Add):
                 # Each addition takes a pass of its own.
                 parts = max(2, sum(parts for _, parts in one.terms))
                 for _ in range(parts - 1):
                     at, operation = operations.pop(0)
-                    assert operation.name == f"{name} sum"
-                    assert needed <= set(operation.after)
-                    last, needed = at, set()
+                    assert (operation.engine, operation.name) == (engine, f"{name} sum")
+                    assert needed[aside] <= set(operation.after)
+                    last[aside], needed[aside] = at, set()
                 continue
             at, operation = operations.pop(0)
-            assert needed <= set(operation.after)
-            if isinstance(one, Compute | Copy):
-                work = one.work if isinstance(one, Compute) else "copy"
-                assert (operation.engine, operation.name) == (COMPUTE, f"{name} {work}")
+            if isinstance(one, Hold):
+                event = events[one.event]
+                needed[aside] |= set() if event is None else {event}
+            assert needed[aside] <= set(operation.after)
+            if isinstance(one, Compute | Copy | Hold):
+                work = {Copy: "copy", Hold: "hold"}.get(type(one)) or one.work
+                assert (operation.engine, operation.name) == (engine, f"{name} {work}")
                 if isinstance(one, Compute) and work == "gemm":
                     (out,), (a, b) = one.outs, one.ins
                     columns = b.columns[1] - b.columns[0] if b.columns else width(program, out)
                     # On a machine of 1 FLOP/s without overheads.
                     assert operation.seconds == 2.0 * a.rows * b.rows * columns
-                last, needed = at, set()
+                last[aside], needed[aside] = at, set()
                 continue
-            assert last is None or last in operation.after
+            assert last[False] is None or last[False] in operation.after
             ends = [(one.send, operation.sends, sent), (one.receive, operation.receives, received)]
             for end, messages, posted in ends:
                 assert len(messages) == (end is not None)
