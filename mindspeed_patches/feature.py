@@ -112,7 +112,7 @@ class CommFuseFeature(MindSpeedFeature):
             )
         by_message = None
         if not getattr(args, "hccl_group_buffer", None):
-            by_message = message_megabytes(args, options.linear.schedule.chunks)
+            by_message = message_megabytes(args)
         megabytes = take_lane_megabytes(args)
         for lanes in self._lanes:
             of_linears = isinstance(lanes, TensorParallelLanes)

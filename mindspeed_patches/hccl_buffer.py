@@ -53,11 +53,12 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
 _LEAST_MEGABYTES, _MOST_MEGABYTES = 16, 200
 
 
-def message_megabytes(args: argparse.Namespace, chunks: int) -> int | None:
+def message_megabytes(args: argparse.Namespace) -> int | None:
     """What a lane of a tensor-parallel group needs to carry its longest message at once, in MB.
 
-    A chunk of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, rounded up to a power of
-    two and not below 16; no more than HCCL's own 200, in which longer messages go in rounds.
+    A block of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, which the backward of a
+    column-parallel layer gathers whole, rounded up to a power of two and not below 16; no more than
+    HCCL's own 200, in which longer messages go in rounds.
     ``None`` where the arguments do not say.
     """
     names = ("seq_length", "micro_batch_size", "hidden_size")
@@ -66,7 +67,7 @@ def message_megabytes(args: argparse.Namespace, chunks: int) -> int | None:
         return None
     item = 2 if getattr(args, "bf16", False) or getattr(args, "fp16", False) else 4
     ranks = parallel_size(args, "tensor_model") * parallel_size(args, "context")
-    megabytes = -(-math.prod(shape) * item // (ranks * chunks << 20))
+    megabytes = -(-math.prod(shape) * item // (ranks << 20))
     return min(_MOST_MEGABYTES, max(_LEAST_MEGABYTES, 1 << (megabytes - 1).bit_length()))
 
 

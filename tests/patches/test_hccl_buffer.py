@@ -49,20 +49,20 @@ LLAMA3_8B = {
 
 
 @pytest.mark.parametrize(
-    ("change", "chunks", "megabytes"),
+    ("change", "megabytes"),
     [
-        ({}, 2, 16),  # 4 MB
-        ({"micro_batch_size": 4}, 1, 32),
-        ({"micro_batch_size": 5}, 1, 64),  # 40 MB
-        ({"tensor_model_parallel_size": 2, "bf16": False}, 1, 64),
-        ({"micro_batch_size": 4, "context_parallel_size": 2}, 1, 16),
-        ({"micro_batch_size": 100}, 1, 200),
+        ({}, 16),  # 8 MB
+        ({"micro_batch_size": 4}, 32),
+        ({"micro_batch_size": 5}, 64),  # 40 MB
+        ({"tensor_model_parallel_size": 2, "bf16": False}, 64),
+        ({"micro_batch_size": 4, "context_parallel_size": 2}, 16),
+        ({"micro_batch_size": 100}, 200),
     ],
 )
-def test_lanes_are_sized_to_their_messages(change, chunks: int, megabytes: int) -> None:
+def test_lanes_are_sized_to_their_messages(change, megabytes: int) -> None:
     args = argparse.Namespace(**{**LLAMA3_8B, **change})
-    assert message_megabytes(args, chunks) == megabytes
+    assert message_megabytes(args) == megabytes
 
 
 def test_no_size_without_a_shape() -> None:
-    assert message_megabytes(argparse.Namespace(seq_length=8192), 1) is None
+    assert message_megabytes(argparse.Namespace(seq_length=8192)) is None
