@@ -12,7 +12,8 @@ whom::
                                             ^ backend               memory
 
 Emulated: communicators opened at first use by all their ranks, one per pair for single transfers;
-one in-order stream per communicator and rank, or fewer that are shared; rendezvous without
+links of a communicator opened by the first batch between two ranks, both hosts standing still; one
+in-order stream per communicator and rank, or fewer that are shared; rendezvous without
 buffering; matching by order; batches with one handle; collectives in the same queue; receive
 buffers that are poisoned until they are waited for and send buffers that are read at the wait;
 HCCL's data types and contiguous tensors only; one thread per group; transfers of random duration.

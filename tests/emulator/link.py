@@ -93,9 +93,9 @@ class Link:
         self._say(Post(number, communicator, name, thread, ends, agreed, contributes))
         return number
 
-    def open(self, communicator: Communicator, seconds: float) -> None:
-        """Open a communicator together with its other ranks."""
-        self._wait(lambda: None, lambda _, *host: Open(communicator, *host), seconds)
+    def open(self, communicators: tuple[Communicator, ...], seconds: float) -> None:
+        """Open communicators together with their other ranks."""
+        self._wait(lambda: None, lambda _, *host: Open(communicators, *host), seconds)
 
     def wait(self, number: int, seconds: float) -> Data:
         """Wait for an operation; returns what it receives."""

@@ -17,13 +17,17 @@ Why = Literal["deadlock", "mismatch", "lost", "timeout"]
 
 
 class Communicator(NamedTuple):
-    """A group's own communicator, or one of a pair of its ranks.  Ranks are those of the job."""
+    """A group's own, one of a pair of its ranks, or the link of two ranks in the group's own, which
+    their first batch opens.  Ranks are those of the job."""
 
     group: str
     ranks: tuple[int, ...]
     pair: bool = False
+    link: bool = False
 
     def __str__(self) -> str:
+        if self.link:
+            return f"the link of ranks {self.ranks[0]} and {self.ranks[1]} in group {self.group}"
         if self.pair:
             return f"the pair communicator of ranks {self.ranks[0]} and {self.ranks[1]}"
         return f"the communicator of group {self.group} (ranks {', '.join(map(str, self.ranks))})"
@@ -60,12 +64,12 @@ class Post:
 
 @dataclass(frozen=True)
 class Open:
-    """A host opens a communicator, and stands still until all its ranks do.
+    """A host opens communicators, and stands still until all ranks of each of them do.
 
     ``threads`` are those of the host that may still post something, this one among them.
     """
 
-    communicator: Communicator
+    communicators: tuple[Communicator, ...]
     thread: int
     threads: frozenset[int]
     seconds: float

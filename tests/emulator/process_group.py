@@ -110,13 +110,18 @@ class HcclGroup(dist.ProcessGroup):
             for place, tensor in received.items():
                 memory.write(tensor, data[place])
 
-        self._open(communicator, name)
+        self._open(name, communicator)
+        ends = tuple(self._end(*one) for one in batch)
+        if not communicator.pair:
+            here = self._ranks[self._place]
+            pairs = {(min(here, end.peer), max(here, end.peer)) for end in ends}
+            links = [Communicator(self._label, pair, link=True) for pair in sorted(pairs)]
+            self._open(name, *links)
         for tensor in received.values():
             memory.poison(tensor)
         contribution = None
         if sent:
             contribution = Contribution(lambda: {i: memory.read(t) for i, t in sent.items()})
-        ends = tuple(self._end(*one) for one in batch)
         number = self._link.post(communicator, name, contribution, ends=ends)
         return self._posted(number, name, finish)
 
@@ -124,7 +129,7 @@ class HcclGroup(dist.ProcessGroup):
 
     def _collective(self, collective: of.Collective) -> HcclWork:
         own = self._own()
-        self._open(own, collective.name)
+        self._open(collective.name, own)
         collective.poison()
         contribution = None
         if collective.send is not None:
@@ -240,13 +245,14 @@ class HcclGroup(dist.ProcessGroup):
     def _own(self) -> Communicator:
         return Communicator(self._label, self._ranks)
 
-    def _open(self, communicator: Communicator, name: str) -> None:
+    def _open(self, name: str, *communicators: Communicator) -> None:
         if self._batch is not None:
             raise RuleError(f"group {self._label}: {name} while a batch is being made")
         self._one_thread(name)
-        if communicator not in self._opened:
-            self._link.open(communicator, self._seconds)
-            self._opened.add(communicator)
+        closed = tuple(one for one in communicators if one not in self._opened)
+        if closed:
+            self._link.open(closed, self._seconds)
+            self._opened.update(closed)
 
     def _one_thread(self, name: str) -> None:
         thread = threading.get_ident()

@@ -2,7 +2,8 @@
 
 The rules, as far as they could be read in the sources of torch_npu and the documents of HCCL:
 
-- a communicator is opened at first use by all its ranks, whose hosts stand still until then;
+- a communicator is opened at first use by all its ranks, whose hosts stand still until then, and
+  the link of two ranks in it by the first batch that needs it, all those of a batch at once;
 - it has one stream per rank: what is posted there happens in order, an operation starts when the
   one before it is complete;
 - a send and its receive take place when both have started: nothing is buffered;
@@ -44,6 +45,8 @@ from tests.emulator.messages import (
 from tests.emulator.operation import Operation, Round
 from tests.emulator.settings import Settings
 
+Opening = tuple[Communicator, ...]
+
 
 @dataclass
 class _Host:
@@ -53,7 +56,7 @@ class _Host:
     end: str | None = None
     lost: bool = False
     threads: frozenset[int] = frozenset()
-    blocked: dict[int, tuple[Operation | Communicator, float]] = field(default_factory=dict)
+    blocked: dict[int, tuple[Operation | Opening, float]] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:
@@ -209,16 +212,19 @@ class Referee:
             self._fail([operation], *other.failed)
 
     def _open(self, host: _Host, message: Open, now: float) -> None:
-        communicator = message.communicator
-        if communicator in self._opened:
-            self._send(host.rank, Done(message.thread, {}))
-            return
         host.threads = message.threads
-        host.blocked[message.thread] = (communicator, now + message.seconds)
-        self._opening[communicator][host.rank] = message.thread
-        if len(self._opening[communicator]) == len(communicator.ranks):
-            self._opened.add(communicator)
-            for rank, thread in self._opening.pop(communicator).items():
+        host.blocked[message.thread] = (message.communicators, now + message.seconds)
+        come = [(host.rank, message.thread)]
+        for communicator in message.communicators:
+            if communicator in self._opened:
+                continue
+            self._opening[communicator][host.rank] = message.thread
+            if len(self._opening[communicator]) == len(communicator.ranks):
+                self._opened.add(communicator)
+                come += self._opening.pop(communicator).items()
+        for rank, thread in dict.fromkeys(come):
+            what, _ = self._hosts[rank].blocked[thread]
+            if isinstance(what, tuple) and self._opened.issuperset(what):
                 self._release(rank, Done(thread, {}))
 
     def _wait(self, host: _Host, message: Wait, now: float) -> None:
@@ -403,12 +409,13 @@ class Referee:
                 self._give_up(host.rank, thread, what, "deadlock", text)
 
     def _give_up(
-        self, rank: int, thread: int, what: Operation | Communicator, kind: Why, why: str
+        self, rank: int, thread: int, what: Operation | Opening, kind: Why, why: str
     ) -> None:
         if isinstance(what, Operation):
             what.failed, what.waiter = what.failed or (kind, why), None
         else:
-            self._opening[what].pop(rank, None)
+            for communicator in what:
+                self._opening[communicator].pop(rank, None)
         self._release(rank, Failed(thread, kind, why))
 
     def _graph(self) -> Graph:
@@ -429,9 +436,15 @@ class Referee:
             if isinstance(what, Operation):
                 edges.append(Edge(what, f"rank {host.rank} waits for its {what}"))
                 continue
-            absent = [r for r in what.ranks if r not in self._opening[what]]
-            for rank in absent[:1]:
-                why = f"rank {host.rank} opens {what}, which rank {rank} has not come to open"
+            absent = [
+                (one, rank)
+                for one in what
+                if one not in self._opened
+                for rank in one.ranks
+                if rank not in self._opening[one]
+            ]
+            for one, rank in absent[:1]:
+                why = f"rank {host.rank} opens {one}, which rank {rank} has not come to open"
                 edges.append(Edge(("host", rank), why))
         return Needs(host.rank, "any", tuple(edges))
 

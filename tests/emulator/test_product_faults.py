@@ -13,6 +13,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import gather_and_use
+from tests.emulator.link import Link
 from tests.limits import PATIENT
 
 Fault = Callable[[int, Transport, pytest.MonkeyPatch], None]
@@ -111,3 +112,41 @@ def test_data_used_before_their_arrival_are_wrong(emulated: Any) -> None:
     for outcome in emulated(3).outcomes(gathered, arrivals_not_waited_for):
         _, got = outcome.value
         assert got.isnan().sum() == 4, "the blocks of the others are not there yet"
+
+
+# ---------------------------------------------------------------------- links
+
+
+def warmed_by_a_collective(link: Transport) -> None:
+    """What looks like warming up, and opens no link of a batch."""
+    for lane in link._lanes:
+        dist.all_reduce(torch.ones(1), group=lane)
+
+
+def opened_in_use(rank: int, by_collective: bool) -> list[str]:
+    """What the first operation of a new transport opens."""
+    found: list[str] = []
+    real = Link.open
+
+    def noted(self: Link, communicators: Any, seconds: float) -> None:
+        found.extend(map(str, communicators))
+        real(self, communicators, seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if by_collective:
+            patch.setattr(Transport, "_warm_up", warmed_by_a_collective)
+        link = Transport.create(lanes=2, timeout=PATIENT, batched=True)
+        patch.setattr(Link, "open", noted)
+        gather_and_use(link, torch.zeros(2, 1), lambda piece, rows: None, Schedule(lanes=2))
+    return found
+
+
+def test_a_new_transport_has_all_its_links_open(emulated: Any) -> None:
+    assert emulated(3).run(opened_in_use, False) == [[], [], []]
+
+
+def test_a_collective_opens_no_links(emulated: Any) -> None:
+    for rank, found in enumerate(emulated(3).run(opened_in_use, True)):
+        # Each lane carries one distance, over which a rank has a link to either side.
+        assert len(found) == 4, found
+        assert all(f"{rank}" in one and "link of ranks" in one for one in found)

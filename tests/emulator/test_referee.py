@@ -33,7 +33,7 @@ class Court:
         self.referee = Referee(2, settings, lambda rank, message: self.said.append((rank, message)))
         self.referee.begin(settings)
         for rank in range(2):
-            self.tell(rank, Open(LANE, THREAD, frozenset({THREAD}), 10.0))
+            self.tell(rank, Open((LANE,), THREAD, frozenset({THREAD}), 10.0))
         self.heard()
 
     def tell(self, rank: int, message: object, now: float = 0.0) -> None:
