@@ -12,6 +12,7 @@ _TOOLS = {
     "gradient_error": "summed gradient buckets against fp64",
     "host_overhead": "what a transfer costs the host",
     "memory": "peak memory of each op beside its plain form",
+    "layers": "a layer in every form, simulated: who is ahead where?",
     "paper": "where the simulator reaches the paper's headlines",
     "timeline": "the picture of the README",
 }

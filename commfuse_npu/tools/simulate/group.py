@@ -102,7 +102,7 @@ class Group:
     def _tuned(
         self, variant: Variant, build: Callable[[Rank], None], whole: bool | None
     ) -> Variant:
-        """With the fastest schedule for each operation, one after the other, all others as found.
+        """With the fastest way for each operation, one after the other, all others as found.
 
         What hides the transfers of an operation may be the work of another, so it is the time of
         all of them that counts.
@@ -112,16 +112,17 @@ class Group:
         def seconds(one: Variant) -> float:
             return calm.play(one, build, whole=whole).seconds
 
-        plain, *others = [replace(variant, schedule=one, tuned=()) for one in variant.tuned]
+        plain, *others = [variant.with_way(one) for one in variant.tuned]
         found, best = plain, seconds(plain)
         for other in others:
             if (time := seconds(other)) < best:
                 found, best = other, time
-        for operation in self.build(found, build, 0).ran:
+        built = self.build(found, build, 0)
+        for operation, usual in built.operations.items():
             fixed = found
-            for schedule in (*variant.tuned, None):
-                tried = fixed.choose(operation, schedule)
-                if schedule != fixed.schedule and (time := seconds(tried)) < best:
+            for way in (*variant.tuned, *([None] if operation in built.either else [])):
+                tried = fixed.choose(operation, way)
+                if way != usual and (time := seconds(tried)) < best:
                     found, best = tried, time
         return found
 

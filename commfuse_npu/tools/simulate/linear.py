@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from commfuse_npu.plan import split
+from commfuse_npu.plan import Schedule, split
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
@@ -70,7 +70,7 @@ def column_gradients(
         rank.compute(f"{name} wgrad", seconds, waits)
 
     # A fused kernel has no form for this backward.
-    _gemm_scatter(rank, f"{name} dgrad", rows, outputs, inputs, item, kernel=False, behind=behind)
+    _gemm_scatter(rank, name, rows, outputs, inputs, item, kernel=False, behind=behind)
 
 
 def row_gradients(
@@ -85,13 +85,13 @@ def row_gradients(
         works = {"gemm": gemm_work(rank), "wgrad": _wgrad_work(rank, whole)}
         rank.run(name, program, columns, works, item=item)
         return
-    waits = _gather_gemm(rank, f"{name} dgrad", rows, outputs, inputs, item)
+    waits = _gather_gemm(rank, name, rows, outputs, inputs, item)
     rank.compute(f"{name} wgrad", wgrad_seconds(rank, whole, inputs, outputs), waits)
 
 
 def _fused(rank: Rank, name: str) -> bool:
-    fused = rank.variant.kind == "fused" and rank.size > 1
-    return fused and rank.variant.schedule_of(name) is not None
+    rank.either.add(name)
+    return rank.size > 1 and isinstance(rank.way(name), Schedule)
 
 
 # ------------------------------------------------------------------------ work of programs
@@ -149,11 +149,12 @@ def _takes_kernel(rank: Rank, inner: int) -> bool:
     )
 
 
-def _slices(rank: Rank, rows: int) -> list[int]:
+def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
     """Rows of a block in each slice; all of them where nothing is sliced."""
-    if rank.variant.kind != "sliced" or rank.size == 1:
+    slices = rank.way(operation)
+    if not isinstance(slices, int) or rank.size == 1:
         return [rows]
-    return [stop - start for start, stop in pairwise(split(rows, rank.variant.slices))]
+    return [stop - start for start, stop in pairwise(split(rows, slices))]
 
 
 def _reorder(rank: Rank, name: str, rows: int, columns: int, item: float) -> None:
@@ -173,7 +174,7 @@ def _gather_gemm(
         rank.compute(name, seconds - last)
         rank.compute(f"{name} last tile", last, waits, launches=0)
         return waits
-    slices = _slices(rank, rows)
+    slices = _slices(rank, name, rows)
     arrivals = [rank.collective(f"{name} gather", part * inner * item) for part in slices]
     for part, waits in zip(slices, arrivals, strict=True):
         rank.compute(name, machine.gemm(part * n, inner, outer), waits)
@@ -210,7 +211,7 @@ def _gemm_scatter(
         rank.compute(name, seconds - first, launches=0)
         waits = rank.collective(f"{name} last scatter", block / _TILES, launches=0)
     else:
-        slices = _slices(rank, rows)
+        slices = _slices(rank, name, rows)
         if len(slices) > 1:
             _reorder(rank, name, rows, inner, item)
         for part in slices:

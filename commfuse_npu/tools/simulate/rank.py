@@ -31,10 +31,10 @@ from commfuse_npu.plan.program import (
     Span,
     Wait,
 )
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import Place, Schedule
 from commfuse_npu.tools.simulate.launches import Key, Launches, Message
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES, Machine
-from commfuse_npu.tools.simulate.variants import Variant, direct
+from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
 __all__ = ["Ran", "Rank", "Width", "Work"]
 
@@ -62,6 +62,8 @@ class Rank:
 
     Attributes:
         ran: the programs, by operation.
+        operations: the ways in which they were run, by name.
+        either: the operations that can be run by collectives as well.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Rank:
         self.members_per_node = members_per_node
         self.launches = Launches(machine.batched)
         self.ran: dict[str, Ran] = {}
+        self.operations: dict[str, Way] = {}
+        self.either: set[str] = set()
         self._pending: dict[bool, set[int]] = {False: set(), True: set()}
 
     def compute(
@@ -140,14 +144,18 @@ class Rank:
 
     # ------------------------------------------------------------- programs
 
+    def way(self, operation: str) -> Way:
+        """How an operation is run."""
+        return self.operations.setdefault(operation, self.variant.way(operation))
+
     def place(self, operation: str, *, causal: bool = False) -> Place:
         """For whom a program is compiled.
 
         Args:
             causal: in the order for blocks of queries that cost differently.
         """
-        schedule = self.variant.schedule_of(operation)
-        assert schedule is not None
+        schedule = self.way(operation)
+        assert isinstance(schedule, Schedule)
         if causal:
             schedule = schedule.for_causal_blocks(self.size)
         return Place(schedule, self.rank, self.size, self.machine.batched)

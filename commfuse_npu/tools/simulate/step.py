@@ -221,8 +221,7 @@ class Step:
             for build in builds:
                 found.extend(group.build(one, build, 0).ran.values())
 
-        for schedule in variant.tuned or (variant.schedule,):
-            one = replace(variant, schedule=schedule, tuned=())
+        for one in [variant.with_way(way) for way in variant.tuned] or [variant]:
             forward, backward = self._attended(one) or (None, None)
             add(
                 self.group,
@@ -232,8 +231,8 @@ class Step:
                 partial(llama.head_forward, shape=shape),
                 partial(llama.head_backward, shape=shape),
             )
-            if schedule and self._fuses_ulysses:
-                group, exchanges, ulysses = self._exchanges(schedule)
+            if one.schedule and self._fuses_ulysses:
+                group, exchanges, ulysses = self._exchanges(one.schedule)
                 add(group, exchanges, ulysses.forward, ulysses.backward)
         return found
 

@@ -9,7 +9,7 @@
                        dgrad is scattered during wgrad
 ``coc-K``              what CoC does, as MindSpeed describes it: K slices of rows, a collective
                        per slice on a stream of its own, pipelined with the GEMMs; then a copy that
-                       puts rows in order
+                       puts rows in order; ``coc-tuned``: the fastest K for each operation
 ``mc2``                a fused kernel, taken as ideal: GEMM and transfers overlap tile by tile, and
                        one tile remains at one end.  Its limits: 2, 4 or 8 ranks of one node and
                        inner dimensions of 256 to 65534 (else plain), and Megatron's order in the
@@ -19,8 +19,8 @@
                        ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: a
                        weight gradient per arriving block, which changes its rounding; ``-once``:
                        partial sums in one pass, rounded once (fp32), not one after the other
-``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, as
-                       ``--commfuse-tuning on`` looks for them
+``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, or
+                       collectives in Megatron's order, as ``--commfuse-tuning on`` looks for them
 =====================  ===========================================================================
 """
 
@@ -32,13 +32,17 @@ from typing import Literal
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 
-__all__ = ["COMPUTE_ONLY", "REFERENCE", "Sums", "Variant", "Wgrad", "direct", "fused", "tuned",
-           "variants"]  # fmt: skip
+__all__ = ["COMPUTE_ONLY", "REFERENCE", "Sums", "Variant", "Way", "Wgrad", "direct", "fused",
+           "sliced", "tuned", "variants"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "fused"]
 
 Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
+
+Way = Schedule | int | None
+"""How an operation is run: by a schedule, in so many slices, or by collectives in Megatron's order,
+which is ``None``."""
 
 _SLICES = (2, 4, 8)
 
@@ -54,9 +58,8 @@ class Variant:
         attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are made.
         sums: for ``fused``, how partial sums are added.
-        tuned: for ``fused``, the schedules of which each operation takes its fastest.
-        chosen: schedules of operations by name, where they differ from ``schedule``; ``None`` for
-            collectives in Megatron's order.
+        tuned: for ``fused`` and ``sliced``, the ways of which each operation takes its fastest.
+        chosen: the ways of operations, by name, where they differ from the others'.
     """
 
     name: str
@@ -67,17 +70,26 @@ class Variant:
     attention: bool = False
     wgrad: Wgrad = "whole"
     sums: Sums = "ordered"
-    tuned: tuple[Schedule, ...] = ()
-    chosen: tuple[tuple[str, Schedule | None], ...] = ()
+    tuned: tuple[Way, ...] = ()
+    chosen: tuple[tuple[str, Way], ...] = ()
 
-    def schedule_of(self, operation: str) -> Schedule | None:
+    def way(self, operation: str) -> Way:
         """That of one operation."""
-        return dict(self.chosen).get(operation, self.schedule)
+        usual = self.slices if self.kind == "sliced" else self.schedule
+        return dict(self.chosen).get(operation, usual)
 
-    def choose(self, operation: str, schedule: Schedule | None) -> Variant:
-        """With another schedule for one operation."""
-        chosen = {**dict(self.chosen), operation: schedule}
+    def choose(self, operation: str, way: Way) -> Variant:
+        """With another way for one operation."""
+        chosen = {**dict(self.chosen), operation: way}
         return replace(self, chosen=tuple(chosen.items()))
+
+    def with_way(self, way: Way) -> Variant:
+        """With this way for all operations."""
+        if self.kind == "sliced":
+            assert isinstance(way, int)
+            return replace(self, slices=way, tuned=())
+        assert isinstance(way, Schedule)
+        return replace(self, schedule=way, tuned=())
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -113,6 +125,11 @@ def fused(
     return Variant(name, "fused", schedule=schedule, attention=attention, wgrad=wgrad, sums=sums)
 
 
+def sliced() -> Variant:
+    """CoC, each operation with the fastest of its numbers of slices."""
+    return Variant("coc-tuned", "sliced", slices=_SLICES[0], tuned=_SLICES)
+
+
 def tuned(
     base: Schedule, lanes: int, chunks: tuple[int, ...], *, sums: Sums = "ordered"
 ) -> Variant:
@@ -136,6 +153,7 @@ def variants(
         Variant("plain-ring", "plain", ring=True),
         Variant("megatron", "megatron"),
         *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
+        sliced(),
         Variant("mc2", "kernel"),
         fused(base, min(2, max(1, size - 1)), 1),
         *(fused(base, lanes, k) for k in chunks),

@@ -104,7 +104,7 @@ def test_memory_decides_on_recomputation_and_on_lanes() -> None:
         return found.best.recompute, lanes
 
     # All three lanes would need more than there is; two fit without recomputation.
-    assert fitting(17.75) == ("none", {1, 2})
+    assert fitting(17.75, recompute="none") == ("none", {1, 2})
     assert fitting(17.2) == ("full", {1, 2, 3})
     with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
         fitting(17.2, recompute="none")

@@ -1,0 +1,57 @@
+"""The table of a layer in every form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.evidence import layers
+from scripts.evidence.layers import BOUNDS, OURS, RIVALS, Point, main, point, report
+
+FORMS = {"ours": 0.8, "ours, summed once": 0.7, "default": 0.9, "CoC": 0.85, "Megatron": 0.95}
+LIMITS = {"CoC tuned": 0.83, "MC2": 0.75, "compute": 0.5}
+
+
+def given(*corners: dict[str, float]) -> Point:
+    shares = tuple({**FORMS, **LIMITS, **corner} for corner in corners)
+    return Point("a machine", "a model", 8, 4096, shares)
+
+
+def test_a_form_is_ahead_of_those_that_exist() -> None:
+    text = report([given({}, {"ours": 0.9}), given({"ours, summed once": 0.86}, {})])
+    assert "*ours*: ahead of CoC and Megatron's order at 2 of 2 points, at 1 of them at" in text
+    assert "*ours, summed once*: ahead of CoC and Megatron's order at 1 of 2 points" in text
+    assert "behind at a machine a model TP 8 4096." in text
+    assert "*default*: ahead of CoC and Megatron's order at 0 of 2 points" in text
+    assert "MC2 is ahead of all of ours at 1 of 2 points" in text
+    # The shortest that can be launched is bold, and its range is there.
+    assert "| 0.800 (0.80 .. 0.90) | **0.700** (0.70 .. 0.70) |" in text
+
+
+def test_a_point_is_simulated() -> None:
+    one = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
+    (shares,) = one.shares
+    assert shares.keys() == {*OURS, *RIVALS, *BOUNDS}
+    assert shares["compute"] < shares["MC2"] < shares["ours"] <= shares["default"] < 1
+    assert shares["CoC tuned"] <= shares["CoC"]
+
+
+def test_the_table_goes_into_its_section(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Pool:
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        map = staticmethod(map)
+
+    monkeypatch.setattr(layers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(layers, "_point", lambda wanted: given({}))
+    file = tmp_path / "page.md"
+    assert main(["--tp", "8", "--markdown", str(file)]) == 0
+    assert file.read_text().count("| a machine | a model | 8 | 4096 |") == 24
+    assert "begin: layers" in file.read_text()
+    assert capsys.readouterr().out
