@@ -18,6 +18,7 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
+from commfuse_npu.plan import usual_chunks
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
 from mindspeed_patches.refusals import (
@@ -87,8 +88,8 @@ _OPTIONS = {
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block; by default 2 in tensor-parallel layers whose blocks have 1024 rows, "
-        "else 1",
+        "sub-blocks per block; by default, in tensor-parallel layers whose blocks have 1024 rows, "
+        "2 for two ranks, 3 for more and 4 from 2048 rows on, else 1",
         type=whole(1),
     ),
     "commfuse_taper": _option(
@@ -136,13 +137,6 @@ _OPTIONS = {
         metavar="FOLDER",
     ),
 }
-
-_ROWS_OF_TWO_CHUNKS = 1024
-"""Rows (tokens) of a tensor-parallel block from which two chunks are faster than one.
-
-With a lane per peer whole blocks all arrive together, late; with fewer rows the GEMMs of halves
-cost more than that (simulated, TP 8: 512 rows and 1,024).
-"""
 
 DEFAULTS = {name: default for name, (default, _) in _OPTIONS.items()}
 """What an option is when it is not given."""
@@ -259,8 +253,8 @@ def _chunks(args: argparse.Namespace) -> int:
     sizes: list[Any] = [getattr(args, name, None) for name in names]
     if None in sizes:
         return 2
-    ranks = parallel_size(args, "tensor_model") * parallel_size(args, "context")
-    return 2 if math.prod(map(int, sizes)) >= _ROWS_OF_TWO_CHUNKS * ranks else 1
+    size = parallel_size(args, "tensor_model")
+    return usual_chunks(size, math.prod(map(int, sizes)) // (size * parallel_size(args, "context")))
 
 
 def _dtype(name: str) -> torch.dtype | None:

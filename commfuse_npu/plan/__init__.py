@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from commfuse_npu.plan.block_order import Own
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.schedule import Hop, Place, PlanError, Schedule, Shape, split, taper_down
+from commfuse_npu.plan.schedule import (
+    Hop,
+    Place,
+    PlanError,
+    Schedule,
+    Shape,
+    split,
+    taper_down,
+    usual_chunks,
+)
 
 __all__ = [
     "Hop",
@@ -16,4 +25,5 @@ __all__ = [
     "Shape",
     "split",
     "taper_down",
+    "usual_chunks",
 ]

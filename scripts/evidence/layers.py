@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from commfuse_npu.plan import usual_chunks
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
@@ -42,8 +43,6 @@ _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
 _CHUNKS = (1, 2, 4)
 _SLICES = (2, 4, 8)
-_ROWS_OF_TWO_CHUNKS = 1024
-"""Of a block, where the launch's default is two chunks."""
 
 OURS = ("ours", "ours, summed once", "default")
 RIVALS = ("CoC", "Megatron")
@@ -74,7 +73,7 @@ def forms(tp: int, lanes: int, rows: int) -> dict[str, Variant]:
     return {
         "ours": tuned(base, lanes, _CHUNKS),
         "ours, summed once": tuned(base, lanes, _CHUNKS, sums="once"),
-        "default": fused(base, lanes, 1 if rows < _ROWS_OF_TWO_CHUNKS else 2),
+        "default": fused(base, lanes, usual_chunks(tp, rows)),
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
         "Megatron": Variant("megatron", "megatron"),
         "CoC tuned": sliced(),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_npu.plan import PlanError, Schedule, split, taper_down
+from commfuse_npu.plan import PlanError, Schedule, split, taper_down, usual_chunks
 
 
 def targets(schedule: Schedule, rank: int, size: int, own: str) -> list[int]:
@@ -140,3 +140,19 @@ def test_plan_and_proof_need_no_torch() -> None:
         "verify.verify([rules.gemm_scatter(place, 4, 4, 4) for place in places])\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "chunks"),
+    [
+        (2, 1023, 1),
+        (8, 1023, 1),
+        (2, 1024, 2),
+        (2, 99999, 2),
+        (4, 1024, 3),
+        (8, 2047, 3),
+        (8, 2048, 4),
+    ],
+)
+def test_long_blocks_are_cut(size: int, rows: int, chunks: int) -> None:
+    assert usual_chunks(size, rows) == chunks

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from commfuse_npu.plan import Schedule, Shape
+from commfuse_npu.plan import Schedule, Shape, usual_chunks
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig, OptionParser
 
@@ -78,9 +78,9 @@ def _layer_names(text: str) -> tuple[str, ...]:
 
 def chunks_of(config: ModelConfig, options: FuseOptions) -> int:
     """The chunks of a tensor-parallel block: those asked for, or those of the feature."""
-    ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    short = config.seq_length * config.micro_batch_size < 1024 * ranks
-    return options.chunks or (1 if options.tuning == "on" or short else 2)
+    size = config.tensor_model_parallel_size
+    rows = config.seq_length * config.micro_batch_size // (size * config.context_parallel_size)
+    return options.chunks or (1 if options.tuning == "on" else usual_chunks(size, rows))
 
 
 def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:

@@ -40,6 +40,8 @@ class FusedLayer:
         input_shape, weight_shape, output_shape: on one rank.
         transfers: messages that a rank sends in the forward.
         transfer_bytes: of the largest of them.
+        longest: bytes of the longest message, the backward's included: a column-parallel layer
+            gathers its input again in whole blocks.
     """
 
     layer: str
@@ -50,6 +52,7 @@ class FusedLayer:
     output_shape: tuple[int, ...]
     transfers: int
     transfer_bytes: int
+    longest: int
 
 
 def fused_layers(launch: Launch) -> list[FusedLayer]:
@@ -93,10 +96,11 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
             operator, chunks = ATTENTION_OPERATOR, min(chunks, shard)
             chunk_rows = -(-shard // chunks) * batch
         if reason:
-            found.append(FusedLayer(layer, None, reason, *shapes, 0, 0))
+            found.append(FusedLayer(layer, None, reason, *shapes, 0, 0, 0))
         else:
             sent, largest = halves * (tp - 1) * chunks, chunk_rows * row_bytes
-            found.append(FusedLayer(layer, operator, "", *shapes, sent, largest))
+            longest = block_rows * row_bytes if layer in _COLUMN_PARALLEL else largest
+            found.append(FusedLayer(layer, operator, "", *shapes, sent, largest, longest))
     return found
 
 

@@ -21,7 +21,7 @@ def check_transfers(
     machine: Machine, launch: Launch, schedule: Schedule, layers: Sequence[FusedLayer]
 ) -> Iterator[Finding]:
     """What the lanes cost in memory, and whether a transfer fits HCCL's buffer at once."""
-    largest = max(layer.transfer_bytes for layer in layers)
+    largest = max(layer.longest for layer in layers)
     if not largest:
         return
     group_buffer = value_of(launch.options, "--hccl-group-buffer") or ""
@@ -58,6 +58,5 @@ def check_transfers(
             "warning",
             f"{largest / 2**20:.1f} MB",
             f"at most HCCL's buffer of {megabytes} MB: larger ones go in several rounds",
-            f"--commfuse-chunks {-(-needed // megabytes) * schedule.chunks}, or "
             f"--hccl-group-buffer commfuse:{needed}",
         )

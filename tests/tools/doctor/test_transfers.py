@@ -20,11 +20,11 @@ def test_buffers_of_lanes_are_counted() -> None:
     assert memory.value == "224 MB per NPU: 7 lanes with 2 x 16 MB", "sized to the messages"
     (memory,) = transfers("--hccl-group-buffer tp:400")
     assert memory.value == "2800 MB per NPU: 7 lanes with 2 x 200 MB"
-    assert memory.action.startswith("--hccl-group-buffer commfuse:8 takes 112 MB")
+    assert memory.action.startswith("--hccl-group-buffer commfuse:16 takes 224 MB")
     (memory,) = transfers("--hccl-group-buffer tp:400;commfuse:32 --commfuse-lanes 3")
     assert memory.value == "192 MB per NPU: 3 lanes with 2 x 32 MB"
     memory, largest = transfers("--hccl-group-buffer commfuse:4")
     assert memory.value == "56 MB per NPU: 7 lanes with 2 x 4 MB"
-    assert summary(largest) == ("warning", "8.0 MB")
-    assert largest.action == "--commfuse-chunks 4, or --hccl-group-buffer commfuse:8"
+    assert summary(largest) == ("warning", "16.0 MB")
+    assert largest.action == "--hccl-group-buffer commfuse:16"
     assert transfers("--commfuse-min-kib 99999") == []
