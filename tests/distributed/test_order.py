@@ -15,10 +15,19 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import (
+    BucketOptions,
+    Buckets,
     LinearOptions,
+    ShardedOptions,
     all_gather_linear,
+    all_to_all_linear,
+    attention_all_to_all,
+    attention_all_to_all_linear,
+    attention_linear_reduce_scatter,
     linear_all_reduce,
+    linear_all_to_all,
     linear_reduce_scatter,
+    sharded_linear,
 )
 from commfuse_npu.plan.program import Program, Wait
 from commfuse_npu.runtime.executor import Running
@@ -43,6 +52,53 @@ def row(link: Transport, options: LinearOptions) -> None:
 def whole(link: Transport, options: LinearOptions) -> None:
     x, weight = torch.ones(4 * link.size, 8), torch.ones(8, 8)
     linear_all_reduce(x, weight, transport=link, options=options)
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+def attention(link: Transport, options: LinearOptions) -> None:
+    q, k, v = (leaf(4 * link.size, 1, 2, 4) for _ in range(3))
+    attention_linear_reduce_scatter(
+        q, k, v, leaf(8, 8), transport=link, causal=True, options=options
+    ).sum().backward()
+
+
+def heads_out(link: Transport, options: LinearOptions) -> None:
+    given = leaf(4, 1, 8), leaf(8 * link.size, 8)
+    linear_all_to_all(*given, transport=link, options=options).sum().backward()
+
+
+def heads_back(link: Transport, options: LinearOptions) -> None:
+    given = leaf(4 * link.size, 1, 8), leaf(8, 8 * link.size)
+    all_to_all_linear(*given, transport=link, options=options).sum().backward()
+
+
+def ulysses(link: Transport, options: LinearOptions) -> None:
+    q, k, v = (leaf(4 * link.size, 1, 2, 4) for _ in range(3))
+    attention_all_to_all(q, k, v, transport=link, causal=True, options=options).sum().backward()
+
+
+def ulysses_linear(link: Transport, options: LinearOptions) -> None:
+    q, k, v = (leaf(4 * link.size, 1, 2, 4) for _ in range(3))
+    weight = leaf(8, 8 * link.size)
+    attention_all_to_all_linear(
+        q, k, v, weight, transport=link, causal=True, options=options
+    ).sum().backward()
+
+
+def sharded(link: Transport, options: LinearOptions) -> None:
+    sharded_linear(
+        leaf(5, 8), leaf(4, 8), transport=link, options=ShardedOptions(options.schedule)
+    ).sum().backward()
+
+
+def buckets(link: Transport, options: LinearOptions) -> None:
+    made = Buckets(link, BucketOptions(options.schedule))
+    bucket = torch.ones(8 * link.size)
+    made.reduce_scatter(bucket).wait()
+    made.all_gather(bucket).wait()
 
 
 class _Counted:
@@ -86,8 +142,12 @@ class Recorder:
         return noted
 
 
-def planned(program: Program, width: dict[str, int]) -> list[Event]:
+def planned(program: Program) -> list[Event]:
     """What a program says that is posted."""
+    rule, given = program.rule[0], program.arguments
+    usual = 1 if rule.startswith("bucket") else given.get("columns", 8)
+    width = {span.buffer: usual for span in program.spans}
+    width |= {one.name: one.columns for one in program.scratch}
     found = []
     for post in program.posts:
         for verb, end in (("receive", post.receive), ("send", post.send)):
@@ -107,9 +167,7 @@ def recorded(rank: int, call: Callable[..., None], options: LinearOptions) -> No
     assert seen.programs
     expected, waits = [], 0
     for program in seen.programs:
-        width = {one.name: one.columns for one in program.scratch}
-        width |= dict.fromkeys(("shard", "x", "out", "grad_x"), 8)
-        expected += planned(program, width)
+        expected += planned(program)
         waits += sum(
             len(one.receives) + len(one.sends) for one in program.code if isinstance(one, Wait)
         )
@@ -118,7 +176,13 @@ def recorded(rank: int, call: Callable[..., None], options: LinearOptions) -> No
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("call", [column, row, whole])
+@pytest.mark.parametrize(
+    "call",
+    [
+        column, row, whole, attention, heads_out, heads_back, ulysses, ulysses_linear, sharded,
+        buckets,
+    ],
+)  # fmt: skip
 def test_the_program_is_what_is_posted(ranks, call: Callable[..., None], chunks: int) -> None:
     for wgrad in ("whole", "blocks"):
         options = LinearOptions(Schedule(lanes=2, chunks=chunks), wgrad=wgrad)
