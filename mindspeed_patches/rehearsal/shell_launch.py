@@ -48,13 +48,12 @@ _NOT_THE_LAUNCHS = {
     *("LD_LIBRARY_PATH", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 }
-_PROJECT = Path(__file__).resolve().parents[2]
 # Our own launch scripts have a Python program read their configuration: that one does run.
-_OWN_READER = _PROJECT / "commfuse_npu" / "model_config.py"
+_OWN_READER = "commfuse_npu.tools.model_config"
 _RECORDER = """\
 import json, os, sys, time
 reader, folder, *words = sys.argv[1:]
-if len(words) > 1 and os.path.realpath(words[1]) == os.path.realpath(reader):
+if words[1:3] == ["-m", reader]:
     os.environ.pop("PYTHONHOME")
     os.execv(sys.executable, [sys.executable, *words[1:]])
 name = os.path.join(folder, f"{time.time_ns():020d}.json")
@@ -144,7 +143,7 @@ def _write_programs(programs: Path, records: Path) -> None:
     recorder = programs.parent / "recorder.py"
     recorder.write_text(_RECORDER, "utf-8")
     # -I: without PYTHONHOME, which is broken on purpose.
-    command = [sys.executable, "-I", "-S", str(recorder), str(_OWN_READER), str(records)]
+    command = [sys.executable, "-I", "-S", str(recorder), _OWN_READER, str(records)]
     record = shlex.join(command)
     for name in _RECORDED:
         _write_program(programs / name, f'exec {record} {name} "$@"')

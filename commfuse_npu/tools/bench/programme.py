@@ -28,6 +28,7 @@ _OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
 _OURS = ("auto*", "ours-c?", "ours-c4-wgrad")
 _TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
 _FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-t0.5", "ours-c?-l1", "ours-c4-l2")
+_EIGHT_RANKS = ("coc-?", "slices-?", "ring", "auto", "ours-c?")
 _LARGE = (
     "collective",
     "coc-4",
@@ -93,6 +94,7 @@ def full() -> list[Sweep]:
         Sweep(4, single, (0.25, 0.5, 1.0, 2.0), 5, _FOUR_RANKS, gflops=asleep),
         Sweep(4, ("mlp",), (0.5, 1.0), 3, _LARGE, gflops=asleep),
         Sweep(4, single, (0.5, 1.0), 5, _FOUR_RANKS, gflops=asleep, link="shared-nic"),
+        Sweep(8, single, (0.25, 0.5, 1.0, 1.5), 3, _EIGHT_RANKS, gflops=asleep),
     ]
 
 
