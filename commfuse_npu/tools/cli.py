@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from commfuse_npu import __version__
+
 __all__ = ["main"]
 
 
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="\n".join([*listed, "", "commfuse-npu COMMAND --help lists the options of each."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"commfuse-npu {__version__}")
     parser.add_argument("command", choices=known, metavar="COMMAND", help="one of those below")
     parser.parse_args(words[:1])
     raise AssertionError("no command, and the parser took it")

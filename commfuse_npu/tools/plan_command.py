@@ -116,6 +116,11 @@ def _show(given: argparse.Namespace) -> int:
         raise PlanError(
             f"a program needs 2 ranks, a row and a column at least, not {ranks}, {rows}, {columns}"
         )
+    lanes = options["lanes"]
+    if lanes is not None and lanes >= ranks:
+        raise PlanError(
+            f"--lanes {lanes}: {ranks} ranks have {ranks - 1} peers; choose fewer lanes"
+        )
     print(_program(given.rule, Place(Schedule(**options), rank, ranks, True), rows, columns))
     return 0
 

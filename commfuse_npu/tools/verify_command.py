@@ -1,4 +1,4 @@
-"""``commfuse-npu verify``: prove the programs of all groups up to a size, or a recorded run."""
+"""Prove the programs of all groups up to a size, or what a run recorded."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
 from commfuse_npu.proof.verify_log import files_of, verify_logs
+from commfuse_npu.tools.option_types import whole
 
 __all__ = ["main"]
 
@@ -29,10 +30,10 @@ def main(words: Sequence[str]) -> int:
         help="prove what a run with --commfuse-order-log FOLDER did: that folder, or its files of "
         "all ranks; 0: proved, 1: refuted, 2: unreadable, or not known to its end",
     )
-    parser.add_argument("--min-ranks", type=int, default=2)
-    parser.add_argument("--max-ranks", type=int, default=16)
-    parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS)
-    parser.add_argument("--lanes", type=int, nargs="+", help="default: 1, 2, 3 and one per peer")
+    parser.add_argument("--min-ranks", type=whole, default=2, help="default %(default)s")
+    parser.add_argument("--max-ranks", type=whole, default=16, help="default %(default)s")
+    parser.add_argument("--chunks", type=whole, nargs="+", default=CHUNKS)
+    parser.add_argument("--lanes", type=whole, nargs="+", help="default: 1, 2, 3 and one per peer")
     parser.add_argument(
         "--every",
         action="store_true",
@@ -49,6 +50,11 @@ def main(words: Sequence[str]) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     start, sets, programs, instructions = time.perf_counter(), 0, 0, 0
+    if given.min_ranks > given.max_ranks:
+        raise PlanError(
+            f"--min-ranks {given.min_ranks} is more than --max-ranks {given.max_ranks}: there is "
+            "nothing to prove"
+        )
     for size in range(given.min_ranks, given.max_ranks + 1):
         for case in cases(size, given.chunks, given.lanes or LANES, given.every):
             group = case.programs()
@@ -67,6 +73,7 @@ def _verify(given: argparse.Namespace) -> int:
             f"{instructions:,} instructions in {elapsed:.0f} s",
             flush=True,
         )
+    print(f"proved: all programs of {given.min_ranks} to {given.max_ranks} ranks")
     return 0
 
 

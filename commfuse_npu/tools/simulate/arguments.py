@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "--against",
         type=Path,
         metavar="FILE",
-        help="what `commfuse-npu bench --json` wrote: fit to it at one ratio, predict the rest",
+        help="what commfuse-npu bench --json wrote: fit to it at one ratio, predict the rest",
     )
     check.add_argument(
         "--calibrated",

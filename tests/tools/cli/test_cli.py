@@ -41,9 +41,10 @@ def test_a_schedule_that_cannot_be_is_explained(capsys) -> None:
 def test_all_programs_are_proved(capsys) -> None:
     assert cli.main(["verify", "--max-ranks", "3", "--chunks", "1", "2", "--lanes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[-1].startswith("  3 ranks: ")
-    assert "sets of programs" in lines[-1]
+    assert len(lines) == 3
+    assert lines[1].startswith("  3 ranks: ")
+    assert "sets of programs" in lines[1]
+    assert lines[2] == "proved: all programs of 2 to 3 ranks"
 
 
 def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
