@@ -334,7 +334,9 @@ def _quick(
 def _others(hardware: Hardware, tp: int) -> list[Variant]:
     members = Group(hardware.machine(), tp).members_per_node
     found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
-    return [one for one in found if one.kind in ("megatron", "sliced", "kernel") or tp == 1]
+    # Nobody can launch CoC tuned for each operation.
+    kinds = ("megatron", "sliced", "kernel")
+    return [one for one in found if (one.kind in kinds and not one.tuned) or tp == 1]
 
 
 def _played(

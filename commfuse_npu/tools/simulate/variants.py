@@ -9,7 +9,8 @@
                        dgrad is scattered during wgrad
 ``coc-K``              what CoC does, as MindSpeed describes it: K slices of rows, a collective
                        per slice on a stream of its own, pipelined with the GEMMs; then a copy that
-                       puts rows in order; ``coc-tuned``: the fastest K for each operation
+                       puts rows in order; ``coc-tuned``: the fastest K for each operation, which
+                       MindSpeed does not offer
 ``mc2``                a fused kernel, taken as ideal: GEMM and transfers overlap tile by tile, and
                        one tile remains at one end.  Its limits: 2, 4 or 8 ranks of one node and
                        inner dimensions of 256 to 65534 (else plain), and Megatron's order in the
