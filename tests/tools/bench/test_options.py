@@ -71,7 +71,7 @@ def test_options_make_a_programme_of_their_own() -> None:
 def test_options_replace_values_of_the_programme() -> None:
     sweeps = programme.with_options(programme.full(), _given("--ratios", "0.5"))
     assert all(sweep.ratios == (0.5,) for sweep in sweeps)
-    assert {sweep.ranks for sweep in sweeps} == {2, 4}
+    assert {sweep.ranks for sweep in sweeps} == {2, 4, 8}
     assert all(steps_of(sweep) > 0 for sweep in sweeps)
 
 
