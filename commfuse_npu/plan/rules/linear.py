@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.rules.pieces import block_of, named, parts_of, peers_of, rows_of, sides_of
+from commfuse_npu.plan.rules.pieces import (
+    arrivals_of,
+    block_of,
+    departures_of,
+    named,
+    parts_of,
+    peers_of,
+    rows_of,
+    sides_of,
+)
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, rule
 from commfuse_npu.plan.schedule import Hop, Place
 
@@ -43,10 +52,10 @@ def gather_gemm(
 
     Work: ``gemm(out, a, b)``; ``wgrad(whole rows, other rows)``.
 
-    With one chunk blocks arrive in place and the rows before and after the own ones are a GEMM
-    each; with one peer chunks do.  Else a chunk of all peers is staged, multiplied, and its result
-    copied into place.  A chunk is posted before the one that it follows is used, so that the host
-    is not late with the work.
+    With one chunk blocks arrive in place, and the rows before and after the own ones are a GEMM
+    each, or each block is if one lane brings them one by one; with one peer chunks arrive in place.
+    Else a chunk of all peers is staged, multiplied, and its result copied into place.  A chunk is
+    posted before the one that it follows is used, so that the host is not late with the work.
     """
     b = Builder(place)
     runs, n, r = b.runs(rows, "first"), place.size, place.rank
@@ -93,7 +102,7 @@ def gather_gemm(
         post(j + 2)
         length = run.stop - run.start
         if in_place:
-            for side in sides_of(place):
+            for side in arrivals_of(place):
                 there = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
                 factor = rows_of("other", there) if by_blocks else None
                 use(rows_of("whole", there), rows_of("out", there), factor)
@@ -157,8 +166,8 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     Work: ``gemm(out, a, b)``.
 
     The *columns* are cut into chunks, so that a GEMM over all rows makes contiguous pieces for all
-    peers; only the last group of columns is cut by rows, the own ones last.  Two groups are under
-    way at once.
+    peers; only the last group of columns is cut by rows, the own ones last: into those before and
+    after them, or with one lane and one group into blocks.  Two groups are under way at once.
     """
     b = Builder(place)
     groups = b.runs(outputs, "last")
@@ -171,7 +180,7 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
             _gemm(b, scatter.made(j), everything, inputs, columns)
             scatter.post(j)
         else:
-            for hop, piece in _side_by_side(b, rows):
+            for hop, piece in _together(b, rows, departures_of(place, len(groups))):
                 if piece is not None:
                     _gemm(b, scatter.made(j), piece, inputs, columns)
                 scatter.post_one(j, hop)
@@ -181,9 +190,9 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     return b
 
 
-def _side_by_side(b: Builder, rows: int) -> Iterator[tuple[Hop, slice | None]]:
-    """The peers as they are sent to, the first of each side with the rows of all of that side."""
-    left = sides_of(b.place)
+def _together(b: Builder, rows: int, blocks: Sequence[range]) -> Iterator[tuple[Hop, slice | None]]:
+    """The peers as they are sent to, the first of some blocks with the rows of all of them."""
+    left = list(blocks)
     for hop in b.hops("last"):
         side = next((side for side in left if hop.target in side), None)
         if side is None:
@@ -362,7 +371,7 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         b.scratch(f"partials {p}", b.peers * block, outputs, slot=f"partials in {p % 2}")
         if not last:
             gemm(p, slice(0, length))
-        for at, (hop, piece) in enumerate(_side_by_side(b, block)):
+        for at, (hop, piece) in enumerate(_together(b, block, sides_of(place))):
             if last and piece is not None:
                 gemm(p, piece)
             b.post(

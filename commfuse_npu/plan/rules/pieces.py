@@ -12,7 +12,9 @@ from commfuse_npu.plan.program import Span
 from commfuse_npu.plan.schedule import Hop, Own, Place, split
 
 __all__ = [
+    "arrivals_of",
     "block_of",
+    "departures_of",
     "gather_pieces",
     "inside",
     "made_pieces",
@@ -31,7 +33,7 @@ __all__ = [
 def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
     """Which rows of the whole matrix :func:`gather_gemm` multiplies at once, piece by piece."""
     runs = place.schedule.runs(rows, "first")
-    blocks = sides_of(place) if len(runs) == 1 or place.size == 1 else [peers_of(place)]
+    blocks = arrivals_of(place) if len(runs) == 1 or place.size == 1 else [peers_of(place)]
     pieces = [
         tuple(slice(p * rows + run.start, p * rows + run.stop) for p in side)
         for run in runs
@@ -46,7 +48,8 @@ def scatter_pieces(place: Place, rows: int, columns: int) -> list[tuple[slice, s
     everything = slice(0, place.size * rows)
     pieces = [(everything, group) for group in groups]
     pieces += [
-        (slice(side[0] * rows, (side[-1] + 1) * rows), last) for side in reversed(sides_of(place))
+        (slice(side[0] * rows, (side[-1] + 1) * rows), last)
+        for side in departures_of(place, len(groups) + 1)
     ]
     return [*pieces, (block_of(place.rank, rows), last)]
 
@@ -83,6 +86,28 @@ def swapped_pieces(place: Place, rows: int, own: Own) -> list[slice]:
         inside(hop.source, rows, run) for run in place.schedule.runs(rows, own) for hop in hops
     ]
     return [block_of(place.rank, rows), *pieces]
+
+
+def arrivals_of(place: Place) -> list[range]:
+    """The blocks that are used at once where they arrive in place.
+
+    Those of a side, or each of them if a single lane brings one after the other.
+    """
+    if place.schedule.lanes_for(place.size) > 1:
+        return sides_of(place)
+    hops = place.schedule.hops(place.rank, place.size, "first")
+    return [range(hop.source, hop.source + 1) for hop in hops]
+
+
+def departures_of(place: Place, groups: int) -> list[range]:
+    """The blocks of the last group of columns that are made at once, in the order of the peers.
+
+    Those of a side, or each of them if a single lane takes one after the other, whole.
+    """
+    if groups > 1 or place.schedule.lanes_for(place.size) > 1:
+        return sides_of(place)[::-1]
+    hops = place.schedule.hops(place.rank, place.size, "last")
+    return [range(hop.target, hop.target + 1) for hop in hops]
 
 
 def sides_of(place: Place) -> list[range]:
