@@ -371,7 +371,7 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         b.scratch(f"partials {p}", b.peers * block, outputs, slot=f"partials in {p % 2}")
         if not last:
             gemm(p, slice(0, length))
-        for at, (hop, piece) in enumerate(_together(b, block, sides_of(place))):
+        for at, (hop, piece) in enumerate(_together(b, block, departures_of(place, 1))):
             if last and piece is not None:
                 gemm(p, piece)
             b.post(
