@@ -313,7 +313,7 @@ def column_backward(
     elif wgrad == "blocks":
         mine = Span("x", 0, rows) if gathers else rows_of("whole", own)
         b.compute("wgrad", [], [rows_of("grad", own), mine])
-        for side in sides_of(place):
+        for side in arrivals_of(place):
             there = slice(side[0] * rows, (side[-1] + 1) * rows)
             b.compute("wgrad", [], [rows_of("grad", there), rows_of("whole", there)])
     for j in range(len(groups)):
