@@ -106,7 +106,7 @@ _OPTIONS = {
     ),
     "commfuse_wgrad": _option(
         "whole",
-        "blocks: a weight-gradient GEMM per arriving block, other rounding",
+        "blocks: row-parallel layers make one per arriving block, other rounding",
         choices=("whole", "blocks"),
     ),
     "commfuse_keep_gathered": _option(False, "more memory, no re-gather"),

@@ -18,8 +18,8 @@ which is its reference and its fallback: for a group of one, for an empty input.
 **Exactness.**  An op and its plain form run with ``same_gemms=True`` give the same bits, if rows
 are a multiple of 64 bytes long (MKL rounds small products differently when blocks begin elsewhere).
 Against the plain form as it is, results differ only where the GEMM library rounds a run of rows
-differently than all rows together.  Weight gradients are one GEMM over all rows unless
-``wgrad="blocks"``.
+differently than all rows together.  Weight gradients are one GEMM over all rows; ``wgrad="blocks"``
+makes that of a row-parallel layer block by block.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ from commfuse_npu.ops.collective_functions import (
 from commfuse_npu.ops.job import Job, any_grad, place_in, takes_plain_path
 from commfuse_npu.ops.linear_arguments import autocast, check_divisible, check_linear
 from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.regather import Regather
 from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import (
     column_backward,
     gather_gemm,
@@ -63,7 +65,7 @@ from commfuse_npu.runtime.collectives import (
     begin_all_gather,
     begin_reduce_scatter,
 )
-from commfuse_npu.runtime.executor import Work
+from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tuning import COLUMN, ROW, Layer, Problem, tuned
 
@@ -155,8 +157,6 @@ def plain_all_gather_linear(
         pieces["dgrad"] = [
             (everything, columns) for columns in place.schedule.runs(weight.shape[1], "last")
         ]
-        if options.wgrad == "blocks":
-            pieces["wgrad"] = gather_pieces(_whole(place), rows)
     whole = all_gather(x, group, options.reduce_dtype)
     return blocked_linear(whole, weight, bias, main_grad=options.main_grad, **pieces)
 
@@ -187,6 +187,22 @@ def _column_forward(
     return y, whole if keep else None
 
 
+def _begin_column_backward(
+    like: torch.Tensor,
+    rows: int,
+    weight: torch.Tensor,
+    needs_x: bool,
+    gathers: bool,
+    wgrad: bool,
+    job: Job,
+) -> Running:
+    outputs, inputs = weight.shape
+    place = job.place(job.backward)
+    program = column_backward(place, rows, inputs, outputs, needs_x, gathers, wgrad)
+    name, options = f"{job.name} backward", job.options
+    return job.transport.begin(program, name, like, options, options.reduce_dtype)
+
+
 def _column_backward(
     grad: torch.Tensor,
     x: torch.Tensor | None,
@@ -195,11 +211,13 @@ def _column_backward(
     needs_x: bool,
     wgrad: WeightGradient | None,
     job: Job,
+    running: Running | None = None,
 ) -> torch.Tensor | None:
     """The gradient of x; that of the weight goes into ``wgrad``.
 
     Args:
         x, whole: one of them, if there is a ``wgrad``: this rank's rows, or those of all ranks.
+        running: what was begun with ``x``.
     """
     if job.backward is None:
         return _in_megatron_order(grad, x, whole, weight, needs_x, wgrad, job)
@@ -214,18 +232,11 @@ def _column_backward(
             tensors["x"] = x
         elif whole is not None:
             tensors["whole"] = whole
-    program = column_backward(
-        job.place(job.backward),
-        rows,
-        weight.shape[1],
-        weight.shape[0],
-        needs_x,
-        wgrad is not None and x is not None,
-        None if wgrad is None else job.options.wgrad,
-    )
-    running = job.transport.begin(
-        program, f"{job.name} backward", grad, job.options, job.options.reduce_dtype
-    )
+    if running is None:
+        gathers = wgrad is not None and x is not None
+        running = _begin_column_backward(
+            grad, rows, weight, needs_x, gathers, wgrad is not None, job
+        )
     running.run(works, ahead=False, **tensors)
     return tensors.get("grad_x")
 
@@ -269,6 +280,14 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx.save_for_backward(None if keep or not ctx.needs_input_grad[1] else x, whole)
         ctx.weight = SavedWeight(weight)
         ctx.job = job
+        ctx.regather = None
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        if needs_weight and not keep and job.backward is not None:
+
+            def begin(x: torch.Tensor) -> Running:
+                return _begin_column_backward(x, x.shape[0], weight, needs_x, True, True, job)
+
+            ctx.regather = Regather(job.transport, ctx, begin)
         return y
 
     @staticmethod
@@ -276,11 +295,16 @@ class _AllGatherLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job: Job = ctx.job
         weight = ctx.weight.get(job.name)
-        x, whole = ctx.saved_tensors
+        begun = None if ctx.regather is None else ctx.regather.take()
+        (x, running), whole = begun or (None, None), None
+        if begun is None:
+            x, whole = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
-        wgrad = _weight_gradient(weight, job, job.backward) if needs_weight else None
-        grad_x = _column_backward(grad, x, whole, weight, needs_x, wgrad, job)
+        wgrad = None
+        if needs_weight:
+            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=False)
+        grad_x = _column_backward(grad, x, whole, weight, needs_x, wgrad, job, running)
         grad_weight = None if wgrad is None else wgrad.result()
         grad_bias = grad.sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None
@@ -392,12 +416,20 @@ def _row_backward(
     needs_x: bool,
     wgrad: WeightGradient | None,
     job: Job,
+    before: Regather | None = None,
 ) -> torch.Tensor | None:
-    """The gradient of x; that of the weight goes into ``wgrad``, if there is one."""
+    """The gradient of x; that of the weight goes into ``wgrad``, if there is one.
+
+    Args:
+        before: the layer before this one, whose input is brought on its way when all of this
+            layer's transfers are posted and most of its work is done.
+    """
     outputs, inputs = weight.shape
     if job.backward is None:
         whole = all_gather_rows(grad, job.transport.group)
         grad_x = torch.mm(whole, weight) if needs_x else None
+        if before is not None:
+            before.begin()
         if wgrad is not None and x is not None:
             wgrad.add(whole, x)
         return grad_x
@@ -417,9 +449,24 @@ def _row_backward(
         None if wgrad is None else job.options.wgrad,
         inputs,
     )
+    if wgrad is not None and before is not None:
+        works["wgrad"] = _begun_before_the_last(before, wgrad.add, program.count(Compute, "wgrad"))
     running = job.transport.begin(program, f"{job.name} backward", grad, job.options)
     running.run(works, ahead=False, **tensors)
     return tensors.get("out")
+
+
+def _begun_before_the_last(before: Regather, add: Work, calls: int) -> Work:
+    """``add``, which is called so many times."""
+
+    def begin_and_add(*tensors: torch.Tensor) -> None:
+        nonlocal calls
+        calls -= 1
+        if not calls:
+            before.begin()
+        add(*tensors)
+
+    return begin_and_add
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -429,6 +476,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
         ctx.job = job
+        ctx.before = Regather.before(job.transport)
         return _row_forward(x, weight, job)
 
     @staticmethod
@@ -438,8 +486,11 @@ class _LinearReduceScatter(torch.autograd.Function):
         weight = ctx.weight.get(job.name)
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        wgrad = _weight_gradient(weight, job, job.backward) if needs_weight else None
-        grad_x = _row_backward(grad.contiguous(), x, weight, needs_x, wgrad, job)
+        wgrad = None
+        if needs_weight:
+            blocks = _by_blocks(job)
+            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+        grad_x = _row_backward(grad.contiguous(), x, weight, needs_x, wgrad, job, ctx.before)
         return grad_x, None if wgrad is None else wgrad.result(), None
 
 
@@ -578,9 +629,9 @@ class _LinearAllReduce(torch.autograd.Function):
 # ----------------------------------------------------------- what all three share
 
 
-def _weight_gradient(weight: torch.Tensor, job: Job, schedule: Schedule | None) -> WeightGradient:
-    blocks = job.options.wgrad == "blocks" and schedule is not None
-    return WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+def _by_blocks(job: Job) -> bool:
+    """Whether a row-parallel layer makes its weight gradient block by block."""
+    return job.options.wgrad == "blocks" and job.backward is not None
 
 
 def _job(
@@ -602,7 +653,7 @@ def _job(
     outputs, inputs = weight.shape
     found = []
     for half in ("forward", "backward") if needs_grad else ("forward",):
-        wgrad = options.wgrad if half == "backward" else "whole"
+        wgrad = options.wgrad if half == "backward" and layer == ROW else "whole"
         kept = options.keep_gathered and layer == COLUMN
         problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
         trial = _trial(transport, problem, options, weight.device)
@@ -638,7 +689,8 @@ def _trial(
             if column:
                 return _column_forward(x, weight, None, job, keep=options.keep_gathered)
             return _row_forward(x, weight, job)
-        wgrad = _weight_gradient(weight, job, schedule)
+        blocks = not column and _by_blocks(job)
+        wgrad = WeightGradient(weight, main_grad=False, blocks=blocks)
         if not column:
             return _row_backward(grad, x, weight, True, wgrad, job)
         if options.keep_gathered:

@@ -34,6 +34,7 @@ __all__ = [
     "Record",
     "Scratch",
     "Span",
+    "Stretch",
     "Transfer",
     "Wait",
     "accesses",
@@ -171,6 +172,16 @@ class Scratch(NamedTuple):
     wide: bool = False
 
 
+class Stretch(NamedTuple):
+    """Some of the scratch memory.
+
+    ``wide`` is in the dtype of sums; ``late`` is lent from the mark on, else from the start.
+    """
+
+    wide: bool
+    late: bool
+
+
 _ALIGNMENT = 256
 """Elements: no slot shares a cache line, or a unit of a device's vectors, with another."""
 
@@ -263,39 +274,37 @@ class Program:
         return max((at for at, one in enumerate(self.code) if isinstance(one, Post)), default=-1)
 
     @cached_property
-    def layout(self) -> dict[str, tuple[bool, int, int, int]]:
-        """``(wide, offset, rows, columns)`` of each scratch buffer; the offset in elements."""
-        longest: dict[tuple[str, bool], int] = {}
+    def layout(self) -> dict[str, tuple[Stretch, int, int, int]]:
+        """``(stretch, offset, rows, columns)`` of each scratch buffer; the offset in elements."""
+        ahead = [span for one in self.code[: self.mark] for of in accesses(one) for span in of]
+        touched = {span.buffer for span in ahead}
+        early = {one.slot for one in self.scratch if one.name in touched}
+        longest: dict[tuple[Stretch, str], int] = {}
         for one in self.scratch:
-            key = one.slot, one.wide
+            key = Stretch(one.wide, one.slot not in early), one.slot
             longest[key] = max(longest.get(key, 0), one.rows * one.columns)
-        offsets: dict[tuple[str, bool], int] = {}
-        ends = {False: 0, True: 0}
-        for (slot, wide), elements in longest.items():
-            offsets[slot, wide] = ends[wide]
-            ends[wide] += aligned(elements)
-        return {
-            one.name: (one.wide, offsets[one.slot, one.wide], one.rows, one.columns)
-            for one in self.scratch
-        }
+        offsets: dict[tuple[Stretch, str], int] = {}
+        ends: dict[Stretch, int] = {}
+        for (stretch, slot), elements in longest.items():
+            offsets[stretch, slot] = ends.get(stretch, 0)
+            ends[stretch] = offsets[stretch, slot] + aligned(elements)
+        found = {}
+        for one in self.scratch:
+            stretch = Stretch(one.wide, one.slot not in early)
+            found[one.name] = stretch, offsets[stretch, one.slot], one.rows, one.columns
+        return found
+
+    @cached_property
+    def stretches(self) -> dict[Stretch, int]:
+        """How many elements of scratch memory it takes."""
+        ends: dict[Stretch, int] = {}
+        for stretch, offset, rows, columns in self.layout.values():
+            ends[stretch] = max(ends.get(stretch, 0), offset + aligned(rows * columns))
+        return ends
 
     def scratch_elements(self, wide: bool = False) -> int:
         """How many elements of scratch memory it takes."""
-        return self._elements[wide]
-
-    @cached_property
-    def _elements(self) -> dict[bool, int]:
-        return {wide: self._longest(wide) for wide in (False, True)}
-
-    def _longest(self, wide: bool) -> int:
-        return max(
-            (
-                offset + aligned(rows * columns)
-                for is_wide, offset, rows, columns in self.layout.values()
-                if is_wide == wide
-            ),
-            default=0,
-        )
+        return sum(n for stretch, n in self.stretches.items() if stretch.wide == wide)
 
     def count(self, kind: type[Instruction], work: str | None = None) -> int:
         """How many instructions of a kind there are; of one ``work`` of computes."""

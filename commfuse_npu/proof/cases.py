@@ -123,7 +123,7 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
         "gemm_scatter": [(2, 3, rows)],
         "column_backward": [
             (2, rows, 3, scatters, gathers, wgrad)
-            for scatters, gathers, wgrad in product(flags, flags, ways)
+            for scatters, gathers, wgrad in product(flags, repeat=3)
             if (scatters or wgrad) and (wgrad or not gathers)
         ],
         "gemm_all_reduce": [(size * rows, 2, 3)],

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from commfuse_npu.plan.program import End, Post, Program, Span, Wait, accesses, line
+from commfuse_npu.plan.program import End, Post, Program, Span, Stretch, Wait, accesses, line
 
 __all__ = ["Memory", "Shape", "common", "instruction", "memory_faults"]
 
@@ -40,17 +40,18 @@ class Memory:
         self._homes: dict[str, _Home] = {buffer: (buffer, 0) for buffer in shapes}
         self._buffers: defaultdict[_Home, list[str]] = defaultdict(list)
         self._places: dict[Span, _Place] = {}
-        end, home = {False: -1, True: -1}, ("", 0)
+        end, home = defaultdict[Stretch, int](lambda: -1), ("", 0)
         in_order = sorted(program.layout.items(), key=lambda item: item[1][:2])
-        for buffer, (wide, offset, rows, columns) in in_order:
+        for buffer, (stretch, offset, rows, columns) in in_order:
             self.shapes[buffer] = rows, columns
             self._offsets[buffer] = offset
-            if offset >= end[wide]:
-                home = "wide scratch" if wide else "scratch", offset
+            if offset >= end[stretch]:
+                kind = "late " * stretch.late + "wide " * stretch.wide
+                home = f"{kind}scratch", offset
             self._homes[buffer] = home
             self._buffers[home].append(buffer)
-            end[wide] = max(end[wide], offset + rows * columns)
-            if wide:
+            end[stretch] = max(end[stretch], offset + rows * columns)
+            if stretch.wide:
                 self.wide.add(buffer)
 
     def columns(self, span: Span) -> tuple[int, int]:

@@ -148,7 +148,7 @@ def _column_backward(
     outputs: int,
     scatters: bool,
     gathers: bool,
-    wgrad: str | None,
+    wgrad: bool,
 ) -> Outcome:
     n = of.n
     shapes = {"grad": (n * rows, outputs)}
@@ -162,10 +162,7 @@ def _column_backward(
         mine = of.rows(of.r, "whole", range(n * rows), inputs)
         whole = of.gathered("x", rows, inputs) if gathers else mine
         found.taken["wgrad"] = list(zip(grad, whole, strict=True))
-    if wgrad == "whole":
         found.whole.add("wgrad")
-    if wgrad == "blocks":
-        found.first = "wgrad", of.rows(of.r, "grad", of.own(rows), outputs)
     return found
 
 

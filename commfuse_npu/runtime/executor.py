@@ -128,7 +128,7 @@ class Running:
         # By step: [works, time, tensors...] until they are waited for, then [()]; a batch in both.
         self._receives: dict[int, list[Any]] = {}
         self._sends: dict[int, list[Any]] = {}
-        self._take_scratch()
+        self._take_scratch(late=False)
 
     @property
     def all_posted(self) -> bool:
@@ -156,6 +156,8 @@ class Running:
         self._expect_working()
         works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
+            if not ahead:
+                self._take_scratch(late=True)
             for buffer, tensor in tensors.items():
                 self._bind(buffer, tensor)
             self._go_on(works, self.program.mark if ahead else len(self.program.code))
@@ -175,6 +177,8 @@ class Running:
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
         """Wait for what arrives in these rows of a buffer; only for what is posted already."""
         self._expect_working()
+        if self.done:
+            return
         steps = [
             post.receive.transfer.step
             for post in self.program.posts
@@ -183,7 +187,7 @@ class Running:
             and post.receive.span.start < stop
             and start < post.receive.span.stop
         ]
-        if self._log is not None and steps and not self.done:
+        if self._log is not None and steps:
             self._log.rows(steps)
         try:
             self._wait(steps, self._receives, "receiving")
@@ -238,16 +242,14 @@ class Running:
                     works[one[1]](*[views[span] for span in one[2]], one[3])
                 if trace is not None:
                     trace.add("compute", line(self.program.code[at]), self.name, began, clock())
-            elif kind != _MARK:
-                if self._second is None:
-                    self._light(one)
-                elif kind >= _RECORD:
-                    self._meet(one)
-                elif one[1]:
+            elif kind < _RECORD:
+                if one[1] and self._second is not None:
                     with self._second:
                         self._light(one)
                 else:
                     self._light(one)
+            elif kind != _MARK and self._second is not None:
+                self._meet(one, self._second)
         self._at = max(self._at, end)
 
     def _light(self, one: tuple[Any, ...]) -> None:
@@ -259,8 +261,6 @@ class Running:
                 self._wait(receives, self._receives, "receiving")
             if sends:
                 self._wait(sends, self._sends, "sending")
-            return
-        if kind >= _RECORD:
             return
         trace, views = self._transport.trace, self._views
         began = 0 if trace is None else clock()
@@ -274,14 +274,13 @@ class Running:
         if trace is not None:
             trace.add("compute", line(self.program.code[self._at]), self.name, began, clock())
 
-    def _meet(self, one: tuple[Any, ...]) -> None:
+    def _meet(self, one: tuple[Any, ...], second: SecondStream) -> None:
         """Where one stream waits for the other."""
         kind, aside, event = one
-        assert self._second is not None
         if kind == _RECORD:
-            self._events[event] = self._second.record(aside=aside)
+            self._events[event] = second.record(aside=aside)
         else:
-            self._second.hold(self._events[event], aside=aside)
+            second.hold(self._events[event], aside=aside)
 
     def _wait(self, steps: Sequence[int], posted: dict[int, list[Any]], way: str) -> None:
         """Wait for each once; a batch is done with its receive or its send, whichever is first.
@@ -295,7 +294,7 @@ class Running:
         try:
             for step in steps:
                 one = posted[step]
-                if len(one) == 1 or (step, aside) in self._waited:
+                if len(one) == 1 or (self._waited and (step, aside) in self._waited):
                     continue
                 began = 0 if trace is None else clock()
                 for work in one[0]:
@@ -336,14 +335,13 @@ class Running:
         for number in self.program.spans_of.get(buffer, ()):
             self._views[number] = view_of(tensor, self.program.spans[number])
 
-    def _take_scratch(self) -> None:
-        for wide in (False, True):
-            elements = self.program.scratch_elements(wide)
-            if elements:
-                dtype = (self._sum_dtype or self._dtype) if wide else self._dtype
+    def _take_scratch(self, *, late: bool) -> None:
+        for stretch, elements in self.program.stretches.items():
+            if stretch.late == late:
+                dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
                 arena = self._transport.scratch.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                for number, view in arena.views(self.program, wide).items():
+                for number, view in arena.views(self.program, stretch):
                     self._views[number] = view
 
     def _finish(self) -> None:

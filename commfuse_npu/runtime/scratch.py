@@ -13,12 +13,14 @@ from collections.abc import Hashable
 
 import torch
 
-from commfuse_npu.plan.program import Program, Span
+from commfuse_npu.plan.program import Program, Span, Stretch
 
 __all__ = ["Arena", "ScratchPool", "view_of"]
 
 _MOST_VIEWS = 64
 """Programs whose views are kept per arena."""
+
+_Views = list[tuple[int, torch.Tensor]]
 
 
 def view_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
@@ -51,34 +53,31 @@ class Arena:
         # Never an inference tensor: it will be lent to operations outside inference mode too.
         with torch.inference_mode(False):
             self.memory = torch.empty(elements, dtype=dtype, device=device)
-        self._views: OrderedDict[tuple[Program, bool], dict[int, torch.Tensor]] = OrderedDict()
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
+        self.elements, self.nbytes = elements, self.memory.nbytes
+        self._views: OrderedDict[tuple[Program, Stretch], _Views] = OrderedDict()
 
     @property
     def tensors(self) -> int:
         """How many there are: the memory, and views of it."""
         return 1 + sum(map(len, self._views.values()))
 
-    def views(self, program: Program, wide: bool) -> dict[int, torch.Tensor]:
-        """The program's spans of scratch, by their number (:attr:`Program.spans`)."""
-        found = self._views.get((program, wide))
+    def views(self, program: Program, stretch: Stretch) -> _Views:
+        """The program's spans of a stretch of scratch, by number (:attr:`Program.spans`)."""
+        found = self._views.get((program, stretch))
         if found is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.popitem(last=False)
             with torch.inference_mode(False):
-                found = self._views[program, wide] = self._made(program, wide)
+                found = self._views[program, stretch] = self._made(program, stretch)
         return found
 
-    def _made(self, program: Program, wide: bool) -> dict[int, torch.Tensor]:
-        found = {}
-        for name, (is_wide, offset, rows, columns) in program.layout.items():
-            if is_wide == wide:
+    def _made(self, program: Program, stretch: Stretch) -> _Views:
+        found = []
+        for name, (its, offset, rows, columns) in program.layout.items():
+            if its == stretch:
                 whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
                 for number in program.spans_of.get(name, ()):
-                    found[number] = view_of(whole, program.spans[number])
+                    found.append((number, view_of(whole, program.spans[number])))
         return found
 
 
@@ -92,12 +91,14 @@ class ScratchPool:
         keep_bytes: how much idle memory is kept; the arenas not used for longest are freed.
 
     Attributes:
+        idle_bytes: what is kept and not lent to anybody.
         lent: how many arenas are in use, or left in the air by an error.
     """
 
     def __init__(self, keep_bytes: int = 512 << 20) -> None:
         self._keep_bytes = keep_bytes
         self._idle: OrderedDict[int, Arena] = OrderedDict()
+        self.idle_bytes = 0
         self.lent = 0
 
     def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Arena:
@@ -107,26 +108,22 @@ class ScratchPool:
         found: Arena | None = None
         for arena in reversed(self._idle.values()):
             # One that is much too long is worth more to somebody else.
-            fits = arena.key == key and elements <= arena.memory.numel() <= 2 * elements
-            if fits and (found is None or arena.memory.numel() < found.memory.numel()):
+            fits = elements <= arena.elements <= 2 * elements and arena.key == key
+            if fits and (found is None or arena.elements < found.elements):
                 found = arena
         if found is not None:
             del self._idle[id(found)]
+            self.idle_bytes -= found.nbytes
             return found
         return Arena(key, elements, dtype, device)
 
     def give_back(self, arena: Arena) -> None:
         self.lent -= 1
         self._idle[id(arena)] = arena
-        idle = self.idle_bytes
-        while idle > self._keep_bytes:
+        self.idle_bytes += arena.nbytes
+        while self.idle_bytes > self._keep_bytes:
             _, freed = self._idle.popitem(last=False)
-            idle -= freed.nbytes
-
-    @property
-    def idle_bytes(self) -> int:
-        """What is kept and not lent to anybody."""
-        return sum(arena.nbytes for arena in self._idle.values())
+            self.idle_bytes -= freed.nbytes
 
     @property
     def tensors(self) -> int:
@@ -136,6 +133,7 @@ class ScratchPool:
     def clear(self) -> None:
         """Free all idle memory."""
         self._idle.clear()
+        self.idle_bytes = 0
 
     def __len__(self) -> int:
         return len(self._idle)

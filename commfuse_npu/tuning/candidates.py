@@ -11,7 +11,7 @@ __all__ = ["candidates"]
 _LEAST_ROWS = 16
 """Of a piece: matrix units work on 16 rows at least."""
 
-_EVEN = ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0))
+_EVEN = ((1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (6, 1.0), (8, 1.0))
 _TAPERED = ((2, 1.5), (4, 2.0), (6, 1.5))
 """For two ranks.  With more, long first pieces of all peers need the memory of several blocks at
 once, or hold each other up; none was ever fastest on paced links with four."""

@@ -67,7 +67,7 @@ def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
         "all_gather_linear": lambda place: gather_gemm(place, 8, 16, 24, False, None, 0),
         "linear_reduce_scatter": lambda place: gemm_scatter(place, 8, 24, 16),
         "all_gather_linear backward": lambda place: column_backward(
-            place, 8, 16, 24, True, True, "whole"
+            place, 8, 16, 24, True, True, True
         ),
     }
     for operation, compiled in programs.items():

@@ -46,11 +46,10 @@ def test_column_forward(rank: int, chunks: int) -> None:
 
 @each_rank_and_chunks
 def test_column_backward(rank: int, chunks: int) -> None:
-    for wgrad, pieces in (("whole", 1), ("blocks", 3)):
-        program = rules.column_backward(at(rank, chunks), 64, 128, 256, True, True, wgrad)
-        assert gemms(program) == chunks
-        assert program.count(Compute, "wgrad") <= pieces
-        assert program.count(Add) == chunks
+    program = rules.column_backward(at(rank, chunks), 64, 128, 256, True, True, True)
+    assert gemms(program) == chunks
+    assert program.count(Compute, "wgrad") == 1
+    assert program.count(Add) == chunks
 
 
 @each_rank_and_chunks
@@ -61,7 +60,7 @@ def test_all_reduce(rank: int, chunks: int) -> None:
 
 
 def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
-    program = rules.column_backward(at(3, 2), 64, 128, 256, True, True, "whole")
+    program = rules.column_backward(at(3, 2), 64, 128, 256, True, True, True)
     works = [one.work if isinstance(one, Compute) else "add" for one in program.code
              if isinstance(one, Compute | Add)]  # fmt: skip
     assert works == ["gemm", "gemm", "wgrad", "add", "add"]

@@ -402,7 +402,7 @@ def test_a_run_on_gloo_is_played_with_batches_of_the_same_work() -> None:
     for rule, arguments in {
         "gather_gemm": (12, 4, 4, False, "blocks", 4),
         "gemm_scatter": (12, 4, 4),
-        "column_backward": (12, 4, 4, True, True, "whole"),
+        "column_backward": (12, 4, 4, True, True, True),
         "gemm_all_reduce": (36, 4, 4),
         "bucket_scatter": (12, 1, 2),
         "sharded_backward": (12, 4, True, True),

@@ -144,7 +144,7 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     scattered = of("gemm_scatter", 8, 2, 8)
     assert counts(scattered) == (chunks + sides, chunks, 0)
     assert counts(scattered).gemms == len(scatter_pieces(place, 8, 8))
-    backward = of("column_backward", 8, 8, 3, True, True, "whole")
+    backward = of("column_backward", 8, 8, 3, True, True, True)
     assert counts(backward) == (chunks, chunks, 1)
     assert backward.count(Compute, "wgrad") == 1
     reduced = of("gemm_all_reduce", 8 * size, 2, 3)
@@ -327,7 +327,7 @@ def whole_in_two_calls(programs: Group) -> Group:
     return put(programs, 0, place, *halves)
 
 
-BACKWARD = ("column_backward", 2, 2, 4, True, True, "whole")
+BACKWARD = ("column_backward", 2, 2, 4, True, True, True)
 USED = ("gather_use", 2, 2, False)
 
 FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commfuse_npu.plan import Place, Schedule, rules
-from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.program import Span, Stretch
 from commfuse_npu.runtime.scratch import ScratchPool, view_of
 
 CPU = torch.device("cpu")
@@ -51,9 +51,10 @@ def test_what_is_kept_is_limited() -> None:
 def test_views_are_made_once_per_program_and_lie_apart() -> None:
     program = rules.gemm_scatter(Place(Schedule(), 1, 4, True), 8, 16, 16)
     arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
-    views = arena.views(program, False)
-    assert arena.views(program, False) is views
-    assert arena.views(program, True) == {}, "it has no wide scratch"
+    found = arena.views(program, Stretch(wide=False, late=False))
+    views = dict(found)
+    assert arena.views(program, Stretch(wide=False, late=False)) is found
+    assert arena.views(program, Stretch(wide=True, late=False)) == [], "it has no wide scratch"
     for number, view in views.items():
         assert view.shape == (program.spans[number].rows, 16)
         assert view.is_contiguous()

@@ -264,7 +264,7 @@ def column_backward(
     outputs: int,
     scatters: bool,
     gathers: bool,
-    wgrad: Wgrad | None,
+    wgrad: bool,
 ) -> Builder:
     """The gradients of ``all_gather(x) @ weight^T``: dgrad to its ranks, and x again for wgrad.
 
@@ -280,12 +280,11 @@ def column_backward(
 
     Work: ``gemm(out, a, b)``; ``wgrad(grad rows, whole rows)``.
 
-    The whole dgrad is made in groups of columns, while x arrives; its sums travel behind wgrad and
-    are added after it.
+    Begun ahead, it has x under way.  The whole dgrad is made in groups of columns, while x arrives;
+    its sums travel behind wgrad and are added after it.
     """
     b = Builder(place)
     n, r = place.size, place.rank
-    own = block_of(r, rows)
     if gathers:
         b.scratch("whole", n * rows, inputs)
         for hop in b.hops("first"):
@@ -296,6 +295,7 @@ def column_backward(
                 f"block {r}",
                 f"block {hop.source}",
             )
+        b.mark()
     groups = b.runs(inputs, "last") if scatters else []
     scatter = _ColumnScatter(b, rows, groups, "grad_x", in_flight=None) if scatters else None
     for j, columns in enumerate(groups):
@@ -306,19 +306,13 @@ def column_backward(
             "gemm", [rows_of(scatter.made(j), everything)], [rows_of("grad", everything), weight]
         )
         scatter.post(j)
-    if wgrad == "whole":
+    if wgrad:
         if gathers:
-            b.copy(rows_of("whole", own), Span("x", 0, rows), aside=True)
+            b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), aside=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
-    elif wgrad == "blocks":
-        mine = Span("x", 0, rows) if gathers else rows_of("whole", own)
-        b.compute("wgrad", [], [rows_of("grad", own), mine])
-        for side in arrivals_of(place):
-            there = slice(side[0] * rows, (side[-1] + 1) * rows)
-            b.compute("wgrad", [], [rows_of("grad", there), rows_of("whole", there)])
     for j in range(len(groups)):
         assert scatter is not None
-        scatter.add(j, aside=wgrad is not None or j < len(groups) - 1)
+        scatter.add(j, aside=wgrad or j < len(groups) - 1)
     return b
 
 

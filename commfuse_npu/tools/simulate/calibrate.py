@@ -33,7 +33,7 @@ from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.linear import column, column_gradients, row, row_gradients
 from commfuse_npu.tools.simulate.machine import Level, LinkTopology, Machine
-from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 
 __all__ = ["Prediction", "described", "predictions", "report"]
@@ -295,9 +295,10 @@ def _mlp(rank: Rank, setting: Setting) -> None:
     # silu(gate) * up: reads two, writes one, and one in between; the backward twice that.
     rank.compute("swiglu", rank.machine.memory(everything * 4 * ffn * item))
     _reduce_scatter(rank, setting)
-    row_gradients(rank, "fc2 backward", rows, ffn, hidden, item=item)
+    fc1 = column_gradients(rank, "fc1 backward", rows, hidden, 2 * ffn, item=item)
+    row_gradients(rank, "fc2 backward", rows, ffn, hidden, item=item, before=fc1)
     rank.compute("swiglu backward", machine.memory(everything * 8 * ffn * item))
-    column_gradients(rank, "fc1 backward", rows, hidden, 2 * ffn, item=item)
+    rest(fc1)
 
 
 _WORKS: Mapping[str, Callable[[Rank, Setting], None]] = {

@@ -8,7 +8,7 @@ are the features of this rank's weight ``[outputs, inputs]``; ``item`` is the by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from commfuse_npu.plan import Schedule, split
@@ -46,12 +46,14 @@ def row(
 
 def column_gradients(
     rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
-) -> None:
-    """dgrad -> reduce-scatter; the input is gathered again -> wgrad."""
-    wgrad = rank.variant.wgrad
+) -> Iterator[None]:
+    """dgrad -> reduce-scatter; the input is gathered again -> wgrad.
+
+    Stops where it may be begun ahead: fused when the input is on its way, else at once.
+    """
     if _fused(rank, name):
         place = rank.place(name)
-        program = column_backward(place, rows, inputs, outputs, True, True, wgrad)
+        program = column_backward(place, rows, inputs, outputs, True, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # Columns of a weight are no run of its memory.
         strided = len(place.schedule.runs(inputs, "last")) > 1
@@ -59,8 +61,9 @@ def column_gradients(
             "gemm": gemm_work(rank, item if strided else 0),
             "wgrad": _wgrad_work(rank, rows * rank.size),
         }
-        rank.run(name, program, columns, works, item=item)
+        yield from rank.begin(name, program, columns, works, item=item)
         return
+    yield
     waits = rank.collective(f"{name} re-gather", rows * inputs * item)
     if rank.variant.kind == "plain":
         rank.need(waits)
@@ -74,16 +77,37 @@ def column_gradients(
 
 
 def row_gradients(
-    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
+    rank: Rank,
+    name: str,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    *,
+    item: float = ITEM_BYTES,
+    before: Iterator[None] | None = None,
 ) -> None:
-    """Gradients arrive -> dgrad, then wgrad over all of them, or of each."""
+    """Gradients arrive -> dgrad, then wgrad over all of them, or of each.
+
+    Args:
+        before: the backward of the column-parallel layer before it, begun ahead of the last wgrad.
+    """
     whole = rows * rank.size
     if _fused(rank, name):
-        wgrad = rank.variant.wgrad
-        program = gather_gemm(rank.place(name), rows, outputs, inputs, False, wgrad, inputs)
+        program = gather_gemm(
+            rank.place(name), rows, outputs, inputs, False, rank.variant.wgrad, inputs
+        )
+        left = program.count(Compute, "wgrad")
+        last = _wgrad_work(rank, whole)
+
+        def wgrad(one: Compute, width: Width) -> float:
+            nonlocal left
+            left -= 1
+            if before is not None and not left:
+                next(before, None)
+            return last(one, width)
+
         columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
-        works = {"gemm": gemm_work(rank), "wgrad": _wgrad_work(rank, whole)}
-        rank.run(name, program, columns, works, item=item)
+        rank.run(name, program, columns, {"gemm": gemm_work(rank), "wgrad": wgrad}, item=item)
         return
     waits = _gather_gemm(rank, name, rows, outputs, inputs, item)
     rank.compute(f"{name} wgrad", wgrad_seconds(rank, whole, inputs, outputs), waits)

@@ -29,7 +29,7 @@ from commfuse_npu.tools.simulate.linear import (
     wgrad_seconds,
 )
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate.rank import Rank, Width
+from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
            "head_backward", "head_forward", "mlp_in", "mlp_out", "output_projection"]  # fmt: skip
@@ -167,22 +167,24 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
     """Add a layer's backward; see :func:`forward`."""
     n, block = shape.ranks, shape.block
     h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
-    row_gradients(rank, "fc2 backward", block, f, h)
+    fc1 = column_gradients(rank, "fc1 backward", block, h, 2 * f)
+    row_gradients(rank, "fc2 backward", block, f, h, before=fc1)
     _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
-    column_gradients(rank, "fc1 backward", block, h, 2 * f)
+    rest(fc1)
     _elementwise(rank, "norm backward", block, h, h, h, h)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
     outside = attention is None or not attention.projects
+    qkv_gradients = column_gradients(rank, "qkv backward", block, h, qkv)
     if rank.variant.attention and attention is None and n > 1:
         _gather_attention(rank, shape, attend)
     else:
         if outside:
-            row_gradients(rank, "proj backward", block, h // n, h)
+            row_gradients(rank, "proj backward", block, h // n, h, before=qkv_gradients)
         seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention backward", seconds)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
     if outside:
-        column_gradients(rank, "qkv backward", block, h, qkv)
+        rest(qkv_gradients)
     _elementwise(rank, "norm backward", block, h, h, h, h)
 
 
@@ -230,5 +232,5 @@ def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add their backward."""
     v = shape.vocabulary // shape.ranks
     _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
-    column_gradients(rank, "output backward", shape.block, shape.hidden, v)
+    rest(column_gradients(rank, "output backward", shape.block, shape.hidden, v))
     _elementwise(rank, "norm backward", shape.block, *[shape.hidden] * 4)

@@ -16,7 +16,7 @@ Compute    a launch, and what the operation says that this work takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from commfuse_npu.plan.program import (
@@ -25,6 +25,7 @@ from commfuse_npu.plan.program import (
     Copy,
     End,
     Hold,
+    Mark,
     Post,
     Program,
     Record,
@@ -36,7 +37,7 @@ from commfuse_npu.tools.simulate.launches import Key, Launches, Message
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["Ran", "Rank", "Width", "Work"]
+__all__ = ["Ran", "Rank", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
 """How many columns a span has."""
@@ -45,6 +46,12 @@ Work = Callable[[Compute, Width], float]
 """Seconds of a program's work."""
 
 _COLLECTIVE = "collective"
+
+
+def rest(steps: Iterator[None]) -> None:
+    """Go on from where it is to the end."""
+    for _ in steps:
+        pass
 
 
 class Ran(NamedTuple):
@@ -169,7 +176,19 @@ class Rank:
         *,
         item: float = ITEM_BYTES,
     ) -> None:
-        """Run a program from its start to its end.
+        """Run a program from its start to its end; see :meth:`begin`."""
+        rest(self.begin(operation, program, columns, works, item=item))
+
+    def begin(
+        self,
+        operation: str,
+        program: Program,
+        columns: Mapping[str, int],
+        works: Mapping[str, Work],
+        *,
+        item: float = ITEM_BYTES,
+    ) -> Iterator[None]:
+        """Run a program, with a stop at its mark if it has one.
 
         Args:
             columns: of the buffers that the operation brings along.
@@ -222,6 +241,8 @@ class Rank:
                 self.need((sent[step] for step in one.sends), aside=one.aside)
             elif isinstance(one, Compute):
                 self.compute(f"{operation} {one.work}", works[one.work](one, width))
+            elif isinstance(one, Mark):
+                yield
             elif isinstance(one, Copy):
                 seconds = self.machine.memory(2 * size(one.out))
                 self.compute(f"{operation} copy", seconds, aside=one.aside)

@@ -17,9 +17,11 @@
                        backward of column-parallel layers
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``-attention``: attention
                        is split by queries and pipelined with its output projection;
-                       ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: a
-                       weight gradient per arriving block, which changes its rounding; ``-once``:
-                       partial sums in one pass, rounded once (fp32), not one after the other
+                       ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: the
+                       weight gradient of a row-parallel layer per arriving block, which changes
+                       its rounding; ``-once``: partial sums in one pass, rounded once (fp32), not
+                       one after the other.  The input of a column-parallel layer is on its way
+                       again before the weight gradient of the row-parallel one after it
 ``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, or
                        collectives in Megatron's order, as ``--commfuse-tuning on`` looks for them
 =====================  ===========================================================================
@@ -132,12 +134,18 @@ def sliced() -> Variant:
 
 
 def tuned(
-    base: Schedule, lanes: int, chunks: tuple[int, ...], *, sums: Sums = "ordered"
+    base: Schedule,
+    lanes: int,
+    chunks: tuple[int, ...],
+    *,
+    wgrad: Wgrad = "whole",
+    sums: Sums = "ordered",
 ) -> Variant:
     """This project's ops, each with the fastest of these numbers of chunks."""
     schedules = tuple(replace(base, lanes=lanes, chunks=number) for number in chunks)
-    name = f"commfuse-tuned-l{lanes}" + ("-once" if sums == "once" else "")
-    return Variant(name, "fused", schedule=schedules[0], sums=sums, tuned=schedules)
+    name = f"commfuse-tuned-l{lanes}" + ("-wgrad" if wgrad == "blocks" else "")
+    name += "-once" if sums == "once" else ""
+    return Variant(name, "fused", schedule=schedules[0], wgrad=wgrad, sums=sums, tuned=schedules)
 
 
 def variants(
@@ -159,7 +167,7 @@ def variants(
         fused(base, min(2, max(1, size - 1)), 1),
         *(fused(base, lanes, k) for k in chunks),
         tuned(base, lanes, chunks),
-        tuned(base, lanes, chunks, sums="once"),
+        tuned(base, lanes, chunks, wgrad="blocks", sums="once"),
         fused(base, lanes, 6, taper=1.5),
         fused(base, lanes, chunks[-1], wgrad="blocks"),
         fused(base, lanes, chunks[-1], attention=True),

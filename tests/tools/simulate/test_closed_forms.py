@@ -15,6 +15,7 @@ from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import Level, Machine
+from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     REFERENCE,
@@ -52,11 +53,11 @@ def layer(
     machine = replace(machine, cube_flops=flops / compute if compute else math.inf)
     build = getattr(linear, part)
     item = block / (ROWS * FEATURES)
-    return (
-        Group(machine, size)
-        .play(variant, lambda rank: build(rank, "x", ROWS, FEATURES, FEATURES, item=item))
-        .seconds
-    )
+
+    def add(rank: Rank) -> None:
+        rest(build(rank, "x", ROWS, FEATURES, FEATURES, item=item) or iter(()))
+
+    return Group(machine, size).play(variant, add).seconds
 
 
 gather, scatter = partial(layer, "column"), partial(layer, "row")

@@ -9,7 +9,7 @@ import pytest
 from scripts.evidence import layers
 from scripts.evidence.layers import BOUNDS, OURS, RIVALS, Point, main, point, report
 
-FORMS = {"ours": 0.8, "ours, summed once": 0.7, "default": 0.9, "CoC": 0.85, "Megatron": 0.95}
+FORMS = {"ours": 0.8, "ours, other rounding": 0.7, "default": 0.9, "CoC": 0.85, "Megatron": 0.95}
 LIMITS = {"CoC tuned": 0.83, "MC2": 0.75, "compute": 0.5}
 
 
@@ -19,9 +19,9 @@ def given(*corners: dict[str, float]) -> Point:
 
 
 def test_a_form_is_ahead_of_those_that_exist() -> None:
-    text = report([given({}, {"ours": 0.9}), given({"ours, summed once": 0.86}, {})])
+    text = report([given({}, {"ours": 0.9}), given({"ours, other rounding": 0.86}, {})])
     assert "*ours*: ahead of CoC and Megatron's order at 2 of 2 points, at 1 of them at" in text
-    assert "*ours, summed once*: ahead of CoC and Megatron's order at 1 of 2 points" in text
+    assert "*ours, other rounding*: ahead of CoC and Megatron's order at 1 of 2 points" in text
     assert "behind at a machine a model TP 8 4096." in text
     assert "*default*: ahead of CoC and Megatron's order at 0 of 2 points" in text
     assert "MC2 is ahead of all of ours at 1 of 2 points" in text

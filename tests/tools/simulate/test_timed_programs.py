@@ -13,6 +13,7 @@ from commfuse_npu.plan.program import (
     Compute,
     Copy,
     Hold,
+    Mark,
     Program,
     Record,
     Span,
@@ -33,9 +34,9 @@ from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Launches
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES
-from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.ulysses import Ulysses
-from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.simulate.variants import Variant, Wgrad
 from tests.tools.simulate.machines import ideal
 
 SIZE, ROWS, INPUTS, OUTPUTS = 6, 8, 48, 60
@@ -63,7 +64,7 @@ def _row(rank: Rank) -> None:
 
 
 def _column_gradients(rank: Rank) -> None:
-    linear.column_gradients(rank, "x", ROWS, INPUTS, OUTPUTS)
+    rest(linear.column_gradients(rank, "x", ROWS, INPUTS, OUTPUTS))
 
 
 def _row_gradients(rank: Rank) -> None:
@@ -91,7 +92,7 @@ CASES: dict[str, tuple[Build, Made]] = {
     "row": (_row, lambda at: [gemm_scatter(at, ROWS, INPUTS, OUTPUTS)]),
     "column gradients": (
         _column_gradients,
-        lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, "whole")],
+        lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, True)],
     ),
     "row gradients": (
         _row_gradients,
@@ -164,6 +165,8 @@ def compare(launches: Launches, programs: list[Program], names: list[str]) -> No
             if isinstance(one, Record):
                 events[one.event] = last[one.aside]
                 continue
+            if isinstance(one, Mark):
+                continue
             aside = is_aside(one)
             engine = ASIDE if aside else COMPUTE
             if isinstance(one, Add):
@@ -214,3 +217,18 @@ def width(program: Program, span: Span) -> int:
     given = program.arguments
     made = given.get("outputs") if span.buffer == "out" else given.get("inputs")
     return scratch.get(span.buffer) or made or given["columns"]
+
+
+@pytest.mark.parametrize("wgrad", ["whole", "blocks"])
+def test_a_layer_gathers_its_inputs_ahead(wgrad: Wgrad) -> None:
+    """After everything that the row-parallel layer posts, before its last weight gradient."""
+    variant = Variant("x", "fused", schedule=Schedule(lanes=5, chunks=2), wgrad=wgrad)
+    rank = Rank(ideal(), 1, SIZE, SIZE, variant)
+    llama.backward(rank, SHAPE)
+    names = [one.name for one in rank.finish().operations]
+    for row, column in (("fc2", "fc1"), ("proj", "qkv")):
+        ahead = [at for at, name in enumerate(names) if name.startswith(f"{column} backward block")]
+        posts = [at for at, name in enumerate(names) if name.startswith(f"{row} backward block")]
+        last = max(at for at, name in enumerate(names) if name == f"{row} backward wgrad")
+        assert len(ahead) == SIZE - 1
+        assert max(posts) < min(ahead) <= max(ahead) < last

@@ -1,0 +1,233 @@
+"""The input of a column-parallel layer is on its way again before its backward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    linear_reduce_scatter,
+    plain_all_gather_linear,
+    plain_linear_reduce_scatter,
+)
+from commfuse_npu.ops.weight_gradient import WeightGradient
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Program
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
+from tests.limits import PATIENT
+
+Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Model = Callable[[list[torch.Tensor], Layer, Layer], torch.Tensor]
+
+COLUMN, ROW = "all_gather_linear backward", "linear_reduce_scatter backward"
+
+
+@lru_cache
+def transport(batched: bool = False) -> Transport:
+    return Transport.create(lanes=2, timeout=PATIENT, batched=batched)
+
+
+def leaves(rank: int) -> list[torch.Tensor]:
+    """``x [s, H]``, and the weights of two pairs of layers."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (8, 32), (64, 32), (32, 64), (64, 32), (32, 64)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def two_pairs(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
+    x, first, second, third, fourth = given
+    x = x + row(torch.tanh(column(x, first)), second)
+    return x + row(torch.tanh(column(x, third)), fourth)
+
+
+def two_columns(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
+    """As with multi-head latent attention: both before one row-parallel layer."""
+    x, first, second, third, _ = given
+    return row(torch.tanh(column(x, first)) * column(x * 2, third), second)
+
+
+def recomputed(model: Model, reentrant: bool) -> Model:
+    def call(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
+        def forward(*tensors: torch.Tensor) -> torch.Tensor:
+            return model(list(tensors), column, row)
+
+        return checkpoint(forward, *given, use_reentrant=reentrant)
+
+    return call
+
+
+def each_recomputed(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
+    """A checkpoint per layer: an input that is asked for early is recomputed early."""
+
+    def alone(layer: Layer) -> Layer:
+        return lambda *tensors: checkpoint(
+            lambda x, weight: layer(x * 1, weight), *tensors, use_reentrant=False
+        )
+
+    return two_pairs(given, alone(column), alone(row))
+
+
+def gradients(model: Model, given: list[torch.Tensor], column: Layer, row: Layer) -> list[object]:
+    for tensor in given:
+        tensor.grad = None
+    y = model(given, column, row)
+    (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
+    return [y, *(tensor.grad for tensor in given)]
+
+
+def layers(link: Transport, options: LinearOptions) -> tuple[Layer, Layer, Layer, Layer]:
+    """Fused, and plain."""
+    ours = {"transport": link, "options": options}
+    plain = {"group": link.group, "options": options, "same_gemms": True}
+    return (
+        partial(all_gather_linear, **ours),
+        partial(linear_reduce_scatter, **ours),
+        partial(plain_all_gather_linear, **plain),
+        partial(plain_linear_reduce_scatter, **plain),
+    )
+
+
+def same(ours: list[object], plain: list[object]) -> None:
+    for one, other in zip(ours, plain, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+class Watch:
+    """What a transport begins, posts ahead and multiplies, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        begin, run, add = Transport.begin, Running.run, WeightGradient.add
+
+        def begun(link: Transport, program: Program, name: str, *args: object) -> Running:
+            self.events.append(f"begin {name}")
+            return begin(link, program, name, *args)
+
+        def ran(running: Running, *args: object, ahead: bool = False, **more: object) -> None:
+            if ahead:
+                self.events.append(f"ahead {running.name}")
+            run(running, *args, ahead=ahead, **more)
+
+        def added(gradient: WeightGradient, grad: torch.Tensor, x: torch.Tensor) -> None:
+            self.events.append(f"wgrad of {x.shape[1]} inputs")
+            add(gradient, grad, x)
+
+        patch.setattr(Transport, "begin", begun)
+        patch.setattr(Running, "run", ran)
+        patch.setattr(WeightGradient, "add", added)
+
+
+MODELS: dict[str, Model] = {
+    "two pairs": two_pairs,
+    "two columns": two_columns,
+    "recomputed": recomputed(two_pairs, False),
+    "recomputed, reentrant": recomputed(two_pairs, True),
+    "each recomputed": each_recomputed,
+}
+
+
+def check_bits(rank: int, batched: bool) -> None:
+    link = transport(batched)
+    for wgrad in ("whole", "blocks"):
+        for keep in (False, True):
+            options = LinearOptions(Schedule(chunks=2), wgrad=wgrad, keep_gathered=keep)
+            column, row, plain_column, plain_row = layers(link, options)
+            for model in MODELS.values():
+                given = leaves(rank)
+                ours = gradients(model, given, column, row)
+                same(ours, gradients(model, given, plain_column, plain_row))
+                assert not link.scratch.lent
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_bits_of_the_plain_form(ranks, size: int, batched: bool) -> None:
+    ranks(size).run(check_bits, batched)
+
+
+def check_order(rank: int) -> None:
+    column, row, *_ = layers(transport(), LinearOptions(Schedule(chunks=2)))
+    given = leaves(rank)
+    y = two_pairs(given, column, row)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Watch(patch)
+        y.sum().backward()
+    pair = [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", "wgrad of 64 inputs",
+            "wgrad of 32 inputs"]  # fmt: skip
+    assert seen.events == pair * 2
+
+
+def test_it_goes_before_the_weight_gradient_of_the_layer_after(ranks) -> None:
+    ranks(3).run(check_order)
+
+
+def check_frozen(rank: int) -> None:
+    """A weight without a gradient needs no input; one after it begins nothing."""
+    column, row, plain_column, plain_row = layers(transport(), LinearOptions())
+    for frozen in range(5):
+        ours, plain = leaves(rank), leaves(rank)
+        ours[frozen].requires_grad_(False)
+        plain[frozen].requires_grad_(False)
+        same(
+            gradients(two_pairs, ours, column, row),
+            gradients(two_pairs, plain, plain_column, plain_row),
+        )
+
+
+def test_frozen_weights(ranks) -> None:
+    ranks(2).run(check_frozen)
+
+
+def check_pruned(rank: int) -> None:
+    """Only the gradient of the last weight is asked for: the input is sent and nobody comes."""
+    link = transport()
+    column, row, plain_column, plain_row = layers(link, LinearOptions())
+    given = leaves(rank)
+    for _ in range(2):
+        y = two_pairs(given, column, row)
+        (found,) = torch.autograd.grad(y.sum(), given[-1:])
+        reference = two_pairs(given, plain_column, plain_row).sum()
+        assert torch.equal(found, torch.autograd.grad(reference, given[-1:])[0])
+        assert link.scratch.lent, "its input is under way"
+    same(
+        gradients(two_pairs, given, column, row),
+        gradients(two_pairs, given, plain_column, plain_row),
+    )
+    assert not link.scratch.lent
+
+
+def test_a_pruned_backward_is_finished_at_the_next_forward(ranks) -> None:
+    ranks(3).run(check_pruned)
+
+
+def check_twice(rank: int) -> None:
+    """A second backward through the same graph; a layer whose backward was before."""
+    link = transport()
+    column, row, *_ = layers(link, LinearOptions())
+    given = leaves(rank)
+    y = two_pairs(given, column, row).sum()
+    first = torch.autograd.grad(y, given, retain_graph=True)
+    same(list(torch.autograd.grad(y, given)), list(first))
+
+    x, weight, other, *_ = given
+    alone = column(x, weight)
+    alone.sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Watch(patch)
+        row(alone.detach(), other).sum().backward()
+    assert seen.events == [
+        "begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs",
+    ]  # fmt: skip
+    assert not link.scratch.lent
+
+
+def test_backwards_in_another_order(ranks) -> None:
+    ranks(2).run(check_twice)
