@@ -43,13 +43,8 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.ops import (
-    attention_all_to_all_linear,
-    linear_all_to_all,
-    plain_attention_all_to_all_linear,
-    plain_linear_all_to_all,
-)
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops import LinearOptions, attention_all_to_all_linear, linear_all_to_all
+from commfuse_npu.reference import plain_attention_all_to_all_linear, plain_linear_all_to_all
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.softmax_attention import (
     call_arguments,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops import attention_all_to_all, plain_attention_all_to_all
-from commfuse_npu.ops.collective_functions import all_to_all
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops import LinearOptions, attention_all_to_all
+from commfuse_npu.reference import plain_attention_all_to_all
+from commfuse_npu.reference.collective_functions import all_to_all
 from mindspeed_patches.lanes import OverLanes
 from mindspeed_patches.softmax_attention import call_arguments, mask_type, softmax_obstacle
 from mindspeed_patches.wrappers import Form, LinearWrappers

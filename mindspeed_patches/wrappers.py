@@ -28,16 +28,18 @@ from typing import Any, Literal
 import torch
 
 from commfuse_npu.ops import (
+    LinearOptions,
     all_gather_linear,
     attention_linear_reduce_scatter,
     linear_all_reduce,
     linear_reduce_scatter,
+)
+from commfuse_npu.reference import (
     plain_all_gather_linear,
     plain_attention_linear_reduce_scatter,
     plain_linear_all_reduce,
     plain_linear_reduce_scatter,
 )
-from commfuse_npu.ops.options import LinearOptions
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.lanes import OverLanes
 

@@ -1,47 +1,17 @@
-"""Operators that run programs, each next to its plain (collective) form."""
+"""Operators that run programs.  Each has a plain form in :mod:`commfuse_npu.reference`."""
 
 from __future__ import annotations
 
-from commfuse_npu.ops.attention import (
-    attention_linear_reduce_scatter,
-    plain_attention_linear_reduce_scatter,
-)
-from commfuse_npu.ops.buckets import (
-    BucketExchange,
-    BucketOptions,
-    Buckets,
-    plain_all_gather_bucket,
-    plain_reduce_scatter_bucket,
-)
+from commfuse_npu.layers.options import LinearOptions, ShardedOptions
+from commfuse_npu.ops.attention import attention_linear_reduce_scatter
+from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
 from commfuse_npu.ops.gradient_norm import clip_gradient_norm
-from commfuse_npu.ops.head_exchange import (
-    all_to_all_linear,
-    linear_all_to_all,
-    plain_all_to_all_linear,
-    plain_linear_all_to_all,
-)
-from commfuse_npu.ops.linear import (
-    all_gather_linear,
-    linear_all_reduce,
-    linear_reduce_scatter,
-    plain_all_gather_linear,
-    plain_linear_all_reduce,
-    plain_linear_reduce_scatter,
-)
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.head_exchange import all_to_all_linear, linear_all_to_all
+from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from commfuse_npu.ops.replicated_gradients import average_gradients, sum_gradients
-from commfuse_npu.ops.sharded_linear import (
-    ShardedOptions,
-    plain_sharded_linear,
-    sharded_linear,
-)
+from commfuse_npu.ops.sharded_linear import sharded_linear
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
-from commfuse_npu.ops.ulysses import (
-    attention_all_to_all,
-    attention_all_to_all_linear,
-    plain_attention_all_to_all,
-    plain_attention_all_to_all_linear,
-)
+from commfuse_npu.ops.ulysses import attention_all_to_all, attention_all_to_all_linear
 
 __all__ = [
     "BucketExchange",
@@ -60,17 +30,6 @@ __all__ = [
     "linear_all_reduce",
     "linear_all_to_all",
     "linear_reduce_scatter",
-    "plain_all_gather_bucket",
-    "plain_all_gather_linear",
-    "plain_all_to_all_linear",
-    "plain_attention_all_to_all",
-    "plain_attention_all_to_all_linear",
-    "plain_attention_linear_reduce_scatter",
-    "plain_linear_all_reduce",
-    "plain_linear_all_to_all",
-    "plain_linear_reduce_scatter",
-    "plain_reduce_scatter_bucket",
-    "plain_sharded_linear",
     "shard_linears",
     "sharded_linear",
     "sum_gradients",

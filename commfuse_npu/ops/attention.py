@@ -11,40 +11,31 @@ Under a causal mask the queries of later ranks see more keys, so that blocks cos
 program then takes them in the order in which the ranks wait least for the links
 (:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
 
-The op stands next to its plain form, which is its reference and its fallback.  The front of the
-layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gather_linear`.
+The plain form, reference and fallback, is in :mod:`commfuse_npu.reference.attention`.  The front of
+the layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gather_linear`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.ops.attention_arguments import check_self_attention
-from commfuse_npu.ops.blocked_attention import AttentionRuns, KeptRuns, blocked_attention
-from commfuse_npu.ops.blocked_linear import Piece, blocked_linear
-from commfuse_npu.ops.collective_functions import reduce_scatter
-from commfuse_npu.ops.job import (
-    Job,
-    any_grad,
-    options_for_attention,
-    place_in,
-    takes_plain_path,
-)
-from commfuse_npu.ops.linear_arguments import check_divisible, check_linear
-from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.ops.weight_gradient import WeightGradient
-from commfuse_npu.plan.rules import gather_use, made_pieces, produce_scatter, used_pieces
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.layers.attention_arguments import check_self_attention
+from commfuse_npu.layers.attention_options import options_for_scattered_attention
+from commfuse_npu.layers.attention_runs import AttentionRuns, KeptRuns
+from commfuse_npu.layers.linear_arguments import check_divisible, check_linear
+from commfuse_npu.layers.options import LinearOptions
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.layers.weight_gradient import WeightGradient
+from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
+from commfuse_npu.plan.rules import gather_use, produce_scatter
+from commfuse_npu.reference.attention import plain_attention_linear_reduce_scatter
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["attention_linear_reduce_scatter", "plain_attention_linear_reduce_scatter"]
+__all__ = ["attention_linear_reduce_scatter"]
 
 
 def attention_linear_reduce_scatter(
@@ -106,78 +97,14 @@ def attention_linear_reduce_scatter(
             q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
             options=options,
         )  # fmt: skip
-    job = Job.of(transport, _options_for(options, transport.size, causal), name)
+    options = options_for_scattered_attention(options, transport.size, causal)
+    job = Job.of(transport, options, name)
     tensors = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.is_grad_enabled() and any_grad(q, k, v, weight):
         y = _AttentionLinearReduceScatter.apply(*tensors, weight, job, causal, scale)
     else:
         y = _forward(AttentionRuns(*tensors, causal, scale), q.shape, weight, job)
     return y if bias is None else y + bias
-
-
-def plain_attention_linear_reduce_scatter(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    causal: bool,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    options: LinearOptions = LinearOptions(),
-    same_blocks: bool = False,
-) -> torch.Tensor:
-    """:func:`attention_linear_reduce_scatter` over the plain collectives; see its arguments.
-
-    Args:
-        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's program.
-    """
-    name = "plain_attention_linear_reduce_scatter"
-    check_self_attention(name, q, k, v, dropout)
-    check_divisible(name, q, group.size())
-    options = _options_for(options, group.size(), causal)
-    sources = None
-    runs: dict[str, Any] = {}
-    gemms: dict[str, Any] = {}
-    if same_blocks:
-        place, rows = place_in(group, options.schedule), q.shape[0] // group.size()
-        made, used = made_pieces(place, rows), used_pieces(place, rows)
-        runs = {"rows": made, "grad_rows": used}
-        gemms = {"forward": _pieces(made, q.shape[1]), "dgrad": _pieces(used, q.shape[1])}
-        if options.wgrad == "blocks":
-            gemms["wgrad"] = [piece for piece, _ in gemms["dgrad"]]
-        sources = _order_of_additions(place)
-    attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs).flatten(2)
-    full = blocked_linear(attended, weight, main_grad=options.main_grad, **gemms)
-    y = reduce_scatter(full, group, options.reduce_dtype, sources)
-    return y if bias is None else y + bias
-
-
-_TUNED_CHUNKS = 4
-"""Instead of trying: attention is long enough to be cut, and on paced links 4 was fastest or within
-the spread at every ratio."""
-
-
-def _options_for(options: LinearOptions, size: int, causal: bool) -> LinearOptions:
-    if options.tuning is not None:
-        schedule = replace(options.schedule, chunks=_TUNED_CHUNKS)
-        options = replace(options, schedule=schedule, tuning=None)
-    return options_for_attention(options, size, causal)
-
-
-def _pieces(runs: list[slice], batch: int) -> list[Piece]:
-    """Runs of queries as those of a GEMM's rows."""
-    return [((slice(run.start * batch, run.stop * batch),), None) for run in runs]
-
-
-def _order_of_additions(place: Place) -> list[int] | None:
-    """In which order the fused op adds the ranks' partials, if not in the collective's."""
-    if place.schedule.shape == "shifted" and place.schedule.costs is None:
-        return None
-    hops = place.schedule.hops(place.rank, place.size, "last")
-    return [*(hop.source for hop in hops), place.rank]
 
 
 def _forward(

@@ -2,7 +2,7 @@
 
 A *bucket* is a flat tensor ``[n * s]``: a run of Megatron's gradient or parameter buffer.  The
 *shard* of rank r is ``bucket[r * s : (r + 1) * s]``, a view.  Two operations, both in place, both
-asynchronous, each next to its plain form over the collective of torch.distributed::
+asynchronous, with plain forms in :mod:`commfuse_npu.reference.buckets`::
 
     Buckets.reduce_scatter   the own shard becomes the sum over the ranks   after the backward of
                                                                             the bucket's layers
@@ -60,24 +60,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
+from commfuse_npu.layers.bucket_arguments import check_bucket, check_fractions
 from commfuse_npu.ops.bucket_exchange import BucketExchange, line_of
 from commfuse_npu.ops.sum_ending import sum_ending
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program, aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
-from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = [
-    "BucketExchange",
-    "BucketOptions",
-    "Buckets",
-    "plain_all_gather_bucket",
-    "plain_reduce_scatter_bucket",
-]
+__all__ = ["BucketExchange", "BucketOptions", "Buckets"]
 
 
 @dataclass(frozen=True)
@@ -186,8 +179,8 @@ class Buckets:
             TransportError: a transfer failed.  Nothing was summed.
         """
         name, options = "reduce_scatter_bucket", self._options
-        _check_bucket(name, bucket, self._transport.size)
-        _check_fractions(name, bucket, average, scale, options.reduce_dtype)
+        check_bucket(name, bucket, self._transport.size)
+        check_fractions(name, bucket, average, scale, options.reduce_dtype)
         total = options.reduce_dtype or bucket.dtype
 
         def program(elements: int) -> Program:
@@ -225,7 +218,7 @@ class Buckets:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
         name, last_first = "all_gather_bucket", self._options.last_first
-        _check_bucket(name, bucket, self._transport.size)
+        check_bucket(name, bucket, self._transport.size)
 
         def program(elements: int) -> Program:
             return bucket_gather(self._place, elements, last_first)
@@ -293,91 +286,3 @@ class Buckets:
             running = transport.begin(program(elements), name, bucket, facts, total)
         line.agreed.add(combination)
         return running
-
-
-def plain_reduce_scatter_bucket(
-    bucket: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    average: bool = False,
-    scale: float = 1.0,
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
-    """:meth:`Buckets.reduce_scatter` over the plain collective: synchronous, in place.
-
-    The average is the sum divided by ``n`` here too, because gloo has no other.  It takes memory
-    for a shard, and for the whole bucket in ``reduce_dtype``, in which partials then travel.
-
-    Raises:
-        TypeError, ValueError: as there.
-    """
-    name, size = "plain_reduce_scatter_bucket", group.size()
-    _check_bucket(name, bucket, size)
-    _check_fractions(name, bucket, average, scale, reduce_dtype)
-    if bucket.numel() == 0:
-        return
-    with torch.no_grad():
-        if scale != 1.0:
-            bucket.mul_(scale)
-        total = reduce_scatter_rows(bucket.to(reduce_dtype or bucket.dtype), group)
-        if average:
-            total.div_(size)
-        _shard_of(bucket, group).copy_(total)
-
-
-def plain_all_gather_bucket(bucket: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """:meth:`Buckets.all_gather` over the plain collective: synchronous, in place.
-
-    It takes memory for another bucket.
-
-    Raises:
-        ValueError: as there.
-    """
-    _check_bucket("plain_all_gather_bucket", bucket, group.size())
-    if bucket.numel():
-        with torch.no_grad():
-            bucket.copy_(all_gather_rows(_shard_of(bucket, group), group))
-
-
-def _shard_of(bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    elements = bucket.numel() // group.size()
-    return bucket[group.rank() * elements : (group.rank() + 1) * elements]
-
-
-def _check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
-    if bucket.dim() != 1 or not bucket.is_contiguous():
-        raise ValueError(
-            f"{name}: the bucket has shape {tuple(bucket.shape)} and strides {bucket.stride()}; it "
-            "has to be one contiguous dimension; pass the flat buffer or a run of it"
-        )
-    elements = bucket.numel()
-    if elements % size:
-        raise ValueError(
-            f"{name}: {elements} elements are not divisible by the group size {size}; pad the "
-            f"bucket to {elements + -elements % size}"
-        )
-
-
-def _check_fractions(
-    name: str,
-    bucket: torch.Tensor,
-    average: bool,
-    scale: float,
-    reduce_dtype: torch.dtype | None,
-) -> None:
-    asked = [
-        what
-        for what, wanted in (
-            ("an average", average),
-            (f"scale {scale}", scale != 1.0),
-            (f"reduce_dtype {reduce_dtype}", reduce_dtype is not None),
-        )
-        if wanted
-    ]
-    if asked and not bucket.dtype.is_floating_point:
-        raise TypeError(
-            f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
-            f"{' and '.join(asked)}; use a floating-point dtype, or a sum only"
-        )
-    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise TypeError(f"{name}: reduce_dtype is {reduce_dtype}; it has to be floating-point")

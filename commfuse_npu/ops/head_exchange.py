@@ -15,51 +15,35 @@ linear_all_to_all      GEMM -> rank of the heads     gradient arrives -> dgrad, 
 all_to_all_linear      heads arrive -> GEMM          dgrad -> rank of the rows; wgrad
 ====================== ============================= ============================================
 
-What is between the two, the attention, is :mod:`commfuse_npu.ops.ulysses`.
+What is between the two, the attention, is :mod:`commfuse_npu.ops.ulysses`.  The plain forms are in
+:mod:`commfuse_npu.reference.heads`.
 
 Weights are whole on every rank, so their gradients are those of this rank's rows, to be summed over
 the ranks like that of any layer under context parallelism.
 
-Of :class:`~commfuse_npu.ops.options.LinearOptions` the schedule, ``wgrad`` and ``main_grad`` count:
+Of :class:`~commfuse_npu.ops.LinearOptions` the schedule, ``wgrad`` and ``main_grad`` count:
 no partial sums of other ranks are added, and nothing is gathered.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.ops.blocked_linear import blocked_linear
-from commfuse_npu.ops.collective_functions import all_to_all
-from commfuse_npu.ops.head_linear import (
-    HeadRows,
-    LinearOfHeads,
-    LinearToHeads,
-    beside,
-    blocked_linear_of_heads,
-    blocked_linear_to_heads,
-)
-from commfuse_npu.ops.job import Job, any_grad, place_in, takes_plain_path
-from commfuse_npu.ops.linear_arguments import autocast, check_linear
-from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.plan.rules import exchange, made_pieces, used_pieces
+from commfuse_npu.layers.head_linear import HeadRows, LinearOfHeads, LinearToHeads
+from commfuse_npu.layers.linear_arguments import autocast, check_linear, check_sequence, rows_of
+from commfuse_npu.layers.options import LinearOptions
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
+from commfuse_npu.plan.rules import exchange
+from commfuse_npu.reference.heads import plain_all_to_all_linear, plain_linear_all_to_all
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = [
-    "all_to_all_linear",
-    "check_projection",
-    "check_sequence",
-    "linear_all_to_all",
-    "plain_all_to_all_linear",
-    "plain_linear_all_to_all",
-]
+__all__ = ["all_to_all_linear", "check_projection", "linear_all_to_all"]
 
 
 # ------------------------------------------------------------- rows to heads
@@ -117,7 +101,7 @@ def linear_all_to_all(
     check_linear(name, x, weight, bias, transport, options)
     heads = HeadRows(name, weight.shape[0], transport.size, rows)
     x, weight, bias = autocast(x, weight, bias)
-    if takes_plain_path(name, x, transport, rows=_rows(x)):
+    if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_linear_all_to_all(
             x, weight, bias, group=transport.group, rows=rows, options=options
         )
@@ -129,40 +113,6 @@ def linear_all_to_all(
     else:
         y = _project_out(flat.contiguous(), weight, bias, job, heads)
     return y.view(-1, *x.shape[1:-1], heads.features)
-
-
-def plain_linear_all_to_all(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    rows: Sequence[Sequence[slice]] | None = None,
-    options: LinearOptions = LinearOptions(),
-    same_blocks: bool = False,
-) -> torch.Tensor:
-    """:func:`linear_all_to_all` over the plain collective; see its arguments.
-
-    Args:
-        same_blocks: cut the GEMMs into the runs of rows of the fused op's program.
-    """
-    heads = HeadRows("plain_linear_all_to_all", weight.shape[0], group.size(), rows)
-    x, weight, bias = autocast(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    if same_blocks:
-        place = place_in(group, options.schedule)
-        whole = blocked_linear_to_heads(
-            flat, weight, bias, heads,
-            rows=made_pieces(place, _rows(x)),
-            grad_rows=used_pieces(place, _rows(x)),
-            options=options,
-        )  # fmt: skip
-    else:
-        made = blocked_linear(flat, weight, bias, main_grad=options.main_grad)
-        whole = heads.columns(made)
-    # No -1 for the rows: an empty tensor has no say in them.
-    shape = x.shape[0] * group.size(), *x.shape[1:-1], heads.features
-    return all_to_all(whole, group).view(shape)
 
 
 def _project_out(
@@ -264,7 +214,7 @@ def all_to_all_linear(
     check_projection(name, x, weight, bias, transport, options)
     check_sequence(name, x.shape[0], transport.size)
     x, weight, bias = autocast(x, weight, bias)
-    if takes_plain_path(name, x, transport, rows=_rows(x)):
+    if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_all_to_all_linear(x, weight, bias, group=transport.group, options=options)
     job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
@@ -273,37 +223,6 @@ def all_to_all_linear(
     else:
         y = _project_in(flat.contiguous(), weight, bias, job)
     return y.view(-1, *x.shape[1:-1], weight.shape[0])
-
-
-def plain_all_to_all_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    options: LinearOptions = LinearOptions(),
-    same_blocks: bool = False,
-) -> torch.Tensor:
-    """:func:`all_to_all_linear` over the plain collective; see its arguments.
-
-    Args:
-        same_blocks: cut the GEMMs into the runs of rows of the fused op's program.
-    """
-    check_sequence("plain_all_to_all_linear", x.shape[0], group.size())
-    x, weight, bias = autocast(x, weight, bias)
-    whole = all_to_all(x.reshape(-1, x.shape[-1]), group)
-    if same_blocks:
-        place, rows = place_in(group, options.schedule), _rows(x) // group.size()
-        y = blocked_linear_of_heads(
-            whole, weight, bias, group.size(),
-            rows=used_pieces(place, rows),
-            grad_rows=made_pieces(place, rows),
-            options=options,
-        )  # fmt: skip
-    else:
-        joined = beside(whole, group.size())
-        y = blocked_linear(joined, weight, bias, main_grad=options.main_grad)
-    return y.view(x.shape[0] // group.size(), *x.shape[1:-1], weight.shape[0])
 
 
 def _project_in(
@@ -358,22 +277,6 @@ class _AllToAllLinear(torch.autograd.Function):
         return grad_x, linear.weight_gradient(), grad.sum(0) if needs_bias else None, None
 
 
-# -------------------------------------------------------------- what both share
-
-
-def check_sequence(name: str, rows: int, size: int) -> None:
-    """The whole sequence has to be cut into one block per rank.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if rows % size:
-        raise ValueError(
-            f"{name}: sequence length {rows} is not divisible by the group size {size}; pad it to "
-            f"{-(-rows // size) * size}"
-        )
-
-
 def check_projection(
     name: str,
     x: torch.Tensor,
@@ -396,8 +299,3 @@ def check_projection(
         )
     part = weight[:, : x.shape[-1]] if weight.dim() == 2 else weight
     check_linear(name, x, part, bias, transport, options)
-
-
-def _rows(x: torch.Tensor) -> int:
-    """``s * B`` rows of GEMM in a tensor ``[s, B, H]``."""
-    return math.prod(x.shape[:-1])

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = [
-    "Job",
-    "any_grad",
-    "options_for_attention",
-    "place_in",
-    "takes_plain_path",
-]
+__all__ = ["Job", "any_grad", "takes_plain_path"]
 
 _logger = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -48,22 +39,6 @@ class Job(NamedTuple):
     def place(self, schedule: Schedule | None = None) -> Place:
         """For whom a program is compiled: this rank, by the options' schedule or another one."""
         return self.transport.place(schedule or self.options.schedule)
-
-
-def place_in(group: dist.ProcessGroup, schedule: Schedule) -> Place:
-    """For plain forms, which take their pieces from the rules that the fused ones run by."""
-    return Place(schedule, group.rank(), group.size(), True)
-
-
-@lru_cache(maxsize=256)
-def options_for_attention(options: LinearOptions, size: int, causal: bool) -> LinearOptions:
-    """Chunks of one length; under a causal mask blocks in the order that waits least.
-
-    Attention keeps the statistics of each piece of queries for the backward: that runs the other
-    way round, and tapered pieces would have other rows.
-    """
-    schedule = replace(options.schedule, taper=1.0)
-    return replace(options, schedule=schedule.for_causal_blocks(size) if causal else schedule)
 
 
 def any_grad(*tensors: torch.Tensor | None) -> bool:

@@ -12,8 +12,9 @@ linear_reduce_scatter  GEMM -> sum                   gradient arrives -> dgrad, 
 linear_all_reduce      GEMM -> sum -> sum arrives    no transfers
 ====================== ============================= ============================================
 
-Each op stands next to its plain form, the same layer over the collectives of torch.distributed,
-which is its reference and its fallback: for a group of one, for an empty input.
+Each op has a plain form, the same layer over the collectives of torch.distributed, in
+:mod:`commfuse_npu.reference.linear`: its reference and its fallback, for a group of one, for an
+empty input.
 
 **Exactness.**  An op and its plain form run with ``same_gemms=True`` give the same bits, if rows
 are a multiple of 64 bytes long (MKL rounds small products differently when blocks begin elsewhere).
@@ -24,42 +25,30 @@ makes that of a row-parallel layer block by block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.ops.blocked_linear import blocked_linear
-from commfuse_npu.ops.collective_functions import (
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    reduce_scatter_in,
-)
-from commfuse_npu.ops.job import Job, any_grad, place_in, takes_plain_path
-from commfuse_npu.ops.linear_arguments import autocast, check_divisible, check_linear
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.layers.linear_arguments import autocast, check_divisible, check_linear, rows_of
+from commfuse_npu.layers.options import LinearOptions
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.layers.weight_gradient import WeightGradient
+from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
 from commfuse_npu.ops.regather import Regather
-from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute
-from commfuse_npu.plan.rules import (
-    column_backward,
-    gather_gemm,
-    gather_pieces,
-    gemm_all_reduce,
-    gemm_scatter,
-    parts_of,
-    scatter_pieces,
+from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
+from commfuse_npu.reference.collective_functions import reduce_scatter_in
+from commfuse_npu.reference.linear import (
+    plain_all_gather_linear,
+    plain_linear_all_reduce,
+    plain_linear_reduce_scatter,
 )
-from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.collectives import (
     all_gather_rows,
     begin_all_gather,
@@ -73,9 +62,6 @@ __all__ = [
     "all_gather_linear",
     "linear_all_reduce",
     "linear_reduce_scatter",
-    "plain_all_gather_linear",
-    "plain_linear_all_reduce",
-    "plain_linear_reduce_scatter",
 ]
 
 
@@ -122,43 +108,16 @@ def all_gather_linear(
     name = "all_gather_linear"
     check_linear(name, x, weight, bias, transport, options)
     x, weight, bias = autocast(x, weight, bias)
-    if takes_plain_path(name, x, transport, rows=_rows(x)):
+    if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight, bias)
-    job = _job(name, transport, options, COLUMN, _rows(x), weight, needs_grad)
+    job = _job(name, transport, options, COLUMN, rows_of(x), weight, needs_grad)
     flat = x.reshape(-1, x.shape[-1])
     if needs_grad:
         y = _AllGatherLinear.apply(flat, weight, bias, job)
     else:
         y, _ = _column_forward(flat.contiguous(), weight, bias, job, keep=False)
     return y.view(-1, *x.shape[1:-1], weight.shape[0])
-
-
-def plain_all_gather_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    options: LinearOptions = LinearOptions(),
-    same_gemms: bool = False,
-) -> torch.Tensor:
-    """:func:`all_gather_linear` over the plain collectives.
-
-    Args:
-        same_gemms: cut the GEMMs into the pieces of the fused op's program.
-    """
-    x, weight, bias = autocast(x, weight, bias)
-    pieces: dict[str, Any] = {}
-    if same_gemms and group.size() > 1:
-        place, rows = place_in(group, options.schedule), _rows(x)
-        everything = (slice(0, rows * place.size),)
-        pieces["forward"] = [(runs, None) for runs in gather_pieces(place, rows)]
-        pieces["dgrad"] = [
-            (everything, columns) for columns in place.schedule.runs(weight.shape[1], "last")
-        ]
-    whole = all_gather(x, group, options.reduce_dtype)
-    return blocked_linear(whole, weight, bias, main_grad=options.main_grad, **pieces)
 
 
 def _column_forward(
@@ -354,46 +313,16 @@ def linear_reduce_scatter(
     check_linear(name, x, weight, bias, transport, options)
     check_divisible(name, x, transport.size)
     x, weight, bias = autocast(x, weight, bias)
-    if takes_plain_path(name, x, transport, rows=_rows(x)):
+    if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight)
-    job = _job(name, transport, options, ROW, _rows(x) // transport.size, weight, needs_grad)
+    job = _job(name, transport, options, ROW, rows_of(x) // transport.size, weight, needs_grad)
     flat = x.reshape(-1, x.shape[-1])
     if needs_grad:
         y = _LinearReduceScatter.apply(flat, weight, job)
     else:
         y = _row_forward(flat.contiguous(), weight, job)
     y = y.view(-1, *x.shape[1:-1], weight.shape[0])
-    return y if bias is None else y + bias
-
-
-def plain_linear_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    options: LinearOptions = LinearOptions(),
-    same_gemms: bool = False,
-) -> torch.Tensor:
-    """:func:`linear_reduce_scatter` over the plain collectives; see also its arguments.
-
-    Args:
-        same_gemms: cut the GEMMs into the pieces of the fused op's program.
-    """
-    check_divisible("plain_linear_reduce_scatter", x, group.size())
-    x, weight, bias = autocast(x, weight, bias)
-    pieces: dict[str, Any] = {}
-    if same_gemms and group.size() > 1:
-        place, rows = place_in(group, options.schedule), _rows(x) // group.size()
-        made = scatter_pieces(place, rows, weight.shape[0])
-        pieces["forward"] = [((run,), columns) for run, columns in made]
-        used = gather_pieces(place, rows)
-        pieces["dgrad"] = [(runs, None) for runs in used]
-        if options.wgrad == "blocks":
-            pieces["wgrad"] = used
-    full = blocked_linear(x, weight, main_grad=options.main_grad, **pieces)
-    y = reduce_scatter(full, group, options.reduce_dtype)
     return y if bias is None else y + bias
 
 
@@ -537,7 +466,7 @@ def linear_all_reduce(
     name = "linear_all_reduce"
     check_linear(name, x, weight, bias, transport, options)
     x, weight, bias = autocast(x, weight, bias)
-    if takes_plain_path(name, x, transport, rows=_rows(x), at_least=transport.size):
+    if takes_plain_path(name, x, transport, rows=rows_of(x), at_least=transport.size):
         return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
     job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
@@ -546,42 +475,6 @@ def linear_all_reduce(
     else:
         y = _gemm_all_reduce(flat.contiguous(), weight, job)
     y = y.view(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else y + bias
-
-
-def plain_linear_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    options: LinearOptions = LinearOptions(),
-    same_gemms: bool = False,
-) -> torch.Tensor:
-    """:func:`linear_all_reduce` over the plain collective.
-
-    Args:
-        same_gemms: cut the GEMM into the pieces of the fused op's program, and sum by
-            reduce-scatter and all-gather: with more than two ranks an all-reduce has an order of
-            additions of its own.
-    """
-    x, weight, bias = autocast(x, weight, bias)
-    rows, size = _rows(x), group.size()
-    pieces: dict[str, Any] = {}
-    parts: list[slice] = []
-    if same_gemms and 1 < size <= rows:
-        place, rest = place_in(group, options.schedule), rows % size
-        parts = parts_of(place, rows - rest)
-        made = [(part, None) for part in parts[:-1]] + [
-            (slice(parts[-1].start + run.start, parts[-1].start + run.stop), None)
-            for run, _ in scatter_pieces(_whole(place), len(range(rows)[parts[-1]]) // size, 1)
-        ]
-        if rest:
-            made.append((slice(rows - rest, rows), None))
-        pieces["forward"] = [((run,), columns) for run, columns in made]
-    full = blocked_linear(x, weight, main_grad=options.main_grad, **pieces)
-    flat = all_reduce(full.view(rows, weight.shape[0]), group, options.reduce_dtype, parts)
-    y = flat.view(full.shape)
     return y if bias is None else y + bias
 
 
@@ -699,12 +592,3 @@ def _trial(
         return _column_backward(grad, x, None, weight, True, wgrad, job)
 
     return run
-
-
-def _rows(x: torch.Tensor) -> int:
-    """``s * B`` rows of GEMM in a tensor ``[s, B, I]``."""
-    return math.prod(x.shape[:-1])
-
-
-def _whole(place: Place) -> Place:
-    return place._replace(schedule=replace(place.schedule, chunks=1))

@@ -15,10 +15,11 @@ backward   wgrad blocks -> sum; weight arrives -> dgrad, both at once
 The whole weight and its whole gradient exist nowhere.  Of what arrives, and of the gradient on its
 way out, there are two blocks at a time, or one piece more than there are lanes.
 
-**Exactness.**  The op and its plain form with ``same_blocks=True`` give the same bits, if rows are
-a multiple of 64 bytes long.  Against the plain form as it is, results differ where the GEMM library
-rounds a run of columns differently than all columns together, and in the sum over ``O`` of the
-dgrad, which is made block by block (in fp32, rounded once).
+**Exactness.**  The op and its plain form (:mod:`commfuse_npu.reference.sharded_linear`) with
+``same_blocks=True`` give the same bits, if rows are a multiple of 64 bytes long.  Against the plain
+form as it is, results differ where the GEMM library rounds a run of columns differently than all
+columns together, and in the sum over ``O`` of the dgrad, which is made block by block (in fp32,
+rounded once).
 """
 
 from __future__ import annotations
@@ -27,48 +28,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.kernels import gemm_into, kernels_for
+from commfuse_npu.layers.linear_arguments import autocast, check_linear
+from commfuse_npu.layers.options import LinearOptions, ShardedOptions
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.layers.sharded_blocks import InputGradient, columns_into, wgrad_into
 from commfuse_npu.ops.job import any_grad, takes_plain_path
-from commfuse_npu.ops.linear_arguments import autocast, check_linear
-from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.saved_weight import SavedWeight
 from commfuse_npu.ops.sum_ending import sum_ending
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightProgram, WeightStamp
-from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute, Program
-from commfuse_npu.plan.rules import made_pieces, sharded_backward, sharded_forward, used_pieces
+from commfuse_npu.plan.rules import sharded_backward, sharded_forward
 from commfuse_npu.plan.schedule import Place
-from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows, sum_rows_in_order
+from commfuse_npu.reference.sharded_linear import plain_sharded_linear
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["ShardedOptions", "plain_sharded_linear", "sharded_linear"]
-
-
-@dataclass(frozen=True)
-class ShardedOptions:
-    """How a fully sharded layer works.  The same on every rank of the group.
-
-    Args:
-        schedule: order of the peers, lanes and chunks, for the weight and for its gradient.
-        reduce_dtype: add the ranks' weight gradients in this dtype and round once; by default in
-            their own, as the collective does.  They travel in their own.
-        average: divide the sum of the weight gradients by N, before it is rounded: what a loss that
-            is a mean over the rank's own rows needs.  Else the gradient is the sum.
-    """
-
-    schedule: Schedule = Schedule()
-    reduce_dtype: torch.dtype | None = None
-    average: bool = True
-
-    def __post_init__(self) -> None:
-        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # it checks them
-
-
-DEFAULT = ShardedOptions()
+__all__ = ["sharded_linear"]
 
 
 def sharded_linear(
@@ -77,7 +53,7 @@ def sharded_linear(
     bias: torch.Tensor | None = None,
     *,
     transport: Transport,
-    options: ShardedOptions = DEFAULT,
+    options: ShardedOptions = ShardedOptions(),
     prefetch: PrefetchedWeight | None = None,
 ) -> torch.Tensor:
     """``linear(x, all_gather(weight_shard), bias)``: the fully sharded layer.
@@ -140,35 +116,6 @@ def sharded_linear(
     return y.view(*x.shape[:-1], y.shape[1])
 
 
-def plain_sharded_linear(
-    x: torch.Tensor,
-    weight_shard: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    options: ShardedOptions = DEFAULT,
-    same_blocks: bool = False,
-) -> torch.Tensor:
-    """:func:`sharded_linear` over the plain collectives; see its arguments.
-
-    The whole weight is kept for the backward instead of being gathered again.
-
-    Args:
-        same_blocks: cut the GEMMs into the blocks of the fused op's program, and add in its order.
-    """
-    x, shard, bias = autocast(x, weight_shard, bias)
-    if not same_blocks or group.size() == 1 or shard.shape[0] == 0:
-        whole = _WholeWeight.apply(shard, group, options, None)
-        return torch.nn.functional.linear(x, whole, bias)
-    rows, place = shard.shape[0], Place(options.schedule, group.rank(), group.size(), True)
-    hops = place.schedule.hops(place.rank, place.size, "last")
-    sources = [*(hop.source for hop in hops), place.rank]
-    whole = _WholeWeight.apply(shard, group, options, sources)
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    y = _LinearInBlocks.apply(flat, whole, bias, used_pieces(place, rows), made_pieces(place, rows))
-    return y.view(*x.shape[:-1], y.shape[1])
-
-
 def _check_bias(
     name: str, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, size: int
 ) -> None:
@@ -184,9 +131,6 @@ def _check_bias(
         raise ValueError(f"{name}: x is on {x.device}, the bias on {bias.device}; move one of them")
     if bias.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"{name}: x is {x.dtype}, the bias {bias.dtype}; cast one of them")
-
-
-# ------------------------------------------------------------------------ fused
 
 
 @dataclass(frozen=True)
@@ -243,47 +187,11 @@ def _forward(
     y = x.new_empty((x.shape[0], shard.shape[0] * call.transport.size))
 
     def use(block: torch.Tensor, run: slice) -> None:
-        _columns_into(y, x, block, bias, run)
+        columns_into(y, x, block, bias, run)
 
     program = sharded_forward(call.place, *shard.shape)
     call.run(program, shard, {"use": use}, backward=False)
     return y
-
-
-def _columns_into(
-    y: torch.Tensor, x: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None, run: slice
-) -> None:
-    """``y[:, run] = x @ block^T + bias[run]``.
-
-    BLAS writes a run of columns as it writes a matrix, in the same time and with the same bits
-    (measured on CPU in fp32 and bf16; not tried on an NPU).  A block of its own, or ``y^T``, would
-    cost a copy of y.
-    """
-    gemm_into(y[:, run], x, block.t())
-    if bias is not None:
-        y[:, run].add_(bias[run])
-
-
-def _wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slice) -> None:
-    """``out = grad[:, run]^T @ x``."""
-    gemm_into(out, grad[:, run].t(), x)
-
-
-class _InputGradient:
-    """``sum over blocks of grad[:, run] @ block``, in fp32, rounded once."""
-
-    def __init__(self, grad: torch.Tensor, features: int) -> None:
-        self._grad = grad
-        self._kernels = kernels_for(grad.device)
-        self._sum = grad.new_zeros((grad.shape[0], features), dtype=torch.float32)
-
-    def add(self, block: torch.Tensor, run: slice) -> None:
-        # The same kernel as for weight gradients, whose faster forms want contiguous factors.
-        transposed = self._grad[:, run].t().contiguous()
-        self._kernels.accumulate_weight_gradient(self._sum, transposed, block)
-
-    def result(self) -> torch.Tensor:
-        return self._sum.to(self._grad.dtype)
 
 
 class _ShardedLinear(torch.autograd.Function):
@@ -310,84 +218,13 @@ class _ShardedLinear(torch.autograd.Function):
         grad_x = grad_shard = None
         if needs_weight:
             tensors["out"] = grad_shard = torch.empty_like(shard)
-            works["make"] = lambda out, run: _wgrad_into(out, grad, x, run)
+            works["make"] = lambda out, run: wgrad_into(out, grad, x, run)
             works["finish"] = sum_ending(call.transport.size if call.options.average else 1)
         if needs_x:
-            grad_x = _InputGradient(grad, shard.shape[1])
+            grad_x = InputGradient(grad, shard.shape[1])
             works["use"] = grad_x.add
         if works:
             program = sharded_backward(call.place, *shard.shape, needs_x, needs_weight)
             call.run(program, shard, works, backward=True, **tensors)
         grad_bias = grad.sum(dim=0) if needs_bias else None
         return None if grad_x is None else grad_x.result(), grad_shard, grad_bias, None
-
-
-# ------------------------------------------------------------------------ plain
-
-
-class _WholeWeight(torch.autograd.Function):
-    """``all_gather(shard)``, whose backward sums over the group and divides before it rounds."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shard: torch.Tensor,
-        group: dist.ProcessGroup,
-        options: ShardedOptions,
-        sources: list[int] | None,
-    ) -> torch.Tensor:
-        ctx.settings = group, options, sources
-        return all_gather_rows(shard, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        group, options, sources = ctx.settings
-        wide = grad.to(options.reduce_dtype or grad.dtype)
-        if sources is None:
-            total = reduce_scatter_rows(wide, group)
-        else:
-            total = sum_rows_in_order(wide, group, sources)
-        if options.average:
-            total = total.div_(group.size())
-        return total.to(grad.dtype), None, None, None
-
-
-class _LinearInBlocks(torch.autograd.Function):
-    """``linear(x, weight, bias)`` by the GEMMs of the fused op."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        runs: list[slice],
-        wgrad_runs: list[slice],
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.runs = runs, wgrad_runs
-        y = x.new_empty((x.shape[0], weight.shape[0]))
-        for run in runs:
-            _columns_into(y, x, weight[run], bias, run)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        runs, wgrad_runs = ctx.runs
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        grad_x = grad_weight = None
-        if needs_weight:
-            grad_weight = torch.empty_like(weight)
-            for run in wgrad_runs:
-                _wgrad_into(grad_weight[run], grad, x, run)
-        if needs_x:
-            total = _InputGradient(grad, weight.shape[1])
-            for run in runs:
-                total.add(weight[run], run)
-            grad_x = total.result()
-        grad_bias = grad.sum(dim=0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.ops.sharded_linear import DEFAULT, ShardedOptions, sharded_linear
+from commfuse_npu.layers.options import ShardedOptions
+from commfuse_npu.ops.sharded_linear import sharded_linear
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightPrefetch, in_backward
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
@@ -58,7 +59,7 @@ class ShardedLinear(torch.nn.Module):
         bias: torch.nn.Parameter | None,
         *,
         transport: Transport,
-        options: ShardedOptions = DEFAULT,
+        options: ShardedOptions = ShardedOptions(),
         prefetch: WeightPrefetch | None = None,
     ) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class ShardedLinear(torch.nn.Module):
         linear: torch.nn.Linear,
         *,
         transport: Transport,
-        options: ShardedOptions = DEFAULT,
+        options: ShardedOptions = ShardedOptions(),
         prefetch: WeightPrefetch | None = None,
     ) -> ShardedLinear:
         """This rank's part of a layer that every rank holds whole, and the same.
@@ -143,7 +144,7 @@ def shard_linears(
     module: torch.nn.Module,
     *,
     transport: Transport,
-    options: ShardedOptions = DEFAULT,
+    options: ShardedOptions = ShardedOptions(),
     skip: Collection[str] = (),
     prefetch: bool = True,
 ) -> torch.nn.Module:

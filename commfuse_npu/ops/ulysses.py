@@ -8,7 +8,8 @@ the whole sequence.  The whole chain, each arrow an all-to-all that is taken apa
 
 The projection to the heads, and back for those who have attention of their own, are in
 :mod:`commfuse_npu.ops.head_exchange`; q, k and v are parts of what comes out of the first, after
-whatever is done per head (rotary embedding, norms).
+whatever is done per head (rotary embedding, norms).  The plain forms of all are in
+:mod:`commfuse_npu.reference.heads`.
 
 Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G``
 key heads of this rank, ``D`` features of a head, ``F = A * D``, ``H`` hidden.
@@ -26,35 +27,26 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.ops.attention_arguments import check_self_attention
-from commfuse_npu.ops.blocked_attention import AttentionRuns, KeptRuns, blocked_attention
-from commfuse_npu.ops.blocked_linear import blocked_linear
-from commfuse_npu.ops.collective_functions import all_to_all
-from commfuse_npu.ops.head_exchange import check_projection, check_sequence
-from commfuse_npu.ops.head_linear import LinearOfHeads, beside, blocked_linear_of_heads
-from commfuse_npu.ops.job import (
-    Job,
-    any_grad,
-    options_for_attention,
-    place_in,
-    takes_plain_path,
+from commfuse_npu.layers.attention_arguments import check_self_attention
+from commfuse_npu.layers.attention_options import options_for_attention
+from commfuse_npu.layers.attention_runs import AttentionRuns, KeptRuns, run_of_gemm
+from commfuse_npu.layers.head_linear import LinearOfHeads
+from commfuse_npu.layers.linear_arguments import autocast, check_sequence
+from commfuse_npu.layers.options import LinearOptions
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.ops.head_exchange import check_projection
+from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
+from commfuse_npu.plan.rules import exchange
+from commfuse_npu.reference.heads import (
+    plain_attention_all_to_all,
+    plain_attention_all_to_all_linear,
 )
-from commfuse_npu.ops.linear_arguments import autocast
-from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.plan.rules import exchange, made_pieces, swapped_pieces, used_pieces
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = [
-    "attention_all_to_all",
-    "attention_all_to_all_linear",
-    "plain_attention_all_to_all",
-    "plain_attention_all_to_all_linear",
-]
+__all__ = ["attention_all_to_all", "attention_all_to_all_linear"]
 
 
 # ---------------------------------------------------------- attention to rows
@@ -109,7 +101,8 @@ def attention_all_to_all(
         TransportError: a transfer failed.
     """
     name = "attention_all_to_all"
-    _check(name, q, k, v, transport.size, dropout)
+    check_self_attention(name, q, k, v, dropout)
+    check_sequence(name, q.shape[0], transport.size)
     if q.device.type != transport.device_type:
         raise ValueError(
             f"{name}: q is on {q.device}, the group transfers {transport.device_type} tensors; "
@@ -125,35 +118,6 @@ def attention_all_to_all(
         y: torch.Tensor = _AttentionAllToAll.apply(*tensors, job, causal, scale)
         return y
     return _attend_beside(AttentionRuns(*tensors, causal, scale), q, job)
-
-
-def plain_attention_all_to_all(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    causal: bool,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    options: LinearOptions = LinearOptions(),
-    same_blocks: bool = False,
-) -> torch.Tensor:
-    """:func:`attention_all_to_all` over the plain collective; see its arguments.
-
-    Args:
-        same_blocks: split the queries into the runs of the fused op's program.
-    """
-    _check("plain_attention_all_to_all", q, k, v, group.size(), dropout)
-    size, block_rows = group.size(), q.shape[0] // group.size()
-    runs: dict[str, Any] = {}
-    if same_blocks:
-        place = place_in(group, options_for_attention(options, size, causal).schedule)
-        runs["rows"] = made_pieces(place, block_rows)
-        runs["grad_rows"] = used_pieces(place, block_rows)
-    attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs)
-    joined = beside(all_to_all(_by_rows(attended), group), size)
-    return joined.view(block_rows, q.shape[1], joined.shape[1])
 
 
 def _attend(
@@ -304,7 +268,8 @@ def attention_all_to_all_linear(
         TypeError, ValueError, MismatchError, TransportError: see :func:`attention_all_to_all`.
     """
     name = "attention_all_to_all_linear"
-    _check(name, q, k, v, transport.size, dropout)
+    check_self_attention(name, q, k, v, dropout)
+    check_sequence(name, q.shape[0], transport.size)
     check_projection(name, q.flatten(2), weight, bias, transport, options)
     q, weight, bias = autocast(q, weight, bias)
     k, v = k.to(q.dtype), v.to(q.dtype)
@@ -323,50 +288,6 @@ def attention_all_to_all_linear(
     return _attend_linear(AttentionRuns(*tensors, causal, scale), q, weight, bias, job)
 
 
-def plain_attention_all_to_all_linear(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup,
-    causal: bool,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    options: LinearOptions = LinearOptions(),
-    same_blocks: bool = False,
-) -> torch.Tensor:
-    """:func:`attention_all_to_all_linear` over the plain collective; see its arguments.
-
-    Args:
-        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's program.
-    """
-    _check("plain_attention_all_to_all_linear", q, k, v, group.size(), dropout)
-    q, weight, bias = autocast(q, weight, bias)
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    size, block_rows, batch = group.size(), q.shape[0] // group.size(), q.shape[1]
-    if not same_blocks:
-        attended = plain_attention_all_to_all(q, k, v, group=group, causal=causal, scale=scale)
-        return blocked_linear(attended, weight, bias, main_grad=options.main_grad)
-    forth, back = (
-        place_in(group, options_for_attention(options, size, by_cost).schedule)
-        for by_cost in (causal, False)
-    )
-    attended = blocked_attention(
-        q, k, v, causal=causal, scale=scale,
-        rows=made_pieces(forth, block_rows),
-        grad_rows=swapped_pieces(back, block_rows, "last"),
-    )  # fmt: skip
-    y = blocked_linear_of_heads(
-        all_to_all(_by_rows(attended), group), weight, bias, size,
-        rows=[_of_gemm(run, batch) for run in swapped_pieces(forth, block_rows, "last")],
-        grad_rows=[_of_gemm(run, batch) for run in made_pieces(back, block_rows)],
-        options=options,
-    )  # fmt: skip
-    return y.view(block_rows, batch, weight.shape[0])
-
-
 def _attend_linear(
     attention: AttentionRuns,
     q: torch.Tensor,
@@ -382,7 +303,7 @@ def _attend_linear(
     linear.begin_forward(bias)
 
     def use(piece: torch.Tensor, run: slice) -> None:
-        linear.forward(_flat(piece, batch), _of_gemm(run, batch))
+        linear.forward(_flat(piece, batch), run_of_gemm(run, batch))
 
     _attend(attention, use, q, job, kept, received)
     return linear.output().view(block_rows, batch, weight.shape[0])
@@ -453,7 +374,7 @@ def _attention_backward(
     attention.begin_backward()
 
     def make(out: torch.Tensor, run: slice) -> None:
-        linear.backward(_flat(out, batch), _of_gemm(run, batch))
+        linear.backward(_flat(out, batch), run_of_gemm(run, batch))
 
     def use(piece: torch.Tensor, run: slice) -> None:
         out = attended[run]
@@ -471,13 +392,6 @@ def _attention_backward(
 # -------------------------------------------------------------- what both share
 
 
-def _check(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int, dropout: float
-) -> None:
-    check_self_attention(name, q, k, v, dropout)
-    check_sequence(name, q.shape[0], size)
-
-
 def _rows(q: torch.Tensor) -> int:
     return q.shape[0] * q.shape[1]
 
@@ -487,16 +401,6 @@ def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
     return attended.view(attended.shape[0], -1)
 
 
-def _by_rows(attended: torch.Tensor) -> torch.Tensor:
-    """``[S, B, A, D]`` as ``[S * B, A * D]``."""
-    return attended.flatten(2).flatten(0, 1)
-
-
 def _flat(x: torch.Tensor, batch: int) -> torch.Tensor:
     """``[s, B * F]`` as ``[s * B, F]``: never a copy, it may be written to."""
     return x.view(-1, x.shape[1] // batch)
-
-
-def _of_gemm(run: slice, batch: int) -> slice:
-    """A run of rows of the sequence as one of a GEMM's rows."""
-    return slice(run.start * batch, run.stop * batch)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.ops.buckets import plain_reduce_scatter_bucket
+from commfuse_npu.reference import plain_reduce_scatter_bucket
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
 from scripts.gloo_ranks import run_ranks

@@ -25,8 +25,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from commfuse_npu import ops
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu import ops, reference
+from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.runtime.transport import Transport
@@ -108,7 +108,7 @@ def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]
     found = []
     for name, (tensors, settings, block) in calls.items():
         forms = {
-            "plain": _call(getattr(ops, f"plain_{name}"), tensors, settings | plain),
+            "plain": _call(getattr(reference, f"plain_{name}"), tensors, settings | plain),
             "fused": _call(getattr(ops, name), tensors, settings | fused),
         }
         bytes_of_block = torch.Size(block).numel() * x.element_size()
@@ -129,7 +129,7 @@ def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]
 
 
 def _without_scores() -> AbstractContextManager[object]:
-    return mock.patch("commfuse_npu.ops.blocked_attention.kernels_for", return_value=_WithoutScores)
+    return mock.patch("commfuse_npu.layers.attention_runs.kernels_for", return_value=_WithoutScores)
 
 
 def _call(

@@ -14,13 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu.ops import blocked_attention
-from commfuse_npu.ops.attention import (
-    attention_linear_reduce_scatter,
-    plain_attention_linear_reduce_scatter,
-)
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.layers.attention_runs import AttentionRuns
+from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.plan import Schedule
+from commfuse_npu.reference import plain_attention_linear_reduce_scatter
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 
@@ -314,7 +312,7 @@ def noticed(rank: int, fault: str) -> bool:
     case = Case(length=12)
     size = dist.get_world_size()
     expected = run(case, inputs(rank, size, case), plain(case, same_blocks=True))
-    with mock.patch.object(blocked_attention.AttentionRuns, "_keys", FAULTS[fault]):
+    with mock.patch.object(AttentionRuns, "_keys", FAULTS[fault]):
         found = run(case, inputs(rank, size, case), fused(case))
     return any(not torch.allclose(found[n], expected[n], atol=1e-3) for n in expected)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu.ops import linear
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
+from commfuse_npu.reference import linear as plain_linear
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
@@ -127,7 +127,7 @@ def fused(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def plain(case: Case, same_gemms: bool) -> Callable[..., torch.Tensor]:
-    op = getattr(linear, f"plain_{case.op}")
+    op = getattr(plain_linear, f"plain_{case.op}")
     group = transport(case.batched).group
     return lambda *args: op(*args, group=group, options=case.options, same_gemms=same_gemms)
 

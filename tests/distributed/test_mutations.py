@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from commfuse_npu.kernels import cpu
-from commfuse_npu.ops import buckets, weight_gradient
+from commfuse_npu.layers import weight_gradient
+from commfuse_npu.ops import LinearOptions, buckets
 from commfuse_npu.ops.buckets import BucketOptions
-from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Add, Compute, Copy, Instruction, Post, Program, Span, Wait
 from commfuse_npu.plan.schedule import Place

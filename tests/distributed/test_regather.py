@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from commfuse_npu.layers.weight_gradient import WeightGradient
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
     linear_reduce_scatter,
-    plain_all_gather_linear,
-    plain_linear_reduce_scatter,
 )
-from commfuse_npu.ops.weight_gradient import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
+from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT

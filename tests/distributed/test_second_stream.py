@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.executor import Running

@@ -15,10 +15,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import MismatchError, TransportError
-from commfuse_npu.ops.sharded_linear import ShardedOptions, plain_sharded_linear, sharded_linear
+from commfuse_npu.ops import ShardedOptions, sharded_linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import sharded_backward
 from commfuse_npu.plan.schedule import Place
+from commfuse_npu.reference import plain_sharded_linear
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.calls import watch_calls
@@ -222,8 +223,8 @@ def test_equals_one_process(ranks, size: int, exact: bool) -> None:
 
 def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Faults planted in the product, one after the other, alike on all ranks."""
-    ending, add = module.sum_ending, module._InputGradient.add
-    columns, wgrad = module._columns_into, module._wgrad_into
+    ending, add = module.sum_ending, module.InputGradient.add
+    columns, wgrad = module.columns_into, module.wgrad_into
 
     def not_divided(divisor: int) -> Any:
         return ending(1)
@@ -241,9 +242,9 @@ def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for owner, name, fault in (
         (module, "sum_ending", not_divided),
-        (module, "_columns_into", bias_of_the_first_block),
-        (module._InputGradient, "add", last_block_missing),
-        (module, "_wgrad_into", for_another_rank),
+        (module, "columns_into", bias_of_the_first_block),
+        (module.InputGradient, "add", last_block_missing),
+        (module, "wgrad_into", for_another_rank),
     ):
         patch.setattr(owner, name, fault)
         yield
@@ -334,7 +335,7 @@ def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
 
         watch_posts(patch, posted)
         patch.setattr(Running, "_wait", waits)
-        calls = ((module, "_wgrad_into", "make"), (module._InputGradient, "add", "dgrad"))
+        calls = ((module, "wgrad_into", "make"), (module.InputGradient, "add", "dgrad"))
         watch_calls(patch, calls, lambda word, _: events.append(word))
         y.sum().backward()
     return link.batched, events

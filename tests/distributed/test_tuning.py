@@ -15,9 +15,8 @@ from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
     linear_reduce_scatter,
-    plain_all_gather_linear,
-    plain_linear_reduce_scatter,
 )
+from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
 from commfuse_npu.tuning import Tuning, decisions, tuner
 from tests.limits import PATIENT
 

@@ -18,12 +18,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu import ops
-from commfuse_npu.ops import blocked_attention, head_linear, ulysses
-from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.weight_gradient import WeightGradient
+from commfuse_npu import ops, reference
+from commfuse_npu.layers import head_linear
+from commfuse_npu.layers.attention_runs import AttentionRuns
+from commfuse_npu.layers.weight_gradient import WeightGradient
+from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute, Copy, Instruction, Program, Span
+from commfuse_npu.reference import heads as plain_heads
+from commfuse_npu.reference.blocked_attention import blocked_attention
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import MismatchError, Transport
 from tests.distributed.programs import watch_posts
@@ -161,7 +164,7 @@ def layer(case: Case, size: int, form: Callable[[str], Callable[..., Any]], **t:
     if case.op.endswith("b"):
         return form("attention_all_to_all")(*heads, **attend)
     # Someone else's attention between the two projections.
-    o = blocked_attention.blocked_attention(*heads, causal=case.causal, scale=case.scale)
+    o = blocked_attention(*heads, causal=case.causal, scale=case.scale)
     return form("all_to_all_linear")(o.flatten(2), *proj, **given)
 
 
@@ -172,7 +175,8 @@ def fused(case: Case) -> Callable[[str], Callable[..., Any]]:
 
 def plain(case: Case, same_blocks: bool) -> Callable[[str], Callable[..., Any]]:
     group = transport(case.batched).group
-    return lambda name: partial(getattr(ops, f"plain_{name}"), group=group, same_blocks=same_blocks)
+    more = {"group": group, "same_blocks": same_blocks}
+    return lambda name: partial(getattr(reference, f"plain_{name}"), **more)
 
 
 def run(case: Case, given: dict[str, torch.Tensor], form: Callable[[str], Any]) -> Result:
@@ -543,7 +547,7 @@ def refused(rank: int) -> None:
     for name, args, keywords, words in both:
         more = {"causal": True} if "attention" in name else {}
         with pytest.raises((ValueError, TypeError), match=words):
-            getattr(ops, f"plain_{name}")(*args, group=link.group, **keywords, **more)
+            getattr(reference, f"plain_{name}")(*args, group=link.group, **keywords, **more)
     assert link.operations == operations, "something was sent"
     without = Case("a-bc", options=LinearOptions(main_grad=True))
     y = layer(without, 2, fused(without), **_leaves(inputs(rank, 2, without)))
@@ -593,8 +597,8 @@ def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
 
     watch_posts(patch, lambda self, one: events.append("send") if one.send else None)
     note(Running, "_wait", lambda self, steps, of, way: "wait" if way == "receiving" else "")
-    note(blocked_attention.AttentionRuns, "forward", lambda *args: "attend")
-    note(blocked_attention.AttentionRuns, "backward", lambda *args: "attend")
+    note(AttentionRuns, "forward", lambda *args: "attend")
+    note(AttentionRuns, "backward", lambda *args: "attend")
     note(head_linear._Grouped, "_split", lambda *args: "gemm")
     note(head_linear._Grouped, "_collect", lambda *args: "gemm")
     note(WeightGradient, "add", lambda *args: "wgrad")
@@ -753,14 +757,14 @@ def another_block_kept(patch: pytest.MonkeyPatch) -> None:
 
 def statistics_of_the_first_run(patch: pytest.MonkeyPatch) -> None:
     """The backward of every run with the softmax of one of them."""
-    backward = blocked_attention.AttentionRuns.backward
+    backward = AttentionRuns.backward
     seen: dict[Any, Any] = {}
 
     def same(self: Any, run: slice, grad: Any, out: Any, statistics: Any) -> None:
         first = seen.setdefault((id(self), out.shape), statistics)
         backward(self, run, grad, out, first)
 
-    patch.setattr(blocked_attention.AttentionRuns, "backward", same)
+    patch.setattr(AttentionRuns, "backward", same)
 
 
 def no_weight_gradient_of_the_last_rows(patch: pytest.MonkeyPatch) -> None:
@@ -775,7 +779,7 @@ def no_bias(patch: pytest.MonkeyPatch) -> None:
 
 def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        ulysses,
+        plain_heads,
         "beside",
         lambda whole, size: head_linear.beside(whole.view(size, -1).flip(0).view_as(whole), size),
     )
@@ -783,9 +787,9 @@ def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
 
 def another_order_of_arrivals(patch: pytest.MonkeyPatch) -> None:
     """The projection adds what arrived in another order: the same but for rounding."""
-    pieces = ulysses.swapped_pieces
+    pieces = plain_heads.swapped_pieces
     patch.setattr(
-        ulysses, "swapped_pieces", lambda place, rows, own: pieces(place, rows, own)[::-1]
+        plain_heads, "swapped_pieces", lambda place, rows, own: pieces(place, rows, own)[::-1]
     )
 
 

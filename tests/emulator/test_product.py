@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.ops import linear
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
+from commfuse_npu.reference import linear as plain_linear
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed import test_attention, test_ulysses
 from tests.distributed.test_linear import COLUMN, FULL, ROW, Case, inputs, run
@@ -52,7 +52,7 @@ def linears(rank: int, size: int, chosen: list[Schedule], dtype: torch.dtype) ->
         case = Case(op, shape=(4 * size, 32), dtype=dtype, options=options, ones=whole)
         fused = partial(getattr(linear, op), transport=link, options=options)
         plain = partial(
-            getattr(linear, f"plain_{op}"), group=link.group, options=options, same_gemms=True
+            getattr(plain_linear, f"plain_{op}"), group=link.group, options=options, same_gemms=True
         )
         ours = run(case, inputs(rank, size, case), fused)
         reference = run(case, inputs(rank, size, case), plain)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import LinearOptions, all_gather_linear, plain_all_gather_linear
+from commfuse_npu.ops import LinearOptions, all_gather_linear
+from commfuse_npu.reference import plain_all_gather_linear
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import BucketWrappers

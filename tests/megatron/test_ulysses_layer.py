@@ -15,7 +15,8 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule
-from commfuse_npu.ops import LinearOptions, head_linear
+from commfuse_npu.layers import head_linear
+from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers, whole_positions
 from mindspeed_patches.ulysses_exchange import rows_to_heads
 from mindspeed_patches.ulysses_layer import (

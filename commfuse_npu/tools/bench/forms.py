@@ -14,11 +14,13 @@ from commfuse_npu.ops import (
     all_gather_linear,
     attention_linear_reduce_scatter,
     linear_reduce_scatter,
+)
+from commfuse_npu.reference import (
     plain_all_gather_linear,
     plain_attention_linear_reduce_scatter,
     plain_linear_reduce_scatter,
 )
-from commfuse_npu.ops.blocked_attention import blocked_attention
+from commfuse_npu.reference.blocked_attention import blocked_attention
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.bench.baselines import (
     Blocking,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from commfuse_npu import ops
+from commfuse_npu import ops, reference
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
 from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.runtime.transport import Transport
@@ -102,8 +102,8 @@ class _Buckets:
     def plain(self) -> list[torch.Tensor]:
         buckets = [bucket.clone() for bucket in self._given]
         for bucket in buckets:
-            ops.plain_reduce_scatter_bucket(bucket, group=self._transport.group)
-            ops.plain_all_gather_bucket(bucket, group=self._transport.group)
+            reference.plain_reduce_scatter_bucket(bucket, group=self._transport.group)
+            reference.plain_all_gather_bucket(bucket, group=self._transport.group)
         return buckets
 
 
@@ -148,7 +148,7 @@ def _layer(
         draw = torch.Generator().manual_seed(transport.rank)
         fused = partial(getattr(ops, name), transport=transport, options=options, **settings)
         plain = partial(
-            getattr(ops, f"plain_{name}"),
+            getattr(reference, f"plain_{name}"),
             group=transport.group,
             options=options,
             **{same: True},

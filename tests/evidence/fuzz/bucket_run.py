@@ -6,12 +6,8 @@ import random
 
 import torch
 
-from commfuse_npu.ops import (
-    BucketOptions,
-    Buckets,
-    plain_all_gather_bucket,
-    plain_reduce_scatter_bucket,
-)
+from commfuse_npu.ops import BucketOptions, Buckets
+from commfuse_npu.reference import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from tests.evidence.fuzz.case import Bucket, BucketRun
 from tests.evidence.fuzz.lanes import transport_of
 from tests.evidence.fuzz.values import Found, drawn

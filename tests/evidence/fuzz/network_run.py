@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu import ops
+from commfuse_npu import ops, reference
 from commfuse_npu.ops import LinearOptions, ShardedOptions
 from tests.evidence.fuzz.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
 from tests.evidence.fuzz.lanes import transport_of
@@ -28,8 +28,9 @@ class _Call:
         self.link = transport_of(case)
         self.weight, self.bias = self._parameters()
         self.keywords = self._keywords(fused)
-        self.op: Callable[..., torch.Tensor] = getattr(
-            ops, self.layer.op if fused else f"plain_{self.layer.op}"
+        op = self.layer.op
+        self.op: Callable[..., torch.Tensor] = (
+            getattr(ops, op) if fused else getattr(reference, f"plain_{op}")
         )
 
     def _parameters(self) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from commfuse_npu.ops import weight_gradient
+from commfuse_npu.layers import weight_gradient
 from commfuse_npu.plan.program import Add, Program
 from commfuse_npu.runtime import transport
 from tests.distributed.ranks import Outcome, Ranks

@@ -1,4 +1,4 @@
-"""How the fused operators work: the options that they have in common."""
+"""How layers work: their options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["LinearOptions"]
+__all__ = ["LinearOptions", "ShardedOptions"]
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,23 @@ class LinearOptions:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
             )
+
+
+@dataclass(frozen=True)
+class ShardedOptions:
+    """How a fully sharded layer works.  The same on every rank of the group.
+
+    Args:
+        schedule: order of the peers, lanes and chunks, for the weight and for its gradient.
+        reduce_dtype: add the ranks' weight gradients in this dtype and round once; by default in
+            their own, as the collective does.  They travel in their own.
+        average: divide the sum of the weight gradients by N, before it is rounded: what a loss that
+            is a mean over the rank's own rows needs.  Else the gradient is the sum.
+    """
+
+    schedule: Schedule = Schedule()
+    reduce_dtype: torch.dtype | None = None
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # it checks them

@@ -13,8 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.ops.saved_weight import SavedWeight
-from commfuse_npu.ops.weight_gradient import WeightGradient
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.layers.weight_gradient import WeightGradient
 
 __all__ = ["Piece", "blocked_linear"]
 
@@ -43,7 +43,7 @@ def blocked_linear(
         forward: pieces of the ``S * B`` rows for the forward, in order; all at once by default.
         dgrad: the same for the gradient of ``x``.
         wgrad: the same runs of rows for the gradient of ``weight``, summed in fp32 in this order.
-        main_grad: see :class:`WeightGradient`.
+        main_grad: see :class:`~commfuse_npu.layers.weight_gradient.WeightGradient`.
 
     Returns:
         ``[S, O]`` or ``[S, B, O]``.

@@ -1,4 +1,4 @@
-"""What the operators with self-attention ask of their arguments."""
+"""What layers with self-attention ask of their arguments."""
 
 from __future__ import annotations
 

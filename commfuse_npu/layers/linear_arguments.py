@@ -1,13 +1,15 @@
-"""What the operators with a linear layer ask of their arguments."""
+"""What linear layers ask of their arguments."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["autocast", "check_divisible", "check_linear"]
+__all__ = ["autocast", "check_divisible", "check_linear", "check_sequence", "rows_of"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,6 +69,19 @@ def check_divisible(name: str, x: torch.Tensor, size: int) -> None:
         )
 
 
+def check_sequence(name: str, rows: int, size: int) -> None:
+    """The whole sequence has to be cut into one block per rank.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if rows % size:
+        raise ValueError(
+            f"{name}: sequence length {rows} is not divisible by the group size {size}; pad it to "
+            f"{-(-rows // size) * size}"
+        )
+
+
 def autocast(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -78,3 +93,8 @@ def autocast(
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def rows_of(x: torch.Tensor) -> int:
+    """``s * B`` rows of a GEMM in a tensor ``[s, B, H]``."""
+    return math.prod(x.shape[:-1])

@@ -1,0 +1,77 @@
+"""Attention over given runs of queries: the arithmetic of a fused op, unfused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from commfuse_npu.layers.attention_runs import AttentionRuns, KeptRuns
+
+__all__ = ["blocked_attention"]
+
+
+def blocked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    rows: Sequence[slice] | None = None,
+    grad_rows: Sequence[slice] | None = None,
+) -> torch.Tensor:
+    """``softmax(q @ k^T * scale) @ v`` per head, differentiable, one kernel per run of queries.
+
+    Args:
+        q: ``[S, B, A, D]``.
+        k, v: ``[S, B, G, D]``; ``A`` is a multiple of ``G``.
+        causal: a query sees the keys up to its own position.
+        rows: runs of queries for the forward; all at once by default.
+        grad_rows: the same runs in the order of the backward.
+
+    Returns:
+        ``[S, B, A, D]``.
+    """
+    # Kernels take no empty tensors.
+    everything = [slice(0, q.shape[0])] if q.numel() else []
+    runs = everything if rows is None else list(rows)
+    out: torch.Tensor = _BlockedAttention.apply(
+        q.contiguous(), k.contiguous(), v.contiguous(), causal, scale, runs, grad_rows or runs
+    )
+    return out
+
+
+class _BlockedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        scale: float | None,
+        rows: Sequence[slice],
+        grad_rows: Sequence[slice],
+    ) -> torch.Tensor:
+        attention = AttentionRuns(q, k, v, causal, scale)
+        kept = KeptRuns(q)
+        for run in rows:
+            kept.add(run, *attention.forward(run))
+        ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
+        ctx.where = kept.where
+        ctx.settings = causal, scale, grad_rows
+        return kept.attended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, *kept = ctx.saved_tensors
+        causal, scale, grad_rows = ctx.settings
+        attention = AttentionRuns(q, k, v, causal, scale)
+        attention.begin_backward()
+        for run in grad_rows:
+            attention.backward(run, grad[run], out[run], kept[ctx.where[run.start]])
+        return *attention.gradients(), None, None, None, None
