@@ -46,7 +46,7 @@ _UNPACED_RATE = 1e9
 
 _GEMM_SPEED = "cube_flops", (1e8, 1e13)
 _FITTED = {
-    "gemm_half_rows": (0.01, 2000.0),
+    "half_rows": (0.01, 2000.0),
     "hbm_bandwidth": (1e8, 1e12),
     "launch_overhead": (1e-7, 5e-3),
     "transfer_slowdown": (1e-4, 10.0),
@@ -131,7 +131,7 @@ def described(results: Sequence[Result], ratio: float, source: str) -> str:
     rates = sorted(row.setting.bytes_per_second or _UNPACED_RATE for row in rows)
     figures = {
         ("npu", "cube_flops"): [machine.cube_flops for machine in machines],
-        ("npu", "gemm_half_rows"): [one.gemm_half_rows],
+        ("npu", "half_rows"): [one.half_rows],
         ("npu", "hbm_bandwidth"): [one.hbm_bandwidth],
         ("npu", "transfer_slowdown"): [_slowdown(one, rate) for rate in rates],
         ("host", "launch_overhead"): [one.launch_overhead],
@@ -218,7 +218,9 @@ _START = Machine(
     npus_per_node=8,
     cube_flops=6e10,
     gemm_efficiency=1.0,
-    gemm_half_rows=10.0,
+    half_rows=10.0,
+    cores=0,
+    gemm_start=0.0,
     attention_efficiency=1.0,
     hbm_bandwidth=5e9,
     transfer_slowdown=0.5,

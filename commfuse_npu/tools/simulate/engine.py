@@ -6,6 +6,7 @@
   bytes at ``min`` over its links of capacity / transfers on that link.  Equal shares are what a
   fair switch gives while all transfers are limited by the same kind of link; where they are not,
   it is a little pessimistic, and never more than a link can carry.
+* A transfer takes ``beside_work`` times as long while the first stream of an end of it is at work.
 * Work runs at full speed, or at ``1 - transfer_slowdown`` while anything else reads or writes the
   memory of its NPU: a transfer, or the work of the other stream.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -112,17 +113,21 @@ def simulate(
     launches: Sequence[Launches],
     links: Links,
     speeds: Sequence[Sequence[float]] | None = None,
+    *,
+    launched: bool = False,
 ) -> Timeline:
     """Play the launches of ranks ``0, 1, ...`` to their end.
 
     Args:
         launches: of each rank; folded ones of a single rank if the links are folded.
         speeds: factor by which each operation of each rank takes longer than planned.
+        launched: whether the hosts are through with it already, else they begin together with it.
 
     Raises:
         SimulationError: operations are left that wait for something that never happens.
     """
-    return _Simulation(launches, links, speeds).run()
+    overhead = 0.0 if launched else links.machine.launch_overhead
+    return _Simulation(launches, links, speeds, overhead).run()
 
 
 class _Simulation:
@@ -131,8 +136,9 @@ class _Simulation:
         launches: Sequence[Launches],
         links: Links,
         speeds: Sequence[Sequence[float]] | None,
+        overhead: float,
     ) -> None:
-        self.links, self.speeds = links, speeds
+        self.links, self.speeds, self.overhead = links, speeds, overhead
         self.slowdown = links.machine.transfer_slowdown
         self.operations = [rank.operations for rank in launches]
         self.now = 0.0
@@ -142,7 +148,8 @@ class _Simulation:
         self._owners: dict[object, list[tuple[int, int]]] = {}
         self._on_link: dict[LinkId, dict[_Flow, None]] = {}
         self._capacity: dict[LinkId, float] = {}
-        self._transfers = [0] * len(launches)
+        self._transfers: list[dict[_Flow, None]] = [{} for _ in launches]
+        self._busy = [False] * len(launches)
         self._running: dict[tuple[int, str], _Work] = {}
         self._spans: list[Span] = []
         self._moved: list[Moved] = []
@@ -155,7 +162,6 @@ class _Simulation:
         self._followers: list[list[list[int]]] = []
         self._started: list[list[float]] = []
         self._cause: list[list[Cause]] = []
-        overhead = self.links.machine.launch_overhead
         ready: list[tuple[int, int]] = []
         for rank, operations in enumerate(self.operations):
             waiting = [0] * len(operations)
@@ -171,7 +177,7 @@ class _Simulation:
                 for need in needs:
                     followers[need].append(index)
                 waiting[index] = len(needs)
-                launched += operation.launches * overhead
+                launched += operation.launches * self.overhead
                 if launched > 0:
                     waiting[index] += 1
                     self._push(launched, "launched", rank, index)
@@ -205,6 +211,7 @@ class _Simulation:
                 del self._running[what]
                 self._change_speed(what[0])
                 self._done(what[0], work.index, None)
+                self._look_at(what[0])
             elif kind == "begin":
                 assert isinstance(what, _Flow)
                 self.now = time
@@ -256,6 +263,7 @@ class _Simulation:
                 seconds *= self.speeds[rank][index]
             self._running[rank, operation.engine] = _Work(index, seconds, 0.0, self.now)
             self._change_speed(rank)
+            self._look_at(rank)
             return
         if not self._open[rank][index]:
             self._done(rank, index, None)
@@ -267,7 +275,7 @@ class _Simulation:
                 path = self.links.path(message.source, message.target)
                 flow = _Flow(message, path, self.now, Cause("operation", rank, index))
                 latency = self.links.latency(message.source, message.target)
-                self._push(self.now + latency, "begin", flow, 0)
+                self._push(self.now + latency + message.delay, "begin", flow, 0)
 
     def _done(self, rank: int, index: int, ended_by: int | None) -> None:
         self._left -= 1
@@ -301,19 +309,19 @@ class _Simulation:
             if link not in self._capacity:
                 self._capacity[link] = self.links.capacity(link)
         for rank in self._touched(flow.message):
-            self._transfers[rank] += 1
-            if self._transfers[rank] == 1:
+            self._transfers[rank][flow] = None
+            if len(self._transfers[rank]) == 1:
                 self._change_speed(rank)
-        self._share(flow.links, flow)
+        self._share([*flow.links], flow)
 
     def _end(self, flow: _Flow) -> None:
         for link in flow.links:
             del self._on_link[link][flow]
         for rank in self._touched(flow.message):
-            self._transfers[rank] -= 1
-            if self._transfers[rank] == 0:
+            del self._transfers[rank][flow]
+            if not self._transfers[rank]:
                 self._change_speed(rank)
-        self._share(flow.links, None)
+        self._share([*flow.links])
         self._moved.append(
             Moved(flow.message, flow.links, flow.ready, flow.start, self.now, flow.cause)
         )
@@ -323,11 +331,15 @@ class _Simulation:
             if self._open[rank][index] == 0:
                 self._done(rank, index, number)
 
-    def _share(self, links: tuple[LinkId, ...], new: _Flow | None) -> None:
+    def _share(self, links: Iterable[LinkId], new: _Flow | None = None) -> None:
         """Give the transfers on these links the rate that they have from now on."""
-        affected = {flow: None for link in links for flow in self._on_link[link]}
+        self._hurry({flow: None for link in links for flow in self._on_link[link]}, new)
+
+    def _hurry(self, affected: Iterable[_Flow], new: _Flow | None = None) -> None:
         for flow in affected:
             rate = min(self._capacity[link] / len(self._on_link[link]) for link in flow.links)
+            if any(self._busy[rank] for rank in self._touched(flow.message)):
+                rate /= self.links.beside_work(flow.message.source, flow.message.target)
             if rate == flow.rate and flow is not new:
                 continue
             if flow is not new and not math.isinf(flow.rate):
@@ -339,9 +351,16 @@ class _Simulation:
 
     # ------------------------------------------------------------------- work
 
+    def _look_at(self, rank: int) -> None:
+        """Transfers of a rank are slower beside its work."""
+        busy = (rank, COMPUTE) in self._running
+        if busy != self._busy[rank]:
+            self._busy[rank] = busy
+            self._hurry(list(self._transfers[rank]))
+
     def _change_speed(self, rank: int) -> None:
         running = [(rank, engine) for engine in _STREAMS if (rank, engine) in self._running]
-        disturbed = self._transfers[rank] > 0 or len(running) > 1
+        disturbed = bool(self._transfers[rank]) or len(running) > 1
         rate = 1.0 - self.slowdown if disturbed else 1.0
         for key in running:
             work = self._running[key]

@@ -25,15 +25,26 @@ UNDISTURBED = Disturbance()
 
 @dataclass(frozen=True)
 class Played:
-    """A timeline with what it was made from."""
+    """A timeline with what it was made from.
+
+    Attributes:
+        steady: whether it is one of many in a row.
+    """
 
     timeline: Timeline
     launches: tuple[Launches, ...]
     links: Links
+    steady: bool = False
 
     @property
     def seconds(self) -> float:
-        return self.timeline.seconds
+        """Of many in a row the device's time or the host's, whichever is longer."""
+        return max(self.timeline.seconds, self._host if self.steady else 0.0)
+
+    @property
+    def _host(self) -> float:
+        launches = max(sum(one.launches for one in rank.operations) for rank in self.launches)
+        return launches * self.links.machine.launch_overhead
 
     @property
     def waiting(self) -> float:
@@ -65,15 +76,22 @@ class Group:
         return direct(self.size, self.members_per_node)
 
     def play(
-        self, variant: Variant, build: Callable[[Rank], None], *, whole: bool | None = None
+        self,
+        variant: Variant,
+        build: Callable[[Rank], None],
+        *,
+        whole: bool | None = None,
+        steady: bool = False,
     ) -> Played:
         """Play what ``build`` adds to the launches of every rank.
 
         Args:
             whole: whether to simulate every rank; by default where they do not all do the same.
+            steady: whether it is one of many in a row, through which the host runs on: it is ahead
+                of the device, unless launching takes longer than everything that is launched.
         """
         if variant.tuned:
-            variant = self._tuned(variant, build, whole)
+            variant = self._tuned(variant, build, whole, steady)
         links = Links(self.machine, self.size, self.stride, folded=True)
         if whole is None:
             # On a ring over several nodes only some ranks send to another node.
@@ -91,7 +109,8 @@ class Group:
             links = Links(self.machine, self.size, self.stride, slow=slow)
             if not self.disturbance.none:
                 speeds = self.disturbance.speeds(launches)
-        return Played(simulate(launches, links, speeds), tuple(launches), links)
+        timeline = simulate(launches, links, speeds, launched=steady)
+        return Played(timeline, tuple(launches), links, steady)
 
     def build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
         """One rank, with what ``build`` adds to it."""
@@ -100,7 +119,11 @@ class Group:
         return built
 
     def _tuned(
-        self, variant: Variant, build: Callable[[Rank], None], whole: bool | None
+        self,
+        variant: Variant,
+        build: Callable[[Rank], None],
+        whole: bool | None,
+        steady: bool,
     ) -> Variant:
         """With the fastest way for each operation, one after the other, all others as found.
 
@@ -110,7 +133,7 @@ class Group:
         calm = replace(self, disturbance=UNDISTURBED)
 
         def seconds(one: Variant) -> float:
-            return calm.play(one, build, whole=whole).seconds
+            return calm.play(one, build, whole=whole, steady=steady).seconds
 
         plain, *others = [variant.with_way(one) for one in variant.tuned]
         found, best = plain, seconds(plain)

@@ -49,7 +49,9 @@ _RULES: dict[str, dict[str, _Rule]] = {
     "npu": {
         "cube_flops": _Rule("FLOP/s", 0),
         "gemm_efficiency": _Rule("share", 0, 1),
-        "gemm_half_rows": _Rule("rows", 0, more_is_better=False, exclusive=False),
+        "cores": _Rule("cores", 0, exclusive=False),
+        "gemm_start": _Rule("seconds", 0, 1, more_is_better=False, exclusive=False),
+        "half_rows": _Rule("rows", 0, more_is_better=False, exclusive=False),
         "attention_efficiency": _Rule("share", 0, 1),
         "hbm_bandwidth": _Rule("bytes/s", 0),
         "hbm_efficiency": _Rule("share", 0, 1),
@@ -61,18 +63,20 @@ _RULES: dict[str, dict[str, _Rule]] = {
     "host": {
         "launch_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
         "communicator_bytes": _Rule("bytes", 0, more_is_better=False, exclusive=False),
+        "message_copies": _Rule("copies", 0, 4, False, "links", exclusive=False),
     },
 }
 _LEVEL_RULES = {
     "rate": _Rule("bytes/s", 0, group="links"),
     "efficiency": _Rule("share", 0, 1, group="links"),
     "latency": _Rule("seconds", 0, 1, False, "links", exclusive=False),
+    "beside_work": _Rule("times", 1, 10, False, "links", exclusive=False),
 }
 _TOPOLOGIES: dict[str, tuple[LinkTopology, ...]] = {
     "inside": ("full_mesh", "switched"),
     "between": ("nic_per_npu", "nic_per_node"),
 }
-_SCALARS = ("name", "npus_per_host", "npus_per_node", "nodes", "batched_transfers")
+_SCALARS = ("name", "version", "npus_per_host", "npus_per_node", "nodes", "batched_transfers")
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Hardware:
     """A described machine.
 
     Attributes:
+        version: of the figures.
         npus_per_host: NPUs of a server, which is what torchrun calls a node.
         npus_per_node: NPUs that share the links ``inside``; several hosts on a supernode.
         nodes: how many nodes there can be.
@@ -105,6 +110,7 @@ class Hardware:
 
     path: Path
     name: str
+    version: int
     npus_per_host: int
     npus_per_node: int
     nodes: int
@@ -138,6 +144,7 @@ class Hardware:
         return cls(
             path=path,
             name=content["name"],
+            version=content["version"],
             npus_per_host=content["npus_per_host"],
             npus_per_node=content["npus_per_node"],
             nodes=content["nodes"],
@@ -170,6 +177,7 @@ class Hardware:
                 topology=self.topologies[section],
                 rate=value(f"{section}.rate") * value(f"{section}.efficiency"),
                 latency=value(f"{section}.latency"),
+                beside_work=value(f"{section}.beside_work"),
             )
 
         inside = level("inside")
@@ -178,7 +186,9 @@ class Hardware:
             npus_per_node=self.npus_per_node,
             cube_flops=value("npu.cube_flops"),
             gemm_efficiency=value("npu.gemm_efficiency"),
-            gemm_half_rows=value("npu.gemm_half_rows"),
+            half_rows=value("npu.half_rows"),
+            cores=round(value("npu.cores")),
+            gemm_start=value("npu.gemm_start"),
             attention_efficiency=value("npu.attention_efficiency"),
             hbm_bandwidth=value("npu.hbm_bandwidth") * value("npu.hbm_efficiency"),
             transfer_slowdown=value("npu.transfer_slowdown"),
@@ -186,6 +196,7 @@ class Hardware:
             inside=inside,
             between=level("between"),
             batched=self.batched,
+            message_copies=value("host.message_copies"),
         )
 
     @property
@@ -209,7 +220,7 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
     whole = True
-    for name in ("npus_per_host", "npus_per_node", "nodes"):
+    for name in ("version", "npus_per_host", "npus_per_node", "nodes"):
         value = content.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             whole = False

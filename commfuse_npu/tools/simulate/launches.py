@@ -20,12 +20,16 @@ Key = tuple[object, ...]
 
 
 class Message(NamedTuple):
-    """One transfer; both of its ends write down the same message.  ``size`` is in bytes."""
+    """One transfer; both of its ends write down the same message.
+
+    ``size`` is in bytes; ``delay`` are the seconds that it takes besides latency and links.
+    """
 
     key: Key
     source: int
     target: int
     size: float
+    delay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

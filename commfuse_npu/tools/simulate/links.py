@@ -76,6 +76,10 @@ class Links:
         """Seconds."""
         return self._level(source, target).latency
 
+    def beside_work(self, source: int, target: int) -> float:
+        """How many times longer a transfer takes beside work."""
+        return self._level(source, target).beside_work
+
     def path(self, source: int, target: int) -> tuple[LinkId, ...]:
         """The links that a transfer occupies, from the first to the last."""
         topology = self._level(source, target).topology

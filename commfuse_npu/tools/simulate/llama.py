@@ -96,7 +96,7 @@ class LayerShape:
             start, stop = run.start / self.rows, run.stop / self.rows
             share = stop - start if uniform else stop**2 - start**2
             queries = (run.stop - run.start) / self.batch
-            return whole * share * (1 + machine.gemm_half_rows / queries)
+            return whole * share * (1 + machine.half_rows / queries)
 
         return seconds
 

@@ -1,12 +1,15 @@
 """A machine with one value for every figure, and what computing costs on it.
 
 The formulas are a roofline (Williams, Waterman, Patterson 2009): work takes the longer of its
-arithmetic and its memory traffic.  GEMM efficiency falls with the number of rows ``m`` as
-``m / (m + half)``: a fixed cost of ``half`` rows per GEMM, which is what cutting a GEMM costs.
+arithmetic and its memory traffic.  A GEMM is whole tiles, on so many cores at a time, after a
+start: cutting one costs a start, and the cores that the last round of tiles leaves idle.  Where the
+cores are not known, and in attention, a cut costs ``half_rows`` rows: efficiency is
+``m / (m + half_rows)``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +22,9 @@ ITEM_BYTES = 2
 SUM_BYTES = 4
 """Sums that are rounded once are fp32."""
 
+_TILE = 128, 256
+"""Rows and columns that a core of the cube makes at a time (read in Huawei's tiling of MC2)."""
+
 
 @dataclass(frozen=True)
 class Level:
@@ -29,11 +35,13 @@ class Level:
             egress and an ingress per NPU; ``nic_per_node``: an egress and an ingress per node.
         rate: bytes/s per link and direction that a large message reaches.
         latency: seconds per transfer besides ``bytes / rate``.
+        beside_work: how many times longer a transfer takes while an end of it is at work.
     """
 
     topology: LinkTopology
     rate: float
     latency: float
+    beside_work: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,9 @@ class Machine:
     npus_per_node: int
     cube_flops: float
     gemm_efficiency: float
-    gemm_half_rows: float
+    half_rows: float
+    cores: int
+    gemm_start: float
     attention_efficiency: float
     hbm_bandwidth: float
     transfer_slowdown: float
@@ -54,6 +64,7 @@ class Machine:
     inside: Level
     between: Level | None
     batched: bool
+    message_copies: float = 0.0
 
     def gemm(
         self, rows: float, inner: float, outer: float, *, result_bytes: float = ITEM_BYTES
@@ -65,13 +76,28 @@ class Machine:
         """
         if rows <= 0 or inner <= 0:
             return 0.0
-        flops = 2.0 * (rows + self.gemm_half_rows) * inner * outer
+        if self.cores:
+            tiles = math.ceil(rows / _TILE[0]) * math.ceil(outer / _TILE[1])
+            made = float(math.ceil(tiles / self.cores) * self.cores * _TILE[0] * _TILE[1])
+        else:
+            made = (rows + self.half_rows) * outer
+        flops = 2.0 * made * inner
         traffic = ITEM_BYTES * (rows * inner + inner * outer) + result_bytes * rows * outer
-        return max(flops / (self.cube_flops * self.gemm_efficiency), traffic / self.hbm_bandwidth)
+        return self.gemm_start + max(
+            flops / (self.cube_flops * self.gemm_efficiency), traffic / self.hbm_bandwidth
+        )
 
     def attention(self, flops: float) -> float:
         """Seconds of flash attention of so many FLOP."""
         return flops / (self.cube_flops * self.attention_efficiency)
+
+    def buffered(self, size: float) -> float:
+        """Seconds that a message of so many bytes takes through buffers at both of its ends.
+
+        A copy reads and writes, and is in order with the transfer.
+        """
+        ends, reads_and_writes = 2, 2
+        return self.memory(ends * reads_and_writes * self.message_copies * size)
 
     def memory(self, traffic: float) -> float:
         """Seconds of element-wise work that reads and writes so many bytes."""

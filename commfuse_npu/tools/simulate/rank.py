@@ -4,7 +4,8 @@ A fused operation is its :class:`~commfuse_npu.plan.program.Program`, instructio
 the one that the transport runs.  What an instruction costs:
 
 =========  ========================================================================================
-``Post``   a launch, and a transfer on its lane; without ``batched`` each receive and each send
+``Post``   a launch, and a transfer on its lane, with a copy through the buffers of its communicator
+           at both ends (read in HCCL); without ``batched`` each receive and each send
 ``Wait``   nothing; the work and the transfers that follow start when what it names is done
 Compute    a launch, and what the operation says that this work takes
 ``Add``    memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass over
@@ -213,7 +214,9 @@ class Rank:
 
         def message(end: End) -> Message:
             step, _, source, target, _ = end.transfer
-            return Message((*prefix, step, source), source, target, size(end.span))
+            sent = size(end.span)
+            delay = self.machine.buffered(sent)
+            return Message((*prefix, step, source), source, target, sent, delay)
 
         ends = [end for post in program.posts for end in (post.send, post.receive) if end]
         self.ran[operation] = Ran(program, max((size(end.span) for end in ends), default=0.0))

@@ -175,7 +175,8 @@ class Step:
         attended = self._attended(variant)
         build = llama.forward if part == "forward" else llama.backward
         seconds = attended[part == "backward"] if attended else None
-        return self.group.play(variant, lambda rank: build(rank, self.training.shape, seconds))
+        shape = self.training.shape
+        return self.group.play(variant, lambda rank: build(rank, shape, seconds), steady=True)
 
     def time(self, variant: Variant, *, free: bool = False) -> StepTime:
         """Seconds of a step.

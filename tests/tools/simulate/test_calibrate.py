@@ -21,7 +21,9 @@ from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY
 TRUTH = replace(
     calibrate._START,
     cube_flops=4.3e10,
-    gemm_half_rows=31.0,
+    half_rows=31.0,
+    cores=0,
+    gemm_start=0.0,
     hbm_bandwidth=2.2e9,
     transfer_slowdown=1.1,
     launch_overhead=2.5e-4,
@@ -101,7 +103,7 @@ def _described(tmp_path: Path) -> tuple[Path, Machine]:
 
 def test_the_fitted_machine_becomes_a_description(tmp_path: Path, fitted) -> None:
     described, machine = _described(tmp_path)
-    for name in ("cube_flops", "gemm_half_rows", "hbm_bandwidth", "launch_overhead"):
+    for name in ("cube_flops", "half_rows", "hbm_bandwidth", "launch_overhead"):
         assert getattr(machine, name) == pytest.approx(getattr(TRUTH, name)), name
     assert machine.inside.rate == 1e8 / 0.5
     # Per byte: at a fifth of the rate a fifth of the share.
@@ -117,7 +119,7 @@ def test_the_fitted_machine_becomes_a_description(tmp_path: Path, fitted) -> Non
 @pytest.mark.long
 def test_the_fit_finds_the_machine(tmp_path: Path) -> None:
     _, machine = _described(tmp_path)
-    for name in ("cube_flops", "gemm_half_rows", "hbm_bandwidth", "launch_overhead"):
+    for name in ("cube_flops", "half_rows", "hbm_bandwidth", "launch_overhead"):
         assert getattr(machine, name) == pytest.approx(getattr(TRUTH, name), rel=0.02), name
     assert machine.transfer_slowdown == pytest.approx(TRUTH.transfer_slowdown * 0.2, rel=0.05)
 

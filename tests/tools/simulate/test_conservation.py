@@ -23,7 +23,7 @@ from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import critical_path, problems, sent, work
 
 MACHINE = ideal(
-    rate=2.0e10, latency=1.0e-5, cube_flops=3.0e14, gemm_half_rows=100.0, hbm_bandwidth=1.0e12,
+    rate=2.0e10, latency=1.0e-5, cube_flops=3.0e14, half_rows=100.0, hbm_bandwidth=1.0e12,
     transfer_slowdown=0.1, launch_overhead=1.0e-6,
 )  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_nobody_transfers_without_communication() -> None:
 
 def test_all_variants_do_the_same_gemms() -> None:
     """With GEMMs linear in their rows and free memory, splitting changes no work."""
-    group = Group(replace(MACHINE, gemm_half_rows=0.0, hbm_bandwidth=1e30), 4)
+    group = Group(replace(MACHINE, half_rows=0.0, hbm_bandwidth=1e30), 4)
     for part in (llama.forward, llama.backward):
         seconds = {}
         for variant in variants(4, 4, 3):

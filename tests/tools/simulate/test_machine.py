@@ -1,0 +1,77 @@
+"""What computing, buffers and company cost, in numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.linear import column
+from commfuse_npu.tools.simulate.machine import Level, Machine
+from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.variants import REFERENCE
+from tests.tools.simulate.machines import IDEAL, ideal
+from tests.tools.simulate.test_closed_forms import fused
+
+ROUND = 2.0 * 4 * 128 * 256 * 64
+"""FLOP of a round of tiles on 4 cores, 64 deep."""
+CORES = replace(IDEAL, cores=4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outer", "rounds"),
+    [(128, 256, 1), (1, 1, 1), (512, 256, 1), (513, 256, 2), (256, 512, 1), (256, 513, 2)],
+)
+def test_gemms_are_whole_rounds_of_tiles(rows: int, outer: int, rounds: int) -> None:
+    assert CORES.gemm(rows, 64, outer) == rounds * ROUND
+    assert replace(CORES, gemm_start=3.0).gemm(rows, 64, outer) == 3 + rounds * ROUND
+
+
+def test_a_cut_at_a_round_costs_a_start_only() -> None:
+    machine = replace(CORES, gemm_start=5.0)
+    whole = machine.gemm(1024, 64, 256)
+    assert 2 * machine.gemm(512, 64, 256) == whole + 5
+    assert machine.gemm(500, 64, 256) + machine.gemm(524, 64, 256) == whole + 5 + ROUND
+
+
+def test_no_rows_are_no_gemm() -> None:
+    assert replace(CORES, gemm_start=5.0).gemm(0, 64, 256) == 0
+
+
+def gathered(machine: Machine, *, item: float = 1.0, steady: bool = False) -> float:
+    """Two ranks: the own block's GEMM beside the transfer, then the other's."""
+
+    def build(rank: Rank) -> None:
+        column(rank, "x", 8, 8, 8, item=item)
+
+    return Group(machine, 2).play(fused(1), build, steady=steady).seconds
+
+
+def test_a_transfer_is_slower_beside_work() -> None:
+    """64 bytes at 1 byte/s beside 32 seconds of work: of them 16 at half of the rate."""
+    machine = replace(IDEAL, cube_flops=2.0 * 8 * 8 * 8 / 32)
+    assert gathered(machine) == 64 + 32
+    slower = replace(machine, inside=Level("full_mesh", 1.0, 0.0, beside_work=2.0))
+    assert gathered(slower) == 32 + (64 - 16) + 32
+
+
+def test_buffers_at_both_ends_of_a_batch_and_none_of_a_collective() -> None:
+    """A copy reads and writes: 4 bytes of traffic per byte of a message, over both ends."""
+    machine = ideal(hbm_bandwidth=4.0, cube_flops=1e30)
+    copied = replace(machine, message_copies=1.0)
+    expected = gathered(machine, item=100.0) + 4 * 6400 / 4
+    assert gathered(copied, item=100.0) == pytest.approx(expected)
+
+    def build(rank: Rank) -> None:
+        rank.need(rank.collective("x", 64.0))
+
+    plain = [Group(one, 2).play(REFERENCE, build).seconds for one in (machine, copied)]
+    assert plain[0] == plain[1]
+
+
+def test_a_host_that_runs_on_is_ahead_or_is_what_limits() -> None:
+    machine = ideal(launch_overhead=1.0)
+    # One post, two GEMMs; the second follows the transfer.
+    assert gathered(machine) > gathered(machine, steady=True) == gathered(ideal(), steady=True)
+    assert gathered(ideal(launch_overhead=1e6), steady=True) == 3e6
