@@ -14,6 +14,7 @@ _TOOLS = {
     "memory": "peak memory of each op beside its plain form",
     "layers": "a layer in every form, simulated: who is ahead where?",
     "paper": "where the simulator reaches the paper's headlines",
+    "paper_case": "the paper's own case: its figures beside the simulator's",
     "timeline": "the picture of the README",
 }
 
