@@ -39,7 +39,9 @@ def register_wrappers(
     Returns:
         What counts the calls, and lanes that are to be made when Megatron's groups exist.
     """
-    wrappers = LinearWrappers(options.linear, options.layers, form, options.min_bytes)
+    wrappers = LinearWrappers(
+        options.linear, options.layers, form, options.min_bytes, options.described
+    )
     lanes: list[Lanes] = []
     if linears:
         wrappers.register(manager)

@@ -56,6 +56,23 @@ def whole(minimum: int) -> Callable[[str], int]:
     return convert
 
 
+def _number_or(*words: str) -> Callable[[str], int | str]:
+    """A converter for argparse: a whole number from 1, or one of some words."""
+
+    def convert(text: str) -> int | str:
+        if text in words:
+            return text
+        try:
+            return whole(1)(text)
+        except ValueError as error:
+            choices = ", ".join(words)
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a whole number nor one of {choices}"
+            ) from error
+
+    return convert
+
+
 def _layer_names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
@@ -88,12 +105,20 @@ _OPTIONS = {
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block; by default, in tensor-parallel layers whose blocks have 1024 rows, "
-        "2 for two ranks, 3 for more and 4 from 2048 rows on, else 1",
+        "sub-blocks per block; by default, in tensor-parallel layers, 4 for blocks of 1024 rows "
+        "that are 8192 together, 2 from 512 rows on (with two ranks 1024), else 1",
         type=whole(1),
     ),
     "commfuse_taper": _option(
         1.0, "each sub-block is so many times as long as the next to arrive", type=float
+    ),
+    "commfuse_collectives_from": _option(
+        "auto",
+        "column-parallel layers with so many outputs per rank, or more, keep Megatron's "
+        "collectives in their backward, whose GEMMs hide them; auto: from the description of this "
+        "NPU; never",
+        type=_number_or("auto", "never"),
+        metavar="OUTPUTS",
     ),
     "commfuse_tuning": _option(
         "off",
@@ -154,6 +179,7 @@ class CommFuseOptions:
 
     Attributes:
         linear: of the fused layers.
+        described: set ``linear.collectives_from`` from the description of this NPU.
         layers: names of the layers to fuse.
         min_bytes: smaller blocks keep Megatron's collective.
         attention: fuse attention with the projection of its output.
@@ -163,6 +189,7 @@ class CommFuseOptions:
     """
 
     linear: LinearOptions
+    described: bool
     layers: tuple[str, ...]
     min_bytes: int
     attention: bool
@@ -191,14 +218,17 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             "one or the other out"
         )
     tensor_parallel = parallel_size(args, "tensor_model")
+    least = given.commfuse_collectives_from
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=schedule_for(given, tensor_parallel, chunks=1 if tuned else _chunks(args)),
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
+            collectives_from=least if isinstance(least, int) else None,
             tuning=Tuning(str(default_folder())) if tuned else None,
         ),
+        described=least == "auto",
         layers=given.commfuse_layers,
         min_bytes=1024 * given.commfuse_min_kib,
         attention=given.commfuse_attention,

@@ -42,6 +42,9 @@ class OverLanes:
             raise RuntimeError(f"the lanes {self._missing}")
         return self.transport
 
+    def opened(self) -> None:
+        """The lanes were made, so that the process has chosen its device."""
+
 
 class Lanes:
     """Makes the lanes of ``user`` with Megatron's process groups, and gives them up with them.
@@ -119,6 +122,7 @@ class Lanes:
             self._what,
             group.size(),
         )
+        self.user.opened()
 
     def close(self) -> None:
         """Give up the lanes that there are."""

@@ -42,6 +42,7 @@ from commfuse_npu.reference import (
 )
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.lanes import OverLanes
+from mindspeed_patches.machine import collectives_from
 
 __all__ = ["LAYERS", "LinearWrappers"]
 
@@ -69,6 +70,7 @@ class LinearWrappers(OverLanes):
         form: ``fused``; or ``plain``, the plain collectives with the GEMMs of the fused form, the
             reference that it equals bit for bit.
         min_bytes: layers of which a rank's block is smaller keep Megatron's forward.
+        described: take ``collectives_from`` from the description of the NPU, if there is one.
 
     Attributes:
         transport: lanes of the tensor-parallel group.
@@ -91,6 +93,7 @@ class LinearWrappers(OverLanes):
         layers: Collection[str] = LAYERS,
         form: Form = "fused",
         min_bytes: int = 0,
+        described: bool = False,
     ) -> None:
         unknown = sorted(set(layers) - set(LAYERS))
         if unknown:
@@ -101,8 +104,16 @@ class LinearWrappers(OverLanes):
         self.layers = frozenset(layers)
         self._form = form
         self._min_bytes = min_bytes
+        self._described = described
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
         self._said: set[str] = set()
+
+    def opened(self) -> None:
+        """Set ``LinearOptions.collectives_from``, if the machine's description is to say."""
+        if self._described:
+            least = collectives_from(self.lanes())
+            for fusion, options in self._options.items():
+                self._options[fusion] = replace(options, collectives_from=least)
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""

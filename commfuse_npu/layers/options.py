@@ -28,6 +28,8 @@ class LinearOptions:
             :data:`~commfuse_npu.plan.rules.linear.Wgrad`.
         main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
             ``gradient_accumulation_fusion``.
+        collectives_from: column-parallel layers with so many outputs per rank, or more, run their
+            backward by torch's collectives in Megatron's order, which their GEMMs hide.
         tuning: try at the first call with a shape which chunks, and how many of the schedule's
             lanes, are fastest, and whether the plain path is; see :mod:`commfuse_npu.tuning`.  For
             :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it
@@ -40,6 +42,7 @@ class LinearOptions:
     reduce_dtype: torch.dtype | None = None
     wgrad: Wgrad = "whole"
     main_grad: bool = False
+    collectives_from: int | None = None
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +52,10 @@ class LinearOptions:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
             )
+
+    def by_collectives(self, outputs: int) -> bool:
+        """Whether a column-parallel layer of so many outputs runs its backward by collectives."""
+        return self.collectives_from is not None and outputs >= self.collectives_from
 
 
 @dataclass(frozen=True)

@@ -541,9 +541,11 @@ def _job(
     Args:
         rows: of one rank's block.
     """
-    if options.tuning is None:
-        return Job.of(transport, options, name)
     outputs, inputs = weight.shape
+    if options.tuning is None:
+        job = Job.of(transport, options, name)
+        covered = layer == COLUMN and options.by_collectives(outputs)
+        return job._replace(backward=None) if covered else job
     found = []
     for half in ("forward", "backward") if needs_grad else ("forward",):
         wgrad = options.wgrad if half == "backward" and layer == ROW else "whole"

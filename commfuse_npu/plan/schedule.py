@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from commfuse_npu.plan.block_order import Own, causal_costs, least_waiting
 
 __all__ = [
+    "LEAST_ROWS",
     "Hop",
     "Own",
     "Place",
@@ -53,19 +54,21 @@ def split(rows: int, parts: int) -> tuple[int, ...]:
     return tuple(rows * part // parts for part in range(parts + 1))
 
 
+LEAST_ROWS = 512
+"""Of a tensor-parallel block: with fewer Megatron's order may be faster, whatever is cut
+(simulated)."""
+
+
 def usual_chunks(size: int, rows: int) -> int:
     """The chunks of a tensor-parallel block of so many rows (tokens), where nobody asks for any.
 
     What is fastest, or close to it, on both described machines (simulated, layers of three models,
-    4,096 to 32,768 tokens; ``docs/layers_tables.md``).  With fewer rows than 1,024 cutting costs
-    the GEMMs and the host more than waiting for whole blocks; two ranks wait for one transfer only,
-    and on a fast link not for long.
+    2 to 8 ranks, 1,024 to 32,768 tokens; ``docs/layers_tables.md``).  More chunks of fewer rows
+    cost the GEMMs and the host more than they hide.
     """
-    if rows < 1024:
+    if rows < (1024 if size == 2 else LEAST_ROWS):
         return 1
-    if size == 2:
-        return 2
-    return 3 if rows < 2048 else 4
+    return 4 if size * rows >= 8192 and rows >= 1024 else 2
 
 
 _ROW_UNIT = 16

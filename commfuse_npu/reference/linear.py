@@ -42,9 +42,10 @@ def plain_all_gather_linear(
         place, rows = place_in(group, options.schedule), rows_of(x)
         everything = (slice(0, rows * place.size),)
         pieces["forward"] = [(runs, None) for runs in gather_pieces(place, rows)]
-        pieces["dgrad"] = [
-            (everything, columns) for columns in place.schedule.runs(weight.shape[1], "last")
-        ]
+        if not options.by_collectives(weight.shape[0]):
+            pieces["dgrad"] = [
+                (everything, columns) for columns in place.schedule.runs(weight.shape[1], "last")
+            ]
     whole = all_gather(x, group, options.reduce_dtype)
     return blocked_linear(whole, weight, bias, main_grad=options.main_grad, **pieces)
 

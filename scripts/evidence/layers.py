@@ -4,10 +4,10 @@
 
 Simulates forward and backward of one layer, each form at its best: ours with the fastest number of
 chunks for each operation, or Megatron's order where that is faster, CoC with the fastest number of
-slices (2, 4, 8) for all.  With other rounding sums are made in one pass, and weight gradients of
-row-parallel layers by blocks.  Times are shares of those with blocking collectives.  Nobody can
-launch the last three: CoC tuned for each operation as ours is, an MC2 without a cost of cutting,
-and a layer without communication.
+slices (2, 4, 8) for all, with 8 ranks also as kernels.  With other rounding sums are made in one
+pass, and weight gradients of row-parallel layers by blocks.  Times are shares of those with
+blocking collectives.  Nobody can launch the last three: CoC tuned for each operation as ours is, an
+MC2 without a cost of cutting, and a layer without communication.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from typing import NamedTuple
 from commfuse_npu.plan import usual_chunks
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (
+    COC_FUSED,
     COMPUTE_ONLY,
     REFERENCE,
     Variant,
@@ -46,7 +49,8 @@ _CHUNKS = (1, 2, 3, 4, 6)
 _SLICES = (2, 4, 8)
 
 OURS = ("ours", "ours, other rounding", "default")
-RIVALS = ("CoC", "Megatron")
+_KERNEL = "CoC fused"
+RIVALS = ("CoC", _KERNEL, "Megatron")
 BOUNDS = ("CoC tuned", "MC2", "compute")
 
 
@@ -65,17 +69,18 @@ class Point(NamedTuple):
     def ahead(self, form: str, others: Sequence[str], corner: int = 0) -> bool:
         """Whether a form is faster than all the others."""
         shares = self.shares[corner]
-        return all(shares[form] < shares[other] for other in others)
+        return all(shares[form] < shares[other] for other in others if other in shares)
 
 
-def forms(tp: int, lanes: int, rows: int) -> dict[str, Variant]:
+def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant]:
     """By name; ``rows`` of a rank's block."""
-    base = direct(tp, tp)
+    base, least = direct(tp, tp), covering_outputs(machine, tp)
     return {
         "ours": tuned(base, lanes, _CHUNKS),
         "ours, other rounding": tuned(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
-        "default": fused(base, lanes, usual_chunks(tp, rows)),
+        "default": fused(base, lanes, usual_chunks(tp, rows), collectives_from=least),
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
+        **({_KERNEL: COC_FUSED} if tp == 8 else {}),
         "Megatron": Variant("megatron", "megatron"),
         "CoC tuned": sliced(),
         "MC2": Variant("mc2", "kernel"),
@@ -96,7 +101,7 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
     for compute, links in CORNERS[:corners]:
         step = Step(hardware.machine(compute, links), what)
         plain = _seconds(step, REFERENCE)
-        every = forms(tp, best_lanes(hardware, tp), sequence // tp).items()
+        every = forms(hardware.machine(), tp, best_lanes(hardware, tp), sequence // tp).items()
         shares = {name: _seconds(step, one) / plain for name, one in every}
         shares["CoC"] = min(shares.pop(f"CoC {k}") for k in _SLICES)
         found.append(shares)
@@ -121,7 +126,7 @@ def report(points: Sequence[Point]) -> str:
         f"|---|---|---:|---:|{'---:|' * len(names)}",
     ]
     for one in points:
-        fastest = min(one.shares[0][name] for name in (*OURS, *RIVALS))
+        fastest = min(one.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
         cells = (_cell(one, name, fastest) for name in names)
         lines.append(
             f"| {one.machine} | {one.model} | {one.tp} | {one.sequence} | {' | '.join(cells)} |"
@@ -130,7 +135,9 @@ def report(points: Sequence[Point]) -> str:
 
 
 def _cell(one: Point, name: str, fastest: float) -> str:
-    shares = [of[name] for of in one.shares]
+    shares = [of[name] for of in one.shares if name in of]
+    if not shares:
+        return "-"
     text = f"{shares[0]:.3f}"
     if shares[0] == fastest:
         text = f"**{text}**"
@@ -138,16 +145,19 @@ def _cell(one: Point, name: str, fastest: float) -> str:
 
 
 def _verdicts(points: Sequence[Point]) -> Iterator[str]:
+    without_kernel = [name for name in RIVALS if name != _KERNEL]
     for form in OURS:
-        ahead = [one for one in points if one.ahead(form, RIVALS)]
+        ahead = [one for one in points if one.ahead(form, without_kernel)]
         ends = [
             one
             for one in points
-            if all(one.ahead(form, RIVALS, corner) for corner in range(len(one.shares)))
+            if all(one.ahead(form, without_kernel, corner) for corner in range(len(one.shares)))
         ]
+        everywhere = sum(one.ahead(form, RIVALS) for one in points)
         yield (
-            f"- *{form}*: ahead of CoC and Megatron's order at {len(ahead)} of {len(points)} "
-            f"points, at {len(ends)} of them at every end of the ranges{_list(points, ahead)}"
+            f"- *{form}*: ahead of CoC in slices and of Megatron's order at {len(ahead)} of "
+            f"{len(points)} points, at {len(ends)} of them at every end of the ranges; of CoC as a "
+            f"kernel, too, at {everywhere}{_list(points, ahead)}"
         )
     ideal = [one for one in points if one.ahead("MC2", OURS)]
     yield f"- The ideal MC2 is ahead of all of ours at {len(ideal)} of {len(points)} points."
@@ -155,7 +165,7 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
 
 def _list(points: Sequence[Point], ahead: Sequence[Point]) -> str:
     behind = [f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in points if p not in ahead]
-    return f"; behind at {', '.join(behind)}." if behind and len(behind) <= 8 else "."
+    return f"; behind the first two at {', '.join(behind)}." if behind and len(behind) <= 8 else "."
 
 
 def main(argv: Sequence[str]) -> int:

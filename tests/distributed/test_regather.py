@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -135,15 +137,16 @@ MODELS: dict[str, Model] = {
 
 def check_bits(rank: int, batched: bool) -> None:
     link = transport(batched)
-    for wgrad in ("whole", "blocks"):
-        for keep in (False, True):
-            options = LinearOptions(Schedule(chunks=2), wgrad=wgrad, keep_gathered=keep)
-            column, row, plain_column, plain_row = layers(link, options)
-            for model in MODELS.values():
-                given = leaves(rank)
-                ours = gradients(model, given, column, row)
-                same(ours, gradients(model, given, plain_column, plain_row))
-                assert not link.scratch.lent
+    usual = LinearOptions(Schedule(chunks=2))
+    for changes in product(("whole", "blocks"), (False, True), (None, 64, 65)):
+        wgrad, keep, least = changes
+        options = replace(usual, wgrad=wgrad, keep_gathered=keep, collectives_from=least)
+        column, row, plain_column, plain_row = layers(link, options)
+        for model in MODELS.values():
+            given = leaves(rank)
+            ours = gradients(model, given, column, row)
+            same(ours, gradients(model, given, plain_column, plain_row))
+            assert not link.scratch.lent
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -166,6 +169,21 @@ def check_order(rank: int) -> None:
 
 def test_it_goes_before_the_weight_gradient_of_the_layer_after(ranks) -> None:
     ranks(3).run(check_order)
+
+
+def check_collectives(rank: int) -> None:
+    """A column-parallel backward by collectives has nothing to send ahead."""
+    options = LinearOptions(Schedule(chunks=2), collectives_from=64)
+    column, row, *_ = layers(transport(), options)
+    y = two_pairs(leaves(rank), column, row)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Watch(patch)
+        y.sum().backward()
+    assert seen.events == [f"begin {ROW}", "wgrad of 64 inputs", "wgrad of 32 inputs"] * 2
+
+
+def test_a_backward_that_its_gemms_hide_keeps_collectives(ranks) -> None:
+    ranks(2).run(check_collectives)
 
 
 def check_frozen(rank: int) -> None:

@@ -87,4 +87,4 @@ def test_the_simulated_figures_are_the_same_everywhere() -> None:
         for file in ("README.md", "docs/simulate.md")
     ]
     assert rows[0] == rows[1]
-    assert len(rows[0]) == 5
+    assert len(rows[0]) == 6

@@ -57,10 +57,10 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("sizes", "chunks"),
         [
-            ({"seq_length": 8192, "micro_batch_size": 1}, 3),
-            ({"seq_length": "4096", "micro_batch_size": "1"}, 1),
+            ({"seq_length": 8192, "micro_batch_size": 1}, 4),
+            ({"seq_length": "4096", "micro_batch_size": "1"}, 2),
             ({"seq_length": 8192, "micro_batch_size": 2}, 4),
-            ({"seq_length": 8192, "micro_batch_size": 1, "context_parallel_size": 2}, 1),
+            ({"seq_length": 8192, "micro_batch_size": 1, "context_parallel_size": 2}, 2),
             ({"seq_length": 8192, "micro_batch_size": 1, "commfuse_tuning": "on"}, 1),
             ({"seq_length": 4096, "micro_batch_size": 1, "commfuse_chunks": 4}, 4),
         ],
@@ -69,6 +69,20 @@ class TestOptions:
         args = argparse.Namespace(use_commfuse=True, tensor_model_parallel_size=8, **sizes)
         schedule = commfuse_options(args).linear.schedule
         assert (schedule.lanes, schedule.chunks) == (7, chunks)
+
+    @pytest.mark.parametrize(
+        ("given", "least", "described"),
+        [("auto", None, True), (None, None, True), ("never", None, False), ("1734", 1734, False)],
+    )
+    def test_where_collectives_stay(
+        self, given: str | None, least: int | None, described: bool
+    ) -> None:
+        options = commfuse_options(argparse.Namespace(commfuse_collectives_from=given))
+        assert (options.linear.collectives_from, options.described) == (least, described)
+
+    def test_what_is_no_number_of_outputs_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="collectives-from: 'some' is neither a whole number"):
+            commfuse_options(argparse.Namespace(commfuse_collectives_from="some"))
 
     @pytest.mark.parametrize("early", [False, True])
     def test_typed_or_as_strings(self, early: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from commfuse_npu.plan.schedule import LEAST_ROWS
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch, value_of
@@ -98,6 +99,33 @@ def _check_options(launch: Launch) -> Iterator[Finding]:
             "not given",
             "the flag: without, column-parallel layers keep Megatron's forward",
             "add --sequence-parallel",
+        )
+    elif config.tensor_model_parallel_size > 1:
+        yield from _check_rivals(launch)
+
+
+def _check_rivals(launch: Launch) -> Iterator[Finding]:
+    """Where something else was faster in the simulator (``docs/layers_tables.md``)."""
+    config = launch.config
+    tp = config.tensor_model_parallel_size
+    rows = config.seq_length * config.micro_batch_size // (tp * config.context_parallel_size)
+    size = rows * config.hidden_size * (2 if config.bf16 else 4)
+    if rows < LEAST_ROWS and size >= 1024 * launch.fuse.min_kib:
+        yield _about(
+            "rows of a block",
+            "warning",
+            f"{rows} (tokens of a micro-batch / TP)",
+            f"{LEAST_ROWS} at least: with fewer Megatron's own order may be faster (simulated)",
+            f"fewer TP, longer sequences, or --commfuse-min-kib {size // 1024 + 1}, which leaves "
+            "such layers to Megatron",
+        )
+    if tp == 8 == min(tp, config.npus_per_node):
+        yield _about(
+            "rivals",
+            "note",
+            "8 ranks of a node",
+            action="MindSpeed's --use-ascend-coc --coc-fused-kernel was faster here in the "
+            "simulator, by what others measured of it; measure both",
         )
 
 

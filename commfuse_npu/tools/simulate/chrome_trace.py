@@ -51,7 +51,9 @@ def chrome_trace(parts: Sequence[tuple[str, Played]]) -> dict[str, Any]:
             message, start, end = moved.message, offset + moved.start, offset + moved.end
             name, row = f"{message.key[0]}", f"link to rank {message.target}"
             sent = {"bytes": message.size, "to": message.target}
-            event(name, part, message.source, row, start, end, **sent)
+            # One that stands for all is in the middle, and has the first place.
+            place = 0 if played.links.folded else message.source
+            event(name, part, place, row, start, end, **sent)
         offset += played.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

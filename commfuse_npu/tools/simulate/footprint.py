@@ -28,7 +28,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
-from commfuse_npu.tools.simulate.step import Step, Training
+from commfuse_npu.tools.simulate.step import Shared, Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
 __all__ = ["USABLE", "Footprint", "buffers", "communicators", "footprint", "limit"]
@@ -68,15 +68,19 @@ def limit(hardware: Hardware) -> float:
 
 
 def footprint(
-    model: ModelConfig, training: Training, variant: Variant, hardware: Hardware
+    model: ModelConfig,
+    training: Training,
+    variant: Variant,
+    hardware: Hardware,
+    shared: Shared | None = None,
 ) -> Footprint:
-    """What the fullest pipeline stage needs."""
+    """What the fullest pipeline stage needs; ``shared``: see :class:`~.step.Step`."""
     stages = (_stage(model, training, stage) for stage in range(len(training.layers)))
     weights, gradients, optimizer, activations = max(stages, key=sum)
     sizes = training.tp, training.cp, training.dp, len(training.layers)
     # One communicator of every kind of group, and the variant's lanes besides.
     groups = sum(size > 1 for size in sizes) * hardware.typical("host.communicator_bytes")
-    step = Step(hardware.machine(), training)
+    step = Step(hardware.machine(), training, shared={} if shared is None else shared)
     lanes = communicators(variant, step, hardware) if variant.schedule else 0.0
     communication = buffers(variant, step) + groups + lanes
     return Footprint(weights, gradients, optimizer, activations, communication)

@@ -87,11 +87,12 @@ class Group:
 
         Args:
             whole: whether to simulate every rank; by default where they do not all do the same.
+                Otherwise one in the middle stands for all, in GEMMs before and after its own block.
             steady: whether it is one of many in a row, through which the host runs on: it is ahead
                 of the device, unless launching takes longer than everything that is launched.
         """
         if variant.tuned:
-            variant = self._tuned(variant, build, whole, steady)
+            variant = self._tuned(variant, build, steady)
         links = Links(self.machine, self.size, self.stride, folded=True)
         if whole is None:
             # On a ring over several nodes only some ranks send to another node.
@@ -102,7 +103,7 @@ class Group:
             whole = ring or (variant.kind == "fused" and differ)
         speeds = None
         if self.disturbance.none and not whole:
-            launches = [fold(self.build(variant, build, 0).finish())]
+            launches = [fold(self.build(variant, build, self.size // 2).finish())]
         else:
             launches = [self.build(variant, build, rank).finish() for rank in range(self.size)]
             slow = self.disturbance.slow(self.size)
@@ -122,7 +123,6 @@ class Group:
         self,
         variant: Variant,
         build: Callable[[Rank], None],
-        whole: bool | None,
         steady: bool,
     ) -> Variant:
         """With the fastest way for each operation, one after the other, all others as found.
@@ -133,7 +133,8 @@ class Group:
         calm = replace(self, disturbance=UNDISTURBED)
 
         def seconds(one: Variant) -> float:
-            return calm.play(one, build, whole=whole, steady=steady).seconds
+            # One rank is enough to choose by.
+            return calm.play(one, build, whole=one.attention, steady=steady).seconds
 
         plain, *others = [variant.with_way(one) for one in variant.tuned]
         found, best = plain, seconds(plain)

@@ -65,6 +65,9 @@ _RULES: dict[str, dict[str, _Rule]] = {
         "communicator_bytes": _Rule("bytes", 0, more_is_better=False, exclusive=False),
         "message_copies": _Rule("copies", 0, 4, False, "links", exclusive=False),
     },
+    "rivals": {
+        "coc_fused_hidden": _Rule("share", 0, 1, group="links", exclusive=False),
+    },
 }
 _LEVEL_RULES = {
     "rate": _Rule("bytes/s", 0, group="links"),
@@ -197,6 +200,7 @@ class Hardware:
             between=level("between"),
             batched=self.batched,
             message_copies=value("host.message_copies"),
+            coc_fused_hidden=value("rivals.coc_fused_hidden"),
         )
 
     @property

@@ -142,9 +142,9 @@ class Launches:
 
 
 def fold(rank: Launches) -> Launches:
-    """Those of rank 0, standing for all ranks of a symmetric group.
+    """Those of one rank, standing for all ranks of a symmetric group.
 
-    What rank 0 receives in a step is the image of what it sends in that step, so the receive takes
+    What a rank receives in a step is the image of what it sends in that step, so the receive takes
     the message of the send.  Keys end with the rank that sends.
 
     Raises:

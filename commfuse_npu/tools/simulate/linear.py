@@ -51,7 +51,8 @@ def column_gradients(
 
     Stops where it may be begun ahead: fused when the input is on its way, else at once.
     """
-    if _fused(rank, name):
+    least = rank.variant.collectives_from
+    if _fused(rank, name) and (least is None or outputs < least):
         place = rank.place(name)
         program = column_backward(place, rows, inputs, outputs, True, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
@@ -191,6 +192,10 @@ def _gather_gemm(
 ) -> tuple[int, ...]:
     """Returns what to wait for until all rows are there."""
     machine, n = rank.machine, rank.size
+    if rank.variant.kind == "coc_fused":
+        gemm = machine.gemm(rows * n, inner, outer)
+        rank.compute(name, machine.coc_fused(gemm, machine.collective(rows * inner * item, n)))
+        return ()
     if _takes_kernel(rank, inner):
         waits = rank.collective(f"{name} gather", rows * inner * item, launches=0)
         seconds = machine.gemm(rows * n, inner, outer)
@@ -227,7 +232,10 @@ def _gemm_scatter(
     """
     machine, n, kind = rank.machine, rank.size, rank.variant.kind
     waits: tuple[int, ...] = ()
-    if kernel and _takes_kernel(rank, inner):
+    if kernel and kind == "coc_fused":
+        gemm = machine.gemm(rows * n, inner, outer)
+        rank.compute(name, machine.coc_fused(gemm, machine.collective(rows * outer * item, n)))
+    elif kernel and _takes_kernel(rank, inner):
         seconds, block = machine.gemm(rows * n, inner, outer), rows * outer * item
         first = seconds / (_TILES * n)
         rank.compute(f"{name} first tile", first)

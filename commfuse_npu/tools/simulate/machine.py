@@ -65,6 +65,7 @@ class Machine:
     between: Level | None
     batched: bool
     message_copies: float = 0.0
+    coc_fused_hidden: float = 0.0
 
     def gemm(
         self, rows: float, inner: float, outer: float, *, result_bytes: float = ITEM_BYTES
@@ -90,6 +91,15 @@ class Machine:
     def attention(self, flops: float) -> float:
         """Seconds of flash attention of so many FLOP."""
         return flops / (self.cube_flops * self.attention_efficiency)
+
+    def collective(self, size: float, ranks: int) -> float:
+        """Seconds of blocks of so many bytes from each rank of a node to every other one."""
+        links = ranks - 1 if self.inside.topology == "full_mesh" else 1
+        return self.inside.latency + (ranks - 1) * size / (links * self.inside.rate)
+
+    def coc_fused(self, gemm: float, transfer: float) -> float:
+        """Seconds of MindSpeed's fused kernel, which hides a share of the shorter of the two."""
+        return gemm + transfer - self.coc_fused_hidden * min(gemm, transfer)
 
     def buffered(self, size: float) -> float:
         """Seconds that a message of so many bytes takes through buffers at both of its ends.

@@ -13,15 +13,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.links import PlacementError
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Shared, Step, Training
 from commfuse_npu.tools.simulate.sweep import (
     CORNERS,
     Options,
@@ -36,7 +38,6 @@ from commfuse_npu.tools.simulate.variants import (
     Variant,
     Wgrad,
     fused,
-    tuned,
     variants,
 )
 
@@ -45,8 +46,9 @@ __all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "Refused", "
 _CONTEXTS = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4, 8)
 _DEFAULTS = Options()
-_REFINED = 3
-"""So many layouts are tried with all schedules."""
+_RANKED = 5
+"""So many layouts are simulated in full, each with its best schedules; the rest roughly."""
+_FINALISTS = 3
 
 
 class NoLayoutError(ValueError):
@@ -119,18 +121,23 @@ class Recommendation:
     """What was found.
 
     Attributes:
-        ranked: the best candidate of every layout that fits, shortest step first, with CommFuse
-            where there is anything to fuse.
-        schedules: all candidates of the best layout, shortest step first.
-        other: the shortest step without CommFuse, over all layouts.
+        fitting: how many layouts fit.
+        ranked: the best candidates of the best layouts, shortest step first, with CommFuse where
+            there is anything to fuse.
+        schedules: the best candidates of the best layout, shortest step first.
+        rivals: the shortest step, over all layouts, of each form without CommFuse that can be
+            launched, shortest first.
+        bound: that of an ideal fused kernel, which nobody can launch; ``None`` without any.
         refused: how many layouts do not fit, by reason; see :class:`Refused`.
         ratio: communication / computation of a layer of the best layout, plain collectives.
         steps: seconds on the five machines, of what :meth:`beats` compares.
     """
 
+    fitting: int
     ranked: tuple[Candidate, ...]
     schedules: tuple[Candidate, ...]
-    other: Candidate
+    rivals: tuple[Candidate, ...]
+    bound: Candidate | None
     refused: Refused
     ratio: Range
     steps: dict[Candidate, tuple[float, ...]]
@@ -138,6 +145,11 @@ class Recommendation:
     @property
     def best(self) -> Candidate:
         return self.ranked[0]
+
+    @property
+    def other(self) -> Candidate:
+        """The shortest step without CommFuse."""
+        return self.rivals[0]
 
     @property
     def runner_up(self) -> Candidate | None:
@@ -186,6 +198,7 @@ def recommend(
     refused = Refused()
     found: dict[Layout, list[Candidate]] = {}
     others: list[Candidate] = []
+    shared: Shared = {}
 
     for layout in _layouts(model, hardware, npus, fixed):
         choices: tuple[Recompute, ...] = ("none", "full")
@@ -193,8 +206,9 @@ def recommend(
             for choice in (fixed.recompute,) if fixed.recompute else choices:
                 what = training(model, layout, sequence, replace(options, recompute=choice))
                 offered = _fused(hardware, what, other_rounding)
-                rows = _played(model, hardware, what, _quick(model, hardware, what, offered))
-                others += _played(model, hardware, what, _others(hardware, layout.tp))
+                quick = _quick(model, hardware, what, offered, shared)
+                rows = _played(model, hardware, what, quick, shared, rough=True)
+                others += _played(model, hardware, what, _others(hardware, layout.tp), shared)
                 known = found.get(layout)
                 if rows and (not known or _fastest(rows).seconds < _fastest(known).seconds):
                     found[layout] = rows
@@ -214,19 +228,32 @@ def recommend(
         )
 
     ordered = sorted(found, key=lambda layout: _fastest(found[layout]).seconds)
-    for layout in ordered[:_REFINED]:
+    for layout in ordered[:_RANKED]:
         what = found[layout][0].training
-        tried = {one.variant for one in found[layout]}
-        rest = [one for one in _fused(hardware, what, other_rounding) if one not in tried]
-        found[layout] += _played(model, hardware, what, rest)
-    ranked = sorted(map(_fastest, found.values()), key=_seconds)
+        every = _played(
+            model, hardware, what, _fused(hardware, what, other_rounding), shared, rough=True
+        )
+        best = [one.variant for one in sorted(every, key=_seconds)[:_FINALISTS]]
+        found[layout] = _played(model, hardware, what, best, shared)
+    ranked = sorted((_fastest(found[layout]) for layout in ordered[:_RANKED]), key=_seconds)
     schedules = tuple(sorted(found[ranked[0].layout], key=_seconds))
-    other = _fastest(others)
-    compared = {ranked[0], other, *ranked[1:2], *schedules[1:2]}
+    by_form: dict[str, list[Candidate]] = {}
+    for one in others:
+        by_form.setdefault(one.variant.kind, []).append(one)
+    bounds = by_form.pop("kernel", [])
+    rivals = tuple(sorted(map(_fastest, by_form.values()), key=_seconds))
+    compared = {ranked[0], rivals[0], *ranked[1:2], *schedules[1:2]}
     compared |= set([one for one in ranked if one.variant.schedule][:1])
     steps = {one: _on_all_machines(hardware, one) for one in compared}
     return Recommendation(
-        tuple(ranked), schedules, other, refused, _ratio(hardware, ranked[0]), steps
+        len(found),
+        tuple(ranked),
+        schedules,
+        rivals,
+        _fastest(bounds) if bounds else None,
+        refused,
+        _ratio(hardware, ranked[0]),
+        steps,
     )
 
 
@@ -293,17 +320,16 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
     best = best_lanes(hardware, size)
     every = sorted({1, min(2, size - 1), best})
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
+    ours = partial(fused, base, collectives_from=covering_outputs(hardware.machine(), what.tp))
     found = [
-        fused(base, lanes, chunks, taper=taper, wgrad=wgrad)
+        ours(lanes, chunks, taper=taper, wgrad=wgrad)
         for lanes in every
         for chunks, taper in (*((chunks, 1.0) for chunks in _CHUNKS), (4, 2.0))
         for wgrad in wgrads
     ]
-    if what.tp > 1:  # the exchanges of Ulysses are not tuned
-        found += [tuned(base, lanes, _CHUNKS) for lanes in every]
     if what.cp == 1 and what.tp > 1:  # else attention has transfers of its own
         found += [
-            fused(base, best, chunks, attention=True, wgrad=wgrad)
+            ours(best, chunks, attention=True, wgrad=wgrad)
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]
@@ -315,7 +341,11 @@ def _lanes(variant: Variant) -> int:
 
 
 def _quick(
-    model: ModelConfig, hardware: Hardware, what: Training, offered: Sequence[Variant]
+    model: ModelConfig,
+    hardware: Hardware,
+    what: Training,
+    offered: Sequence[Variant],
+    shared: Shared,
 ) -> list[Variant]:
     """The few schedules that every layout is tried with: simple ones, with all lanes that fit."""
     found: dict[tuple[object, ...], Variant] = {}
@@ -325,7 +355,7 @@ def _quick(
             return list(offered)
         even = schedule.taper == 1 and schedule.chunks <= 4
         simple = even and not variant.attention and not variant.tuned
-        if simple and footprint(model, what, variant, hardware).total <= limit(hardware):
+        if simple and footprint(model, what, variant, hardware, shared).total <= limit(hardware):
             # Lanes rise in what is offered: more of them replace fewer.
             found[schedule.chunks, variant.wgrad] = variant
     return list(found.values())
@@ -334,19 +364,25 @@ def _quick(
 def _others(hardware: Hardware, tp: int) -> list[Variant]:
     members = Group(hardware.machine(), tp).members_per_node
     found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
-    # Nobody can launch CoC tuned for each operation.
-    kinds = ("megatron", "sliced", "kernel")
+    # Nobody can launch CoC tuned for each operation, nor plain collectives with Megatron.
+    kinds = ("megatron", "sliced", "coc_fused", "kernel")
     return [one for one in found if (one.kind in kinds and not one.tuned) or tp == 1]
 
 
 def _played(
-    model: ModelConfig, hardware: Hardware, what: Training, chosen: Sequence[Variant]
+    model: ModelConfig,
+    hardware: Hardware,
+    what: Training,
+    chosen: Sequence[Variant],
+    shared: Shared,
+    *,
+    rough: bool = False,
 ) -> list[Candidate]:
     """What fits into memory, with its step at typical figures."""
-    step = Step(hardware.machine(), what)
+    step = Step(hardware.machine(), what, rough=rough, shared=shared)
     found = []
     for variant in chosen:
-        memory = footprint(model, what, variant, hardware)
+        memory = footprint(model, what, variant, hardware, shared)
         if memory.total <= limit(hardware):
             found.append(Candidate(what, variant, step.time(variant).seconds, memory))
     return found

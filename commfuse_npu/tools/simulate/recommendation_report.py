@@ -13,7 +13,6 @@ from commfuse_npu.tools.simulate.sweep import CORNERS
 
 __all__ = ["as_json", "launch", "options", "report"]
 
-_SHOWN = 5
 _SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
@@ -91,10 +90,9 @@ def _fusing(chosen: Candidate) -> Iterator[str]:
     schedule = chosen.variant.schedule
     assert schedule is not None
     yield from ("--commfuse-lanes", str(schedule.lanes))
-    if chosen.variant.tuned:
-        yield from ("--commfuse-tuning", "on")
-    else:
-        yield from ("--commfuse-chunks", str(schedule.chunks))
+    yield from ("--commfuse-chunks", str(schedule.chunks))
+    if chosen.variant.collectives_from and chosen.layout.tp > 1:
+        yield from ("--commfuse-collectives-from", str(chosen.variant.collectives_from))
     if schedule.taper != 1:
         yield from ("--commfuse-taper", f"{schedule.taper:g}")
     if chosen.variant.attention:
@@ -145,7 +143,8 @@ def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
         "simulated": True,
         "layouts": [plain(one) for one in found.ranked],
         "schedules": [plain(one) for one in found.schedules],
-        "without_commfuse": plain(found.other) | {"options": None},
+        "without_commfuse": [plain(one) | {"options": None} for one in found.rivals],
+        "bound": found.bound and plain(found.bound) | {"options": None},
         "communication_per_computation": found.ratio._asdict(),
         "refused": found.refused.as_json(),
     }
@@ -155,18 +154,32 @@ def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
 
 
 def _layouts(found: Recommendation, hardware: Hardware) -> Iterator[str]:
-    yield "| | TP | CP | PP | DP | recompute | schedule | step | memory of an NPU |"
-    yield "|---|---:|---:|---:|---:|---|---|---:|---:|"
-    for place, one in enumerate(found.ranked[:_SHOWN], 1):
-        tp, cp, dp, pp = one.layout
-        name = f"**{one.variant.name}**" if place == 1 else one.variant.name
-        yield (
+    yield (
+        "| | TP | CP | PP | DP | recompute | schedule | step | tokens/s/NPU | MFU | "
+        "memory of an NPU |"
+    )
+    yield "|---|---:|---:|---:|---:|---|---|---:|---:|---:|---:|"
+    peak = hardware.typical("npu.cube_flops")
+
+    def row(place: str, one: Candidate) -> str:
+        (tp, cp, dp, pp), training = one.layout, one.training
+        name = f"**{one.variant.name}**" if one is found.best else one.variant.name
+        npu_seconds = one.seconds * training.npus
+        return (
             f"| {place} | {tp} | {cp} | {pp} | {dp} | {one.recompute} | {name} | "
-            f"{_seconds(one.seconds)} | {one.memory.total / 2**30:.1f} GiB |"
+            f"{_seconds(one.seconds)} | {training.tokens / npu_seconds:.0f} | "
+            f"{training.flops / (npu_seconds * peak):.1%} | {one.memory.total / 2**30:.1f} GiB |"
         )
+
+    for place, one in enumerate(found.ranked, 1):
+        yield row(str(place), one)
+    for one in found.rivals:
+        yield row("without CommFuse", one)
+    if found.bound is not None:
+        yield row("bound, cannot be launched", found.bound)
     yield ""
     yield (
-        f"{len(found.ranked)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an "
+        f"{found.fitting} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an "
         f"NPU)" + (f"; not: {found.refused}." if str(found.refused) else ".")
     )
 
@@ -204,11 +217,7 @@ def _reasons(found: Recommendation) -> Iterator[str]:
     if found.other != best:
         yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."
     if found.other.seconds < best.seconds:
-        kernel = found.other.variant.kind == "kernel"
-        yield (
-            "  **CommFuse is not ahead here.**"
-            + (" A fused kernel is simulated as ideal: measure both." if kernel else "")
-        )
+        yield "  **CommFuse is not ahead here.** Launch without it."
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in vars(best.memory).items())
     yield f"- Memory of the fullest NPU, GiB: {parts}."
 

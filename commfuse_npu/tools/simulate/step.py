@@ -12,10 +12,10 @@ share links (between nodes they mostly do not), and switches do not block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
@@ -37,9 +37,13 @@ from commfuse_npu.tools.simulate.rank import Ran, Rank
 from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 
-__all__ = ["Layout", "Recompute", "Step", "StepTime", "Training"]
+__all__ = ["Layout", "Recompute", "Shared", "Step", "StepTime", "Training"]
 
 Recompute = Literal["none", "full"]
+
+_Found = TypeVar("_Found")
+
+Shared = dict[Hashable, Any]
 
 
 class Layout(NamedTuple):
@@ -152,6 +156,11 @@ class StepTime:
 class Step:
     """A step on a machine; times of variants share what does not depend on them.
 
+    Args:
+        rough: let one rank stand for all: a twentieth of the time, and up to 1 % too short with
+            two chunks or more, 3 % with one.
+        shared: what steps on the same machine with layers of the same shape have in common.
+
     Raises:
         ValueError: a group does not fit the machine's nodes.
     """
@@ -159,11 +168,8 @@ class Step:
     machine: Machine
     training: Training
     disturbance: Disturbance = UNDISTURBED
-    _collectives: dict[tuple[int, int, float, bool], float] = field(default_factory=dict)
-    _exchanged: dict[tuple[int, int, int], Exchanged] = field(default_factory=dict)
-    _attentions: dict[tuple[bool, Schedule | None], tuple[Attended, Attended]] = field(
-        default_factory=dict
-    )
+    rough: bool = False
+    shared: Shared = field(default_factory=dict)
 
     @cached_property
     def group(self) -> Group:
@@ -176,7 +182,10 @@ class Step:
         build = llama.forward if part == "forward" else llama.backward
         seconds = attended[part == "backward"] if attended else None
         shape = self.training.shape
-        return self.group.play(variant, lambda rank: build(rank, shape, seconds), steady=True)
+        whole = False if self.rough and not variant.attention else None
+        return self.group.play(
+            variant, lambda rank: build(rank, shape, seconds), whole=whole, steady=True
+        )
 
     def time(self, variant: Variant, *, free: bool = False) -> StepTime:
         """Seconds of a step.
@@ -185,17 +194,19 @@ class Step:
             free: whether transfers between stages and of buckets take no time either.
         """
         training, shape = self.training, self.training.shape
-        forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
-        f, b = forward.seconds, backward.seconds
+        f, b, waiting = self._once(("layer", variant), lambda: self._layer(variant))
         again = f if training.recompute == "full" else 0.0
 
         def part(build: Callable[[Rank, LayerShape], None]) -> float:
-            return self.group.play(variant, lambda rank: build(rank, shape)).seconds
+            whole = False if self.rough else None
+            return self.group.play(variant, lambda rank: build(rank, shape), whole=whole).seconds
 
         forwards = [count * f for count in training.layers]
         backwards = [count * (b + again) for count in training.layers]
-        forwards[-1] += part(llama.head_forward)
-        backwards[-1] += part(llama.head_backward)
+        heads = llama.head_forward, llama.head_backward
+        head = self._once(("head", variant), lambda: [part(build) for build in heads])
+        forwards[-1] += head[0]
+        backwards[-1] += head[1]
         embedding = self._embedding(variant)
         forwards[0] += embedding
         backwards[0] += embedding
@@ -209,12 +220,29 @@ class Step:
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True))
             exposed = late - end + tails[0][1]
             end += exposed
+        return StepTime(end + self._optimizer, f, b, waiting, exposed)
+
+    def _layer(self, variant: Variant) -> tuple[float, float, float]:
+        """Seconds of a layer forward and backward, and of waiting in both."""
+        forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
         waiting = forward.waiting + backward.waiting
         waiting += sum(one.waiting for one in self._attended(variant) or ())
-        return StepTime(end + self._optimizer, f, b, waiting, exposed)
+        return forward.seconds, backward.seconds, waiting
+
+    def _once(self, what: Hashable, find: Callable[[], _Found]) -> _Found:
+        training = self.training
+        exchanges = training.cp, training.ulysses, training.fuse_ulysses, training.groups
+        key = what, self.rough, training.shape, training.key_value, exchanges
+        if key not in self.shared:
+            self.shared[key] = find()
+        found: _Found = self.shared[key]
+        return found
 
     def programs(self, variant: Variant) -> list[Ran]:
         """What a rank runs of a layer and of the head, with every schedule that is tried."""
+        return self._once(("programs", variant), lambda: self._programs(variant))
+
+    def _programs(self, variant: Variant) -> list[Ran]:
         shape = self.training.shape
         found: list[Ran] = []
 
@@ -245,11 +273,9 @@ class Step:
         if training.cp == 1:
             return None
         schedule = variant.schedule if self._fuses_ulysses else None
-        key = variant.kind == "compute", schedule
-        if key not in self._attentions:
-            make = self._ulysses if training.ulysses else self._around_a_ring
-            self._attentions[key] = make(*key)
-        return self._attentions[key]
+        free = variant.kind == "compute"
+        make = self._ulysses if training.ulysses else self._around_a_ring
+        return self._once(("attention", free, schedule), lambda: make(free, schedule))
 
     @property
     def _fuses_ulysses(self) -> bool:
@@ -308,12 +334,11 @@ class Step:
         return seconds + self._collective(self.group, size, variant.ring)
 
     def _collective(self, group: Group, size: float, ring: bool) -> float:
-        key = group.size, group.stride, size, ring
-        if key not in self._collectives:
-            variant = Variant("plain", "plain", ring=ring)
+        def find() -> float:
             calm = Group(group.machine, group.size, group.stride)
-            self._collectives[key] = calm.collective(size, variant)
-        return self._collectives[key]
+            return calm.collective(size, Variant("plain", "plain", ring=ring))
+
+        return self._once(("collective", group.size, group.stride, size, ring), find)
 
     def _buckets(
         self, variant: Variant, stage: int, forward: float, backward: float
@@ -353,10 +378,8 @@ class Step:
                 0.0,
                 self._collective(group, size * ITEM_BYTES, ring),
             )
-        key = group.size, group.stride, size
-        if key not in self._exchanged:
-            self._exchanged[key] = exchanged(group, size)
-        return self._exchanged[key]
+        key = "bucket", group.size, group.stride, size
+        return self._once(key, lambda: exchanged(group, size))
 
     @property
     def _between_stages(self) -> float:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.data_parallel import DataParallel
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.footprint import buffers, communicators
@@ -215,7 +216,8 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     group = fused_group(hardware, layout, options.ulysses == "fused")
     size = group.size
     wanted = max(1, min(options.lanes or best_lanes(hardware, size), size - 1))
-    found = variants(size, group.members_per_node, wanted, options.chunks)
+    least = covering_outputs(hardware.machine(), layout.tp)
+    found = variants(size, group.members_per_node, wanted, options.chunks, least)
     names, chosen = [variant.name for variant in found], {REFERENCE.name}
     for pattern in options.patterns:
         matching = fnmatch.filter(names, pattern)

@@ -11,6 +11,10 @@
                        per slice on a stream of its own, pipelined with the GEMMs; then a copy that
                        puts rows in order; ``coc-tuned``: the fastest K for each operation, which
                        MindSpeed does not offer
+``coc-fused``          CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides
+                       the share of the shorter of GEMM and transfer that others measured;
+                       Megatron's order in the backward of column-parallel layers (read in
+                       MindSpeed 26.1.0)
 ``mc2``                a fused kernel, taken as ideal: GEMM and transfers overlap tile by tile, and
                        one tile remains at one end.  Its limits: 2, 4 or 8 ranks of one node and
                        inner dimensions of 256 to 65534 (else plain), and Megatron's order in the
@@ -21,7 +25,9 @@
                        weight gradient of a row-parallel layer per arriving block, which changes
                        its rounding; ``-once``: partial sums in one pass, rounded once (fp32), not
                        one after the other.  The input of a column-parallel layer is on its way
-                       again before the weight gradient of the row-parallel one after it
+                       again before the weight gradient of the row-parallel one after it; where
+                       GEMMs hide collectives anyhow its backward is in Megatron's order
+                       (:mod:`commfuse_npu.tools.simulate.cover`)
 ``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, or
                        collectives in Megatron's order, as ``--commfuse-tuning on`` looks for them
 =====================  ===========================================================================
@@ -30,15 +36,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 
-__all__ = ["COMPUTE_ONLY", "REFERENCE", "Sums", "Variant", "Way", "Wgrad", "direct", "fused",
-           "sliced", "tuned", "variants"]  # fmt: skip
+__all__ = ["COC_FUSED", "COMPUTE_ONLY", "REFERENCE", "Sums", "Variant", "Way", "Wgrad", "direct",
+           "fused", "sliced", "tuned", "variants"]  # fmt: skip
 
-Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "fused"]
+Kind = Literal["compute", "plain", "megatron", "sliced", "coc_fused", "kernel", "fused"]
 
 Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
@@ -61,6 +68,8 @@ class Variant:
         attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are made.
         sums: for ``fused``, how partial sums are added.
+        collectives_from: for ``fused``, from how many outputs per rank the backward of
+            column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused`` and ``sliced``, the ways of which each operation takes its fastest.
         chosen: the ways of operations, by name, where they differ from the others'.
     """
@@ -73,6 +82,7 @@ class Variant:
     attention: bool = False
     wgrad: Wgrad = "whole"
     sums: Sums = "ordered"
+    collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
 
@@ -97,6 +107,7 @@ class Variant:
 
 COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
+COC_FUSED = Variant("coc-fused", "coc_fused")
 
 
 def direct(size: int, members_per_node: int) -> Schedule:
@@ -115,6 +126,7 @@ def fused(
     attention: bool = False,
     wgrad: Wgrad = "whole",
     sums: Sums = "ordered",
+    collectives_from: int | None = None,
 ) -> Variant:
     """This project's ops.
 
@@ -125,7 +137,15 @@ def fused(
     name += ("-attention" if attention else "") + ("-wgrad" if wgrad == "blocks" else "")
     name += "-once" if sums == "once" else ""
     schedule = replace(base, lanes=lanes, chunks=chunks, taper=taper)
-    return Variant(name, "fused", schedule=schedule, attention=attention, wgrad=wgrad, sums=sums)
+    return Variant(
+        name,
+        "fused",
+        schedule=schedule,
+        attention=attention,
+        wgrad=wgrad,
+        sums=sums,
+        collectives_from=collectives_from,
+    )
 
 
 def sliced() -> Variant:
@@ -149,28 +169,35 @@ def tuned(
 
 
 def variants(
-    size: int, members_per_node: int, lanes: int, chunks: tuple[int, ...] = (1, 2, 4)
+    size: int,
+    members_per_node: int,
+    lanes: int,
+    chunks: tuple[int, ...] = (1, 2, 4),
+    collectives_from: int | None = None,
 ) -> list[Variant]:
     """All variants for a group, the reference first.
 
     Args:
         lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk are there besides.
+        collectives_from: for CommFuse.
     """
     base = direct(size, members_per_node)
+    ours = partial(fused, base, collectives_from=collectives_from)
     found = [
         REFERENCE,
         Variant("plain-ring", "plain", ring=True),
         Variant("megatron", "megatron"),
         *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
         sliced(),
+        *([COC_FUSED] if size == members_per_node == 8 else []),
         Variant("mc2", "kernel"),
-        fused(base, min(2, max(1, size - 1)), 1),
-        *(fused(base, lanes, k) for k in chunks),
+        ours(min(2, max(1, size - 1)), 1),
+        *(ours(lanes, k) for k in chunks),
         tuned(base, lanes, chunks),
         tuned(base, lanes, chunks, wgrad="blocks", sums="once"),
-        fused(base, lanes, 6, taper=1.5),
-        fused(base, lanes, chunks[-1], wgrad="blocks"),
-        fused(base, lanes, chunks[-1], attention=True),
-        fused(base, lanes, chunks[-1], attention=True, wgrad="blocks"),
+        ours(lanes, 6, taper=1.5),
+        ours(lanes, chunks[-1], wgrad="blocks"),
+        ours(lanes, chunks[-1], attention=True),
+        ours(lanes, chunks[-1], attention=True, wgrad="blocks"),
     ]
     return list({variant.name: variant for variant in found}.values())

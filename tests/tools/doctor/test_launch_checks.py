@@ -27,12 +27,39 @@ def test_the_flag_and_what_has_to_be_with_it() -> None:
     )
     registered = f"A=b torchrun -m mindspeed_patches.launch /llm/pretrain_gpt.py {FUSED}"
     found = check_launch(launch(*registered.split()))
-    assert {finding.level for finding in found} == {"ok"}
+    assert {finding.level for finding in found if finding.what != "rows of a block"} == {"ok"}
     assert check(f"{FUSED} --commfuse-attention")("--commfuse-attention")[0] == "note"
     unknown = FUSED.replace("--vocab-size 512", "")
     level, value = check(unknown)("--vocab-size")
     assert level == "note"
     assert value.startswith("not given; 32000 is assumed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, True),
+        ({"--seq-length": "1024", "--max-position-embeddings": "1024"}, False),
+        ({"--commfuse-min-kib": "100000"}, False),
+    ],
+)
+def test_short_blocks_are_warned_about(changes: dict[str, str], said: bool) -> None:
+    words = FUSED.split()
+    for option, value in changes.items():
+        if option in words:
+            words[words.index(option) + 1] = value
+        else:
+            words += [option, value]
+    found = [one for one in check_launch(launch(*words)) if one.what == "rows of a block"]
+    assert [one.level for one in found] == ["warning"] * said
+    if said:
+        assert "--commfuse-min-kib" in found[0].action
+
+
+def test_at_tp_8_a_kernel_that_was_faster_in_the_simulator_is_named() -> None:
+    eight = FUSED.replace("parallel-size 2", "parallel-size 8")
+    assert "--coc-fused-kernel" in only(check_launch(launch(*eight.split())), "rivals").action
+    assert "rivals" not in [one.what for one in check_launch(launch(*FUSED.split()))]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +95,7 @@ def test_megatron_drops_out_unless_told_otherwise() -> None:
     by_launcher = check_launch(launch("--config", "--commfuse-attention"))
     assert {finding.what: finding.level for finding in by_launcher} == {
         "layout": "ok",
+        "rivals": "note",
         "--commfuse-attention": "note",
     }
 
@@ -99,4 +127,4 @@ def test_whether_attention_can_be_fused(change: str, level: str, value: str) -> 
 @pytest.mark.parametrize("harmless", ["--schedules-method other", "--output-layer-slice-num 1"])
 def test_values_that_are_not_meant_are_not_refused(harmless: str) -> None:
     found = check_launch(launch(*f"{FUSED} {harmless}".split()))
-    assert {finding.level for finding in found} == {"ok"}
+    assert {finding.level for finding in found if finding.what != "rows of a block"} == {"ok"}

@@ -54,7 +54,7 @@ def test_a_group_over_two_nodes_gets_two_levels() -> None:
     words = ("--nproc_per_node", "8", "--nnodes", "2", "--tensor-model-parallel-size", "16")
     found = launch("--config", *words, "--num-query-groups", "16")
     report = diagnose(machine(), found)
-    assert report.plan.startswith("two_level, 2 lanes, 3 chunks")
+    assert report.plan.startswith("two_level, 2 lanes, 4 chunks")
     assert "8 ranks per node" in report.plan
 
 

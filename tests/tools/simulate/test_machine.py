@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.linear import column
+from commfuse_npu.tools.simulate.linear import column, column_gradients
 from commfuse_npu.tools.simulate.machine import Level, Machine
-from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import REFERENCE
+from commfuse_npu.tools.simulate.rank import Rank, rest
+from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 from tests.tools.simulate.machines import IDEAL, ideal
 from tests.tools.simulate.test_closed_forms import fused
 
@@ -75,3 +76,25 @@ def test_a_host_that_runs_on_is_ahead_or_is_what_limits() -> None:
     # One post, two GEMMs; the second follows the transfer.
     assert gathered(machine) > gathered(machine, steady=True) == gathered(ideal(), steady=True)
     assert gathered(ideal(launch_overhead=1e6), steady=True) == 3e6
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("topology", ["full_mesh", "switched"])
+def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: int) -> None:
+    machine = replace(IDEAL, inside=Level(topology, 10.0, 0.0), cube_flops=1e6)  # type: ignore[arg-type]
+    least = covering_outputs(machine, size)
+    assert least is not None
+
+    def waits(outputs: int) -> float:
+        def build(rank: Rank) -> None:
+            rest(column_gradients(rank, "x", 8, 16, outputs))
+
+        return Group(machine, size).play(Variant("megatron", "megatron"), build).waiting
+
+    assert waits(least) == pytest.approx(0.0, abs=1e-9)
+    assert waits(least // 2) > 0
+
+
+def test_groups_of_one_or_over_nodes_have_no_such_number() -> None:
+    assert covering_outputs(IDEAL, 1) is None
+    assert covering_outputs(IDEAL, 2 * IDEAL.npus_per_node) is None
