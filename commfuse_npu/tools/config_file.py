@@ -19,7 +19,7 @@ except ImportError as error:
         "that MindSpeed runs with (the launchers: PYTHON=...)"
     ) from error
 
-__all__ = ["ConfigError", "find_config", "read_config"]
+__all__ = ["ConfigError", "config_names", "find_config", "read_config"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
@@ -74,12 +74,21 @@ def find_config(name: str, folder: str = "") -> Path:
     given = Path(name)
     if given.is_file():
         return given
-    known = next((one for one in _FOLDERS if one.is_dir()), _FOLDERS[0]) / folder
+    known = _shipped(folder)
     shipped = known / f"{given.stem}.yaml"
     if given.parent == Path() and shipped.is_file():
         return shipped
-    names = ", ".join(sorted(path.stem for path in known.glob("*.yaml")))
+    names = ", ".join(config_names(folder))
     raise ConfigError(f"{name} is neither a file nor one of {names or 'no names'} in {known}")
+
+
+def config_names(folder: str = "") -> list[str]:
+    """The names of the files in ``configs/<folder>``."""
+    return sorted(path.stem for path in _shipped(folder).glob("*.yaml"))
+
+
+def _shipped(folder: str) -> Path:
+    return next((one for one in _FOLDERS if one.is_dir()), _FOLDERS[0]) / folder
 
 
 def read_config(path: Path) -> dict[Any, Any]:

@@ -125,6 +125,12 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
+def _tell(what: str) -> None:
+    """Say what is simulated, in one line that is written over, to somebody who watches."""
+    if sys.stderr.isatty():
+        print(f"\r{what:<60}\r", end="", file=sys.stderr, flush=True)
+
+
 def _recommend(given: argparse.Namespace) -> int:
     hardware = Hardware.load(find_config(given.hardware or "ascend_910b_server", "hardware"))
     path = find_config(given.model)
@@ -139,9 +145,11 @@ def _recommend(given: argparse.Namespace) -> int:
             options=Options(micro_batch=given.micro_batch, ulysses="fused" if ulysses else "none"),
             fixed=Fixed(given.tp, given.cp, given.pp, given.recompute),
             other_rounding=given.other_rounding,
+            tell=_tell,
         )
     except NoLayoutError as error:
         return _complain(str(error), code=1)
+    _tell("")
     print(report(found, model, path, hardware))
     if given.json:
         write_json(given.json, as_json(found, model), indent=1)

@@ -204,6 +204,11 @@ class Hardware:
         )
 
     @property
+    def npus(self) -> int:
+        """How many there are."""
+        return self.npus_per_node * self.nodes
+
+    @property
     def assumed(self) -> str:
         """``3 of 14 figures``: how many have no public source."""
         count = sum(figure.assumed for figure in self.figures.values())

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.config_file import ConfigError, config_names, find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
@@ -177,6 +177,7 @@ def recommend(
     options: Options = _DEFAULTS,
     fixed: Fixed = _OPEN,
     other_rounding: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Recommendation:
     """Search.
 
@@ -187,6 +188,7 @@ def recommend(
         fixed: sizes that are given.
         other_rounding: whether schedules may be chosen that change the rounding of weight
             gradients (``--commfuse-wgrad blocks``).
+        tell: is told what comes next.
 
     Raises:
         NoLayoutError: none fits.
@@ -201,6 +203,7 @@ def recommend(
     shared: Shared = {}
 
     for layout in _layouts(model, hardware, npus, fixed):
+        tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}")
         choices: tuple[Recompute, ...] = ("none", "full")
         try:
             for choice in (fixed.recompute,) if fixed.recompute else choices:
@@ -228,7 +231,8 @@ def recommend(
         )
 
     ordered = sorted(found, key=lambda layout: _fastest(found[layout]).seconds)
-    for layout in ordered[:_RANKED]:
+    for place, layout in enumerate(ordered[:_RANKED], 1):
+        tell(f"the best layouts in full: {place} of {_RANKED}")
         what = found[layout][0].training
         every = _played(
             model, hardware, what, _fused(hardware, what, other_rounding), shared, rough=True
@@ -266,11 +270,13 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
-    most, host = hardware.npus_per_node * hardware.nodes, hardware.npus_per_host
-    if not 1 <= npus <= most:
+    host = hardware.npus_per_host
+    if not 1 <= npus <= hardware.npus:
+        larger = [one for one in config_names("hardware") if _holds(one, npus)]
         raise ValueError(
             f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
-            f"{hardware.npus_per_node}; choose from 1 to {most}"
+            f"{hardware.npus_per_node}; choose from 1 to {hardware.npus}"
+            + (f", or --hardware {' or '.join(larger)}" if larger and npus > 0 else "")
         )
     if npus > host and npus % host:
         below = npus // host * host
@@ -287,6 +293,11 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
             f"--npus {npus} is not divisible by {said} = {product}; choose others, or leave them "
             "open"
         )
+
+
+def _holds(name: str, npus: int) -> bool:
+    """Whether a shipped description has so many NPUs."""
+    return Hardware.load(find_config(name, "hardware")).npus >= npus
 
 
 def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) -> Iterator[Layout]:

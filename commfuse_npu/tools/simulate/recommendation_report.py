@@ -217,7 +217,7 @@ def _reasons(found: Recommendation) -> Iterator[str]:
     if found.other != best:
         yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."
     if found.other.seconds < best.seconds:
-        yield "  **CommFuse is not ahead here.** Launch without it."
+        yield "  **CommFuse is not ahead here.** Measure both."
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in vars(best.memory).items())
     yield f"- Memory of the fullest NPU, GiB: {parts}."
 

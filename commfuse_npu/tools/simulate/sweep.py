@@ -241,13 +241,13 @@ def sweep(
         ValueError: it does not fit the machine.
     """
     for layout in layouts:
-        most = hardware.npus_per_node * hardware.nodes
-        if layout.npus > most:
+        if layout.npus > hardware.npus:
             raise ValueError(
                 f"{hardware.path}: nodes: TP*CP*DP*PP = {layout.tp}*{layout.cp}*{layout.dp}*"
-                f"{layout.pp} = {layout.npus} NPUs are more than the {most} of "
+                f"{layout.pp} = {layout.npus} NPUs are more than the {hardware.npus} of "
                 f"{hardware.nodes} nodes of {hardware.npus_per_node}"
             )
+    for layout in layouts:
         for sequence in sequences:
             yield _point(training(model, layout, sequence, options), hardware, options)
 

@@ -126,3 +126,13 @@ def test_nothing_of_it_imports_torch() -> None:
         "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+
+
+def test_too_many_npus_are_refused_before_anything_is_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", "--model", "llama3_8b", "--npus", "8", "64", "512", "--typical"]
+    assert cli.main(words) == 2
+    printed = capsys.readouterr()
+    assert "TP*CP*DP*PP = 8*1*8*1 = 64 NPUs are more than the 8 of 1 nodes of 8" in printed.err
+    assert "| variant |" not in printed.out

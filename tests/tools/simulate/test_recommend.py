@@ -287,7 +287,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             "give a rule to see its program, or --model",
         ),
         (["plan", "--model", "nothing"], 2, "nothing is neither a file nor one of"),
-        (["plan", "--model", "llama3_8b", "--npus", "9"], 2, "choose from 1 to 8"),
+        (
+            ["plan", "--model", "llama3_8b", "--npus", "9"],
+            2,
+            "choose from 1 to 8, or --hardware ascend_910b_roce or ascend_910c_supernode",
+        ),
         (["plan", "--model", "llama3_8b", "--npus", "0"], 2, "choose from 1 to 8"),
         (["plan", "--model", "llama3_70b", "--npus", "2"], 1, "take another --npus"),
         (["plan", "--model", "llama3_8b", "--chunks", "4"], 2, "--chunks: no effect"),
