@@ -260,9 +260,7 @@ class _AllGatherLinear(torch.autograd.Function):
             x, whole = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
-        wgrad = None
-        if needs_weight:
-            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=False)
+        wgrad = _weight_gradient(weight, job, blocks=False) if needs_weight else None
         grad_x = _column_backward(grad, x, whole, weight, needs_x, wgrad, job, running)
         grad_weight = None if wgrad is None else wgrad.result()
         grad_bias = grad.sum(dim=0) if needs_bias else None
@@ -415,10 +413,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         weight = ctx.weight.get(job.name)
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        wgrad = None
-        if needs_weight:
-            blocks = _by_blocks(job)
-            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+        wgrad = _weight_gradient(weight, job, _by_blocks(job)) if needs_weight else None
         grad_x = _row_backward(grad.contiguous(), x, weight, needs_x, wgrad, job, ctx.before)
         return grad_x, None if wgrad is None else wgrad.result(), None
 
@@ -522,6 +517,10 @@ class _LinearAllReduce(torch.autograd.Function):
 # ----------------------------------------------------------- what all three share
 
 
+def _weight_gradient(weight: torch.Tensor, job: Job, blocks: bool) -> WeightGradient:
+    return WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+
+
 def _by_blocks(job: Job) -> bool:
     """Whether a row-parallel layer makes its weight gradient block by block."""
     return job.options.wgrad == "blocks" and job.backward is not None
@@ -584,8 +583,7 @@ def _trial(
             if column:
                 return _column_forward(x, weight, None, job, keep=options.keep_gathered)
             return _row_forward(x, weight, job)
-        blocks = not column and _by_blocks(job)
-        wgrad = WeightGradient(weight, main_grad=False, blocks=blocks)
+        wgrad = _weight_gradient(weight, job, not column and _by_blocks(job))
         if not column:
             return _row_backward(grad, x, weight, True, wgrad, job)
         if options.keep_gathered:

@@ -25,6 +25,5 @@ def covering_outputs(machine: Machine, size: int) -> int | None:
     if not 1 < size <= machine.npus_per_node:
         return None
     inside = machine.inside
-    links = size - 1 if inside.topology == "full_mesh" else 1
-    transfer = 2.0 * (size - 1) / size * inside.beside_work / (links * inside.rate)
+    transfer = 2.0 * (size - 1) / size * inside.beside_work / inside.into(size)
     return math.ceil(transfer * machine.cube_flops * machine.gemm_efficiency / 2)

@@ -312,7 +312,7 @@ class _Simulation:
             self._transfers[rank][flow] = None
             if len(self._transfers[rank]) == 1:
                 self._change_speed(rank)
-        self._share([*flow.links], flow)
+        self._share(flow.links, flow)
 
     def _end(self, flow: _Flow) -> None:
         for link in flow.links:
@@ -321,7 +321,7 @@ class _Simulation:
             del self._transfers[rank][flow]
             if not self._transfers[rank]:
                 self._change_speed(rank)
-        self._share([*flow.links])
+        self._share(flow.links)
         self._moved.append(
             Moved(flow.message, flow.links, flow.ready, flow.start, self.now, flow.cause)
         )

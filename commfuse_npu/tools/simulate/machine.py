@@ -43,6 +43,10 @@ class Level:
     latency: float
     beside_work: float = 1.0
 
+    def into(self, ranks: int) -> float:
+        """bytes/s into a rank of so many, from all others at once."""
+        return (ranks - 1 if self.topology == "full_mesh" else 1) * self.rate
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -94,8 +98,7 @@ class Machine:
 
     def collective(self, size: float, ranks: int) -> float:
         """Seconds of blocks of so many bytes from each rank of a node to every other one."""
-        links = ranks - 1 if self.inside.topology == "full_mesh" else 1
-        return self.inside.latency + (ranks - 1) * size / (links * self.inside.rate)
+        return self.inside.latency + (ranks - 1) * size / self.inside.into(ranks)
 
     def coc_fused(self, gemm: float, transfer: float) -> float:
         """Seconds of MindSpeed's fused kernel, which hides a share of the shorter of the two."""
