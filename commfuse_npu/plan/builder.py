@@ -146,7 +146,7 @@ class Builder:
     def _with_waits(self, code: Sequence[Instruction]) -> list[Instruction]:
         found: list[Instruction] = []
         receives, sends = _UnderWay(self._slot), _UnderWay(self._slot)
-        for one in code:
+        for one in (*code, _SETTLE):
             reads, writes = accesses(one)
             arrived, left = receives.take((*reads, *writes)), sends.take(writes)
             if one is _SETTLE:
@@ -156,13 +156,8 @@ class Builder:
             if one is not _SETTLE:
                 found.append(one)
             if isinstance(one, Post):
-                if one.send is not None:
-                    sends.add(one.send)
-                if one.receive is not None:
-                    receives.add(one.receive)
-        arrived, left = receives.take_all(), sends.take_all()
-        if arrived or left:
-            found.append(Wait(arrived, left))
+                for way, end in one.ends:
+                    (sends if way == "send" else receives).add(end)
         return found
 
     def _clash(self, one: Span, other: Span) -> bool:

@@ -103,6 +103,17 @@ class Post(NamedTuple):
     send: End | None
     receive: End | None
 
+    @property
+    def ends(self) -> list[tuple[str, End]]:
+        """``("send", end)`` and ``("receive", end)``, those that it posts."""
+        both = ("send", self.send), ("receive", self.receive)
+        return [(way, end) for way, end in both if end is not None]
+
+    @property
+    def transfer(self) -> Transfer:
+        """That of its first end; step and lane are those of both."""
+        return self.ends[0][1].transfer
+
 
 class Wait(NamedTuple):
     """Go on when the receives and the sends of these steps are done."""
@@ -110,6 +121,11 @@ class Wait(NamedTuple):
     receives: tuple[int, ...]
     sends: tuple[int, ...]
     aside: bool = False
+
+    @property
+    def ends(self) -> list[tuple[str, int]]:
+        """``("receive", step)`` and ``("send", step)`` of all that it waits for."""
+        return [("receive", step) for step in self.receives] + [("send", s) for s in self.sends]
 
 
 class Compute(NamedTuple):
@@ -221,14 +237,10 @@ class Program:
     @cached_property
     def transfers(self) -> dict[int, tuple[Transfer, Transfer]]:
         """The send and the receive of each step."""
-        sends: dict[int, Transfer] = {}
-        receives: dict[int, Transfer] = {}
-        for post in self.posts:
-            if post.send is not None:
-                sends[post.send.transfer.step] = post.send.transfer
-            if post.receive is not None:
-                receives[post.receive.transfer.step] = post.receive.transfer
-        return {step: (sends[step], receives[step]) for step in sorted(sends)}
+        ends = [(way, end.transfer) for post in self.posts for way, end in post.ends]
+        found = {(way, transfer.step): transfer for way, transfer in ends}
+        steps = sorted(step for way, step in found if way == "send")
+        return {step: (found["send", step], found["receive", step]) for step in steps}
 
     @property
     def posts(self) -> Iterator[Post]:
@@ -254,8 +266,7 @@ class Program:
     @cached_property
     def messages(self) -> frozenset[str]:
         """The buffers of which rows are sent, or in which they arrive."""
-        ends = [end for post in self.posts for end in (post.send, post.receive) if end is not None]
-        return frozenset(end.span.buffer for end in ends)
+        return frozenset(end.span.buffer for post in self.posts for _, end in post.ends)
 
     @cached_property
     def lanes(self) -> int:
@@ -339,9 +350,7 @@ def _words(one: Instruction) -> str:
         if one.receive is not None:
             got = one.receive.transfer
             parts.append(f"{got.piece} <- rank {got.source}")
-        end = one.send or one.receive
-        assert end is not None
-        return f"post step {end.transfer.step}, lane {end.transfer.lane}: {', '.join(parts)}"
+        return f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(parts)}"
     if isinstance(one, Wait):
         parts = [f"received {', '.join(map(str, one.receives))}"] if one.receives else []
         parts += [f"sent {', '.join(map(str, one.sends))}"] if one.sends else []

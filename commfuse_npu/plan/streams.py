@@ -46,7 +46,7 @@ def with_events(
         aside = is_aside(one)
         if isinstance(one, Wait):
             if aside:
-                through = [posted[step] + 1 for step in (*one.receives, *one.sends)]
+                through = [posted[step] + 1 for _, step in one.ends]
                 known[True] = max(known[True], *through)
             continue
         unknown = range(max(0, known[aside]), at)
@@ -61,9 +61,7 @@ def with_events(
             known[aside] = max(found, default=-1) + 1
             holds[at] = records.setdefault(known[aside], len(records))
         if isinstance(one, Post):
-            end = one.send or one.receive
-            assert end is not None
-            posted[end.transfer.step] = at
+            posted[one.transfer.step] = at
     left = [at for at in range(known[False], len(code)) if is_aside(code[at])]
     if left:
         holds[len(code)] = records.setdefault(left[-1] + 1, len(records))
@@ -89,17 +87,14 @@ _Touched = tuple[Sequence[Span], Sequence[Span]]
 
 def _touched(code: Sequence[Instruction]) -> list[_Touched]:
     """What instructions read and write; what arrives is written by the stream that waits for it."""
-    sends: dict[int, Span] = {}
-    receives: dict[int, Span] = {}
+    spans: dict[tuple[str, int], Span] = {}
     found: list[_Touched] = []
     for one in code:
         if isinstance(one, Post):
-            for end, ends in ((one.send, sends), (one.receive, receives)):
-                if end is not None:
-                    ends[end.transfer.step] = end.span
+            spans |= {(way, end.transfer.step): end.span for way, end in one.ends}
         if isinstance(one, Wait):
-            left, arrived = [sends[k] for k in one.sends], [receives[k] for k in one.receives]
-            found.append((left, arrived))
+            left = [spans["send", step] for step in one.sends]
+            found.append((left, [spans["receive", step] for step in one.receives]))
         else:
             found.append(accesses(one))
     return found

@@ -187,13 +187,12 @@ class _Rank:
                 if not self._land(one):
                     break
             elif isinstance(one, Post):
-                if one.send is not None:
-                    transfer, span = one.send
-                    self._mail[transfer.step, transfer.source] = self._read(span)
-                if one.receive is not None:
-                    transfer, span = one.receive
-                    self._arriving[transfer.step] = transfer.source, span
-                    self._write(span, [NOTHING] * span.rows)
+                for way, (transfer, span) in one.ends:
+                    if way == "send":
+                        self._mail[transfer.step, transfer.source] = self._read(span)
+                    else:
+                        self._arriving[transfer.step] = transfer.source, span
+                        self._write(span, [NOTHING] * span.rows)
             elif isinstance(one, Compute):
                 self._compute(one)
             elif isinstance(one, Add):

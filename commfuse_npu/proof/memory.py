@@ -115,7 +115,7 @@ def memory_faults(program: Program, memory: Memory) -> Iterator[str]:
     was waited for; messages are whole contiguous rows; in the end everything was waited for.  What
     is computed is not written over what it is computed from, but element by element in place.
     """
-    arriving, leaving = _UnderWay(), _UnderWay()
+    under_way = {"receive": (arriving := _UnderWay()), "send": (leaving := _UnderWay())}
     known: set[Span] = set()
     for at, one in enumerate(program.code):
         reads, writes = accesses(one)
@@ -135,19 +135,14 @@ def memory_faults(program: Program, memory: Memory) -> Iterator[str]:
             if common(read, written) and not (in_place and read == written):
                 found.append("it writes over what it reads")
         if isinstance(one, Post):
-            for end, ends in ((one.send, leaving), (one.receive, arriving)):
-                if end is not None:
-                    found += _unfit(end, memory)
-                    ends.add(end, memory.place(end.span))
+            for way, end in one.ends:
+                found += _unfit(end, memory)
+                under_way[way].add(end, memory.place(end.span))
         elif isinstance(one, Wait):
             found += [
                 f"it has posted no {way} of step {step}"
-                for way, steps, ends in (
-                    ("receive", one.receives, arriving),
-                    ("send", one.sends, leaving),
-                )
-                for step in steps
-                if not ends.waited(step)
+                for way, step in one.ends
+                if not under_way[way].waited(step)
             ]
         for fault in found:
             yield f"{instruction(program, at)}: {fault}"

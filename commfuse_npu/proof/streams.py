@@ -80,16 +80,13 @@ def stream_faults(program: Program, memory: Memory) -> Iterator[str]:
                 return
             clocks[aside] = mine.after(events[one.event])
         elif isinstance(one, Wait):
-            for way, steps in (("receive", one.receives), ("send", one.sends)):
-                for step in steps:
-                    mine = mine.after(begun.get(step, mine))
-                    waits[way, step].append(_Place(at, aside))
+            for way, step in one.ends:
+                mine = mine.after(begun.get(step, mine))
+                waits[way, step].append(_Place(at, aside))
             clocks[aside] = mine
         elif isinstance(one, Post):
-            for way, end in (("receive", one.receive), ("send", one.send)):
-                if end is not None:
-                    begun[end.transfer.step] = mine
-                    ends[way, end.transfer.step] = end.span
+            begun[one.transfer.step] = mine
+            ends |= {(way, end.transfer.step): end.span for way, end in one.ends}
         reads, writes = accesses(one)
         if not reads and not writes:
             continue

@@ -121,13 +121,11 @@ def _ends(program: Program) -> Iterator[str]:
     for at, post in enumerate(program.code):
         if not isinstance(post, Post):
             continue
-        ends = ((post.send, "source", "target"), (post.receive, "target", "source"))
-        for end, mine, others in ends:
-            if end is None:
-                continue
-            transfer = end.transfer
-            peer = getattr(transfer, others)
-            if getattr(transfer, mine) != program.rank:
+        for way, (transfer, _) in post.ends:
+            mine, peer = transfer.source, transfer.target
+            if way == "receive":
+                mine, peer = peer, mine
+            if mine != program.rank:
                 yield f"{instruction(program, at)}: this rank has no part in {transfer}"
             elif peer == program.rank:
                 yield f"{instruction(program, at)}: {transfer} is to itself"
@@ -150,13 +148,12 @@ def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterato
     received: dict[tuple[int, int, int], tuple[ProgramEnd, int]] = {}
     for program, memory in zip(programs, memories, strict=True):
         for post in program.posts:
-            for end, ends in ((post.send, sent), (post.receive, received)):
-                if end is not None:
-                    step, _, source, target, _ = end.transfer
-                    key = step, source, target
-                    if key in ends:
-                        yield f"rank {program.rank} posts two ends of {end.transfer}"
-                    ends[key] = end, memory.width(end.span)
+            for way, end in post.ends:
+                step, _, source, target, _ = end.transfer
+                key, ends = (step, source, target), sent if way == "send" else received
+                if key in ends:
+                    yield f"rank {program.rank} posts two ends of {end.transfer}"
+                ends[key] = end, memory.width(end.span)
     for key in sorted(sent.keys() | received.keys()):
         _, source, target = key
         if key not in received:
@@ -178,15 +175,14 @@ def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterato
 
 def _order(program: Program) -> Iterator[str]:
     """Rising steps, and no wait for a step before the ends of all steps up to it are posted."""
-    sends = [post.send.transfer.step for post in program.posts if post.send]
-    receives = [post.receive.transfer.step for post in program.posts if post.receive]
-    to_come = {"send": sends[::-1], "receive": receives[::-1]}
+    to_come: dict[str, list[int]] = {"send": [], "receive": []}
+    for post in reversed([*program.posts]):
+        for way, end in post.ends:
+            to_come[way].append(end.transfer.step)
     last = {"send": -1, "receive": -1}
     for at, one in enumerate(program.code):
         if isinstance(one, Post):
-            for way, end in (("send", one.send), ("receive", one.receive)):
-                if end is None:
-                    continue
+            for way, _ in one.ends:
                 step = to_come[way].pop()
                 if step <= last[way]:
                     yield (
@@ -195,7 +191,7 @@ def _order(program: Program) -> Iterator[str]:
                     )
                 last[way] = max(last[way], step)
         elif isinstance(one, Wait):
-            most = max((*one.receives, *one.sends), default=-1)
+            most = max((step for _, step in one.ends), default=-1)
             for way, steps in to_come.items():
                 if steps and steps[-1] <= most:
                     yield (
@@ -235,22 +231,16 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
 def _actions(number: int, program: Program, part: slice, group: Group) -> Iterator[Action]:
     posted: dict[tuple[str, int], tuple[End, ...]] = {}
     for post in program.posts:
-        both = (("send", post.send), ("receive", post.receive))
-        batch = tuple(End(number, end.transfer) for _, end in both if end is not None)
-        posted |= {(way, end.transfer.step): batch for way, end in both if end is not None}
+        batch = tuple(End(number, end.transfer) for _, end in post.ends)
+        posted |= {(way, end.transfer.step): batch for way, end in post.ends}
     for one in program.code[part]:
         if isinstance(one, Post):
-            end = one.send or one.receive
-            assert end is not None
-            transfer = end.transfer
-            ends = posted["send" if one.send else "receive", transfer.step]
+            transfer = one.transfer
             lane = transfer.lane if program.batched else _Message(number, transfer)
-            yield PostTogether(group, lane, ends)
+            yield PostTogether(group, lane, posted[one.ends[0][0], transfer.step])
         elif isinstance(one, Wait):
-            waits = [("receive", step) for step in one.receives]
-            waits += [("send", step) for step in one.sends]
             # A batch is waited for as one.
-            yield WaitFor(tuple(end for wait in waits for end in posted.get(wait, ())))
+            yield WaitFor(tuple(end for wait in one.ends for end in posted.get(wait, ())))
 
 
 class _Message(NamedTuple):

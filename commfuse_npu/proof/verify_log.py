@@ -383,17 +383,14 @@ class _Rank:
     def _play(self, rules: _Rules, running: _Running, one: Instruction) -> None:
         name, actions = running.name, self.actions[rules][self._thread]
         if isinstance(one, Wait):
-            wanted = [(rules, "receives", step) for step in one.receives]
-            wanted += [(rules, "sends", step) for step in one.sends]
+            wanted = [(rules, way, step) for way, step in one.ends]
             for _, way, step in (key for key in wanted if key not in running.ends):
-                self._fault(running, f"waits for what step {step} {way}, which is not posted")
+                self._fault(running, f"waits for what step {step} {way}s, which is not posted")
             found = (running.ends.get(key, ()) for key in wanted)
             actions.append(play.Wait(tuple(end for together in found for end in together)))
         elif isinstance(one, Post):
-            posted = tuple(_end(name, end) for end in one if end is not None)
-            for way, end in zip(("sends", "receives"), one, strict=True):
-                if end is not None:
-                    running.ends[rules, way, end.transfer.step] = posted
+            posted = tuple(_end(name, end) for _, end in one.ends)
+            running.ends |= {(rules, way, end.transfer.step): posted for way, end in one.ends}
             if rules == "recorded":
                 self.messages += len(posted)
             else:
