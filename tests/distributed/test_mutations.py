@@ -129,9 +129,10 @@ def used_before_it_arrives(patch: pytest.MonkeyPatch, rank: int) -> None:
         if not any(isinstance(one, Wait) for one in self.program.code[self._at + 1 :]):
             wait(self, list(posted), posted, way)
 
-    def poisoned(self):
-        take(self)
-        for arena in self._arenas:
+    def poisoned(self, *, late):
+        before = len(self._arenas)
+        take(self, late=late)
+        for arena in self._arenas[before:]:
             arena.memory.fill_(-1)
 
     take, wait = executor.Running._take_scratch, executor.Running._wait
