@@ -69,12 +69,24 @@ class Builder:
         self._scratch[name] = Scratch(name, slot or name, rows, columns, wide)
         return name
 
-    def post(self, hop: Hop, send: Span, receive: Span, sent: str, received: str) -> None:
-        """Send to the hop's target and receive from its source."""
+    def post(
+        self, hop: Hop, send: Span, receive: Span, piece: str, chunk: int = 0, chunks: int = 1
+    ) -> None:
+        """Send to the hop's target and receive from its source.
+
+        Args:
+            piece: what travels, with ``{source}`` and ``{target}`` for its ranks.
+            chunk, chunks: which one it is of how many.
+        """
         step, self._step = self._step, self._step + 1
-        out = Transfer(step, hop.lane, self.rank, hop.target, sent)
-        into = Transfer(step, hop.lane, hop.source, self.rank, received)
-        self._code.append(Post(End(out, send), End(into, receive)))
+        number = "" if chunks == 1 else f" chunk {chunk}"
+
+        def transfer(source: int, target: int) -> Transfer:
+            name = piece.format(source=source, target=target)
+            return Transfer(step, hop.lane, source, target, name + number)
+
+        sent, received = transfer(self.rank, hop.target), transfer(hop.source, self.rank)
+        self._code.append(Post(End(sent, send), End(received, receive)))
 
     def compute(
         self,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.rules.pieces import block_of, inside, named, rows_of, stacks_of
+from commfuse_npu.plan.rules.pieces import block_of, inside, rows_of, stacks_of
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, rule
 from commfuse_npu.plan.schedule import Own, Place
 
@@ -39,7 +39,6 @@ class GatherPieces:
         self, b: Builder, rows: int, columns: int, shard: str, whole: str | None, window: int
     ) -> None:
         self._b, self._rows, self._shard, self._whole = b, rows, shard, whole
-        self._own: Own = "first"
         chunks = b.runs(rows, "first")
         self._pieces = [(run, j, hop) for j, run in enumerate(chunks) for hop in b.hops("first")]
         self._chunks = len(chunks)
@@ -58,20 +57,14 @@ class GatherPieces:
 
     def _post(self) -> None:
         run, j, hop = self._pieces[self._posted]
-        self._b.post(
-            hop,
-            rows_of(self._shard, run),
-            self._there(self._posted),
-            named("block", self._b.rank, j, self._chunks),
-            named("block", hop.source, j, self._chunks),
-        )
+        there = self._there(self._posted)
+        self._b.post(hop, rows_of(self._shard, run), there, "block {source}", j, self._chunks)
         self._posted += 1
 
     def _there(self, at: int) -> Span:
         run, _, hop = self._pieces[at]
         if self._whole:
-            start = hop.source * self._rows
-            return Span(self._whole, start + run.start, start + run.stop)
+            return rows_of(self._whole, inside(hop.source, self._rows, run))
         return Span(f"arriving {at % self._window}", 0, run.stop - run.start)
 
     def use(self, work: str = "use") -> None:
@@ -79,8 +72,7 @@ class GatherPieces:
         b, rows = self._b, self._rows
         b.compute(work, [], [Span(self._shard, 0, rows)], block_of(b.rank, rows))
         for at, (run, _, hop) in enumerate(self._pieces):
-            there = slice(hop.source * rows + run.start, hop.source * rows + run.stop)
-            b.compute(work, [], [self._there(at)], there)
+            b.compute(work, [], [self._there(at)], inside(hop.source, rows, run))
             if self._posted < len(self._pieces):
                 self._post()
 
@@ -122,16 +114,9 @@ class ScatterPieces:
                 self._add()
             for at, hop in enumerate(some):
                 place = block_of(at, run.stop - run.start)
-                start = hop.target * rows
-                there = slice(start + run.start, start + run.stop)
-                b.compute(work, [rows_of(f"made {t}", place)], [], there)
-                b.post(
-                    hop,
-                    rows_of(f"made {t}", place),
-                    rows_of(f"partials {t}", place),
-                    named("partial for", hop.target, j, len(self._chunks)),
-                    named("partial for", b.rank, j, len(self._chunks)),
-                )
+                made, partial = (rows_of(f"{what} {t}", place) for what in ("made", "partials"))
+                b.compute(work, [made], [], inside(hop.target, rows, run))
+                b.post(hop, made, partial, "partial for {target}", j, len(self._chunks))
         b.compute(work, [Span("own", 0, rows)], [], block_of(b.rank, rows))
 
     def _add(self) -> None:
@@ -241,13 +226,8 @@ def exchange(
             out = rows_of(f"made {j}", block_of(at, length)) if staged else rows_of("blocks", there)
             if makes:
                 b.compute("make", [out], [], there)
-            b.post(
-                hop,
-                out,
-                rows_of("received", inside(hop.source, rows, run)),
-                named(f"block {b.rank} for", hop.target, j, len(runs)),
-                named(f"block {hop.source} for", b.rank, j, len(runs)),
-            )
+            into = rows_of("received", inside(hop.source, rows, run))
+            b.post(hop, out, into, "block {source} for {target}", j, len(runs))
     mine = rows_of("received" if staged else "blocks", own)
     if makes:
         b.compute("make", [mine], [], own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.rules.pieces import block_of, inside, named, rows_of, stacks_of
+from commfuse_npu.plan.rules.pieces import block_of, inside, rows_of, stacks_of
 from commfuse_npu.plan.rules.rule import rule
 from commfuse_npu.plan.schedule import Place
 
@@ -38,13 +38,9 @@ def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Build
     def post(t: int) -> None:
         j, run, some, _ = stacks[t]
         for at, hop in enumerate(some):
-            b.post(
-                hop,
-                rows_of("bucket", inside(hop.target, rows, run)),
-                rows_of(f"partials {t}", block_of(at, run.stop - run.start)),
-                named("partial for", hop.target, j, len(runs)),
-                named("partial for", place.rank, j, len(runs)),
-            )
+            theirs = rows_of("bucket", inside(hop.target, rows, run))
+            into = rows_of(f"partials {t}", block_of(at, run.stop - run.start))
+            b.post(hop, theirs, into, "partial for {target}", j, len(runs))
 
     for t in range(min(in_flight, len(stacks))):
         post(t)
@@ -79,12 +75,8 @@ def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
     runs = b.runs(rows, "first")
     for j, run in enumerate(reversed(runs) if last_first else runs):
         for hop in b.hops("first"):
-            b.post(
-                hop,
-                rows_of("bucket", inside(place.rank, rows, run)),
-                rows_of("bucket", inside(hop.source, rows, run)),
-                named("block", place.rank, j, len(runs)),
-                named("block", hop.source, j, len(runs)),
-            )
+            mine, theirs = (inside(rank, rows, run) for rank in (place.rank, hop.source))
+            sent, into = rows_of("bucket", mine), rows_of("bucket", theirs)
+            b.post(hop, sent, into, "block {source}", j, len(runs))
     b.mark()
     return b

@@ -11,7 +11,7 @@ from commfuse_npu.plan.rules.pieces import (
     arrivals_of,
     block_of,
     departures_of,
-    named,
+    inside,
     parts_of,
     peers_of,
     rows_of,
@@ -74,14 +74,11 @@ def gather_gemm(
         nonlocal posted
         for j in range(posted, min(upto, chunks)):
             for hop in b.hops("first"):
-                buffer = "whole" if in_place else f"staged {j}"
-                b.post(
-                    hop,
-                    rows_of("shard", runs[j]),
-                    _arrival(hop, runs[j], rows, peers, buffer, in_place),
-                    named("block", r, j, chunks),
-                    named("block", hop.source, j, chunks),
-                )
+                into = rows_of("whole", inside(hop.source, rows, runs[j]))
+                if not in_place:
+                    place_of = block_of(peers.index(hop.source), runs[j].stop - runs[j].start)
+                    into = rows_of(f"staged {j}", place_of)
+                b.post(hop, rows_of("shard", runs[j]), into, "block {source}", j, chunks)
         posted = max(posted, upto)
 
     post(max(1, _AHEAD // max(1, b.peers)) if place.batched else chunks)
@@ -125,15 +122,6 @@ def gather_gemm(
     if wgrad == "whole":
         b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
     return b
-
-
-def _arrival(
-    hop: Hop, run: slice, rows: int, peers: list[int], buffer: str, in_place: bool
-) -> Span:
-    if in_place:
-        return Span(buffer, hop.source * rows + run.start, hop.source * rows + run.stop)
-    slot, length = peers.index(hop.source), run.stop - run.start
-    return Span(buffer, slot * length, (slot + 1) * length)
 
 
 def _strips(
@@ -239,14 +227,9 @@ class _ColumnScatter:
     def post_one(self, j: int, hop: Hop) -> None:
         rows, chunks = self._rows, len(self._groups)
         # One below the other in the order in which they are added.
-        at = self._b.hops("last").index(hop)
-        self._b.post(
-            hop,
-            rows_of(self.made(j), block_of(hop.target, rows)),
-            rows_of(self._slab(j), block_of(at, rows)),
-            named("partial for", hop.target, j, chunks),
-            named("partial for", self._b.rank, j, chunks),
-        )
+        into = rows_of(self._slab(j), block_of(self._b.hops("last").index(hop), rows))
+        made = rows_of(self.made(j), block_of(hop.target, rows))
+        self._b.post(hop, made, into, "partial for {target}", j, chunks)
 
     def add(self, j: int, *, aside: bool) -> None:
         b, rows, columns = self._b, self._rows, self._groups[j]
@@ -288,13 +271,8 @@ def column_backward(
     if gathers:
         b.scratch("whole", n * rows, inputs)
         for hop in b.hops("first"):
-            b.post(
-                hop,
-                Span("x", 0, rows),
-                rows_of("whole", block_of(hop.source, rows)),
-                f"block {r}",
-                f"block {hop.source}",
-            )
+            into = rows_of("whole", block_of(hop.source, rows))
+            b.post(hop, Span("x", 0, rows), into, "block {source}")
         b.mark()
     groups = b.runs(inputs, "last") if scatters else []
     scatter = _ColumnScatter(b, rows, groups, "grad_x", in_flight=None) if scatters else None
@@ -350,13 +328,7 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         b.add(mine, *terms, (rows_of(f"product {p}", block_of(r, block)), 1))
         for hop in b.hops("first"):
             theirs = Span("out", start + hop.source * block, start + (hop.source + 1) * block)
-            b.post(
-                hop,
-                mine,
-                theirs,
-                named("sum", r, p, len(parts)),
-                named("sum", hop.source, p, len(parts)),
-            )
+            b.post(hop, mine, theirs, "sum {source}", p, len(parts))
 
     for p, part in enumerate(parts):
         length, last = part.stop - part.start, p == len(parts) - 1
@@ -368,13 +340,9 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         for at, (hop, piece) in enumerate(_together(b, block, departures_of(place, 1))):
             if last and piece is not None:
                 gemm(p, piece)
-            b.post(
-                hop,
-                rows_of(f"product {p}", block_of(hop.target, block)),
-                rows_of(f"partials {p}", block_of(at, block)),
-                named("partial for", hop.target, p, len(parts)),
-                named("partial for", r, p, len(parts)),
-            )
+            made = rows_of(f"product {p}", block_of(hop.target, block))
+            into = rows_of(f"partials {p}", block_of(at, block))
+            b.post(hop, made, into, "partial for {target}", p, len(parts))
         if last:
             gemm(p, block_of(r, block))
         if p:

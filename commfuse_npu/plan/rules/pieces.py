@@ -18,7 +18,6 @@ __all__ = [
     "gather_pieces",
     "inside",
     "made_pieces",
-    "named",
     "parts_of",
     "peers_of",
     "rows_of",
@@ -130,10 +129,6 @@ def inside(block: int, rows: int, run: slice) -> slice:
 
 def rows_of(buffer: str, run: slice) -> Span:
     return Span(buffer, run.start, run.stop)
-
-
-def named(what: str, of: int, chunk: int, chunks: int) -> str:
-    return f"{what} {of}" if chunks == 1 else f"{what} {of} chunk {chunk}"
 
 
 def stacks_of(
