@@ -1,7 +1,7 @@
 """The ops over the collectives of torch.distributed: their plain forms, reference and fallback.
 
-Each takes the arguments of its op, ``group`` in place of the transport, and cuts its work into the
-pieces of the op's program if ``same_gemms`` or ``same_blocks`` says so.
+Each takes the arguments of its op, ``group`` in place of the transport.  With ``same_gemms``, or
+``same_blocks``, it cuts its GEMMs and its queries into the pieces of the fused op's program.
 """
 
 from __future__ import annotations

@@ -13,11 +13,10 @@ from commfuse_npu.layers.attention_runs import run_of_gemm
 from commfuse_npu.layers.linear_arguments import check_divisible
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.plan.rules import made_pieces, used_pieces
-from commfuse_npu.plan.schedule import Place
 from commfuse_npu.reference.blocked_attention import blocked_attention
 from commfuse_npu.reference.blocked_linear import Piece, blocked_linear
 from commfuse_npu.reference.collective_functions import reduce_scatter
-from commfuse_npu.reference.place import place_in
+from commfuse_npu.reference.place import place_in, sources_of
 
 __all__ = ["plain_attention_linear_reduce_scatter"]
 
@@ -36,11 +35,7 @@ def plain_attention_linear_reduce_scatter(
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
 ) -> torch.Tensor:
-    """The plain form of :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`.
-
-    Args:
-        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's program.
-    """
+    """The plain form of :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`."""
     name = "plain_attention_linear_reduce_scatter"
     check_self_attention(name, q, k, v, dropout)
     check_divisible(name, q, group.size())
@@ -55,7 +50,8 @@ def plain_attention_linear_reduce_scatter(
         gemms = {"forward": _pieces(made, q.shape[1]), "dgrad": _pieces(used, q.shape[1])}
         if options.wgrad == "blocks":
             gemms["wgrad"] = [piece for piece, _ in gemms["dgrad"]]
-        sources = _order_of_additions(place)
+        if place.schedule.shape != "shifted" or place.schedule.costs is not None:
+            sources = sources_of(place)  # else the collective's own order
     attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs).flatten(2)
     full = blocked_linear(attended, weight, main_grad=options.main_grad, **gemms)
     y = reduce_scatter(full, group, options.reduce_dtype, sources)
@@ -65,11 +61,3 @@ def plain_attention_linear_reduce_scatter(
 def _pieces(runs: list[slice], batch: int) -> list[Piece]:
     """Runs of queries as those of a GEMM's rows."""
     return [((run_of_gemm(run, batch),), None) for run in runs]
-
-
-def _order_of_additions(place: Place) -> list[int] | None:
-    """In which order the fused op adds the ranks' partials, if not in the collective's."""
-    if place.schedule.shape == "shifted" and place.schedule.costs is None:
-        return None
-    hops = place.schedule.hops(place.rank, place.size, "last")
-    return [*(hop.source for hop in hops), place.rank]

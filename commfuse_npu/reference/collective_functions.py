@@ -6,7 +6,8 @@ row-parallel layer of the identity, the all-to-all of itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from commfuse_npu.runtime.collectives import (
     sum_rows_in_order,
 )
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "reduce_scatter_in"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "collective",
+    "reduce_scatter",
+    "reduce_scatter_in",
+]
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 def reduce_scatter_in(
@@ -36,81 +46,30 @@ def reduce_scatter_in(
     return sum_rows_in_order(wide, group, sources).to(full.dtype)
 
 
-class _AllGather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        ctx.group = group
-        ctx.dtype = dtype
-        return all_gather_rows(shard, group)
+    def forward(ctx: Any, x: torch.Tensor, forth: Exchange, back: Exchange) -> torch.Tensor:
+        ctx.back = back
+        return forth(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter_in(grad, ctx.group, ctx.dtype), None, None
+        return ctx.back(grad), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        full: torch.Tensor,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype | None,
-        sources: Sequence[int] | None,
-    ) -> torch.Tensor:
-        ctx.group = group
-        return reduce_scatter_in(full, group, dtype, sources)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_gather_rows(grad, ctx.group), None, None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        full: torch.Tensor,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype | None,
-        parts: Sequence[slice],
-    ) -> torch.Tensor:
-        total = full.to(dtype or full.dtype, copy=True)
-        for part in parts:
-            sums = reduce_scatter_rows(total[part], group)
-            total[part] = all_gather_rows(sums.to(full.dtype), group).to(total.dtype)
-        rest = total[max((part.stop for part in parts), default=0) :]
-        if len(rest):
-            dist.all_reduce(rest, group=group)
-        return total.to(full.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return grad, None, None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_to_all_rows(blocks, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_to_all_rows(grad, ctx.group), None
+def collective(x: torch.Tensor, forth: Exchange, back: Exchange) -> torch.Tensor:
+    """``forth(x)``; the gradient of x is ``back`` of that of the result."""
+    result: torch.Tensor = _Collective.apply(x, forth, back)
+    return result
 
 
 def all_gather(
     shard: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """``[s, ...] -> [n * s, ...]``; backward is a reduce-scatter, in ``dtype`` if given."""
-    result: torch.Tensor = _AllGather.apply(shard, group, dtype)
-    return result
+    forth = partial(all_gather_rows, group=group)
+    return collective(shard, forth, partial(reduce_scatter_in, group=group, dtype=dtype))
 
 
 def reduce_scatter(
@@ -124,8 +83,8 @@ def reduce_scatter(
     Args:
         sources: the order in which the ranks' partials are added; the collective's by default.
     """
-    result: torch.Tensor = _ReduceScatter.apply(full, group, dtype, sources)
-    return result
+    forth = partial(reduce_scatter_in, group=group, dtype=dtype, sources=sources)
+    return collective(full, forth, partial(all_gather_rows, group=group))
 
 
 def all_reduce(
@@ -140,11 +99,21 @@ def all_reduce(
         parts: leading runs of rows, one after the other, that are reduce-scattered and gathered
             instead, which fixes the order of additions where an all-reduce has one of its own.
     """
-    result: torch.Tensor = _AllReduce.apply(full, group, dtype, parts)
-    return result
+
+    def forth(full: torch.Tensor) -> torch.Tensor:
+        total = full.to(dtype or full.dtype, copy=True)
+        for part in parts:
+            sums = reduce_scatter_rows(total[part], group)
+            total[part] = all_gather_rows(sums.to(full.dtype), group).to(total.dtype)
+        rest = total[max((part.stop for part in parts), default=0) :]
+        if len(rest):
+            dist.all_reduce(rest, group=group)
+        return total.to(full.dtype)
+
+    return collective(full, forth, lambda grad: grad)
 
 
 def all_to_all(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``[n * s, ...]``: block d goes to rank d; backward sends the gradients back the same way."""
-    result: torch.Tensor = _AllToAll.apply(blocks, group)
-    return result
+    swap = partial(all_to_all_rows, group=group)
+    return collective(blocks, swap, swap)

@@ -45,11 +45,7 @@ def plain_linear_all_to_all(
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
 ) -> torch.Tensor:
-    """The plain form of :func:`~commfuse_npu.ops.head_exchange.linear_all_to_all`.
-
-    Args:
-        same_blocks: cut the GEMMs into the runs of rows of the fused op's program.
-    """
+    """The plain form of :func:`~commfuse_npu.ops.head_exchange.linear_all_to_all`."""
     heads = HeadRows("plain_linear_all_to_all", weight.shape[0], group.size(), rows)
     x, weight, bias = autocast(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -78,11 +74,7 @@ def plain_all_to_all_linear(
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
 ) -> torch.Tensor:
-    """The plain form of :func:`~commfuse_npu.ops.head_exchange.all_to_all_linear`.
-
-    Args:
-        same_blocks: cut the GEMMs into the runs of rows of the fused op's program.
-    """
+    """The plain form of :func:`~commfuse_npu.ops.head_exchange.all_to_all_linear`."""
     check_sequence("plain_all_to_all_linear", x.shape[0], group.size())
     x, weight, bias = autocast(x, weight, bias)
     whole = all_to_all(x.reshape(-1, x.shape[-1]), group)
@@ -112,11 +104,7 @@ def plain_attention_all_to_all(
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
 ) -> torch.Tensor:
-    """The plain form of :func:`~commfuse_npu.ops.ulysses.attention_all_to_all`.
-
-    Args:
-        same_blocks: split the queries into the runs of the fused op's program.
-    """
+    """The plain form of :func:`~commfuse_npu.ops.ulysses.attention_all_to_all`."""
     name = "plain_attention_all_to_all"
     check_self_attention(name, q, k, v, dropout)
     check_sequence(name, q.shape[0], group.size())
@@ -145,11 +133,7 @@ def plain_attention_all_to_all_linear(
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
 ) -> torch.Tensor:
-    """The plain form of :func:`~commfuse_npu.ops.ulysses.attention_all_to_all_linear`.
-
-    Args:
-        same_blocks: split the queries, and cut the GEMMs, into the runs of the fused op's program.
-    """
+    """The plain form of :func:`~commfuse_npu.ops.ulysses.attention_all_to_all_linear`."""
     name = "plain_attention_all_to_all_linear"
     check_self_attention(name, q, k, v, dropout)
     check_sequence(name, q.shape[0], group.size())

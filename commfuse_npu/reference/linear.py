@@ -31,11 +31,7 @@ def plain_all_gather_linear(
     options: LinearOptions = LinearOptions(),
     same_gemms: bool = False,
 ) -> torch.Tensor:
-    """The plain form of :func:`~commfuse_npu.ops.linear.all_gather_linear`.
-
-    Args:
-        same_gemms: cut the GEMMs into the pieces of the fused op's program.
-    """
+    """The plain form of :func:`~commfuse_npu.ops.linear.all_gather_linear`."""
     x, weight, bias = autocast(x, weight, bias)
     pieces: dict[str, Any] = {}
     if same_gemms and group.size() > 1:
@@ -59,11 +55,7 @@ def plain_linear_reduce_scatter(
     options: LinearOptions = LinearOptions(),
     same_gemms: bool = False,
 ) -> torch.Tensor:
-    """The plain form of :func:`~commfuse_npu.ops.linear.linear_reduce_scatter`.
-
-    Args:
-        same_gemms: cut the GEMMs into the pieces of the fused op's program.
-    """
+    """The plain form of :func:`~commfuse_npu.ops.linear.linear_reduce_scatter`."""
     check_divisible("plain_linear_reduce_scatter", x, group.size())
     x, weight, bias = autocast(x, weight, bias)
     pieces: dict[str, Any] = {}

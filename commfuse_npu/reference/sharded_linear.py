@@ -5,6 +5,7 @@ Legend: as in :mod:`commfuse_npu.ops.sharded_linear`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from commfuse_npu.layers.linear_arguments import autocast
 from commfuse_npu.layers.options import ShardedOptions
 from commfuse_npu.layers.sharded_blocks import InputGradient, columns_into, wgrad_into
 from commfuse_npu.plan.rules import made_pieces, used_pieces
-from commfuse_npu.reference.place import place_in
+from commfuse_npu.reference.collective_functions import collective
+from commfuse_npu.reference.place import place_in, sources_of
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows, sum_rows_in_order
 
 __all__ = ["plain_sharded_linear"]
@@ -38,44 +40,29 @@ def plain_sharded_linear(
         same_blocks: cut the GEMMs into the blocks of the fused op's program, and add in its order.
     """
     x, shard, bias = autocast(x, weight_shard, bias)
-    if not same_blocks or group.size() == 1 or shard.shape[0] == 0:
-        whole = _WholeWeight.apply(shard, group, options, None)
+    gather = partial(all_gather_rows, group=group)
+    place, rows = place_in(group, options.schedule), shard.shape[0]
+    by_blocks = same_blocks and place.size > 1 and rows > 0
+    sources = sources_of(place) if by_blocks else None
+    add_up = partial(_summed, group=group, options=options, sources=sources)
+    whole = collective(shard, gather, add_up)
+    if not by_blocks:
         return torch.nn.functional.linear(x, whole, bias)
-    rows, place = shard.shape[0], place_in(group, options.schedule)
-    hops = place.schedule.hops(place.rank, place.size, "last")
-    sources = [*(hop.source for hop in hops), place.rank]
-    whole = _WholeWeight.apply(shard, group, options, sources)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     y = _LinearInBlocks.apply(flat, whole, bias, used_pieces(place, rows), made_pieces(place, rows))
     return y.view(*x.shape[:-1], y.shape[1])
 
 
-class _WholeWeight(torch.autograd.Function):
-    """``all_gather(shard)``, whose backward sums over the group and divides before it rounds."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shard: torch.Tensor,
-        group: dist.ProcessGroup,
-        options: ShardedOptions,
-        sources: list[int] | None,
-    ) -> torch.Tensor:
-        ctx.settings = group, options, sources
-        return all_gather_rows(shard, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        group, options, sources = ctx.settings
-        wide = grad.to(options.reduce_dtype or grad.dtype)
-        if sources is None:
-            total = reduce_scatter_rows(wide, group)
-        else:
-            total = sum_rows_in_order(wide, group, sources)
-        if options.average:
-            total = total.div_(group.size())
-        return total.to(grad.dtype), None, None, None
+def _summed(
+    grad: torch.Tensor, group: dist.ProcessGroup, options: ShardedOptions, sources: list[int] | None
+) -> torch.Tensor:
+    """The gradient of a shard: summed over the group, and divided before it is rounded."""
+    wide = grad.to(options.reduce_dtype or grad.dtype)
+    if sources is None:
+        total = reduce_scatter_rows(wide, group)
+    else:
+        total = sum_rows_in_order(wide, group, sources)
+    return (total.div_(group.size()) if options.average else total).to(grad.dtype)
 
 
 class _LinearInBlocks(torch.autograd.Function):
