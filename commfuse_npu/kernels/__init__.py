@@ -117,23 +117,22 @@ class Kernels(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         statistics: Sequence[torch.Tensor],
+        grad_k: torch.Tensor,
+        grad_v: torch.Tensor,
         *,
         causal: bool,
         scale: float | None = None,
-        grad_k: torch.Tensor | None = None,
-        grad_v: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """The gradients of q, k and v for one call of :meth:`attention_forward`.
 
         Args:
             grad: the gradient of ``out``, ``[Sq, B, A, D]``.
             out, statistics: what the forward returned.
-            grad_k, grad_v: ``[Sk, B, G, D]``, both or none.  The gradients of this chunk of
-                queries are added to them; with fp32, the sum over chunks is rounded only by who
-                reads it.  By default new ones in the dtype of ``k``.
+            grad_k, grad_v: ``[Sk, B, G, D]``.  The gradients of this chunk of queries are added
+                to them; with fp32, the sum over chunks is rounded only by who reads it.
 
         Returns:
-            The gradients; ``grad_k`` and ``grad_v`` themselves if they were given.
+            The gradient of q.
 
         Raises:
             ValueError: see :meth:`attention_forward`.

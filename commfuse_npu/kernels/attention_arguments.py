@@ -35,16 +35,12 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal
         )
 
 
-def check_sums(k: torch.Tensor, grad_k: torch.Tensor | None, grad_v: torch.Tensor | None) -> None:
-    """``grad_k`` and ``grad_v`` are both absent, or both have the shape of ``k``.
+def check_sums(k: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor) -> None:
+    """``grad_k`` and ``grad_v`` have the shape of ``k``.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they have not.
     """
-    if grad_k is None and grad_v is None:
-        return
-    if grad_k is None or grad_v is None:
-        raise ValueError("attention: grad_k and grad_v go together; pass both or none")
     if grad_k.shape != k.shape or grad_v.shape != k.shape:
         raise ValueError(
             f"attention: grad_k {tuple(grad_k.shape)} and grad_v {tuple(grad_v.shape)} have to be "

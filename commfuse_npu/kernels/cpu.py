@@ -96,12 +96,12 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     statistics: Sequence[torch.Tensor],
+    grad_k: torch.Tensor,
+    grad_v: torch.Tensor,
     *,
     causal: bool,
     scale: float | None = None,
-    grad_k: torch.Tensor | None = None,
-    grad_v: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """See :meth:`Kernels.attention_backward`.
 
     ``grad_k`` and ``grad_v`` are added to without rounding to the dtype of ``k`` before.
@@ -116,11 +116,9 @@ def attention_backward(
     common = (grad_out * _fold(out, groups)).sum(-1, keepdim=True)
     change = (grad_out @ _fold(v, groups).mT).sub_(common).mul_(weights).mul_(_scale(q, scale))
     grad_q = _unfold(change @ _fold(k, groups), q)
-    new_k = (change.mT @ _fold(q, groups)).permute(2, 0, 1, 3)
-    new_v = (weights.mT @ grad_out).permute(2, 0, 1, 3)
-    if grad_k is None or grad_v is None:
-        return grad_q, new_k.to(k.dtype).contiguous(), new_v.to(v.dtype).contiguous()
-    return grad_q, grad_k.add_(new_k), grad_v.add_(new_v)
+    grad_k.add_((change.mT @ _fold(q, groups)).permute(2, 0, 1, 3))
+    grad_v.add_((weights.mT @ grad_out).permute(2, 0, 1, 3))
+    return grad_q
 
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:

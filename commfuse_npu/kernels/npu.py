@@ -116,12 +116,12 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     statistics: Sequence[torch.Tensor],
+    grad_k: torch.Tensor,
+    grad_v: torch.Tensor,
     *,
     causal: bool,
     scale: float | None = None,
-    grad_k: torch.Tensor | None = None,
-    grad_v: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """See :meth:`Kernels.attention_backward`; ``npu_fusion_attention_grad``.
 
     The operator returns its gradients in the dtype of ``q``, so that each chunk's part of
@@ -148,7 +148,6 @@ def attention_backward(
         next_tockens=0 if causal else _ALL_BEFORE,
         sparse_mode=_BOTTOM_RIGHT if causal else _NO_MASK,
     )
-    grad_q, new_k, new_v = grad_q.view(q.shape), new_k.view(k.shape), new_v.view(v.shape)
-    if grad_k is None or grad_v is None:
-        return grad_q, new_k, new_v
-    return grad_q, grad_k.add_(new_k), grad_v.add_(new_v)
+    grad_k.add_(new_k.view(k.shape))
+    grad_v.add_(new_v.view(v.shape))
+    return grad_q.view(q.shape)

@@ -7,12 +7,13 @@ the gradients of keys and values in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from commfuse_npu.kernels import kernels_for
 
-__all__ = ["AttentionRuns", "KeptRuns", "run_of_gemm"]
+__all__ = ["AttentionRuns", "run_of_gemm"]
 
 
 class AttentionRuns:
@@ -25,80 +26,92 @@ class AttentionRuns:
         k, v: ``[S, B, G, D]``.
         causal: a query sees the keys up to its own position; else all of them.
         scale: of the scores, ``D ** -0.5`` by default.
+        keep: what a backward needs.
+
+    Attributes:
+        attended: the whole output, ``[S, B, A, D]``, if it is kept.
     """
 
     def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        scale: float | None,
+        *,
+        keep: bool = False,
     ) -> None:
         self._q, self._k, self._v = q, k, v
         self._causal, self._scale = causal, scale
         self._kernels = kernels_for(q.device)
+        self.attended = torch.empty_like(q) if keep else None
+        # Of all runs, in the order in which they ran, and where those of a run are, by its start.
+        self._statistics: list[torch.Tensor] = []
+        self._where: dict[int, slice] = {}
 
     def _keys(self, run: slice) -> slice:
         """Which keys a run of queries may see."""
         return slice(0, run.stop) if self._causal else slice(None)
 
-    def forward(self, run: slice) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The output for these queries, ``[rows, B, A, D]``, and what the backward needs."""
+    def forward(self, run: slice) -> torch.Tensor:
+        """The output for these queries, ``[rows, B, A, D]``."""
         keys = self._keys(run)
-        return self._kernels.attention_forward(
+        attended, statistics = self._kernels.attention_forward(
             self._q[run], self._k[keys], self._v[keys], causal=self._causal, scale=self._scale
         )
+        if self.attended is not None:
+            self.attended[run] = attended
+            first = len(self._statistics)
+            self._where[run.start] = slice(first, first + len(statistics))
+            self._statistics += statistics
+        return attended
 
-    def begin_backward(self) -> None:
+    def save(self, ctx: Any, *others: torch.Tensor | None) -> None:
+        """Save the ``others``, and behind them what the backward needs, ``attended`` first."""
+        ctx.save_for_backward(*others, self.attended, self._q, self._k, self._v, *self._statistics)
+        ctx.attention = self._causal, self._scale, self._where
+
+    @classmethod
+    def saved(cls, ctx: Any, tensors: Sequence[torch.Tensor]) -> AttentionRuns:
+        """For the backward; ``tensors`` are what was saved behind the others."""
+        attended, q, k, v, *statistics = tensors
+        causal, scale, where = ctx.attention
+        found = cls(q, k, v, causal, scale)
+        found.attended, found._statistics, found._where = attended, statistics, where
+        found._begin_backward()
+        return found
+
+    def _begin_backward(self) -> None:
         """Make room for the gradients; keys and values sum theirs in fp32."""
         wide = torch.promote_types(self._k.dtype, torch.float32)
-        self.grad_q = torch.empty_like(self._q)
+        self._grad_q = torch.empty_like(self._q)
         self._grad_k = torch.zeros_like(self._k, dtype=wide)
         self._grad_v = torch.zeros_like(self._v, dtype=wide)
 
-    def backward(
-        self,
-        run: slice,
-        grad: torch.Tensor,
-        out: torch.Tensor,
-        statistics: Sequence[torch.Tensor],
-    ) -> None:
-        """Use the gradient of these queries' output, ``[rows, B, A, D]``."""
-        keys = self._keys(run)
-        grad_q, _, _ = self._kernels.attention_backward(
-            grad,
+    def _kept(self, run: slice) -> Sequence[torch.Tensor]:
+        return self._statistics[self._where[run.start]]
+
+    def backward(self, run: slice, grad: torch.Tensor) -> None:
+        """Use the gradient of these queries' output, of as many elements."""
+        assert self.attended is not None
+        keys, out = self._keys(run), self.attended[run]
+        self._grad_q[run] = self._kernels.attention_backward(
+            grad.view(out.shape),
             self._q[run],
             self._k[keys],
             self._v[keys],
             out,
-            statistics,
+            self._kept(run),
+            self._grad_k[keys],
+            self._grad_v[keys],
             causal=self._causal,
             scale=self._scale,
-            grad_k=self._grad_k[keys],
-            grad_v=self._grad_v[keys],
         )
-        self.grad_q[run] = grad_q
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of q, k and v, when all runs are through."""
-        return self.grad_q, self._grad_k.to(self._k.dtype), self._grad_v.to(self._v.dtype)
-
-
-class KeptRuns:
-    """What a backward needs of a forward: its whole output, and the statistics of each run.
-
-    Attributes:
-        attended: ``[S, B, A, D]``.
-        statistics: of all runs, in the order in which they ran.
-        where: which of them are those of the run that begins at a row.
-    """
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.attended = torch.empty_like(like)
-        self.statistics: list[torch.Tensor] = []
-        self.where: dict[int, slice] = {}
-
-    def add(self, run: slice, attended: torch.Tensor, statistics: Sequence[torch.Tensor]) -> None:
-        """Keep the result of :meth:`AttentionRuns.forward`."""
-        self.attended[run] = attended
-        self.where[run.start] = slice(len(self.statistics), len(self.statistics) + len(statistics))
-        self.statistics += statistics
+        return self._grad_q, self._grad_k.to(self._k.dtype), self._grad_v.to(self._v.dtype)
 
 
 def run_of_gemm(run: slice, batch: int) -> slice:

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from commfuse_npu.kernels import gemm_into
 from commfuse_npu.layers.attention_arguments import check_self_attention
 from commfuse_npu.layers.attention_options import options_for_scattered_attention
-from commfuse_npu.layers.attention_runs import AttentionRuns, KeptRuns
+from commfuse_npu.layers.attention_runs import AttentionRuns
 from commfuse_npu.layers.linear_arguments import check_divisible, check_linear
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
@@ -108,11 +108,7 @@ def attention_linear_reduce_scatter(
 
 
 def _forward(
-    attention: AttentionRuns,
-    shape: torch.Size,
-    weight: torch.Tensor,
-    job: Job,
-    kept: KeptRuns | None = None,
+    attention: AttentionRuns, shape: torch.Size, weight: torch.Tensor, job: Job
 ) -> torch.Tensor:
     """Of queries of this shape."""
     rows, batch, hidden = shape[0] // job.transport.size, shape[1], weight.shape[0]
@@ -120,10 +116,7 @@ def _forward(
     transposed = weight.t()
 
     def make(out: torch.Tensor, run: slice) -> None:
-        attended, statistics = attention.forward(run)
-        gemm_into(out.view(-1, hidden), _flat(attended), transposed)
-        if kept is not None:
-            kept.add(run, attended, statistics)
+        gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
 
     program = produce_scatter(job.place(), rows, batch * hidden)
     running = job.transport.begin(program, job.name, y, job.options, job.options.reduce_dtype)
@@ -143,38 +136,35 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        kept = KeptRuns(q)
-        y = _forward(AttentionRuns(q, k, v, causal, scale), q.shape, weight, job, kept)
-        attention = (q, k, v, *kept.statistics) if any(ctx.needs_input_grad[:3]) else ()
-        ctx.save_for_backward(kept.attended, *attention)
-        ctx.where = kept.where
+        attention = AttentionRuns(q, k, v, causal, scale, keep=True)
+        y = _forward(attention, q.shape, weight, job)
+        if any(ctx.needs_input_grad[:3]):
+            attention.save(ctx)
+        else:
+            ctx.save_for_backward(attention.attended)
         ctx.weight = SavedWeight(weight)
-        ctx.call = job, causal, scale
+        ctx.job = job
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job, causal, scale = ctx.call
+        job: Job = ctx.job
         weight = ctx.weight.get(job.name)
-        attended, *saved = ctx.saved_tensors
+        attended, *others = saved = ctx.saved_tensors
         rows, batch, hidden = grad.shape
         keep = ctx.needs_input_grad[3] and job.options.wgrad == "whole"
-        statistics: list[torch.Tensor] = []
-        wgrad = attention = None
+        attention = AttentionRuns.saved(ctx, saved) if others else None
+        wgrad = None
         if ctx.needs_input_grad[3]:
             wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=not keep)
-        if saved:
-            q, k, v, *statistics = saved
-            attention = AttentionRuns(q, k, v, causal, scale)
-            attention.begin_backward()
 
         def use(piece: torch.Tensor, run: slice) -> None:
             grad_y, out = piece.view(-1, hidden), attended[run]
             if attention is not None:
                 grad_out = torch.empty_like(out)
                 gemm_into(_flat(grad_out), grad_y, weight)
-                attention.backward(run, grad_out, out, statistics[ctx.where[run.start]])
+                attention.backward(run, grad_out)
             if wgrad is not None and not keep:
                 wgrad.add(grad_y, _flat(out))
 

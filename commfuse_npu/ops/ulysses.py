@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from commfuse_npu.layers.attention_arguments import check_self_attention
 from commfuse_npu.layers.attention_options import options_for_attention
-from commfuse_npu.layers.attention_runs import AttentionRuns, KeptRuns, run_of_gemm
+from commfuse_npu.layers.attention_runs import AttentionRuns, run_of_gemm
 from commfuse_npu.layers.head_linear import LinearOfHeads
 from commfuse_npu.layers.linear_arguments import autocast, check_sequence
 from commfuse_npu.layers.options import LinearOptions
@@ -125,7 +125,6 @@ def _attend(
     use: Work,
     q: torch.Tensor,
     job: Job,
-    kept: KeptRuns | None,
     received: torch.Tensor | None = None,
 ) -> None:
     """Attend, block of queries by block, and ``use`` what comes back for the own rows.
@@ -134,21 +133,20 @@ def _attend(
         received: ``[S, B * F]``, filled if given; block g gets the heads of rank g.
     """
     tensors: dict[str, Any] = {} if received is None else {"received": received}
-    if kept is not None:
-        tensors["blocks"] = _by_sequence(kept.attended)
+    keeps = attention.attended is not None
+    if attention.attended is not None:
+        tensors["blocks"] = _by_sequence(attention.attended)
 
     def make(out: torch.Tensor, run: slice) -> None:
-        attended, statistics = attention.forward(run)
-        if kept is None:
+        attended = attention.forward(run)
+        if not keeps:  # else it is where it was kept
             out.copy_(_by_sequence(attended))
-        else:
-            kept.add(run, attended, statistics)  # which is out
 
     program = exchange(
         job.place(),
         q.shape[0] // job.transport.size,
         q[0].numel(),
-        "made" if kept is None else "made and kept",
+        "made and kept" if keeps else "made",
         True,
         received is not None,
         False,
@@ -156,9 +154,7 @@ def _attend(
     job.transport.begin(program, job.name, q).run({"make": make, "use": use}, **tensors)
 
 
-def _attend_beside(
-    attention: AttentionRuns, q: torch.Tensor, job: Job, kept: KeptRuns | None = None
-) -> torch.Tensor:
+def _attend_beside(attention: AttentionRuns, q: torch.Tensor, job: Job) -> torch.Tensor:
     size, batch, features = job.transport.size, q.shape[1], q.shape[2] * q.shape[3]
     block_rows = q.shape[0] // size
     y = q.new_empty((block_rows, batch, size, features))
@@ -168,7 +164,7 @@ def _attend_beside(
         group, start = divmod(run.start, block_rows)
         y[start : start + len(piece), :, group] = piece.view(-1, batch, features)
 
-    _attend(attention, use, q, job, kept)
+    _attend(attention, use, q, job)
     return y.flatten(2)
 
 
@@ -183,33 +179,28 @@ class _AttentionAllToAll(torch.autograd.Function):
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        kept = KeptRuns(q)
-        y = _attend_beside(AttentionRuns(q, k, v, causal, scale), q, job, kept)
-        ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
-        ctx.where = kept.where
-        ctx.call = job, causal, scale
+        attention = AttentionRuns(q, k, v, causal, scale, keep=True)
+        y = _attend_beside(attention, q, job)
+        attention.save(ctx)
+        ctx.job = job
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job, causal, scale = ctx.call
-        q, k, v, attended, *statistics = ctx.saved_tensors
-        attention = AttentionRuns(q, k, v, causal, scale)
-        attention.begin_backward()
-
-        def use(piece: torch.Tensor, run: slice) -> None:
-            out = attended[run]
-            attention.backward(run, piece.view(out.shape), out, statistics[ctx.where[run.start]])
-
+        job: Job = ctx.job
+        attention = AttentionRuns.saved(ctx, ctx.saved_tensors)
         size = job.transport.size
-        rows, columns = q.shape[0] // size, q[0].numel()
         by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
-        blocks = by_heads.reshape(q.shape[0], columns).contiguous()
-        program = exchange(job.place(), rows, columns, "given", True, False, False)
+        blocks = by_heads.reshape(size * grad.shape[0], -1).contiguous()
+        program = exchange(job.place(), grad.shape[0], blocks.shape[1], "given", True, False, False)
         running = job.transport.begin(program, f"{job.name} backward", blocks)
-        running.run({"use": use}, blocks=blocks)
+        running.run({"use": _backward(attention)}, blocks=blocks)
         return *attention.gradients(), None, None, None
+
+
+def _backward(attention: AttentionRuns) -> Work:
+    return lambda piece, run: attention.backward(run, piece)
 
 
 # ----------------------------------------------- attention to rows, projected
@@ -294,7 +285,6 @@ def _attend_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     job: Job,
-    kept: KeptRuns | None = None,
     received: torch.Tensor | None = None,
 ) -> torch.Tensor:
     size, batch = job.transport.size, q.shape[1]
@@ -305,7 +295,7 @@ def _attend_linear(
     def use(piece: torch.Tensor, run: slice) -> None:
         linear.forward(_flat(piece, batch), run_of_gemm(run, batch))
 
-    _attend(attention, use, q, job, kept, received)
+    _attend(attention, use, q, job, received)
     return linear.output().view(block_rows, batch, weight.shape[0])
 
 
@@ -325,22 +315,22 @@ class _AttentionAllToAllLinear(torch.autograd.Function):
         received = None
         if ctx.needs_input_grad[3]:
             received = q.new_empty((q.shape[0], q[0].numel()))
-        kept = KeptRuns(q) if any(ctx.needs_input_grad[:3]) else None
-        attention = AttentionRuns(q, k, v, causal, scale)
-        y = _attend_linear(attention, q, weight, bias, job, kept, received)
-        ctx.save_for_backward(
-            received, *((q, k, v, kept.attended, *kept.statistics) if kept is not None else ())
-        )
-        ctx.where = {} if kept is None else kept.where
+        keep = any(ctx.needs_input_grad[:3])
+        attention = AttentionRuns(q, k, v, causal, scale, keep=keep)
+        y = _attend_linear(attention, q, weight, bias, job, received)
+        if keep:
+            attention.save(ctx, received)
+        else:
+            ctx.save_for_backward(received)
         ctx.weight = SavedWeight(weight)
-        ctx.call = job, causal, scale
+        ctx.job = job
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.call[0]
-        received, *attended = ctx.saved_tensors
+        job: Job = ctx.job
+        received, *saved = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[3:5]
         block_rows, batch, hidden = grad.shape
         flat = grad.contiguous().view(-1, hidden)
@@ -349,8 +339,10 @@ class _AttentionAllToAllLinear(torch.autograd.Function):
         linear.begin_backward(flat, needs_weight, job.options)
         whole = None if received is None else _flat(received, batch)
         grads: tuple[torch.Tensor | None, ...] = None, None, None
-        if attended:
-            grads = _attention_backward(ctx, linear, whole, *attended)
+        if saved:
+            attention = AttentionRuns.saved(ctx, saved)
+            _attention_backward(attention, linear, whole, grad, job)
+            grads = attention.gradients()
         else:
             linear.add_weight_gradient(whole)
         grad_bias = flat.sum(0) if needs_bias else None
@@ -358,35 +350,25 @@ class _AttentionAllToAllLinear(torch.autograd.Function):
 
 
 def _attention_backward(
-    ctx: Any,
+    attention: AttentionRuns,
     linear: LinearOfHeads,
     whole: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attended: torch.Tensor,
-    *statistics: torch.Tensor,
-) -> tuple[torch.Tensor | None, ...]:
+    grad: torch.Tensor,
+    job: Job,
+) -> None:
     """The mirror image of :func:`_attend_linear`: the projection feeds, attention uses."""
-    job, causal, scale = ctx.call
-    rows, batch, columns = q.shape[0] // job.transport.size, q.shape[1], q[0].numel()
-    attention = AttentionRuns(q, k, v, causal, scale)
-    attention.begin_backward()
+    assert attention.attended is not None
+    rows, batch, columns = grad.shape[0], grad.shape[1], attention.attended[0].numel()
 
     def make(out: torch.Tensor, run: slice) -> None:
         linear.backward(_flat(out, batch), run_of_gemm(run, batch))
-
-    def use(piece: torch.Tensor, run: slice) -> None:
-        out = attended[run]
-        attention.backward(run, piece.view(out.shape), out, statistics[ctx.where[run.start]])
 
     wgrad = partial(linear.add_weight_gradient, whole)
     program = exchange(
         job.place(job.backward), rows, columns, "made", True, False, whole is not None
     )
-    running = job.transport.begin(program, f"{job.name} backward", q)
-    running.run({"make": make, "wgrad": wgrad, "use": use})
-    return attention.gradients()
+    running = job.transport.begin(program, f"{job.name} backward", attention.attended)
+    running.run({"make": make, "wgrad": wgrad, "use": _backward(attention)})
 
 
 # -------------------------------------------------------------- what both share

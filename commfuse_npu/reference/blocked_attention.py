@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.layers.attention_runs import AttentionRuns, KeptRuns
+from commfuse_npu.layers.attention_runs import AttentionRuns
 
 __all__ = ["blocked_attention"]
 
@@ -56,22 +56,19 @@ class _BlockedAttention(torch.autograd.Function):
         rows: Sequence[slice],
         grad_rows: Sequence[slice],
     ) -> torch.Tensor:
-        attention = AttentionRuns(q, k, v, causal, scale)
-        kept = KeptRuns(q)
+        attention = AttentionRuns(q, k, v, causal, scale, keep=True)
         for run in rows:
-            kept.add(run, *attention.forward(run))
-        ctx.save_for_backward(q, k, v, kept.attended, *kept.statistics)
-        ctx.where = kept.where
-        ctx.settings = causal, scale, grad_rows
-        return kept.attended
+            attention.forward(run)
+        attention.save(ctx)
+        ctx.grad_rows = grad_rows
+        assert attention.attended is not None
+        return attention.attended
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, *kept = ctx.saved_tensors
-        causal, scale, grad_rows = ctx.settings
-        attention = AttentionRuns(q, k, v, causal, scale)
-        attention.begin_backward()
-        for run in grad_rows:
-            attention.backward(run, grad[run], out[run], kept[ctx.where[run.start]])
+        attention = AttentionRuns.saved(ctx, ctx.saved_tensors)
+        grad = grad.contiguous()
+        for run in ctx.grad_rows:
+            attention.backward(run, grad[run])
         return *attention.gradients(), None, None, None, None
