@@ -21,8 +21,13 @@ def check_linear(
     bias: torch.Tensor | None,
     transport: Transport,
     options: LinearOptions,
+    shards: int = 1,
 ) -> None:
-    """Refuse what cannot work before any rank waits for another."""
+    """Refuse what cannot work before any rank waits for another.
+
+    Args:
+        shards: in how many the rows of the weight are cut; ``weight`` is one, the bias is whole.
+    """
     if weight.dim() != 2 or x.dim() < 2:
         raise ValueError(
             f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
@@ -33,9 +38,11 @@ def check_linear(
             f"{name}: x has {x.shape[-1]} features, the weight takes {weight.shape[1]}; its shape "
             f"{tuple(weight.shape)} is [O, I]"
         )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+    if bias is not None and tuple(bias.shape) != (weight.shape[0] * shards,):
+        why = f", that of all {shards} shards of {weight.shape[0]} rows: every rank has it whole"
         raise ValueError(
-            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({weight.shape[0]},)"
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be "
+            f"({weight.shape[0] * shards},){why if shards > 1 else ''}"
         )
     if x.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
@@ -62,14 +69,10 @@ def check_linear(
 
 
 def check_divisible(name: str, x: torch.Tensor, size: int) -> None:
-    if x.shape[0] % size:
-        raise ValueError(
-            f"{name}: sequence length {x.shape[0]} is not divisible by the group size {size}; pad "
-            f"it to {-(-x.shape[0] // size) * size}, or use linear_all_reduce"
-        )
+    check_sequence(name, x.shape[0], size, ", or use linear_all_reduce")
 
 
-def check_sequence(name: str, rows: int, size: int) -> None:
+def check_sequence(name: str, rows: int, size: int, instead: str = "") -> None:
     """The whole sequence has to be cut into one block per rank.
 
     Raises:
@@ -78,7 +81,7 @@ def check_sequence(name: str, rows: int, size: int) -> None:
     if rows % size:
         raise ValueError(
             f"{name}: sequence length {rows} is not divisible by the group size {size}; pad it to "
-            f"{-(-rows // size) * size}"
+            f"{-(-rows // size) * size}{instead}"
         )
 
 

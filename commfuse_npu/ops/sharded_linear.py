@@ -101,8 +101,7 @@ def sharded_linear(
     """
     name = "sharded_linear"
     linear = LinearOptions(options.schedule, reduce_dtype=options.reduce_dtype)
-    check_linear(name, x, weight_shard, None, transport, linear)
-    _check_bias(name, x, weight_shard, bias, transport.size)
+    check_linear(name, x, weight_shard, bias, transport, linear, shards=transport.size)
     stamp = WeightStamp.of(weight_shard)
     x, shard, bias = autocast(x, weight_shard, bias)
     if takes_plain_path(name, shard, transport, rows=shard.shape[0]):
@@ -114,23 +113,6 @@ def sharded_linear(
     else:
         y = _forward(flat.contiguous(), shard, bias, call)
     return y.view(*x.shape[:-1], y.shape[1])
-
-
-def _check_bias(
-    name: str, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, size: int
-) -> None:
-    if bias is None:
-        return
-    features = shard.shape[0] * size
-    if tuple(bias.shape) != (features,):
-        raise ValueError(
-            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({features},), that of "
-            f"all {size} shards of {shard.shape[0]} rows: every rank has the whole bias"
-        )
-    if bias.device != x.device:
-        raise ValueError(f"{name}: x is on {x.device}, the bias on {bias.device}; move one of them")
-    if bias.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(f"{name}: x is {x.dtype}, the bias {bias.dtype}; cast one of them")
 
 
 @dataclass(frozen=True)

@@ -242,14 +242,9 @@ def attention_all_to_all_linear(
                   links    |        | -> r+1 | -> r+2   |                  |          |          |
 
     Args:
-        q: ``[S, B, A, D]``, the heads of this rank over the whole sequence; S a multiple of N.
-        k, v: ``[S, B, G, D]``; ``A`` is a multiple of ``G``.
+        q, k, v, transport, causal, scale, dropout: as for :func:`attention_all_to_all`.
         weight: ``[H, N * A * D]``, whole and the same on every rank.
         bias: ``[H]``.
-        transport: lanes of the context-parallel group.
-        causal: a query sees the keys up to its own position; else all of them.
-        scale: of the scores, ``D ** -0.5`` by default.
-        dropout: has to be 0.
         options: as for :func:`~commfuse_npu.ops.head_exchange.all_to_all_linear`.
 
     Returns:

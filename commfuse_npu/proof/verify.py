@@ -27,17 +27,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Transfer, Wait
-from commfuse_npu.plan.program import End as ProgramEnd
+from commfuse_npu.plan.program import End, Post, Program, Transfer, Wait
+from commfuse_npu.proof import rendezvous as play
 from commfuse_npu.proof.data_flow import Contents, carry_out
 from commfuse_npu.proof.memory import Memory, instruction, memory_faults
 from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
-from commfuse_npu.proof.rendezvous import Action, End, Group, Programme, Rendezvous
-from commfuse_npu.proof.rendezvous import Post as PostTogether
-from commfuse_npu.proof.rendezvous import Wait as WaitFor
 from commfuse_npu.proof.streams import stream_faults
 
-__all__ = ["Counts", "counter_examples", "counts", "rendezvous", "verify"]
+__all__ = ["counter_examples", "rendezvous", "verify"]
 
 
 def verify(programs: Sequence[Program]) -> None:
@@ -144,8 +141,8 @@ def _ends(program: Program) -> Iterator[str]:
 
 def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterator[str]:
     """Each send has its receive."""
-    sent: dict[tuple[int, int, int], tuple[ProgramEnd, int]] = {}
-    received: dict[tuple[int, int, int], tuple[ProgramEnd, int]] = {}
+    sent: dict[tuple[int, int, int], tuple[End, int]] = {}
+    received: dict[tuple[int, int, int], tuple[End, int]] = {}
     for program, memory in zip(programs, memories, strict=True):
         for post in program.posts:
             for way, end in post.ends:
@@ -215,32 +212,34 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
             after the other.
         cold: no link is open.  On gloo they are opened beforehand.
     """
-    group = Group("programs", tuple(range(operations[0][0].size)))
+    group = play.Group("programs", tuple(range(operations[0][0].size)))
     programmes = []
     for rank in group.ranks:
         mine = [(number, programs[rank]) for number, programs in enumerate(operations)]
         parts = [(number, one, slice(None, one.mark)) for number, one in mine]
         parts += [(number, one, slice(one.mark, None)) for number, one in mine]
         actions = [act for number, one, part in parts for act in _actions(number, one, part, group)]
-        programmes.append(Programme(rank, actions))
+        programmes.append(play.Programme(rank, actions))
     to_open = cold and all(program.batched for programs in operations for program in programs)
-    stuck = Rendezvous(programmes, opened=set() if to_open else None).play()
+    stuck = play.Rendezvous(programmes, opened=set() if to_open else None).play()
     return None if stuck is None else stuck.text
 
 
-def _actions(number: int, program: Program, part: slice, group: Group) -> Iterator[Action]:
-    posted: dict[tuple[str, int], tuple[End, ...]] = {}
+def _actions(
+    number: int, program: Program, part: slice, group: play.Group
+) -> Iterator[play.Action]:
+    posted: dict[tuple[str, int], tuple[play.End, ...]] = {}
     for post in program.posts:
-        batch = tuple(End(number, end.transfer) for _, end in post.ends)
+        batch = tuple(play.End(number, end.transfer) for _, end in post.ends)
         posted |= {(way, end.transfer.step): batch for way, end in post.ends}
     for one in program.code[part]:
         if isinstance(one, Post):
             transfer = one.transfer
             lane = transfer.lane if program.batched else _Message(number, transfer)
-            yield PostTogether(group, lane, posted[one.ends[0][0], transfer.step])
+            yield play.Post(group, lane, posted[one.ends[0][0], transfer.step])
         elif isinstance(one, Wait):
             # A batch is waited for as one.
-            yield WaitFor(tuple(end for wait in one.ends for end in posted.get(wait, ())))
+            yield play.Wait(tuple(end for wait in one.ends for end in posted.get(wait, ())))
 
 
 class _Message(NamedTuple):
@@ -251,18 +250,3 @@ class _Message(NamedTuple):
 
     def __str__(self) -> str:
         return str(self.transfer.lane)
-
-
-# ---------------------------------------------------------------------- counts
-
-
-class Counts(NamedTuple):
-    """How much a program computes, one by one."""
-
-    gemms: int
-    adds: int
-    copies: int
-
-
-def counts(program: Program) -> Counts:
-    return Counts(program.count(Compute, "gemm"), program.count(Add), program.count(Copy))
