@@ -18,7 +18,7 @@ __all__ = [
 
 
 def gemm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """``out = a @ b`` without a temporary: ``[m, k] @ [k, n] -> [m, n]``."""
+    """See :meth:`Kernels.gemm_into`."""
     torch.mm(a, b, out=out)
 
 
@@ -51,13 +51,7 @@ def sum_parts(
 def accumulate_weight_gradient(
     total: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor
 ) -> None:
-    """``total += grad_output^T @ total_input``, product and sum in fp32, rounded once.
-
-    Args:
-        total: ``[O, I]``, fp32, bf16 or fp16.
-        grad_output: ``[S, O]``.
-        total_input: ``[S, I]``, the dtype of ``grad_output``.
-    """
+    """See :meth:`Kernels.accumulate_weight_gradient`; product and sum in fp32, rounded once."""
     transposed = grad_output.t().float()
     if total.dtype == torch.float32:
         total.addmm_(transposed, total_input.float())

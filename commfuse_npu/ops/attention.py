@@ -23,8 +23,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.layers.attention_arguments import check_self_attention
-from commfuse_npu.layers.attention_options import options_for_scattered_attention
+from commfuse_npu.layers.attention_options import (
+    check_self_attention,
+    options_for_scattered_attention,
+)
 from commfuse_npu.layers.attention_runs import AttentionRuns
 from commfuse_npu.layers.linear_arguments import check_divisible, check_linear
 from commfuse_npu.layers.options import LinearOptions

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.layers.attention_arguments import check_self_attention
-from commfuse_npu.layers.attention_options import options_for_attention
+from commfuse_npu.layers.attention_options import check_self_attention, options_for_attention
 from commfuse_npu.layers.attention_runs import AttentionRuns, run_of_gemm
 from commfuse_npu.layers.head_linear import LinearOfHeads
 from commfuse_npu.layers.linear_arguments import autocast, check_sequence

@@ -249,11 +249,8 @@ class Program:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Every span that it names, once."""
-        found: dict[Span, None] = {}
-        for one in self.code:
-            reads, writes = accesses(one)
-            found |= dict.fromkeys((*reads, *writes))
-        return tuple(found)
+        named = (span for one in self.code for of in accesses(one) for span in of)
+        return tuple(dict.fromkeys(named))
 
     @cached_property
     def spans_of(self) -> dict[str, tuple[int, ...]]:
@@ -290,20 +287,18 @@ class Program:
         ahead = [span for one in self.code[: self.mark] for of in accesses(one) for span in of]
         touched = {span.buffer for span in ahead}
         early = {one.slot for one in self.scratch if one.name in touched}
+        slots = {one: (Stretch(one.wide, one.slot not in early), one.slot) for one in self.scratch}
         longest: dict[tuple[Stretch, str], int] = {}
-        for one in self.scratch:
-            key = Stretch(one.wide, one.slot not in early), one.slot
+        for one, key in slots.items():
             longest[key] = max(longest.get(key, 0), one.rows * one.columns)
         offsets: dict[tuple[Stretch, str], int] = {}
         ends: dict[Stretch, int] = {}
         for (stretch, slot), elements in longest.items():
             offsets[stretch, slot] = ends.get(stretch, 0)
             ends[stretch] = offsets[stretch, slot] + aligned(elements)
-        found = {}
-        for one in self.scratch:
-            stretch = Stretch(one.wide, one.slot not in early)
-            found[one.name] = stretch, offsets[stretch, one.slot], one.rows, one.columns
-        return found
+        return {
+            one.name: (key[0], offsets[key], one.rows, one.columns) for one, key in slots.items()
+        }
 
     @cached_property
     def stretches(self) -> dict[Stretch, int]:

@@ -124,21 +124,14 @@ def _gemm_scatter(of: _Known, rows: int, inputs: int, outputs: int) -> Outcome:
     }  # fmt: skip
     return Outcome(
         shapes,
-        results={"out": _scattered(of, "a", rows, inputs)},
+        results={"out": lambda i, on: _product_sum(of, "a", of.r * rows + i, inputs, on, of.r)},
         last=("gemm", of.rows(of.r, "a", of.own(rows), inputs)),
     )
 
 
-def _scattered(of: _Known, buffer: str, rows: int, inputs: int) -> Callable[[int, Columns], int]:
-    """The rows of a reduce-scattered product."""
-
-    def row(i: int, columns: Columns) -> int:
-        def part(q: int) -> int:
-            return of.gemm(q, of.row(q, buffer, of.r * rows + i, inputs), inputs, columns)
-
-        return of.sum(part)
-
-    return row
+def _product_sum(of: _Known, buffer: str, i: int, inputs: int, columns: Columns, adds: int) -> int:
+    """Row i of the ranks' products, as rank ``adds`` sums it."""
+    return of.sum(lambda q: of.gemm(q, of.row(q, buffer, i, inputs), inputs, columns), adds)
 
 
 def _column_backward(
@@ -156,7 +149,9 @@ def _column_backward(
     shapes |= {"x": (rows, inputs)} if gathers else {"whole": (n * rows, inputs)}
     found = Outcome(shapes)
     if scatters:
-        found.results["grad_x"] = _scattered(of, "grad", rows, outputs)
+        found.results["grad_x"] = lambda i, columns: _product_sum(
+            of, "grad", of.r * rows + i, outputs, columns, of.r
+        )
     if wgrad:
         grad = of.rows(of.r, "grad", range(n * rows), outputs)
         mine = of.rows(of.r, "whole", range(n * rows), inputs)
@@ -174,16 +169,9 @@ def _gemm_all_reduce(of: _Known, rows: int, inputs: int, outputs: int) -> Outcom
     adds = [
         q for part in parts for q in range(of.n) for _ in range((part.stop - part.start) // of.n)
     ]
-
-    def row(i: int, columns: Columns) -> int:
-        def part(q: int) -> int:
-            return of.gemm(q, of.row(q, "a", i, inputs), inputs, columns)
-
-        return of.sum(part, adds[i])
-
     return Outcome(
         {"a": (rows, inputs), "weight": (inputs, outputs), "out": (rows, outputs)},
-        results={"out": row},
+        results={"out": lambda i, columns: _product_sum(of, "a", i, inputs, columns, adds[i])},
         last=("gemm", of.rows(of.r, "a", range(start, start + block), inputs)),
     )
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.layers.attention_arguments import check_self_attention
-from commfuse_npu.layers.attention_options import options_for_scattered_attention
+from commfuse_npu.layers.attention_options import (
+    check_self_attention,
+    options_for_scattered_attention,
+)
 from commfuse_npu.layers.attention_runs import run_of_gemm
 from commfuse_npu.layers.linear_arguments import check_divisible
 from commfuse_npu.layers.options import LinearOptions

@@ -1,9 +1,7 @@
 """The rules by which programs are made: one per kind of operation, own block first or last.
 
-Legend: ``n`` ranks, ``r`` this rank, ``s`` rows of a rank's block, ``c`` chunks.  Gathering takes
-the own block first, scattering makes it last, so that neither the first nor the last transfer has
-to be waited for without work to do (CommFuse, arXiv 2604.24013).  In between, chunk j of *all*
-peers is one piece of work::
+Legend: ``n`` ranks, ``r`` this rank, ``s`` rows of a rank's block, ``c`` chunks.  Between the own
+block and the end (:mod:`commfuse_npu.plan.schedule`), chunk j of *all* peers is one piece of work::
 
     gather_gemm    compute | own      | chunk 0 of all | chunk 1 of all |
                    links   | chunk 0 ............ | chunk 1 ........... |
