@@ -28,11 +28,12 @@ from commfuse_npu.layers.attention_options import (
     options_for_scattered_attention,
 )
 from commfuse_npu.layers.attention_runs import AttentionRuns
+from commfuse_npu.layers.differentiable import differentiable
 from commfuse_npu.layers.linear_arguments import check_divisible, check_linear
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.weight_gradient import WeightGradient
-from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
+from commfuse_npu.ops.job import Job, takes_plain_path
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.reference.attention import plain_attention_linear_reduce_scatter
 from commfuse_npu.runtime.transport import Transport
@@ -101,29 +102,8 @@ def attention_linear_reduce_scatter(
         )  # fmt: skip
     options = options_for_scattered_attention(options, transport.size, causal)
     job = Job.of(transport, options, name)
-    tensors = q.contiguous(), k.contiguous(), v.contiguous()
-    if torch.is_grad_enabled() and any_grad(q, k, v, weight):
-        y = _AttentionLinearReduceScatter.apply(*tensors, weight, job, causal, scale)
-    else:
-        y = _forward(AttentionRuns(*tensors, causal, scale), q.shape, weight, job)
+    y = differentiable(_AttentionLinearReduceScatter, q, k, v, weight, job, causal, scale)
     return y if bias is None else y + bias
-
-
-def _forward(
-    attention: AttentionRuns, shape: torch.Size, weight: torch.Tensor, job: Job
-) -> torch.Tensor:
-    """Of queries of this shape."""
-    rows, batch, hidden = shape[0] // job.transport.size, shape[1], weight.shape[0]
-    y = weight.new_empty((rows, batch * hidden))
-    transposed = weight.t()
-
-    def make(out: torch.Tensor, run: slice) -> None:
-        gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
-
-    program = produce_scatter(job.place(), rows, batch * hidden)
-    running = job.transport.begin(program, job.name, y, job.options, job.options.reduce_dtype)
-    running.run({"make": make}, out=y)
-    return y.view(rows, batch, hidden)
 
 
 class _AttentionLinearReduceScatter(torch.autograd.Function):
@@ -138,15 +118,25 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        attention = AttentionRuns(q, k, v, causal, scale, keep=True)
-        y = _forward(attention, q.shape, weight, job)
+        heads = q.contiguous(), k.contiguous(), v.contiguous()
+        attention = AttentionRuns(*heads, causal, scale, keep=any(ctx.needs_input_grad[:4]))
+        rows, batch, hidden = q.shape[0] // job.transport.size, q.shape[1], weight.shape[0]
+        y = weight.new_empty((rows, batch * hidden))
+        transposed = weight.t()
+
+        def make(out: torch.Tensor, run: slice) -> None:
+            gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
+
+        program = produce_scatter(job.place(), rows, batch * hidden)
+        running = job.transport.begin(program, job.name, y, job.options, job.options.reduce_dtype)
+        running.run({"make": make}, out=y)
         if any(ctx.needs_input_grad[:3]):
             attention.save(ctx)
         else:
             ctx.save_for_backward(attention.attended)
         ctx.weight = SavedWeight(weight)
         ctx.job = job
-        return y
+        return y.view(rows, batch, hidden)
 
     @staticmethod
     @once_differentiable

@@ -27,23 +27,28 @@ no partial sums of other ranks are added, and nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from commfuse_npu.layers.head_linear import HeadRows, LinearOfHeads, LinearToHeads
+from commfuse_npu.layers.differentiable import differentiable
+from commfuse_npu.layers.exchanged_linear import (
+    Exchange,
+    LinearOfHeadsExchanged,
+    LinearToHeadsExchanged,
+)
+from commfuse_npu.layers.head_linear import HeadRows
 from commfuse_npu.layers.linear_arguments import autocast, check_linear, check_sequence, rows_of
 from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.layers.saved_weight import SavedWeight
-from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
-from commfuse_npu.plan.rules import exchange
+from commfuse_npu.ops.job import Job, takes_plain_path
+from commfuse_npu.plan.rules import Blocks, exchange
 from commfuse_npu.reference.heads import plain_all_to_all_linear, plain_linear_all_to_all
+from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["all_to_all_linear", "check_projection", "linear_all_to_all"]
+__all__ = ["all_to_all_linear", "check_projection", "fused_exchange", "linear_all_to_all"]
 
 
 # ------------------------------------------------------------- rows to heads
@@ -106,59 +111,10 @@ def linear_all_to_all(
             x, weight, bias, group=transport.group, rows=rows, options=options
         )
     transport.agree(f"{name} rows", rows=heads.bounds)
-    job = Job.of(transport, options, name)
+    fused = fused_exchange(Job.of(transport, options, name))
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any_grad(x, weight, bias):
-        y = _LinearAllToAll.apply(flat, weight, bias, job, heads)
-    else:
-        y = _project_out(flat.contiguous(), weight, bias, job, heads)
+    y = differentiable(LinearToHeadsExchanged, flat, weight, bias, heads, fused)
     return y.view(-1, *x.shape[1:-1], heads.features)
-
-
-def _project_out(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: Job, heads: HeadRows
-) -> torch.Tensor:
-    rows, features = x.shape[0], heads.features
-    linear = LinearToHeads(weight, heads, rows)
-    y = x.new_empty((rows * job.transport.size, features))
-    program = exchange(job.place(), rows, features, "made", False, True, False)
-    running = job.transport.begin(program, job.name, y)
-    running.run({"make": partial(linear.forward, x, bias)}, received=y)
-    return y
-
-
-class _LinearAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        job: Job,
-        heads: HeadRows,
-    ) -> torch.Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.weight = SavedWeight(weight)
-        ctx.call = job, heads
-        return _project_out(x, weight, bias, job, heads)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job, heads = ctx.call
-        (x,) = ctx.saved_tensors
-        grad = grad.contiguous()
-        rows, features = grad.shape[0] // job.transport.size, heads.features
-        linear = LinearToHeads(ctx.weight.get(job.name), heads, rows)
-        linear.begin_backward(x, ctx.needs_input_grad[:3], job.options)
-        tensors: dict[str, Any] = {"blocks": grad}
-        if linear.needs_whole:
-            tensors["received"] = torch.empty_like(grad)
-        program = exchange(job.place(), rows, features, "given", True, linear.needs_whole, False)
-        running = job.transport.begin(program, f"{job.name} backward", grad)
-        running.run({"use": linear.backward}, **tensors)
-        return *linear.gradients(tensors.get("received")), None, None
 
 
 # ------------------------------------------------------------- heads to rows
@@ -216,65 +172,39 @@ def all_to_all_linear(
     x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_all_to_all_linear(x, weight, bias, group=transport.group, options=options)
-    job = Job.of(transport, options, name)
+    fused = fused_exchange(Job.of(transport, options, name))
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any_grad(x, weight, bias):
-        y = _AllToAllLinear.apply(flat, weight, bias, job)
-    else:
-        y = _project_in(flat.contiguous(), weight, bias, job)
+    y = differentiable(LinearOfHeadsExchanged, flat, weight, bias, fused)
     return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
 
-def _project_in(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+# -------------------------------------------------------------- what Ulysses shares
+
+
+def fused_exchange(job: Job) -> Exchange:
+    """Blocks travel by a program of :func:`~commfuse_npu.plan.rules.exchange`."""
+    return Exchange(job.name, job.transport.size, job.options, partial(_swap, job))
+
+
+def _swap(
     job: Job,
-    received: torch.Tensor | None = None,
-) -> torch.Tensor:
-    rows, features = x.shape[0] // job.transport.size, x.shape[1]
-    linear = LinearOfHeads(weight, job.transport.size, rows)
-    linear.begin_forward(bias)
-    tensors: dict[str, Any] = {"blocks": x}
-    if received is not None:
-        tensors["received"] = received
-    program = exchange(job.place(), rows, features, "given", True, received is not None, False)
-    job.transport.begin(program, job.name, x).run({"use": linear.forward}, **tensors)
-    return linear.output()
-
-
-class _AllToAllLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: Job
-    ) -> torch.Tensor:
-        received = x.new_empty(x.shape) if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(received)
-        ctx.weight = SavedWeight(weight)
-        ctx.job = job
-        return _project_in(x.contiguous(), weight, bias, job, received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
-        (received,) = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        weight = ctx.weight.get(job.name)
-        rows, features = grad.shape[0], weight.shape[1] // job.transport.size
-        linear = LinearOfHeads(weight, job.transport.size, rows)
-        linear.begin_backward(grad, needs_weight, job.options)
-        add_weight_gradient = partial(linear.add_weight_gradient, received)
-        grad_x = None
-        if needs_x:
-            grad_x = grad.new_empty((rows * job.transport.size, features))
-            program = exchange(job.place(), rows, features, "made", False, True, needs_weight)
-            running = job.transport.begin(program, f"{job.name} backward", grad)
-            running.run({"make": linear.backward, "wgrad": add_weight_gradient}, received=grad_x)
-        else:
-            add_weight_gradient()
-        return grad_x, linear.weight_gradient(), grad.sum(0) if needs_bias else None, None
+    rows: int,
+    columns: int,
+    like: torch.Tensor,
+    works: Mapping[str, Work],
+    *,
+    backward: bool = False,
+    **tensors: Any,
+) -> None:
+    blocks: Blocks = "given"
+    if "make" in works:
+        blocks = "made and kept" if "blocks" in tensors else "made"
+    name, schedule = job.name, job.forward
+    if backward:
+        name, schedule = f"{name} backward", job.backward
+    keep, wgrad = "received" in tensors, "wgrad" in works
+    program = exchange(job.place(schedule), rows, columns, blocks, "use" in works, keep, wgrad)
+    job.transport.begin(program, name, like).run(works, **tensors)
 
 
 def check_projection(

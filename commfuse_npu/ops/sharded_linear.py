@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from commfuse_npu.layers.differentiable import differentiable
 from commfuse_npu.layers.linear_arguments import autocast, check_linear
 from commfuse_npu.layers.options import LinearOptions, ShardedOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.sharded_blocks import InputGradient, columns_into, wgrad_into
-from commfuse_npu.ops.job import any_grad, takes_plain_path
+from commfuse_npu.ops.job import takes_plain_path
 from commfuse_npu.ops.sum_ending import sum_ending
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightProgram, WeightStamp
 from commfuse_npu.plan.program import Compute, Program
@@ -108,10 +109,7 @@ def sharded_linear(
         return plain_sharded_linear(x, shard, bias, group=transport.group, options=options)
     call = _Call(name, transport, options, stamp, prefetch)
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any_grad(x, shard, bias):
-        y = _ShardedLinear.apply(flat, shard, bias, call)
-    else:
-        y = _forward(flat.contiguous(), shard, bias, call)
+    y = differentiable(_ShardedLinear, flat, shard, bias, call)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -162,20 +160,6 @@ class _Call:
         running.run({**works, "use": use_and_prefetch}, ahead=False, **tensors)
 
 
-def _forward(
-    x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, call: _Call
-) -> torch.Tensor:
-    shard = shard.detach().contiguous()
-    y = x.new_empty((x.shape[0], shard.shape[0] * call.transport.size))
-
-    def use(block: torch.Tensor, run: slice) -> None:
-        columns_into(y, x, block, bias, run)
-
-    program = sharded_forward(call.place, *shard.shape)
-    call.run(program, shard, {"use": use}, backward=False)
-    return y
-
-
 class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -185,7 +169,15 @@ class _ShardedLinear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.shard = SavedWeight(shard)
         ctx.call = call
-        return _forward(x, shard, bias, call)
+        shard = shard.detach().contiguous()
+        y = x.new_empty((x.shape[0], shard.shape[0] * call.transport.size))
+
+        def use(block: torch.Tensor, run: slice) -> None:
+            columns_into(y, x, block, bias, run)
+
+        program = sharded_forward(call.place, *shard.shape)
+        call.run(program, shard, {"use": use}, backward=False)
+        return y
 
     @staticmethod
     @once_differentiable

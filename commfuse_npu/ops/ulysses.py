@@ -23,26 +23,19 @@ costs the same for every block.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
-from torch.autograd.function import once_differentiable
 
 from commfuse_npu.layers.attention_options import check_self_attention, options_for_attention
-from commfuse_npu.layers.attention_runs import AttentionRuns, run_of_gemm
-from commfuse_npu.layers.head_linear import LinearOfHeads
+from commfuse_npu.layers.differentiable import differentiable
+from commfuse_npu.layers.exchanged_attention import AttentionExchanged, AttentionLinearExchanged
 from commfuse_npu.layers.linear_arguments import autocast, check_sequence
 from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.layers.saved_weight import SavedWeight
-from commfuse_npu.ops.head_exchange import check_projection
-from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
-from commfuse_npu.plan.rules import exchange
+from commfuse_npu.ops.head_exchange import check_projection, fused_exchange
+from commfuse_npu.ops.job import Job, takes_plain_path
 from commfuse_npu.reference.heads import (
     plain_attention_all_to_all,
     plain_attention_all_to_all_linear,
 )
-from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["attention_all_to_all", "attention_all_to_all_linear"]
@@ -112,94 +105,7 @@ def attention_all_to_all(
             q, k, v, group=transport.group, causal=causal, scale=scale, options=options
         )
     job = Job.of(transport, options_for_attention(options, transport.size, causal), name)
-    tensors = q.contiguous(), k.contiguous(), v.contiguous()
-    if torch.is_grad_enabled() and any_grad(q, k, v):
-        y: torch.Tensor = _AttentionAllToAll.apply(*tensors, job, causal, scale)
-        return y
-    return _attend_beside(AttentionRuns(*tensors, causal, scale), q, job)
-
-
-def _attend(
-    attention: AttentionRuns,
-    use: Work,
-    q: torch.Tensor,
-    job: Job,
-    received: torch.Tensor | None = None,
-) -> None:
-    """Attend, block of queries by block, and ``use`` what comes back for the own rows.
-
-    Args:
-        received: ``[S, B * F]``, filled if given; block g gets the heads of rank g.
-    """
-    tensors: dict[str, Any] = {} if received is None else {"received": received}
-    keeps = attention.attended is not None
-    if attention.attended is not None:
-        tensors["blocks"] = _by_sequence(attention.attended)
-
-    def make(out: torch.Tensor, run: slice) -> None:
-        attended = attention.forward(run)
-        if not keeps:  # else it is where it was kept
-            out.copy_(_by_sequence(attended))
-
-    program = exchange(
-        job.place(),
-        q.shape[0] // job.transport.size,
-        q[0].numel(),
-        "made and kept" if keeps else "made",
-        True,
-        received is not None,
-        False,
-    )
-    job.transport.begin(program, job.name, q).run({"make": make, "use": use}, **tensors)
-
-
-def _attend_beside(attention: AttentionRuns, q: torch.Tensor, job: Job) -> torch.Tensor:
-    size, batch, features = job.transport.size, q.shape[1], q.shape[2] * q.shape[3]
-    block_rows = q.shape[0] // size
-    y = q.new_empty((block_rows, batch, size, features))
-
-    def use(piece: torch.Tensor, run: slice) -> None:
-        # Early blocks find their place while later ones travel.
-        group, start = divmod(run.start, block_rows)
-        y[start : start + len(piece), :, group] = piece.view(-1, batch, features)
-
-    _attend(attention, use, q, job)
-    return y.flatten(2)
-
-
-class _AttentionAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        job: Job,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        attention = AttentionRuns(q, k, v, causal, scale, keep=True)
-        y = _attend_beside(attention, q, job)
-        attention.save(ctx)
-        ctx.job = job
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
-        attention = AttentionRuns.saved(ctx, ctx.saved_tensors)
-        size = job.transport.size
-        by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
-        blocks = by_heads.reshape(size * grad.shape[0], -1).contiguous()
-        program = exchange(job.place(), grad.shape[0], blocks.shape[1], "given", True, False, False)
-        running = job.transport.begin(program, f"{job.name} backward", blocks)
-        running.run({"use": _backward(attention)}, blocks=blocks)
-        return *attention.gradients(), None, None, None
-
-
-def _backward(attention: AttentionRuns) -> Work:
-    return lambda piece, run: attention.backward(run, piece)
+    return differentiable(AttentionExchanged, q, k, v, causal, scale, fused_exchange(job))
 
 
 # ----------------------------------------------- attention to rows, projected
@@ -266,117 +172,9 @@ def attention_all_to_all_linear(
     by_cost = options_for_attention(options, transport.size, causal)
     back = options_for_attention(options, transport.size, False).schedule
     job = Job(transport, by_cost, name, by_cost.schedule, back)
-    tensors = q.contiguous(), k.contiguous(), v.contiguous()
-    if torch.is_grad_enabled() and any_grad(q, k, v, weight, bias):
-        y: torch.Tensor = _AttentionAllToAllLinear.apply(*tensors, weight, bias, job, causal, scale)
-        return y
-    return _attend_linear(AttentionRuns(*tensors, causal, scale), q, weight, bias, job)
-
-
-def _attend_linear(
-    attention: AttentionRuns,
-    q: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    job: Job,
-    received: torch.Tensor | None = None,
-) -> torch.Tensor:
-    size, batch = job.transport.size, q.shape[1]
-    block_rows = q.shape[0] // size
-    linear = LinearOfHeads(weight, size, block_rows * batch)
-    linear.begin_forward(bias)
-
-    def use(piece: torch.Tensor, run: slice) -> None:
-        linear.forward(_flat(piece, batch), run_of_gemm(run, batch))
-
-    _attend(attention, use, q, job, received)
-    return linear.output().view(block_rows, batch, weight.shape[0])
-
-
-class _AttentionAllToAllLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        job: Job,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        received = None
-        if ctx.needs_input_grad[3]:
-            received = q.new_empty((q.shape[0], q[0].numel()))
-        keep = any(ctx.needs_input_grad[:3])
-        attention = AttentionRuns(q, k, v, causal, scale, keep=keep)
-        y = _attend_linear(attention, q, weight, bias, job, received)
-        if keep:
-            attention.save(ctx, received)
-        else:
-            ctx.save_for_backward(received)
-        ctx.weight = SavedWeight(weight)
-        ctx.job = job
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
-        received, *saved = ctx.saved_tensors
-        needs_weight, needs_bias = ctx.needs_input_grad[3:5]
-        block_rows, batch, hidden = grad.shape
-        flat = grad.contiguous().view(-1, hidden)
-        weight = ctx.weight.get(job.name)
-        linear = LinearOfHeads(weight, job.transport.size, block_rows * batch)
-        linear.begin_backward(flat, needs_weight, job.options)
-        whole = None if received is None else _flat(received, batch)
-        grads: tuple[torch.Tensor | None, ...] = None, None, None
-        if saved:
-            attention = AttentionRuns.saved(ctx, saved)
-            _attention_backward(attention, linear, whole, grad, job)
-            grads = attention.gradients()
-        else:
-            linear.add_weight_gradient(whole)
-        grad_bias = flat.sum(0) if needs_bias else None
-        return *grads, linear.weight_gradient(), grad_bias, None, None, None
-
-
-def _attention_backward(
-    attention: AttentionRuns,
-    linear: LinearOfHeads,
-    whole: torch.Tensor | None,
-    grad: torch.Tensor,
-    job: Job,
-) -> None:
-    """The mirror image of :func:`_attend_linear`: the projection feeds, attention uses."""
-    assert attention.attended is not None
-    rows, batch, columns = grad.shape[0], grad.shape[1], attention.attended[0].numel()
-
-    def make(out: torch.Tensor, run: slice) -> None:
-        linear.backward(_flat(out, batch), run_of_gemm(run, batch))
-
-    wgrad = partial(linear.add_weight_gradient, whole)
-    program = exchange(
-        job.place(job.backward), rows, columns, "made", True, False, whole is not None
-    )
-    running = job.transport.begin(program, f"{job.name} backward", attention.attended)
-    running.run({"make": make, "wgrad": wgrad, "use": _backward(attention)})
-
-
-# -------------------------------------------------------------- what both share
+    arguments = q, k, v, weight, bias, causal, scale, fused_exchange(job)
+    return differentiable(AttentionLinearExchanged, *arguments)
 
 
 def _rows(q: torch.Tensor) -> int:
     return q.shape[0] * q.shape[1]
-
-
-def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
-    """``[S, B, A, D]`` as ``[S, B * A * D]``: never a copy, it may be written to."""
-    return attended.view(attended.shape[0], -1)
-
-
-def _flat(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """``[s, B * F]`` as ``[s * B, F]``: never a copy, it may be written to."""
-    return x.view(-1, x.shape[1] // batch)

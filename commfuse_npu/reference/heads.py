@@ -5,26 +5,32 @@ Legend: as in :mod:`commfuse_npu.ops.head_exchange` and :mod:`commfuse_npu.ops.u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commfuse_npu.layers.attention_options import check_self_attention, options_for_attention
-from commfuse_npu.layers.attention_runs import run_of_gemm
-from commfuse_npu.layers.head_linear import HeadRows, beside
-from commfuse_npu.layers.linear_arguments import autocast, check_sequence, rows_of
-from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.plan.rules import made_pieces, swapped_pieces, used_pieces
-from commfuse_npu.reference.blocked_attention import blocked_attention
-from commfuse_npu.reference.blocked_head_linear import (
-    blocked_linear_of_heads,
-    blocked_linear_to_heads,
+from commfuse_npu.layers.differentiable import differentiable
+from commfuse_npu.layers.exchanged_attention import AttentionExchanged, AttentionLinearExchanged
+from commfuse_npu.layers.exchanged_linear import (
+    Exchange,
+    LinearOfHeadsExchanged,
+    LinearToHeadsExchanged,
 )
+from commfuse_npu.layers.head_linear import HeadRows, beside
+from commfuse_npu.layers.linear_arguments import autocast, check_sequence
+from commfuse_npu.layers.options import LinearOptions
+from commfuse_npu.plan import Place, Schedule
+from commfuse_npu.plan.rules import made_pieces, swapped_pieces
+from commfuse_npu.reference.blocked_attention import blocked_attention
 from commfuse_npu.reference.blocked_linear import blocked_linear
 from commfuse_npu.reference.collective_functions import all_to_all
 from commfuse_npu.reference.place import place_in
+from commfuse_npu.runtime.collectives import all_to_all_rows
+from commfuse_npu.runtime.executor import Work
 
 __all__ = [
     "plain_all_to_all_linear",
@@ -45,23 +51,18 @@ def plain_linear_all_to_all(
     same_blocks: bool = False,
 ) -> torch.Tensor:
     """The plain form of :func:`~commfuse_npu.ops.head_exchange.linear_all_to_all`."""
-    heads = HeadRows("plain_linear_all_to_all", weight.shape[0], group.size(), rows)
+    name = "plain_linear_all_to_all"
+    heads = HeadRows(name, weight.shape[0], group.size(), rows)
     x, weight, bias = autocast(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     if same_blocks:
-        place = place_in(group, options.schedule)
-        whole = blocked_linear_to_heads(
-            flat, weight, bias, heads,
-            rows=made_pieces(place, rows_of(x)),
-            grad_rows=used_pieces(place, rows_of(x)),
-            options=options,
-        )  # fmt: skip
+        exchange = _exchange(name, group, options, options.schedule)
+        y = differentiable(LinearToHeadsExchanged, flat, weight, bias, heads, exchange)
     else:
         made = blocked_linear(flat, weight, bias, main_grad=options.main_grad)
-        whole = heads.columns(made)
+        y = all_to_all(heads.columns(made), group)
     # No -1 for the rows: an empty tensor has no say in them.
-    shape = x.shape[0] * group.size(), *x.shape[1:-1], heads.features
-    return all_to_all(whole, group).view(shape)
+    return y.view(x.shape[0] * group.size(), *x.shape[1:-1], heads.features)
 
 
 def plain_all_to_all_linear(
@@ -74,19 +75,15 @@ def plain_all_to_all_linear(
     same_blocks: bool = False,
 ) -> torch.Tensor:
     """The plain form of :func:`~commfuse_npu.ops.head_exchange.all_to_all_linear`."""
-    check_sequence("plain_all_to_all_linear", x.shape[0], group.size())
+    name = "plain_all_to_all_linear"
+    check_sequence(name, x.shape[0], group.size())
     x, weight, bias = autocast(x, weight, bias)
-    whole = all_to_all(x.reshape(-1, x.shape[-1]), group)
+    flat = x.reshape(-1, x.shape[-1])
     if same_blocks:
-        place, rows = place_in(group, options.schedule), rows_of(x) // group.size()
-        y = blocked_linear_of_heads(
-            whole, weight, bias, group.size(),
-            rows=used_pieces(place, rows),
-            grad_rows=made_pieces(place, rows),
-            options=options,
-        )  # fmt: skip
+        exchange = _exchange(name, group, options, options.schedule)
+        y = differentiable(LinearOfHeadsExchanged, flat, weight, bias, exchange)
     else:
-        joined = beside(whole, group.size())
+        joined = beside(all_to_all(flat, group), group.size())
         y = blocked_linear(joined, weight, bias, main_grad=options.main_grad)
     return y.view(x.shape[0] // group.size(), *x.shape[1:-1], weight.shape[0])
 
@@ -108,13 +105,13 @@ def plain_attention_all_to_all(
     check_self_attention(name, q, k, v, dropout)
     check_sequence(name, q.shape[0], group.size())
     size, block_rows = group.size(), q.shape[0] // group.size()
-    runs: dict[str, Any] = {}
     if same_blocks:
-        place = place_in(group, options_for_attention(options, size, causal).schedule)
-        runs["rows"] = made_pieces(place, block_rows)
-        runs["grad_rows"] = used_pieces(place, block_rows)
-    attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs)
-    joined = beside(all_to_all(_by_rows(attended), group), size)
+        by_cost = options_for_attention(options, size, causal).schedule
+        exchange = _exchange(name, group, options, by_cost)
+        return differentiable(AttentionExchanged, q, k, v, causal, scale, exchange)
+    attended = blocked_attention(q, k, v, causal=causal, scale=scale)
+    # As ``[S * B, A * D]``.
+    joined = beside(all_to_all(attended.flatten(2).flatten(0, 1), group), size)
     return joined.view(block_rows, q.shape[1], joined.shape[1])
 
 
@@ -138,28 +135,54 @@ def plain_attention_all_to_all_linear(
     check_sequence(name, q.shape[0], group.size())
     q, weight, bias = autocast(q, weight, bias)
     k, v = k.to(q.dtype), v.to(q.dtype)
-    size, block_rows, batch = group.size(), q.shape[0] // group.size(), q.shape[1]
     if not same_blocks:
         attended = plain_attention_all_to_all(q, k, v, group=group, causal=causal, scale=scale)
         return blocked_linear(attended, weight, bias, main_grad=options.main_grad)
     forth, back = (
-        place_in(group, options_for_attention(options, size, by_cost).schedule)
+        options_for_attention(options, group.size(), by_cost).schedule
         for by_cost in (causal, False)
     )
-    attended = blocked_attention(
-        q, k, v, causal=causal, scale=scale,
-        rows=made_pieces(forth, block_rows),
-        grad_rows=swapped_pieces(back, block_rows, "last"),
-    )  # fmt: skip
-    y = blocked_linear_of_heads(
-        all_to_all(_by_rows(attended), group), weight, bias, size,
-        rows=[run_of_gemm(run, batch) for run in swapped_pieces(forth, block_rows, "last")],
-        grad_rows=[run_of_gemm(run, batch) for run in made_pieces(back, block_rows)],
-        options=options,
-    )  # fmt: skip
-    return y.view(block_rows, batch, weight.shape[0])
+    exchange = _exchange(name, group, options, forth, back)
+    arguments = q, k, v, weight, bias, causal, scale, exchange
+    return differentiable(AttentionLinearExchanged, *arguments)
 
 
-def _by_rows(attended: torch.Tensor) -> torch.Tensor:
-    """``[S, B, A, D]`` as ``[S * B, A * D]``."""
-    return attended.flatten(2).flatten(0, 1)
+def _exchange(
+    name: str,
+    group: dist.ProcessGroup,
+    options: LinearOptions,
+    forth: Schedule,
+    back: Schedule | None = None,
+) -> Exchange:
+    """Blocks travel by an all-to-all, between what is made and used as by these schedules."""
+    places = place_in(group, forth), place_in(group, back or forth)
+    return Exchange(name, group.size(), options, partial(_swap, group, places))
+
+
+def _swap(
+    group: dist.ProcessGroup,
+    places: tuple[Place, Place],
+    rows: int,
+    columns: int,
+    like: torch.Tensor,
+    works: Mapping[str, Work],
+    *,
+    backward: bool = False,
+    **tensors: Any,
+) -> None:
+    """The lines that :func:`~commfuse_npu.plan.rules.exchange` equals."""
+    place = places[backward]
+    blocks = tensors.get("blocks")
+    if blocks is None:
+        blocks = like.new_empty((group.size() * rows, columns))
+    if "make" in works:
+        for run in made_pieces(place, rows):
+            works["make"](blocks[run], run)
+    received = all_to_all_rows(blocks, group)
+    if "received" in tensors:
+        tensors["received"].copy_(received)
+    if "wgrad" in works:
+        works["wgrad"]()
+    if "use" in works:
+        for run in swapped_pieces(place, rows, "last" if "make" in works else "first"):
+            works["use"](received[run], run)

@@ -777,11 +777,13 @@ def no_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        plain_heads,
-        "beside",
-        lambda whole, size: head_linear.beside(whole.view(size, -1).flip(0).view_as(whole), size),
-    )
+    swap = plain_heads.all_to_all_rows
+
+    def reverse(blocks: torch.Tensor, group: Any) -> torch.Tensor:
+        received = swap(blocks, group)
+        return received.view(group.size(), -1).flip(0).view_as(received)
+
+    patch.setattr(plain_heads, "all_to_all_rows", reverse)
 
 
 def another_order_of_arrivals(patch: pytest.MonkeyPatch) -> None:
