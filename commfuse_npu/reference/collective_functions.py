@@ -30,7 +30,8 @@ __all__ = [
     "reduce_scatter_in",
 ]
 
-Exchange = Callable[[torch.Tensor], torch.Tensor]
+_Rows = Callable[[torch.Tensor], torch.Tensor]
+"""What a collective makes of a rank's rows."""
 
 
 def reduce_scatter_in(
@@ -48,7 +49,7 @@ def reduce_scatter_in(
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forth: Exchange, back: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forth: _Rows, back: _Rows) -> torch.Tensor:
         ctx.back = back
         return forth(x)
 
@@ -58,7 +59,7 @@ class _Collective(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def collective(x: torch.Tensor, forth: Exchange, back: Exchange) -> torch.Tensor:
+def collective(x: torch.Tensor, forth: _Rows, back: _Rows) -> torch.Tensor:
     """``forth(x)``; the gradient of x is ``back`` of that of the result."""
     result: torch.Tensor = _Collective.apply(x, forth, back)
     return result
