@@ -40,7 +40,12 @@ def register_wrappers(
         What counts the calls, and lanes that are to be made when Megatron's groups exist.
     """
     wrappers = LinearWrappers(
-        options.linear, options.layers, form, options.min_bytes, options.described
+        options.linear,
+        options.layers,
+        form,
+        min_rows=options.min_rows,
+        described=options.described,
+        rows=options.rows,
     )
     lanes: list[Lanes] = []
     if linears:

@@ -8,7 +8,6 @@ early, when options that it does not know yet arrive as plain strings, and once 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from commfuse_npu.ops import BucketOptions, LinearOptions
 from commfuse_npu.plan import usual_chunks
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
+from mindspeed_patches.layout import parallel_size, rows_of_blocks
 from mindspeed_patches.refusals import (
     ATTENTION_REFUSALS,
     DATA_PARALLEL_REFUSALS,
@@ -28,7 +28,6 @@ from mindspeed_patches.refusals import (
     check_compatible,
     check_data_parallel,
     check_ulysses_layout,
-    parallel_size,
 )
 from mindspeed_patches.wrappers import LAYERS
 
@@ -56,14 +55,14 @@ def whole(minimum: int) -> Callable[[str], int]:
     return convert
 
 
-def _number_or(*words: str) -> Callable[[str], int | str]:
-    """A converter for argparse: a whole number from 1, or one of some words."""
+def _number_or(*words: str, minimum: int = 1) -> Callable[[str], int | str]:
+    """A converter for argparse: a whole number of at least ``minimum``, or one of some words."""
 
     def convert(text: str) -> int | str:
         if text in words:
             return text
         try:
-            return whole(1)(text)
+            return whole(minimum)(text)
         except ValueError as error:
             choices = ", ".join(words)
             raise argparse.ArgumentTypeError(
@@ -153,8 +152,12 @@ _OPTIONS = {
         "float32: add the ranks' gradients in fp32 and round once, other bits than the collective",
         choices=("none", "float32"),
     ),
-    "commfuse_min_kib": _option(
-        0, "layers whose block per rank is smaller keep Megatron's collective", type=whole(0)
+    "commfuse_min_rows": _option(
+        "auto",
+        "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU that "
+        "is described 512, with two ranks 256, unless chunks are given or tuned; 0: none stays",
+        type=_number_or("auto", minimum=0),
+        metavar="ROWS",
     ),
     "commfuse_order_log": _option(
         None,
@@ -180,8 +183,10 @@ class CommFuseOptions:
     Attributes:
         linear: of the fused layers.
         described: set ``linear.collectives_from`` from the description of this NPU.
+        rows: of this launch's blocks; ``None`` if it does not say.
+        min_rows: layers whose block has fewer stay Megatron's; ``None``: as many as on this NPU
+            Megatron's order is faster for.
         layers: names of the layers to fuse.
-        min_bytes: smaller blocks keep Megatron's collective.
         attention: fuse attention with the projection of its output.
         ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
         data_parallel: of the distributed optimizer's buckets; ``None`` leaves them alone.
@@ -190,8 +195,9 @@ class CommFuseOptions:
 
     linear: LinearOptions
     described: bool
+    rows: int | None
+    min_rows: int | None
     layers: tuple[str, ...]
-    min_bytes: int
     attention: bool
     ulysses: LinearOptions | None
     data_parallel: BucketOptions | None
@@ -218,10 +224,15 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             "one or the other out"
         )
     tensor_parallel = parallel_size(args, "tensor_model")
-    least = given.commfuse_collectives_from
+    rows = rows_of_blocks(args)
+    chunks = 1 if tuned else 2 if rows is None else usual_chunks(tensor_parallel, rows)
+    least, min_rows = given.commfuse_collectives_from, given.commfuse_min_rows
+    if min_rows == "auto":
+        # Who says how blocks are cut, or has it tried out, has chosen.
+        min_rows = 0 if tuned or given.commfuse_chunks else None
     return CommFuseOptions(
         linear=LinearOptions(
-            schedule=schedule_for(given, tensor_parallel, chunks=1 if tuned else _chunks(args)),
+            schedule=schedule_for(given, tensor_parallel, chunks=chunks),
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
@@ -229,8 +240,9 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             tuning=Tuning(str(default_folder())) if tuned else None,
         ),
         described=least == "auto",
+        rows=rows,
+        min_rows=min_rows,
         layers=given.commfuse_layers,
-        min_bytes=1024 * given.commfuse_min_kib,
         attention=given.commfuse_attention,
         ulysses=LinearOptions(
             schedule_for(given, parallel_size(args, "context"), stride=tensor_parallel),
@@ -275,16 +287,6 @@ def complete_options(args: argparse.Namespace) -> CommFuseOptions:
     if options.data_parallel is not None:
         check_data_parallel(args)
     return options
-
-
-def _chunks(args: argparse.Namespace) -> int:
-    """Of a tensor-parallel block, if none are asked for."""
-    names = ("seq_length", "micro_batch_size")
-    sizes: list[Any] = [getattr(args, name, None) for name in names]
-    if None in sizes:
-        return 2
-    size = parallel_size(args, "tensor_model")
-    return usual_chunks(size, math.prod(map(int, sizes)) // (size * parallel_size(args, "context")))
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -28,11 +28,8 @@ from mindspeed_patches.arguments import (
 )
 from mindspeed_patches.hccl_buffer import message_megabytes, take_lane_megabytes
 from mindspeed_patches.lanes import Lanes, TensorParallelLanes
-from mindspeed_patches.refusals import (
-    IncompatibleOptionsError,
-    check_flag,
-    parallel_size,
-)
+from mindspeed_patches.layout import parallel_size
+from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
 from mindspeed_patches.wrappers import LinearWrappers
 
 if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:

@@ -10,12 +10,11 @@ are not named get what MindSpeed gives the group that they are made for.
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_patches.refusals import parallel_size
+from mindspeed_patches.layout import rows_of_blocks
 
 __all__ = ["LANES", "lane_options", "message_megabytes", "take_lane_megabytes"]
 
@@ -61,13 +60,11 @@ def message_megabytes(args: argparse.Namespace) -> int | None:
     HCCL's own 200, in which longer messages go in rounds.
     ``None`` where the arguments do not say.
     """
-    names = ("seq_length", "micro_batch_size", "hidden_size")
-    shape: list[Any] = [getattr(args, name, None) for name in names]
-    if None in shape:
+    rows, hidden = rows_of_blocks(args), getattr(args, "hidden_size", None)
+    if rows is None or hidden is None:
         return None
     item = 2 if getattr(args, "bf16", False) or getattr(args, "fp16", False) else 4
-    ranks = parallel_size(args, "tensor_model") * parallel_size(args, "context")
-    megabytes = -(-math.prod(shape) * item // (ranks << 20))
+    megabytes = -(-rows * hidden * item // 2**20)
     return min(_MOST_MEGABYTES, max(_LEAST_MEGABYTES, 1 << (megabytes - 1).bit_length()))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_patches.layout import parallel_size
+
 __all__ = [
     "ATTENTION_REFUSALS",
     "DATA_PARALLEL_REFUSALS",
@@ -23,7 +25,6 @@ __all__ = [
     "check_data_parallel",
     "check_flag",
     "check_ulysses_layout",
-    "parallel_size",
 ]
 
 
@@ -255,11 +256,6 @@ def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REF
     found = [str(refusal) for refusal in refusals if refusal.given(args)]
     if found:
         raise IncompatibleOptionsError("\n".join(found))
-
-
-def parallel_size(args: argparse.Namespace, kind: str) -> int:
-    """Of ``kind`` parallelism (``tensor_model``, ``context``), early (a string) or real."""
-    return int(getattr(args, f"{kind}_parallel_size", None) or 1)
 
 
 def check_flag(args: argparse.Namespace) -> None:

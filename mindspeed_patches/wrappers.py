@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from commfuse_npu.ops import (
     LinearOptions,
@@ -34,15 +35,17 @@ from commfuse_npu.ops import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from commfuse_npu.plan import least_rows
 from commfuse_npu.reference import (
     plain_all_gather_linear,
     plain_attention_linear_reduce_scatter,
     plain_linear_all_reduce,
     plain_linear_reduce_scatter,
 )
+from commfuse_npu.tools.simulate.cover import covering_outputs
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.lanes import OverLanes
-from mindspeed_patches.machine import collectives_from
+from mindspeed_patches.machine import described_machine
 
 __all__ = ["LAYERS", "LinearWrappers"]
 
@@ -69,8 +72,11 @@ class LinearWrappers(OverLanes):
         layers: which of :data:`LAYERS` to fuse.
         form: ``fused``; or ``plain``, the plain collectives with the GEMMs of the fused form, the
             reference that it equals bit for bit.
-        min_bytes: layers of which a rank's block is smaller keep Megatron's forward.
+        min_rows: layers of which a rank's block has fewer rows keep Megatron's forward; ``None``:
+            :func:`~commfuse_npu.plan.least_rows` on an NPU that is described, else 0.
         described: take ``collectives_from`` from the description of the NPU, if there is one.
+        rows: of the blocks of this launch, if they are known; it is said at the start where they
+            are too few.
 
     Attributes:
         transport: lanes of the tensor-parallel group.
@@ -92,8 +98,10 @@ class LinearWrappers(OverLanes):
         options: LinearOptions = LinearOptions(),
         layers: Collection[str] = LAYERS,
         form: Form = "fused",
-        min_bytes: int = 0,
+        *,
+        min_rows: int | None = 0,
         described: bool = False,
+        rows: int | None = None,
     ) -> None:
         unknown = sorted(set(layers) - set(LAYERS))
         if unknown:
@@ -103,17 +111,36 @@ class LinearWrappers(OverLanes):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
         self._form = form
-        self._min_bytes = min_bytes
-        self._described = described
+        self._rows, self._min_rows = rows, min_rows or 0
+        self._described, self._limited = described, min_rows is None
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
         self._said: set[str] = set()
 
     def opened(self) -> None:
-        """Set ``LinearOptions.collectives_from``, if the machine's description is to say."""
+        """Set what the machine's description is to say, and tell what stays Megatron's by it."""
+        size = self.lanes().size
+        machine = described_machine(self.lanes()) if self._described or self._limited else None
         if self._described:
-            least = collectives_from(self.lanes())
+            least = covering_outputs(machine, size) if machine else None
             for fusion, options in self._options.items():
                 self._options[fusion] = replace(options, collectives_from=least)
+        if self._limited:
+            self._min_rows = least_rows(size) if machine else 0
+        if self._rows is None or self._rows >= self._min_rows:
+            return
+        self._said.add(self._too_few)
+        if dist.get_rank() == 0:
+            _logger.warning(
+                "CommFuse leaves all tensor-parallel layers to Megatron, whose own order is faster "
+                "(simulated) for blocks of fewer than %d rows: those of this launch have %d; "
+                "--commfuse-min-rows 0 fuses them, a smaller TP or longer sequences lengthen them",
+                self._min_rows,
+                self._rows,
+            )
+
+    @property
+    def _too_few(self) -> str:
+        return f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows"
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
@@ -269,7 +296,7 @@ class LinearWrappers(OverLanes):
             )
         return output, layer.bias if layer.skip_bias_add else None
 
-    def _obstacle(self, layer: Any, block_bytes: int) -> str | None:
+    def _obstacle(self, layer: Any, rows: int) -> str | None:
         """Why a layer of either kind keeps Megatron's forward, or ``None``."""
         if _name(layer) not in self.layers:
             return f"{_name(layer)} is not in the list of layers to fuse"
@@ -279,9 +306,8 @@ class LinearWrappers(OverLanes):
             return "a tensor-parallel group of one has nothing to transfer"
         if getattr(layer.config, "cpu_offloading", False):
             return "cpu_offloading needs Transformer Engine's layers"
-        if block_bytes < self._min_bytes:
-            return f"a block of {block_bytes} bytes is smaller than the limit of {self._min_bytes}"
-        return None
+        # By the shape, which is the same on all ranks.
+        return self._too_few if rows < self._min_rows else None
 
     def _column_obstacle(
         self,
@@ -304,15 +330,13 @@ class LinearWrappers(OverLanes):
             return "disable_grad_reduce leaves the reduction to others"
         if layer.config.defer_embedding_wgrad_compute and layer.commfuse_layer == "output":
             return "defer_embedding_wgrad_compute keeps the gradients for later"
-        return self._obstacle(layer, input_.nbytes)
+        return self._obstacle(layer, input_.shape[:-1].numel())
 
     def _row_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
         if not layer.input_is_parallel:
             return "the input has to be scattered first"
         ranks = self.lanes().size
-        features = layer.weight.shape[0]
-        block = input_.numel() // input_.shape[-1] // ranks * features * input_.element_size()
-        obstacle = self._obstacle(layer, block)
+        obstacle = self._obstacle(layer, input_.shape[:-1].numel() // ranks)
         if obstacle is None and layer.sequence_parallel and input_.shape[0] % ranks:
             return f"sequence length {input_.shape[0]} is not divisible by {ranks}"
         return obstacle
@@ -321,7 +345,7 @@ class LinearWrappers(OverLanes):
         """Count calls that Megatron does itself; the reason is logged once."""
         self.calls[name, reason] += count
         line = f"CommFuse leaves {name} to Megatron: {reason}"
-        if line not in self._said:
+        if not self._said & {line, reason}:
             self._said.add(line)
             _logger.warning(line)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from commfuse_npu.plan.block_order import Own
+from commfuse_npu.plan.defaults import block_rows, least_rows, usual_chunks
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import (
     Hop,
@@ -12,7 +13,6 @@ from commfuse_npu.plan.schedule import (
     Shape,
     split,
     taper_down,
-    usual_chunks,
 )
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "Program",
     "Schedule",
     "Shape",
+    "block_rows",
+    "least_rows",
     "split",
     "taper_down",
     "usual_chunks",

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from commfuse_npu.plan.block_order import Own, causal_costs, least_waiting
 
 __all__ = [
-    "LEAST_ROWS",
     "Hop",
     "Own",
     "Place",
@@ -34,7 +33,6 @@ __all__ = [
     "Shape",
     "split",
     "taper_down",
-    "usual_chunks",
 ]
 
 Shape = Literal["shifted", "two_level"]
@@ -52,23 +50,6 @@ class PlanError(ValueError):
 def split(rows: int, parts: int) -> tuple[int, ...]:
     """Boundaries ``(0, ..., rows)`` of ``parts`` runs whose lengths differ by one at most."""
     return tuple(rows * part // parts for part in range(parts + 1))
-
-
-LEAST_ROWS = 512
-"""Of a tensor-parallel block: with fewer Megatron's order may be faster, whatever is cut
-(simulated)."""
-
-
-def usual_chunks(size: int, rows: int) -> int:
-    """The chunks of a tensor-parallel block of so many rows (tokens), where nobody asks for any.
-
-    What is fastest, or close to it, on both described machines (simulated, layers of three models,
-    2 to 8 ranks, 1,024 to 32,768 tokens; ``docs/layers_tables.md``).  More chunks of fewer rows
-    cost the GEMMs and the host more than they hide.
-    """
-    if rows < (1024 if size == 2 else LEAST_ROWS):
-        return 1
-    return 4 if size * rows >= 8192 and rows >= 1024 else 2
 
 
 _ROW_UNIT = 16

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.config_file import ConfigError, read_config
 
 __all__ = ["ModelConfig", "OptionParser", "given_options"]
@@ -135,6 +136,12 @@ class ModelConfig:
     @property
     def _model_parallel_size(self) -> int:
         return math.prod(getattr(self, f"{kind}_parallel_size") for kind in _MODEL_PARALLEL)
+
+    @property
+    def block_rows(self) -> int:
+        """Of a rank, in a tensor-parallel layer (:func:`~commfuse_npu.plan.block_rows`)."""
+        sizes = self.tensor_model_parallel_size, self.context_parallel_size
+        return block_rows(self.seq_length, self.micro_batch_size, *sizes)
 
     @property
     def uses_sequence_parallel(self) -> bool:

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from commfuse_npu.plan import usual_chunks
+from commfuse_npu.plan import least_rows, usual_chunks
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.cover import covering_outputs
@@ -75,13 +75,15 @@ class Point(NamedTuple):
 def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant]:
     """By name; ``rows`` of a rank's block."""
     base, least = direct(tp, tp), covering_outputs(machine, tp)
+    megatron = Variant("megatron", "megatron")
+    default = fused(base, lanes, usual_chunks(tp, rows), collectives_from=least)
     return {
         "ours": tuned(base, lanes, _CHUNKS),
         "ours, other rounding": tuned(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
-        "default": fused(base, lanes, usual_chunks(tp, rows), collectives_from=least),
+        "default": default if rows >= least_rows(tp) else megatron,
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
         **({_KERNEL: COC_FUSED} if tp == 8 else {}),
-        "Megatron": Variant("megatron", "megatron"),
+        "Megatron": megatron,
         "CoC tuned": sliced(),
         "MC2": Variant("mc2", "kernel"),
         "compute": COMPUTE_ONLY,

@@ -130,10 +130,10 @@ def lanes(group: dist.ProcessGroup) -> Transport:
 
 
 @contextmanager
-def wrapped(knobs: Knobs, form: str, min_bytes: int = 0) -> Iterator[LinearWrappers]:
+def wrapped(knobs: Knobs, form: str, min_rows: int = 0) -> Iterator[LinearWrappers]:
     from megatron.core import parallel_state
 
-    wrappers = LinearWrappers(knobs.options, knobs.layers, form, min_bytes)
+    wrappers = LinearWrappers(knobs.options, knobs.layers, form, min_rows=min_rows)
     wrappers.transport = lanes(parallel_state.get_tensor_model_parallel_group())
     manager = PatchManager()
     wrappers.register(manager)
@@ -316,13 +316,13 @@ def test_what_keeps_a_layer_from_being_fused(ranks) -> None:
 
 
 def small_blocks(rank: int) -> None:
-    """Both layers' blocks: 16 rows of 2 x 64 fp32 numbers."""
-    block = 16 * 2 * SIZES["hidden"] * 4
+    """Both layers' blocks: 16 tokens of 2 sequences."""
+    rows = 16 * 2
     with megatron(2):
         for knobs in (COLUMN, ROW):
             for limit, path in (
-                (block, "fused"),
-                (block + 1, f"a block of {block} bytes is smaller than the limit of {block + 1}"),
+                (rows, "fused"),
+                (rows + 1, "a block has fewer rows than the 33 of --commfuse-min-rows"),
             ):
                 with wrapped(knobs, "fused", limit) as wrappers:
                     run(knobs)

@@ -50,7 +50,7 @@ class TestOptions:
         assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS | {"use_commfuse": True}
         options = commfuse_options(args)
         assert options.layers == LAYERS
-        assert options.min_bytes == 0
+        assert (options.rows, options.min_rows) == (None, None)
         assert options.linear.reduce_dtype is None
         assert options.linear.schedule == Schedule("shifted", lanes=1, chunks=2)
 
@@ -80,6 +80,27 @@ class TestOptions:
         options = commfuse_options(argparse.Namespace(commfuse_collectives_from=given))
         assert (options.linear.collectives_from, options.described) == (least, described)
 
+    @pytest.mark.parametrize(
+        ("given", "least"),
+        [
+            ({}, None),
+            ({"min_rows": "auto"}, None),
+            ({"min_rows": "0"}, 0),
+            ({"min_rows": "256", "chunks": "4"}, 256),
+            ({"chunks": "1"}, 0),
+            ({"tuning": "on"}, 0),
+        ],
+    )
+    def test_the_machine_says_where_layers_stay_unless_chunks_are_chosen(
+        self, given: dict[str, str], least: int | None
+    ) -> None:
+        named = {f"commfuse_{name}": value for name, value in given.items()}
+        args = argparse.Namespace(
+            tensor_model_parallel_size="8", seq_length="4096", micro_batch_size="2", **named
+        )
+        options = commfuse_options(args)
+        assert (options.rows, options.min_rows) == (1024, least)
+
     def test_what_is_no_number_of_outputs_is_refused(self) -> None:
         with pytest.raises(ValueError, match="collectives-from: 'some' is neither a whole number"):
             commfuse_options(argparse.Namespace(commfuse_collectives_from="some"))
@@ -94,7 +115,7 @@ class TestOptions:
             "commfuse_taper": "1.5",
             "commfuse_reduce_dtype": "float32",
             "commfuse_wgrad": "blocks",
-            "commfuse_min_kib": "16",
+            "commfuse_min_rows": "16",
             "commfuse_order_log": "a folder",
         }
         if early:
@@ -106,7 +127,7 @@ class TestOptions:
             args = real_arguments(*words, tensor_model_parallel_size=4)
         options = commfuse_options(args)
         assert options.layers == ("qkv", "fc1")
-        assert options.min_bytes == 16 * 1024
+        assert options.min_rows == 16
         linear = options.linear
         assert linear.schedule == Schedule("shifted", lanes=3, chunks=4, taper=1.5)
         assert (linear.reduce_dtype, linear.wgrad) == (torch.float32, "blocks")
@@ -159,6 +180,7 @@ class TestOptions:
         ("name", "value", "message"),
         [
             ("commfuse_lanes", "0", "--commfuse-lanes: 0 is less than 1"),
+            ("commfuse_min_rows", "-1", "--commfuse-min-rows: -1 is less than 0"),
             ("commfuse_lanes", "two", "--commfuse-lanes: .*two"),
             ("commfuse_layers", "qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
             ("commfuse_schedule", "star", "--commfuse-schedule: 'star' is not one of auto"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_npu.plan import PlanError, Schedule, split, taper_down, usual_chunks
+from commfuse_npu.plan import PlanError, Schedule, block_rows, split, taper_down, usual_chunks
 
 
 def targets(schedule: Schedule, rank: int, size: int, own: str) -> list[int]:
@@ -160,3 +160,8 @@ def test_plan_and_proof_need_no_torch() -> None:
 )
 def test_long_blocks_are_cut(size: int, rows: int, chunks: int) -> None:
     assert usual_chunks(size, rows) == chunks
+
+
+@pytest.mark.parametrize(("context", "rows"), [(1, 2048), (2, 1024)])
+def test_a_block_is_a_share_of_a_micro_batch(context: int, rows: int) -> None:
+    assert block_rows(8192, 2, 8, context) == rows

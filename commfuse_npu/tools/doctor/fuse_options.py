@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from commfuse_npu.plan import Schedule, Shape, usual_chunks
+from commfuse_npu.plan import Schedule, Shape, least_rows, usual_chunks
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig, OptionParser
 
-__all__ = ["LAYERS", "FuseOptions", "chunks_of", "schedule_of"]
+__all__ = ["LAYERS", "FuseOptions", "chunks_of", "min_rows_of", "schedule_of"]
 
 _Chosen = Literal["auto", "shifted", "two_level"]
 
@@ -33,7 +33,7 @@ class FuseOptions:
     chunks: int | None = None
     taper: float = 1.0
     tuning: Literal["off", "on"] = "off"
-    min_kib: int = 0
+    min_rows: int | Literal["auto"] = "auto"
     attention: bool = False
     ulysses: bool = False
     dp: bool = False
@@ -53,14 +53,14 @@ class FuseOptions:
         parser.add_argument("--commfuse-chunks", dest="chunks", type=int)
         parser.add_argument("--commfuse-taper", dest="taper", type=float)
         parser.add_argument("--commfuse-tuning", dest="tuning", choices=("off", "on"))
-        parser.add_argument("--commfuse-min-kib", dest="min_kib", type=int)
+        parser.add_argument("--commfuse-min-rows", dest="min_rows", type=_rows)
         parser.add_argument("--commfuse-attention", dest="attention", action=flag)
         parser.add_argument("--commfuse-ulysses", dest="ulysses", action=flag)
         parser.add_argument("--commfuse-dp", dest="dp", action=flag)
         found = cls(**parser.given(options))
-        for name, least in (("lanes", 1), ("chunks", 1), ("min_kib", 0)):
+        for name, least in (("lanes", 1), ("chunks", 1), ("min_rows", 0)):
             value = getattr(found, name)
-            if value is not None and value < least:
+            if isinstance(value, int) and value < least:
                 option = f"--commfuse-{name.replace('_', '-')}"
                 raise ConfigError(f"{option} is {value}; give a whole number from {least}")
         return found
@@ -76,11 +76,22 @@ def _layer_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _rows(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def chunks_of(config: ModelConfig, options: FuseOptions) -> int:
     """The chunks of a tensor-parallel block: those asked for, or those of the feature."""
-    size = config.tensor_model_parallel_size
-    rows = config.seq_length * config.micro_batch_size // (size * config.context_parallel_size)
-    return options.chunks or (1 if options.tuning == "on" else usual_chunks(size, rows))
+    usual = usual_chunks(config.tensor_model_parallel_size, config.block_rows)
+    return options.chunks or (1 if options.tuning == "on" else usual)
+
+
+def min_rows_of(config: ModelConfig, options: FuseOptions) -> int:
+    """With fewer rows per block layers stay Megatron's, on an NPU that is described."""
+    if options.min_rows != "auto":
+        return options.min_rows
+    chosen = options.chunks or options.tuning == "on"
+    return 0 if chosen else least_rows(config.tensor_model_parallel_size)
 
 
 def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from commfuse_npu.plan.schedule import LEAST_ROWS
+from commfuse_npu.plan import least_rows
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.fuse_options import min_rows_of
 from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch, value_of
 from commfuse_npu.tools.doctor.layers import attention_obstacle, recomputes_attention
 from commfuse_npu.tools.doctor.refused import (
@@ -101,31 +102,26 @@ def _check_options(launch: Launch) -> Iterator[Finding]:
             "add --sequence-parallel",
         )
     elif config.tensor_model_parallel_size > 1:
-        yield from _check_rivals(launch)
+        yield from _check_rows(launch)
 
 
-def _check_rivals(launch: Launch) -> Iterator[Finding]:
-    """Where something else was faster in the simulator (``docs/layers_tables.md``)."""
-    config = launch.config
-    tp = config.tensor_model_parallel_size
-    rows = config.seq_length * config.micro_batch_size // (tp * config.context_parallel_size)
-    size = rows * config.hidden_size * (2 if config.bf16 else 4)
-    if rows < LEAST_ROWS and size >= 1024 * launch.fuse.min_kib:
-        yield _about(
-            "rows of a block",
-            "warning",
-            f"{rows} (tokens of a micro-batch / TP)",
-            f"{LEAST_ROWS} at least: with fewer Megatron's own order may be faster (simulated)",
-            f"fewer TP, longer sequences, or --commfuse-min-kib {size // 1024 + 1}, which leaves "
-            "such layers to Megatron",
+def _check_rows(launch: Launch) -> Iterator[Finding]:
+    """Where blocks are too short to be fused, or so short that it does not pay."""
+    config, fuse = launch.config, launch.fuse
+    rows, least = config.block_rows, least_rows(config.tensor_model_parallel_size)
+    limit = min_rows_of(config, fuse)
+    about = partial(_about, "rows of a block", "warning", f"{rows} (tokens of a micro-batch / TP)")
+    if rows < limit:
+        why = ", whose own order is faster then (simulated)" if fuse.min_rows == "auto" else ""
+        yield about(
+            f"{limit} at least: with fewer layers stay Megatron's{why}",
+            "fewer TP, longer sequences, or --commfuse-min-rows 0, which fuses them anyway",
         )
-    if tp == 8 == min(tp, config.npus_per_node):
-        yield _about(
-            "rivals",
-            "note",
-            "8 ranks of a node",
-            action="MindSpeed's --use-ascend-coc --coc-fused-kernel was faster here in the "
-            "simulator, by what others measured of it; measure both",
+    elif rows < least:
+        yield about(
+            f"{least} at least: with fewer Megatron's own order is faster (simulated)",
+            "fewer TP, longer sequences, or --commfuse-min-rows "
+            f"{least}, which leaves such layers to Megatron",
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commfuse_npu.tools.doctor.fuse_options import chunks_of
+from commfuse_npu.tools.doctor.fuse_options import chunks_of, min_rows_of
 from commfuse_npu.tools.doctor.launch import Launch, value_of
 
 __all__ = [
@@ -76,7 +76,7 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
     sequence = config.uses_sequence_parallel
     shard = rows // tp if sequence else rows
     # What one rank has to give to, or gets from, each other: s*B rows of H numbers.
-    block_rows = rows * batch // tp
+    block_rows = config.block_rows
     row_bytes = hidden * (2 if config.bf16 or "--fp16" in launch.options else 4)
     found = []
     for layer, (inputs, outputs) in features.items():
@@ -86,7 +86,7 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
         else:
             operator = "linear_reduce_scatter" if sequence else "linear_all_reduce"
             shapes = ((rows, batch, inputs // tp), (outputs, inputs // tp), (shard, batch, outputs))
-        reason = _obstacle(layer, launch, block_rows * row_bytes)
+        reason = _obstacle(layer, launch)
         # Two halves: a reduce-scatter, and a gather of its result.
         halves = 2 if operator == "linear_all_reduce" else 1
         chunks = chunks_of(config, fuse)
@@ -122,7 +122,7 @@ def attention_obstacle(launch: Launch) -> str:
     return ""
 
 
-def _obstacle(layer: str, launch: Launch, block_bytes: int) -> str:
+def _obstacle(layer: str, launch: Launch) -> str:
     """Why Megatron's forward stays; empty if it does not."""
     if layer in _COLUMN_PARALLEL and not launch.config.uses_sequence_parallel:
         return "without sequence parallelism the forward has no transfer"
@@ -132,7 +132,7 @@ def _obstacle(layer: str, launch: Launch, block_bytes: int) -> str:
         return "expert layers communicate by their own rules"
     if launch.config.tensor_model_parallel_size == 1:
         return "a tensor-parallel group of one has nothing to transfer"
-    limit = 1024 * launch.fuse.min_kib
-    if block_bytes < limit:
-        return f"a block of {block_bytes} bytes is smaller than the limit of {limit}"
+    limit = min_rows_of(launch.config, launch.fuse)
+    if launch.config.block_rows < limit:
+        return f"a block has fewer rows than the {limit} of --commfuse-min-rows"
     return ""

@@ -36,30 +36,28 @@ def test_the_flag_and_what_has_to_be_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected", "action"),
     [
-        ({}, True),
-        ({"--seq-length": "1024", "--max-position-embeddings": "1024"}, False),
-        ({"--commfuse-min-kib": "100000"}, False),
+        ("", "512 at least: with fewer Megatron's own order is faster", "--commfuse-min-rows 512"),
+        ("--commfuse-min-rows auto", "512 at least: with fewer layers stay Megatron's, whose own "
+         "order is faster then", "--commfuse-min-rows 0, which fuses them anyway"),
+        ("--commfuse-min-rows auto --commfuse-chunks 1", "512 at least: with fewer Megatron's own",
+         "--commfuse-min-rows 512"),
+        ("--commfuse-min-rows auto --seq-length 2048", None, None),
+        ("--commfuse-min-rows 769 --seq-length 1024", "769 at least: with fewer layers stay "
+         "Megatron's", "--commfuse-min-rows 0"),
     ],
-)
-def test_short_blocks_are_warned_about(changes: dict[str, str], said: bool) -> None:
-    words = FUSED.split()
-    for option, value in changes.items():
-        if option in words:
-            words[words.index(option) + 1] = value
-        else:
-            words += [option, value]
-    found = [one for one in check_launch(launch(*words)) if one.what == "rows of a block"]
-    assert [one.level for one in found] == ["warning"] * said
-    if said:
-        assert "--commfuse-min-kib" in found[0].action
-
-
-def test_at_tp_8_a_kernel_that_was_faster_in_the_simulator_is_named() -> None:
-    eight = FUSED.replace("parallel-size 2", "parallel-size 8")
-    assert "--coc-fused-kernel" in only(check_launch(launch(*eight.split())), "rivals").action
-    assert "rivals" not in [one.what for one in check_launch(launch(*FUSED.split()))]
+)  # fmt: skip
+def test_short_blocks_are_warned_about(
+    changes: str, expected: str | None, action: str | None
+) -> None:
+    words = FUSED.replace("parallel-size 2", "parallel-size 4")
+    found = [one for one in check_launch(launch(*f"{words} {changes}".split()))
+             if one.what == "rows of a block"]  # fmt: skip
+    assert [one.level for one in found] == ["warning"] * (expected is not None)
+    for one in found:
+        assert one.expected.startswith(str(expected))
+        assert str(action) in one.action
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,6 @@ def test_megatron_drops_out_unless_told_otherwise() -> None:
     by_launcher = check_launch(launch("--config", "--commfuse-attention"))
     assert {finding.what: finding.level for finding in by_launcher} == {
         "layout": "ok",
-        "rivals": "note",
         "--commfuse-attention": "note",
     }
 

@@ -112,9 +112,9 @@ def test_attention_that_is_recomputed_by_itself_stays(more: str) -> None:
 
 
 def test_attention_stays_where_proj_stays() -> None:
-    operator, reason, transfers, _ = proj(*f"{ATTENTION} --commfuse-min-kib 100".split())
+    operator, reason, transfers, _ = proj(*f"{ATTENTION} --commfuse-min-rows 100".split())
     assert (operator, transfers) == (None, 0)
-    assert reason.endswith("is smaller than the limit of 102400")
+    assert reason == "a block has fewer rows than the 100 of --commfuse-min-rows"
     assert proj(*f"{ATTENTION} --commfuse-layers qkv".split())[:2] == (
         None,
         "proj is not in the list of layers to fuse",

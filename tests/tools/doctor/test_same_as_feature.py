@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commfuse_npu.tools.doctor import Launch
-from commfuse_npu.tools.doctor.fuse_options import FuseOptions, schedule_of
+from commfuse_npu.tools.doctor.fuse_options import FuseOptions, min_rows_of, schedule_of
 from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.doctor.layers import (
     ATTENTION_OPERATOR,
@@ -191,7 +191,9 @@ def wrapped(monkeypatch, made: Launch) -> tuple[wrappers.LinearWrappers, list[tu
             return x
 
         monkeypatch.setattr(wrappers, name, operator)
-    found = wrappers.LinearWrappers(layers=made.fuse.layers, min_bytes=1024 * made.fuse.min_kib)
+    found = wrappers.LinearWrappers(
+        layers=made.fuse.layers, min_rows=min_rows_of(made.config, made.fuse)
+    )
     tp = made.config.tensor_model_parallel_size
     found.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]
     return found, called
@@ -228,12 +230,14 @@ def own(layer: SimpleNamespace, x: torch.Tensor, *_: object) -> tuple[torch.Tens
     "words",
     [
         FUSED,
-        f"{SIZES} --use-commfuse --bf16",
+        f"{SIZES} --use-commfuse --bf16 --commfuse-min-rows 0",
+        f"{FUSED} --commfuse-min-rows auto",
+        f"{FUSED} --commfuse-min-rows auto --commfuse-chunks 2",
         FUSED.replace("parallel-size 2", "parallel-size 1"),
         f"{FUSED} --commfuse-layers qkv,fc2",
-        f"{FUSED} --commfuse-min-kib 100",
-        f"{FUSED} --commfuse-min-kib 12",
-        f"{SIZES} --use-commfuse --commfuse-layers fc2 --bf16",
+        f"{FUSED} --commfuse-min-rows 97",
+        f"{FUSED} --commfuse-min-rows 96",
+        f"{SIZES} --use-commfuse --commfuse-layers fc2 --bf16 --commfuse-min-rows 0",
     ],
 )
 def test_reasons_and_shapes_are_those_of_the_wrappers(monkeypatch, words: str) -> None:
@@ -258,11 +262,12 @@ def test_reasons_and_shapes_are_those_of_the_wrappers(monkeypatch, words: str) -
         "--sequence-parallel --recompute-granularity selective",
         "--sequence-parallel --recompute-activations",
         "--sequence-parallel --recompute-granularity full",
-        "--sequence-parallel --commfuse-min-kib 100",
+        "--sequence-parallel --commfuse-min-rows 100",
     ],
 )
 def test_attention_waits_where_the_wrappers_let_it(monkeypatch, change: str) -> None:
-    made = launch(*f"{SIZES} --use-commfuse --bf16 --commfuse-attention {change}".split())
+    fused = "--use-commfuse --bf16 --commfuse-attention --commfuse-min-rows 0"
+    made = launch(*f"{SIZES} {fused} {change}".split())
     linears, called = wrapped(monkeypatch, made)
     (found,) = [layer for layer in fused_layers(made) if layer.layer == "proj"]
     rows, batch, features = found.input_shape

@@ -1,0 +1,114 @@
+"""What the description of the NPU decides when the lanes are there, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_patches.all_wrappers import register_wrappers
+from mindspeed_patches.arguments import commfuse_options
+from mindspeed_patches.patching import PatchManager
+from mindspeed_patches.wrappers import LinearWrappers
+from tests.patches.launches import real_arguments
+
+A2, A3, OTHER = "Ascend910B1", "Ascend910_9391", "Ascend310P3"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch):
+    """Wrappers of a launch whose lanes were made over NPUs of a name, or a CPU without one."""
+
+    def make(name: str | None, tp: int, *options: str, rank: int = 0, **sizes: int):
+        device = types.SimpleNamespace(get_device_name=lambda: name)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        args = real_arguments(
+            *options,
+            transformer_impl="local",
+            tensor_model_parallel_size=tp,
+            **{"seq_length": 512, "micro_batch_size": 1, "hidden_size": 64} | sizes,
+        )
+        wrappers, _ = register_wrappers(PatchManager(), commfuse_options(args))
+        wrappers.transport = SimpleNamespace(size=tp, device_type="npu" if name else "cpu")  # type: ignore[assignment]
+        wrappers.opened()
+        return wrappers
+
+    return make
+
+
+def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
+    """Of a row-parallel layer whose ranks have blocks of so many rows."""
+    layer = SimpleNamespace(
+        commfuse_layer="fc2",
+        weight=torch.empty(4, 4),
+        input_is_parallel=True,
+        sequence_parallel=True,
+        is_expert=False,
+        config=SimpleNamespace(),
+    )
+    return wrappers._row_obstacle(layer, torch.empty(rows * wrappers.lanes().size, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "options", "least"),
+    [
+        (A2, 8, "", 512),
+        (A3, 4, "", 512),
+        (A2, 2, "", 256),
+        (OTHER, 8, "", 0),
+        (None, 8, "", 0),
+        (A2, 8, "--commfuse-min-rows 0", 0),
+        (A2, 8, "--commfuse-chunks 2", 0),
+        (None, 8, "--commfuse-min-rows 64", 64),
+        (A2, 8, "--commfuse-collectives-from never", 512),
+    ],
+)
+def test_blocks_of_few_rows_stay_megatrons_on_a_described_npu(
+    opened, name: str | None, tp: int, options: str, least: int
+) -> None:
+    wrappers = opened(name, tp, *options.split())
+    assert obstacle(wrappers, max(1, least)) is None
+    if least:
+        # Each call by its own shape: sequences may vary in length.
+        said = f"a block has fewer rows than the {least} of --commfuse-min-rows"
+        assert obstacle(wrappers, least - 1) == said
+
+
+@pytest.mark.parametrize(("name", "least"), [(A2, 1734), (OTHER, None), (None, None)])
+def test_collectives_stay_where_the_description_says_it(opened, name, least) -> None:
+    options = opened(name, 8)._options[False]
+    assert options.collectives_from == least
+    assert opened(A2, 8, "--commfuse-collectives-from", "9")._options[True].collectives_from == 9
+
+
+def test_a_launch_that_fuses_nothing_says_so_once_at_its_start(opened, caplog) -> None:
+    with caplog.at_level(logging.INFO, "mindspeed_patches.wrappers"):
+        wrappers = opened(A2, 8)
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert "blocks of fewer than 512 rows: those of this launch have 64; " in line
+        assert "--commfuse-min-rows 0 fuses them" in line
+        reason = obstacle(wrappers, 64)
+        assert reason is not None
+        wrappers.leave("qkv", reason)
+        opened(A2, 8, rank=1)
+        opened(A2, 8, seq_length=4096)
+        opened(None, 8)
+        assert len(caplog.records) == 1
+    assert wrappers.describe() == [f"qkv: 1 forward calls by Megatron, because {reason}"]
+
+
+def test_a_short_call_of_a_longer_launch_is_named(opened, caplog) -> None:
+    wrappers = opened(A2, 8, seq_length=4096)
+    reason = obstacle(wrappers, 64)
+    assert reason is not None
+    with caplog.at_level(logging.INFO, "mindspeed_patches.wrappers"):
+        for _ in range(2):
+            wrappers.leave("qkv", reason)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"CommFuse leaves qkv to Megatron: {reason}"
+    ]
