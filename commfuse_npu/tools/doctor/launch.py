@@ -29,6 +29,7 @@ class Launch:
     """What is to be started.
 
     Attributes:
+        name: of the configuration, or how large the model is.
         options: words of the command line, the launcher's and those of a configuration among them.
         config: what they amount to.
         fuse: the options of CommFuse.
@@ -37,6 +38,7 @@ class Launch:
         knows_vocabulary: whether its size was given, and not left to a tokenizer.
     """
 
+    name: str
     options: tuple[str, ...]
     config: ModelConfig
     fuse: FuseOptions
@@ -67,9 +69,11 @@ def read_launch(
         given = (value_of(options, name) for name in ("--vocab-size", "--padded-vocab-size"))
         knows_vocabulary = any(value is not None for value in given)
         assumed = [] if knows_vocabulary else ["--vocab-size", str(ASSUMED_VOCABULARY)]
+        made = ModelConfig.from_options([*options, *assumed])
         return Launch(
+            f"a model of {made.num_layers} layers of {made.hidden_size}",
             tuple(options),
-            ModelConfig.from_options([*options, *assumed]),
+            made,
             FuseOptions.from_options(options),
             assigned,
             registers="mindspeed_patches.launch" in options
@@ -80,6 +84,7 @@ def read_launch(
     made = ModelConfig.load(config, options)
     unset = {k: v for k, v in _LAUNCHER_VARIABLES.items() if k not in variables}
     return Launch(
+        config.stem,
         ("--use-commfuse", *made.arguments(), *options[1:]),
         made,
         FuseOptions.from_options(options),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from commfuse_npu.plan import PlanError
-from commfuse_npu.tools.doctor.devices import check_devices
+from commfuse_npu.tools.doctor.devices import check_devices, listed_npus
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.fuse_options import schedule_of
@@ -17,6 +18,7 @@ from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.doctor.layers import ATTENTION_OPERATOR, FusedLayer, fused_layers
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.mindspeed_stack import check_stack
+from commfuse_npu.tools.doctor.rivals import check_rivals
 from commfuse_npu.tools.doctor.torch_install import check_cann, check_torch, check_torch_npu_loads
 from commfuse_npu.tools.doctor.transfers import check_transfers
 
@@ -25,15 +27,26 @@ __all__ = ["Report", "diagnose"]
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, and what the launch would fuse."""
+    """All findings, what the launch would fuse, and what all is ready for."""
 
     findings: tuple[Finding, ...]
     layers: tuple[FusedLayer, ...] = ()
     plan: str = ""
+    ready_for: str = ""
 
     @property
     def ready(self) -> bool:
         return all(finding.level != "error" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """Ready for what; or what is wrong."""
+        count = Counter(finding.level for finding in self.findings)
+        counted = f"{count['error']} errors, {count['warning']} warnings"
+        if self.ready:
+            return f"ready: {self.ready_for} ({counted})"
+        wrong = dict.fromkeys(one.what for one in self.findings if one.level == "error")
+        return f"not ready: {', '.join(wrong)} ({counted})"
 
     def as_text(self) -> str:
         lines = []
@@ -43,14 +56,13 @@ class Report:
         if self.layers:
             lines.append(f"what is fused, per rank ({self.plan})")
             lines += [f"  {_layer_line(layer)}" for layer in self.layers]
-        count = Counter(finding.level for finding in self.findings)
-        verdict = "ready" if self.ready else "not ready"
-        lines.append(f"{verdict}: {count['error']} errors, {count['warning']} warnings")
+        lines.append(self.verdict)
         return "\n".join(lines)
 
     def as_json(self) -> str:
         content = {
             "ready": self.ready,
+            "verdict": self.verdict,
             "findings": [asdict(finding) for finding in self.findings],
             "plan": self.plan,
             "layers": [asdict(layer) for layer in self.layers],
@@ -84,8 +96,11 @@ def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
         *check_devices(machine, launch),
         *check_variables(machine, launch),
     ]
+    npus = len(listed_npus(machine))
     if launch is None:
-        return Report(tuple(findings))
+        here = f"this machine can run CommFuse on {npus} NPUs"
+        without = "this machine has no NPU and can run the CPU form, rehearsals and simulations"
+        return Report(tuple(findings), ready_for=here if npus else without)
     findings += check_launch(launch)
     if any(finding.what == "layout" and finding.level == "error" for finding in findings):
         return Report(tuple(findings))
@@ -98,4 +113,20 @@ def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
         return Report((*findings, wrong))
     layers = fused_layers(launch)
     findings += check_transfers(machine, launch, schedule, layers)
-    return Report(tuple(findings), tuple(layers), str(schedule))
+    findings += check_rivals(machine, launch, schedule)
+    here = (
+        f"this machine has {npus} NPUs" if npus else "this machine has no NPU and can rehearse it"
+    )
+    ready_for = f"{_what_is_fused(launch, layers)}; {here}"
+    return Report(tuple(findings), tuple(layers), str(schedule), ready_for)
+
+
+def _what_is_fused(launch: Launch, layers: Sequence[FusedLayer]) -> str:
+    fuse = launch.fuse
+    named = f"{launch.name} at TP {launch.config.tensor_model_parallel_size}"
+    parts = [layer.layer for layer in layers if layer.operator]
+    parts += ["Ulysses"] * fuse.ulysses + ["data parallelism"] * fuse.dp
+    if not fuse.use_commfuse or not parts:
+        why = layers[0].reason if fuse.use_commfuse else "--use-commfuse is not given"
+        return f"{named} would run, but nothing of it is fused: {why}"
+    return f"{named} would be fused in {', '.join(parts)}"

@@ -21,9 +21,9 @@ def check_transfers(
     machine: Machine, launch: Launch, schedule: Schedule, layers: Sequence[FusedLayer]
 ) -> Iterator[Finding]:
     """What the lanes cost in memory, and whether a transfer fits HCCL's buffer at once."""
-    largest = max(layer.longest for layer in layers)
-    if not largest:
+    if launch.config.tensor_model_parallel_size == 1:
         return
+    largest = max(layer.longest for layer in layers)
     group_buffer = value_of(launch.options, "--hccl-group-buffer") or ""
     own = re.search(r"(?:^|[;,])\s*commfuse:(\d+)", group_buffer)
     general = launch.variables.get("HCCL_BUFFSIZE", machine.variables.get("HCCL_BUFFSIZE", "200"))
@@ -36,13 +36,15 @@ def check_transfers(
     elif group_buffer:
         megabytes = int(general) if general.isdecimal() else 200
     else:  # the feature sizes them to their messages
-        megabytes = min(200, max(16, 1 << (needed - 1).bit_length()))
+        megabytes = min(200, max(16, 1 << max(0, needed - 1).bit_length()))
     yield _about(
         "memory for lanes",
         "note",
         f"{2 * lanes * megabytes} MB per NPU: {lanes} lanes with 2 x {megabytes} MB",
         action=f"--hccl-group-buffer commfuse:{needed} takes {2 * lanes * needed} MB "
-        "and still holds the largest transfer",
+        "and still holds the largest transfer"
+        if largest
+        else "nothing uses them: leave --use-commfuse out",
     )
     if launch.fuse.tuning == "on":
         yield _about(

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.doctor import CommandResult, Finding, Report, command, diagnose, read_launch
+from commfuse_npu.tools.doctor import (
+    CommandResult,
+    Finding,
+    Package,
+    Report,
+    command,
+    diagnose,
+    read_launch,
+)
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import dry_run
 from tests.limits import LIMIT
@@ -50,7 +58,39 @@ def test_a_supported_set_on_npus_is_ready(tmp_path) -> None:
     assert summary(only(report.findings, "CANN")) == ("ok", "8.3.RC1")
     assert only(report.findings, "import torch_npu").value == "NPUs: 2"
     assert only(report.findings, "together").value.startswith("supported: MindSpeed-LLM 2.2.0")
-    assert report.as_text().endswith("ready: 0 errors, 0 warnings")
+    assert report.as_text().endswith(
+        "\nready: this machine can run CommFuse on 2 NPUs (0 errors, 0 warnings)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "llama3_8b at TP 8 would be fused in qkv, proj, fc1, fc2, output; "),
+        ("--commfuse-layers fc1,fc2 --commfuse-dp --use-distributed-optimizer "
+         "--tensor-model-parallel-size 4",
+         "llama3_8b at TP 4 would be fused in fc1, fc2, data parallelism; "),
+        ("--no-use-commfuse",
+         "llama3_8b at TP 8 would run, but nothing of it is fused: --use-commfuse is not given; "),
+        ("--seq-length 1024", "llama3_8b at TP 8 would run, but nothing of it is fused: a block "
+         "has fewer rows than the 512 of --commfuse-min-rows; "),
+    ],
+)  # fmt: skip
+def test_the_last_line_says_for_what_it_is_ready(words: str, said: str) -> None:
+    made = read_launch(CONFIG, words.split(), {})
+    packages = {"torch": Package("2.13.0")}
+    without = diagnose(machine(packages=packages), made).as_text().splitlines()[-1]
+    assert without.startswith(f"ready: {said}this machine has no NPU and can rehearse it (0 errors")
+
+
+def test_the_last_line_counts_the_npus_or_names_what_is_wrong() -> None:
+    packages = dict.fromkeys(("torch", "torch_npu"), Package("2.13.0"))
+    here = machine(packages=packages, answers=NPU_ANSWERS)
+    layout = ["--tensor-model-parallel-size", "2", "--nproc_per_node"]
+    enough, short = (read_launch(CONFIG, [*layout, count], {}) for count in ("2", "4"))
+    assert diagnose(here, enough).verdict.startswith("ready: llama3_8b at TP 2 would be fused in")
+    assert "; this machine has 2 NPUs (0 errors, " in diagnose(here, enough).verdict
+    assert diagnose(here, short).verdict.startswith("not ready: NPUS_PER_NODE (1 errors, ")
 
 
 def test_no_launch_is_no_launch() -> None:
@@ -61,10 +101,13 @@ def test_no_launch_is_no_launch() -> None:
 def test_this_machine_as_text_and_as_json(capsys) -> None:
     code = cli.main(["doctor", "--config", str(CONFIG)])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("not ready: " if code else "ready: 0 errors")
+    assert last.startswith(
+        "not ready: " if code else "ready: llama3_8b at TP 8 would be fused in qkv, "
+    )
     assert cli.main(["doctor", "--config", str(CONFIG), "--json"]) == code
     data = json.loads(capsys.readouterr().out)
     assert data["ready"] is (code == 0)
+    assert data["verdict"] == last
     assert len(data["layers"]) == 5
     versions = {f["what"]: f["value"] for f in data["findings"] if f["section"] == "versions"}
     assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -106,7 +149,7 @@ def test_the_exit_code_says_whether_it_is_ready(monkeypatch, capsys) -> None:
     monkeypatch.setattr(command, "diagnose", lambda machine, launch: report)
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out == (
-        "launch\n  error    a: b; expected c -> d\nnot ready: 1 errors, 0 warnings\n"
+        "launch\n  error    a: b; expected c -> d\nnot ready: a (1 errors, 0 warnings)\n"
     )
     monkeypatch.setattr(command, "diagnose", lambda machine, launch: Report(()))
     assert cli.main(["doctor"]) == 0

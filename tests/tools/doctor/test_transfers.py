@@ -27,4 +27,10 @@ def test_buffers_of_lanes_are_counted() -> None:
     assert memory.value == "56 MB per NPU: 7 lanes with 2 x 4 MB"
     assert summary(largest) == ("warning", "16.0 MB")
     assert largest.action == "--hccl-group-buffer commfuse:16"
-    assert transfers("--commfuse-min-kib 99999") == []
+    assert transfers("--tensor-model-parallel-size 1 --commfuse-dp") == []
+
+
+def test_lanes_are_made_where_blocks_are_too_short_to_use_them() -> None:
+    (memory,) = transfers("--seq-length 1024")
+    assert memory.value == "224 MB per NPU: 7 lanes with 2 x 16 MB"
+    assert memory.action == "nothing uses them: leave --use-commfuse out"
