@@ -1,18 +1,24 @@
-# Sourced by pretrain_<model>_ptd.sh: a pretraining with MindSpeed-LLM, with CommFuse or without.
+#!/usr/bin/env bash
+# A pretraining with MindSpeed-LLM, with CommFuse or without. Sourced by pretrain_<model>_ptd.sh:
 #
 #   launch_pretraining llama3_8b "$@"
+#
+# or run with what commfuse-npu plan --write FILE has written:
+#
+#   CONFIG=FILE bash <commfuse-npu>/scripts/launch_pretraining.sh
 #
 # Start it in the root of MindSpeed-LLM, on every node. Shape, training options and layout are in
 # configs/<model>.yaml; arguments go to pretrain_gpt.py and take the place of what is there. From the
 # environment:
 #
+#   CONFIG              another file than configs/<model>.yaml
 #   DATA_PATH           prefix of the preprocessed data; not needed with --mock-data
 #   TOKENIZER_MODEL     file or folder of the tokenizer; not needed with --tokenizer-type NullTokenizer
 #   CKPT_LOAD_DIR       weights to start from. If it is CKPT_SAVE_DIR too: go on where that stopped
 #   CKPT_SAVE_DIR       where checkpoints go; without it none is kept
 #   NPUS_PER_NODE NNODES TP PP CP NUM_LAYER_LIST          instead of what configs/<model>.yaml says
 #   MASTER_ADDR MASTER_PORT NODE_RANK                     for more than one node
-#   USE_COMMFUSE        1 (default); 0 is MindSpeed-LLM as it is, the same in all other respects
+#   USE_COMMFUSE        1 (default, unless CONFIG says otherwise); 0 is MindSpeed-LLM as it is, the same in all other respects
 #   COMMFUSE_LAYERS COMMFUSE_SCHEDULE COMMFUSE_LANES COMMFUSE_CHUNKS COMMFUSE_REDUCE_DTYPE
 #   MINDSPEED_LLM_HOME  root of MindSpeed-LLM, if that is not the current folder
 #   PYTHON              interpreter that reads the configuration: PyYAML is all it needs
@@ -30,9 +36,9 @@ export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
 
 launch_pretraining() {
-    local model="$1" words word name
+    local config="${CONFIG:-$ROOT/configs/$1.yaml}" model words word name
     shift
-    is_switch USE_COMMFUSE "${USE_COMMFUSE:=1}" || return
+    model="${config##*/}" model="${model%.yaml}"
     is_switch DRY_RUN "${DRY_RUN:=0}" || return
 
     # The layout, where the environment or the arguments change it, is checked like that of the file.
@@ -46,14 +52,17 @@ launch_pretraining() {
     changes+=("$@")
     from_config() {
         PYTHONPATH="$ROOT" "${PYTHON:-python3}" -m commfuse_npu.tools.model_config \
-            "$ROOT/configs/$model.yaml" --emit "$1" "${changes[@]}"
+            "$config" --emit "$1" "${changes[@]}"
     }
     words="$(from_config arguments)" || return
     NPUS_PER_NODE="$(from_config npus_per_node)" || return
     NNODES="$(from_config nnodes)" || return
     TP="$(from_config tensor_model_parallel_size)" || return
-    local tokenizer_option
+    local tokenizer_option fused
     tokenizer_option="$(from_config tokenizer_option)" || return
+    fused="$(from_config commfuse_options)" || return
+    [ -z "$fused" ] || : "${USE_COMMFUSE:=1}"
+    is_switch USE_COMMFUSE "${USE_COMMFUSE:=0}" || return
 
     if [ "$DRY_RUN" = 0 ]; then
         cd "${MINDSPEED_LLM_HOME:-.}" || return 2
@@ -114,12 +123,15 @@ launch_pretraining() {
     # The entry: MindSpeed-LLM's own, or the module that adds CommFuse to it and then runs it.
     local entry=(pretrain_gpt.py) log="train_$model"
     if [ "$USE_COMMFUSE" = 1 ]; then
-        if [ "$TP" -eq 1 ] && ! given --commfuse-ulysses "$@" && ! given --commfuse-dp "$@"; then
+        while IFS= read -r word; do
+            OPTIMIZE_ARGS+=("$word")
+        done <<< "${fused:---use-commfuse}"
+        if [ "$TP" -eq 1 ] && ! given --commfuse-ulysses "$@" "${OPTIMIZE_ARGS[@]}" \
+            && ! given --commfuse-dp "$@" "${OPTIMIZE_ARGS[@]}"; then
             complain "USE_COMMFUSE=1 with TP 1: a group of one has nothing to transfer;" \
                 "choose TP of at least 2, --commfuse-ulysses, --commfuse-dp, or USE_COMMFUSE=0"
             return 2
         fi
-        OPTIMIZE_ARGS+=(--use-commfuse)
         for name in LAYERS SCHEDULE LANES CHUNKS REDUCE_DTYPE; do
             word="COMMFUSE_$name"
             [ -z "${!word:-}" ] || OPTIMIZE_ARGS+=("$(option_of "$word")" "${!word}")
@@ -229,3 +241,13 @@ quoted() {
         *) printf '%s' "$1" ;;
     esac
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    if [ -z "${CONFIG:-}" ]; then
+        complain "CONFIG is not set; set it to what commfuse-npu plan --write FILE has written," \
+            "or start pretrain_<model>_ptd.sh"
+        exit 2
+    fi
+    launch_pretraining "" "$@"
+fi

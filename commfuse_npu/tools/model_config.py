@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,9 @@ class ModelConfig:
         vocab_size: of the tokenizer, before padding.  Not passed on: the tokenizer says it.
         num_layer_list: layers per pipeline stage where they differ; ``None``: the same in all.
         npus_per_node, nnodes: torchrun's ``--nproc_per_node`` and ``--nnodes``.
+        pretrain_options: further words for ``pretrain_gpt.py``, such as recomputation.
+        commfuse_options: the flag and its options, which a launch without CommFuse leaves out; none
+            of them if it is to be left out anyway.
     """
 
     # Model
@@ -82,6 +86,9 @@ class ModelConfig:
     num_layer_list: tuple[int, ...] | None
     npus_per_node: int
     nnodes: int
+    # Besides, where there are any
+    pretrain_options: tuple[str, ...] = ()
+    commfuse_options: tuple[str, ...] = ("--use-commfuse",)
 
     @classmethod
     def load(cls, path: Path, options: Sequence[str] = ()) -> ModelConfig:
@@ -299,7 +306,16 @@ class ModelConfig:
         add("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr")
         given += ["--lr-decay-style", "cosine"]
         add("lr_warmup_fraction", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "bf16")
-        return given
+        return [*given, *self.pretrain_options]
+
+    def as_yaml(self) -> str:
+        """A line per key, as :meth:`load` reads them."""
+        values: dict[str, Any] = dict(vars(self))
+        for name, kind in _KINDS.items():
+            if isinstance(values[name], tuple):
+                separator = " " if kind == _WORDS else ","
+                values[name] = separator.join(map(str, values[name]))
+        return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())
 
 
 def _option(name: str) -> str:
@@ -307,6 +323,7 @@ def _option(name: str) -> str:
 
 
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
+_WORDS = "tuple[str, ...]"
 _SPELLINGS = {
     # torchrun takes either of the last two.
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
@@ -393,6 +410,8 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
     """
     parser = OptionParser()
     for name, kind in _KINDS.items():
+        if kind == _WORDS:
+            continue
         spellings = _SPELLINGS.get(name, (_option(name),))
         action = "store_true" if kind == "bool" else "store"
         parser.add_argument(*spellings, dest=name, action=action)
@@ -410,11 +429,11 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         if key not in _KINDS:
             near = difflib.get_close_matches(str(key), _KINDS, n=1, cutoff=0.0)
             raise ConfigError(f"{path}: unknown option {key!r}; did you mean {near[0]!r}?")
-    missing = [name for name in _KINDS if name not in content]
+    missing = [name for name, kind in _KINDS.items() if name not in content and kind != _WORDS]
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
     return {
-        name: _converted(kind, content[name], f"{path}: {name}") for name, kind in _KINDS.items()
+        name: _converted(_KINDS[name], value, f"{path}: {name}") for name, value in content.items()
     }
 
 
@@ -428,6 +447,13 @@ def _converted(kind: str, value: Any, where: str) -> Any:
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{where}: {value!r} is not a name")
         return value
+    if kind == _WORDS:
+        words = (
+            tuple(value.split()) if isinstance(value, str) else () if value is None else (value,)
+        )
+        if words and not str(words[0]).startswith("--"):
+            raise ConfigError(f"{where}: {value!r} is not a line of options, as --option value")
+        return words
     if kind == "float":
         try:
             number = float("" if isinstance(value, bool) else value)
@@ -465,7 +491,7 @@ def _main(arguments: Sequence[str]) -> int:
         choices=["arguments", "number_of_parameters", "tokenizer_option", *_KINDS],
         default="arguments",
         metavar="WHAT",
-        help="arguments (one word per line), number_of_parameters, tokenizer_option or a key",
+        help="arguments, number_of_parameters, tokenizer_option or a key; one word per line",
     )
     given = parser.parse_args(own)
     try:
@@ -475,10 +501,8 @@ def _main(arguments: Sequence[str]) -> int:
         for line in str(error).splitlines():
             print(f"{given.config.name}: error: {line}", file=sys.stderr)
         return 2
-    if given.emit == "arguments":
-        print(*config.arguments(), sep="\n")
-    else:
-        print(getattr(config, given.emit))
+    value = config.arguments() if given.emit == "arguments" else getattr(config, given.emit)
+    print(*value if isinstance(value, (list, tuple)) else (value,), sep="\n")
     return 0
 
 

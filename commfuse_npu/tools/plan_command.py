@@ -17,6 +17,7 @@ from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, report
 from commfuse_npu.tools.simulate.sweep import Options
+from commfuse_npu.tools.simulate.written_plan import check_target, write_plan
 
 __all__ = ["main"]
 
@@ -80,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
         help="also schedules that round weight gradients in another way (--commfuse-wgrad blocks)",
     )
     choose.add_argument("--json", type=Path, metavar="FILE")
+    choose.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="a configuration for the launchers: CONFIG=FILE bash scripts/launch_pretraining.sh",
+    )
     return parser
 
 
@@ -136,6 +143,8 @@ def _recommend(given: argparse.Namespace) -> int:
     path = find_config(given.model)
     model = ModelConfig.load(path)
     ulysses = model.context_parallel_algo == "ulysses_cp_algo"
+    if given.write:
+        check_target(given.write)
     try:
         found = recommend(
             model,
@@ -153,4 +162,8 @@ def _recommend(given: argparse.Namespace) -> int:
     print(report(found, model, path, hardware))
     if given.json:
         write_json(given.json, as_json(found, model), indent=1)
+    if given.write:
+        write_plan(given.write, found, model, hardware)
+        launcher = f"CONFIG={given.write} bash scripts/launch_pretraining.sh"
+        print(f"\nWritten to {given.write}. On every node:\n\n    {launcher}")
     return 0

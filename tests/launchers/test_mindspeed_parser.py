@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,18 @@ def test_context_and_pipeline_parallelism_are_accepted_too(tmp_path) -> None:
     args = parsed(words[words.index("pretrain_gpt.py") + 1 :], 8)
     assert (args["context_parallel_size"], args["pipeline_model_parallel_size"]) == (2, 2)
     assert args["num_layer_list"] == "15,17"
+
+
+def test_what_a_plan_has_written_is_accepted_too(tmp_path) -> None:
+    file = tmp_path / "planned.yaml"
+    model = ModelConfig.load(ROOT / "configs" / "llama3_8b.yaml")
+    words = "--use-commfuse --commfuse-lanes 3 --commfuse-chunks 2"
+    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    config = replace(
+        model, pretrain_options=tuple(again.split()), commfuse_options=tuple(words.split())
+    )
+    file.write_text(config.as_yaml(), "utf-8")
+    words_of_launch = dry_run("llama3_8b", CONFIG=str(file), TOKENIZER_MODEL=str(tmp_path))
+    args = parsed(words_of_launch[words_of_launch.index("pretrain_gpt.py") + 1 :], 8)
+    assert (args["commfuse_lanes"], args["commfuse_chunks"]) == (3, 2)
+    assert args["recompute_granularity"] == "full"

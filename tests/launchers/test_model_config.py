@@ -321,3 +321,25 @@ def test_without_pyyaml_the_message_says_so(tmp_path) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: PyYAML is not installed for ")
     assert "pip install pyyaml, or take the Python that MindSpeed runs with" in last
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "again.yaml"
+    changed = {"pretrain_options": ("--overlap-grad-reduce",), "commfuse_options": ()}
+    for config in (load(name), replace(load(name), **changed)):
+        file.write_text(config.as_yaml(), "utf-8")
+        assert ModelConfig.load(file) == config
+    assert config.arguments() == [*load(name).arguments(), "--overlap-grad-reduce"]
+
+
+@pytest.mark.parametrize("value", ["3", "[--a]", "overlap", "{a: b}"])
+def test_what_is_no_line_of_options_is_refused(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text((CONFIGS / "llama3_8b.yaml").read_text("utf-8"), "utf-8")
+    with file.open("a", encoding="utf-8") as more:
+        more.write(f"pretrain_options: {value}\n")
+    with pytest.raises(
+        ConfigError, match=r"pretrain_options: .* is not a line of options, as --op"
+    ):
+        ModelConfig.load(file)

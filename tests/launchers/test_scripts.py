@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import shutil
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.launching import MODELS, ROOT, SCRIPTS, dry_run, launch
+from commfuse_npu.tools.model_config import ModelConfig
+from tests.launchers.launching import (
+    MODELS,
+    ROOT,
+    SCRIPTS,
+    dry_run,
+    launch,
+    remembering_python,
+)
 from tests.limits import LIMIT
 
 LAUNCHERS = [SCRIPTS / f"pretrain_{model}_ptd.sh" for model in MODELS]
@@ -184,6 +193,66 @@ def test_the_options_of_commfuse_are_passed_when_they_are_set() -> None:
     ]
     plain = dry_run("llama3_8b", USE_COMMFUSE="0", **chosen)
     assert not [word for word in plain if "commfuse" in word]
+
+
+def written(folder: Path, **changes: object) -> str:
+    """A configuration as ``commfuse-npu plan --write`` leaves it."""
+    config = dataclasses.replace(ModelConfig.load(ROOT / "configs" / "llama3_8b.yaml"), **changes)
+    (folder / "planned.yaml").write_text(config.as_yaml(), "utf-8")
+    return str(folder / "planned.yaml")
+
+
+def test_a_written_configuration_takes_the_place_of_the_models(tmp_path) -> None:
+    options = ("--use-commfuse", "--commfuse-lanes", "3")
+    file = written(
+        tmp_path,
+        tensor_model_parallel_size=4,
+        nnodes=2,
+        pretrain_options=("--overlap-grad-reduce", "--recompute-granularity", "full"),
+        commfuse_options=options,
+    )
+    words = dry_run("llama2_7b", "--commfuse-chunks", "2", CONFIG=file, COMMFUSE_LAYERS="qkv")
+    assert value(words, "--tensor-model-parallel-size") == "4"
+    assert value(words, "--nnodes") == "2"
+    assert value(words, "--rotary-base") == "500000"
+    assert value(words, "--recompute-granularity") == "full"
+    at = words.index("--use-commfuse")
+    assert words[at : at + 5] == [*options, "--commfuse-layers", "qkv"]
+    plain = dry_run("llama2_7b", CONFIG=file, USE_COMMFUSE="0")
+    assert not [word for word in plain if "commfuse" in word]
+    assert "--overlap-grad-reduce" in plain
+
+
+@pytest.mark.parametrize("use", ["", "0", "1"])
+def test_a_written_configuration_says_whether_commfuse_is_used(use: str, tmp_path) -> None:
+    file = written(tmp_path, commfuse_options=())
+    words = dry_run("llama3_8b", CONFIG=file, USE_COMMFUSE=use)
+    assert ("--use-commfuse" in words) == (use == "1")
+
+
+def test_a_written_configuration_may_fuse_context_parallelism_alone(tmp_path) -> None:
+    alone = written(
+        tmp_path,
+        tensor_model_parallel_size=1,
+        context_parallel_size=2,
+        context_parallel_algo="ulysses_cp_algo",
+        commfuse_options=("--use-commfuse", "--commfuse-ulysses"),
+    )
+    assert "--commfuse-ulysses" in dry_run("llama3_8b", CONFIG=alone)
+
+
+def test_a_written_configuration_needs_no_launcher_of_its_model(llm, tmp_path) -> None:
+    script = ["bash", str(SCRIPTS / "launch_pretraining.sh"), *ODD]
+    environment = {"PYTHON": remembering_python(), **llm}
+    keywords = {"capture_output": True, "text": True, "timeout": LIMIT, "check": False}
+    run = subprocess.run(script, env={**environment, "CONFIG": written(tmp_path)}, **keywords)
+    assert (run.returncode, run.stderr) == (3, "")
+    assert (tmp_path / "home" / "logs" / "train_planned_commfuse.log").exists()
+    recorded = (tmp_path / "recorded").read_text("utf-8").splitlines()
+    assert recorded[-2:] == list(ODD)
+    run = subprocess.run(script, env=environment, **keywords)
+    assert run.returncode == 2
+    assert "CONFIG is not set; set it to what commfuse-npu plan --write FILE has" in run.stderr
 
 
 def test_the_package_is_found_once_beside_what_is_on_the_path() -> None:

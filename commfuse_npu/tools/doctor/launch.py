@@ -20,6 +20,7 @@ _LAUNCHER_VARIABLES = {
     "HCCL_EXEC_TIMEOUT": "3600",
     "TASK_QUEUE_ENABLE": "2",
 }
+_LAUNCHER_OPTIONS = ("--use-distributed-optimizer",)  # of those that are asked for here
 ASSUMED_VOCABULARY = 32000
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
@@ -80,12 +81,12 @@ def read_launch(
             or not any(word.endswith("pretrain_gpt.py") for word in options),
             knows_vocabulary=knows_vocabulary,
         )
-    options = ["--use-commfuse", *options]
     made = ModelConfig.load(config, options)
+    options = [*made.arguments(), *_LAUNCHER_OPTIONS, *made.commfuse_options, *options]
     unset = {k: v for k, v in _LAUNCHER_VARIABLES.items() if k not in variables}
     return Launch(
         config.stem,
-        ("--use-commfuse", *made.arguments(), *options[1:]),
+        tuple(options),
         made,
         FuseOptions.from_options(options),
         {**unset, **assigned},

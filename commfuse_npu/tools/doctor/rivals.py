@@ -28,11 +28,14 @@ _DESCRIBED = {"910B": "ascend_910b_server", "Ascend910": "ascend_910c_supernode"
 
 _FLAGS = {
     "megatron": ("Megatron's own order", "leave --use-commfuse out"),
-    "sliced": ("CoC in {slices} slices", "--use-ascend-coc --coc-parallel-num {slices}"),
-    "coc_fused": ("CoC as a kernel", "--use-ascend-coc --coc-fused-kernel"),
-    "kernel": ("MC2 (if cutting costs it nothing)", "--use-ascend-mc2"),
+    **{
+        f"coc-{k}": (f"CoC in {k} slices", f"--use-ascend-coc --coc-parallel-num {k}")
+        for k in (2, 4, 8)
+    },
+    "coc-fused": ("CoC as a kernel", "--use-ascend-coc --coc-fused-kernel"),
+    "mc2": ("MC2", "--use-ascend-mc2"),
 }
-"""By kind of variant: what it is, and what is given in place of ``--use-commfuse``."""
+"""By name of the variant: what it is, and what is given in place of ``--use-commfuse``."""
 
 
 def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterator[Finding]:
@@ -70,21 +73,18 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
         return sum(step.layer(variant, half).seconds for half in ("forward", "backward"))
 
     mine = seconds(ours)
-    # The fastest of each kind; what is tuned for each operation nobody can launch.
-    best: dict[str, tuple[float, Variant]] = {}
+    # The fastest of each kind.
+    best: dict[str, tuple[float, str]] = {}
     for variant in variants(tp, tp, 1):
-        if variant.kind in _FLAGS and not variant.tuned:
-            timed = seconds(variant), variant
-            best[variant.kind] = min(best.get(variant.kind, timed), timed, key=lambda of: of[0])
-    ahead = sorted((one for one in best.values() if one[0] < mine), key=lambda of: of[0])
+        if variant.name in _FLAGS:
+            timed = seconds(variant), variant.name
+            best[variant.kind] = min(best.get(variant.kind, timed), timed)
+    ahead = sorted(one for one in best.values() if one[0] < mine)
     if not ahead:
         yield _about("ok", f"none has shorter layers (simulated, {described})")
         return
-    names, flags = [], []
-    for time, variant in ahead:
-        name, flag = (text.format(slices=variant.slices) for text in _FLAGS[variant.kind])
-        names.append(f"{name} {1 - time / mine:.1%}")
-        flags.append(flag)
+    names = [f"{_FLAGS[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
+    flags = [_FLAGS[name][1] for _, name in ahead]
     yield _about(
         "note",
         f"shorter layers (simulated, {described}): {', '.join(names)}",

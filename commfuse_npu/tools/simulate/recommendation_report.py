@@ -11,16 +11,14 @@ from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Candidate, Recommendation
 from commfuse_npu.tools.simulate.sweep import CORNERS
 
-__all__ = ["as_json", "launch", "options", "report"]
-
-_SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+__all__ = ["as_json", "options", "report"]
 
 
 def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hardware) -> str:
-    """Tables, reason and launch, in Markdown.
+    """Tables, reason and options, in Markdown.
 
     Args:
-        path: of the model's description; a launcher of its name is used if there is one.
+        path: of the model's description.
     """
     best = found.best
     lines = [
@@ -37,9 +35,6 @@ def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hard
         "",
         f"    {' '.join(options(model, best))}",
     ]
-    command = launch(model, path, hardware, best)
-    if command:
-        lines += ["", "With the launcher of this model:", "", f"    {command}"]
     return "\n".join(lines)
 
 
@@ -101,28 +96,6 @@ def _fusing(chosen: Candidate) -> Iterator[str]:
         yield "--commfuse-ulysses"
     if chosen.variant.wgrad != "whole":
         yield from ("--commfuse-wgrad", chosen.variant.wgrad)
-
-
-def launch(model: ModelConfig, path: Path, hardware: Hardware, chosen: Candidate) -> str | None:
-    """The command for every node; ``None`` if this project has no launcher for the model."""
-    script = f"pretrain_{path.stem}_ptd.sh"
-    ours = _SCRIPTS.parent / "configs" / path.name
-    if path.resolve() != ours or not (_SCRIPTS / script).is_file():
-        return None
-    layout = chosen.layout
-    per_node = min(layout.npus, hardware.npus_per_host)
-    variables = {
-        "NPUS_PER_NODE": per_node,
-        "NNODES": layout.npus // per_node,
-        "TP": layout.tp,
-        "PP": layout.pp,
-        "CP": layout.cp,
-        "NUM_LAYER_LIST": _uneven(chosen) or "none",
-        "USE_COMMFUSE": int(chosen.variant.schedule is not None),
-    }
-    words = [*_chosen(model, chosen), *(_fusing(chosen) if chosen.variant.schedule else ())]
-    settings = " ".join(f"{name}={value}" for name, value in variables.items())
-    return " ".join([settings, "bash", f"scripts/{script}", *words])
 
 
 def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.doctor import CommandResult, Finding
 from commfuse_npu.tools.doctor.fuse_options import schedule_of
 from commfuse_npu.tools.doctor.rivals import check_rivals
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 from tests.tools.doctor.launches import launch
 from tests.tools.doctor.machines import INFO_A2, machine
 
@@ -24,20 +27,44 @@ def rivals(words: str = "", npus: str = "") -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("words", "flags"),
+    ("words", "named", "not_named"),
     [
-        ("", {MC2, COC_KERNEL}),
-        ("--tensor-model-parallel-size 2 --seq-length 1024 --commfuse-min-rows 0", {MC2}),
-        ("--seq-length 1024 --commfuse-min-rows 0", {MC2, COC_KERNEL, COC, MEGATRON}),
-        ("--seq-length 1024", {MC2, COC_KERNEL}),  # Megatron's order is what runs
-        ("--commfuse-chunks 8", {MC2, COC_KERNEL}),
+        ("", {COC_KERNEL}, {COC, MEGATRON}),
+        ("--seq-length 1024 --commfuse-min-rows 0", {COC_KERNEL, COC, MEGATRON}, set()),
+        ("--seq-length 1024", {COC_KERNEL}, {MEGATRON}),  # Megatron's order is what runs
+        ("--tensor-model-parallel-size 2", set(), {COC, COC_KERNEL, MEGATRON}),
     ],
 )
-def test_what_is_faster_is_named_with_its_flag(words: str, flags: set[str]) -> None:
+def test_what_is_faster_is_named_with_its_flag(words, named, not_named) -> None:
     (found,) = rivals(words)
-    assert found.level == "note"
-    assert set(found.action.removeprefix("measure, too: ").split("; ")) == flags
-    assert "(simulated, ascend_910b_server): " in found.value
+    flags = set(found.action.removeprefix("measure, too: ").split("; "))
+    assert named <= flags
+    assert not not_named & flags
+    assert "(simulated, ascend_910b_server)" in found.value
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("megatron", MEGATRON),
+        ("coc-2", COC),
+        ("coc-fused", COC_KERNEL),
+        ("mc2", MC2),
+        ("kernel-ideal", ""),  # nobody can launch it
+    ],
+)
+@pytest.mark.parametrize("as_fast_as", [COMPUTE_ONLY, REFERENCE])
+def test_each_rival_is_named_where_it_is_faster_and_only_there(
+    monkeypatch, name: str, flag: str, as_fast_as: Variant
+) -> None:
+    assert name in {"kernel-ideal"} | {one.name for one in variants(8, 8, 1)}
+    rival = replace(as_fast_as, name=name)
+    monkeypatch.setattr("commfuse_npu.tools.doctor.rivals.variants", lambda *_: [rival])
+    (found,) = rivals()
+    if flag and as_fast_as is COMPUTE_ONLY:
+        assert (found.level, found.action) == ("note", f"measure, too: {flag}")
+    else:
+        assert (found.level, found.action) == ("ok", "")
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.doctor import read_launch
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.hardware import Figure, Hardware
@@ -25,14 +24,14 @@ from commfuse_npu.tools.simulate.recommend import (
     Recommendation,
     recommend,
 )
-from commfuse_npu.tools.simulate.recommendation_report import launch, options, report
+from commfuse_npu.tools.simulate.recommendation_report import options, report
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
 from commfuse_npu.tools.simulate.variants import Variant, direct, fused
+from commfuse_npu.tools.simulate.written_plan import check_target, planned, write_plan
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
-from tests.launchers.launching import remembering_python
-from tests.limits import LIMIT
+from tests.launchers.launching import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -194,61 +193,60 @@ def candidate(layout: Layout, variant: Variant | None = None) -> Candidate:
 
 
 @pytest.mark.parametrize("layout", [Layout(8, 1, 2, 4), Layout(4, 1, 1, 8), Layout(4, 2, 1, 8)])
-def test_what_is_printed_describes_what_was_simulated(layout: Layout) -> None:
-    one, path = candidate(layout), find_config("llama3_70b")
-    command = launch(LLAMA3_70B, path, CLUSTER, one)
-    assert command is not None
-    variables = dict(word.split("=") for word in shlex.split(command) if "=" in word)
-    words = options(LLAMA3_70B, one)
-    for name, option in (
-        ("TP", "--tensor-model-parallel-size"),
-        ("PP", "--pipeline-model-parallel-size"),
-        ("CP", "--context-parallel-size"),
-    ):
-        assert words[words.index(option) + 1] == variables[name]
-    size = ["--npus-per-node", variables["NPUS_PER_NODE"], "--nnodes", variables["NNODES"]]
-    if "--num-layer-list" not in words:
-        size += ["--num-layer-list", "none"]
-    listed = [*words, *size]
-    assert variables["NUM_LAYER_LIST"] == listed[listed.index("--num-layer-list") + 1]
-    described = ModelConfig.load(path, listed)
-    described.validate()
+def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
+    one = candidate(layout)
+    described = planned(LLAMA3_70B, CLUSTER, one)
+    sizes = ("tensor_model", "context", "data", "pipeline_model")
+    assert tuple(getattr(described, f"{name}_parallel_size") for name in sizes) == layout[:4]
     assert described.world_size == layout.npus == one.training.npus
-    assert described.data_parallel_size == layout.dp
     assert (described.num_layer_list or (80 // layout.pp,) * layout.pp) == one.training.layers
+    assert described.micro_batch_size == one.training.micro_batch
     assert described.global_batch_size == (
         one.training.micro_batch * one.training.micro_batches * layout.dp
     )
-    assert ("--overlap-grad-reduce" in words) == (layout.dp * layout.cp > 1)
+    replicated = layout.dp * layout.cp > 1
+    assert ("--overlap-grad-reduce" in described.pretrain_options) == replicated
+    words = options(LLAMA3_70B, one)
+    assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
+    again = planned(LLAMA3_70B, CLUSTER, replace(one, variant=Variant("megatron", "megatron")))
+    assert again == replace(described, commfuse_options=())
 
 
-def test_the_launcher_takes_the_command() -> None:
-    layout, path = Layout(8, 1, 2, 4), find_config("llama3_70b")
-    command = launch(LLAMA3_70B, path, CLUSTER, candidate(layout))
-    assert command is not None
-    env = {**os.environ, "DRY_RUN": "1", "MASTER_ADDR": "node0", "NODE_RANK": "0"}
-    env["PYTHON"] = remembering_python()
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT
+def test_recomputation_is_written(found: Recommendation) -> None:
+    one = candidate(Layout(8, 1, 2, 4))
+    again = replace(one, training=replace(one.training, recompute="full"))
+    written = " ".join(planned(LLAMA3_70B, CLUSTER, again).pretrain_options)
+    assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in (
+        written
     )
-    assert done.returncode == 0, done.stderr
-    printed = shlex.split(done.stdout)
-    for option, value in (
-        ("--tensor-model-parallel-size", 8),
-        ("--pipeline-model-parallel-size", 4),
-        ("--nnodes", 8),
-    ):
-        assert printed[printed.index(option) + 1] == str(value)
-    assert "--use-commfuse" in printed
-    other = launch(LLAMA3_70B, path, CLUSTER, candidate(layout, Variant("mc2", "kernel")))
-    assert other is not None
-    assert "USE_COMMFUSE=0" in other.split()
+    assert "--recompute" not in " ".join(planned(LLAMA3_70B, CLUSTER, one).pretrain_options)
 
 
-@pytest.mark.parametrize("name", ["mine.yaml", "llama3_70b.yaml"])
-def test_a_model_of_the_users_gets_options_only(name: str, tmp_path: Path) -> None:
-    # A launcher of the same name reads another file.
-    assert launch(LLAMA3_70B, tmp_path / name, CLUSTER, candidate(Layout(8, 1, 2, 4))) is None
+def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    for attempt in range(2):  # a plan may take the place of a plan
+        check_target(file)
+        write_plan(file, found, SMALL, SERVER)
+        assert ModelConfig.load(file) == planned(SMALL, SERVER, found.best), attempt
+    words = dry_run("llama3_8b", CONFIG=str(file))
+    given = options(SMALL, found.best)
+    at = given.index("--use-commfuse")
+    assert " ".join(given[at:]) in " ".join(words)
+    for option, value in pairwise(given[:at]):
+        left_out = option == "--context-parallel-size" and value == "1"
+        if option.startswith("--") and not value.startswith("--") and not left_out:
+            assert words[words.index(option) + 1] == value, option
+    launch = read_launch(file, [], {})
+    assert launch is not None
+    assert launch.fuse.chunks == found.best.variant.schedule.chunks  # type: ignore[union-attr]
+
+
+def test_nothing_but_a_plan_is_written_over(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("num_layers: 2\n", "utf-8")
+    assert cli.main(["plan", "--model", "llama3_8b", "--write", str(file)]) == 2
+    assert f"--write {file}: there is such a file, and not of a plan" in capsys.readouterr().err
+    assert file.read_text("utf-8") == "num_layers: 2\n"
 
 
 def test_the_report_says_where_something_else_is_ahead(found: Recommendation) -> None:
@@ -267,8 +265,12 @@ def test_the_report_says_where_something_else_is_ahead(found: Recommendation) ->
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     words = ["plan", "--model", "llama3_8b", "--npus", "4", "--tp", "4", "--cp", "1", "--pp", "1"]
-    assert cli.main([*words, "--sequence-length", "2048", "--json", str(file)]) == 0
+    plan = tmp_path / "plan.yaml"
+    words += ["--sequence-length", "2048", "--json", str(file), "--write", str(plan)]
+    assert cli.main(words) == 0
     out = capsys.readouterr().out
+    assert out.endswith(f"    CONFIG={plan} bash scripts/launch_pretraining.sh\n")
+    assert ModelConfig.load(plan).tensor_model_parallel_size == 4
     assert "Recommended: TP 4, CP 1, PP 1, DP 1, commfuse-" in out
     assert "--use-commfuse" in out
     content = json.loads(file.read_text())
