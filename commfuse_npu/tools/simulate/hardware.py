@@ -67,6 +67,8 @@ _RULES: dict[str, dict[str, _Rule]] = {
     },
     "rivals": {
         "coc_fused_hidden": _Rule("share", 0, 1, group="links", exclusive=False),
+        "mc2_grows": _Rule("share", 0, 1, False, "links", exclusive=False),
+        "ordered_sums": _Rule("share", 0, 1, False, "links", exclusive=False),
     },
 }
 _LEVEL_RULES = {
@@ -109,6 +111,8 @@ class Hardware:
         batched: whether a step's send and receive complete as a unit (HCCL) or not (gloo).
         topologies: of the levels ``inside`` and, if there is more than one node, ``between``.
         figures: by dotted name: ``npu.cube_flops``, ``inside.rate``, ...
+        deterministic: whether HCCL sums in an order (``HCCL_DETERMINISTIC``, which MindSpeed's
+            ``--npu-deterministic`` sets), at the cost that ``rivals.ordered_sums`` says.
     """
 
     path: Path
@@ -120,6 +124,7 @@ class Hardware:
     batched: bool
     topologies: Mapping[str, LinkTopology]
     figures: Mapping[str, Figure] = field(repr=False)
+    deterministic: bool = False
 
     @classmethod
     def load(cls, path: Path) -> Hardware:
@@ -201,6 +206,8 @@ class Hardware:
             batched=self.batched,
             message_copies=value("host.message_copies"),
             coc_fused_hidden=value("rivals.coc_fused_hidden"),
+            mc2_grows=value("rivals.mc2_grows"),
+            ordered_sums=value("rivals.ordered_sums") if self.deterministic else 0.0,
         )
 
     @property

@@ -70,14 +70,23 @@ class Machine:
     batched: bool
     message_copies: float = 0.0
     coc_fused_hidden: float = 0.0
+    mc2_grows: float = 0.0
+    ordered_sums: float = 0.0
 
     def gemm(
-        self, rows: float, inner: float, outer: float, *, result_bytes: float = ITEM_BYTES
+        self,
+        rows: float,
+        inner: float,
+        outer: float,
+        *,
+        result_bytes: float = ITEM_BYTES,
+        start: bool = True,
     ) -> float:
         """Seconds of ``[rows, inner] @ [inner, outer]``; 0 without rows.
 
         Args:
             result_bytes: read and written per number of the result.
+            start: whether it starts by itself, and not inside a kernel that has started.
         """
         if rows <= 0 or inner <= 0:
             return 0.0
@@ -88,7 +97,7 @@ class Machine:
             made = (rows + self.half_rows) * outer
         flops = 2.0 * made * inner
         traffic = ITEM_BYTES * (rows * inner + inner * outer) + result_bytes * rows * outer
-        return self.gemm_start + max(
+        return (self.gemm_start if start else 0.0) + max(
             flops / (self.cube_flops * self.gemm_efficiency), traffic / self.hbm_bandwidth
         )
 
@@ -99,6 +108,18 @@ class Machine:
     def collective(self, size: float, ranks: int) -> float:
         """Seconds of blocks of so many bytes from each rank of a node to every other one."""
         return self.inside.latency + (ranks - 1) * size / self.inside.into(ranks)
+
+    def mc2_slowed(self, times: float) -> float:
+        """How many times longer than beside other work MC2's transfers take.
+
+        Args:
+            times: what MC2's tiling takes for the shape.
+        """
+        return 1 + self.mc2_grows * (times - 1)
+
+    def summed(self, ranks: int) -> float:
+        """How many times longer HCCL's reduce-scatter takes for sums in an order."""
+        return 1 + self.ordered_sums * ranks / 8
 
     def coc_fused(self, gemm: float, transfer: float) -> float:
         """Seconds of MindSpeed's fused kernel, which hides a share of the shorter of the two."""
