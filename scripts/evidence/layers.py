@@ -4,10 +4,11 @@
 
 Simulates forward and backward of one layer, each form at its best: ours with the fastest number of
 chunks for each operation, or Megatron's order where that is faster, CoC with the fastest number of
-slices (2, 4, 8) for all, with 8 ranks also as kernels.  With other rounding sums are made in one
-pass, and weight gradients of row-parallel layers by blocks.  Times are shares of those with
-blocking collectives.  Nobody can launch the last three: CoC tuned for each operation as ours is, an
-MC2 without a cost of cutting, and a layer without communication.
+slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
+sums are made in one pass, and weight gradients of row-parallel layers by blocks.  Times are shares
+of those with blocking collectives.  Nobody can launch the last three: CoC tuned for each operation
+as ours is, kernels without a cost of cutting, and a layer without communication.  Who is ahead is
+counted a second time with HCCL's sums in an order, as ours are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,8 @@ from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lan
 from commfuse_npu.tools.simulate.variants import (
     COC_FUSED,
     COMPUTE_ONLY,
+    IDEAL,
+    MC2,
     REFERENCE,
     Variant,
     direct,
@@ -50,14 +54,15 @@ _SLICES = (2, 4, 8)
 
 OURS = ("ours", "ours, other rounding", "default")
 _KERNEL = "CoC fused"
-RIVALS = ("CoC", _KERNEL, "Megatron")
-BOUNDS = ("CoC tuned", "MC2", "compute")
+RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
+BOUNDS = ("CoC tuned", "ideal", "compute")
 
 
 class Point(NamedTuple):
     """Times of a layer by form, as shares of the layer with blocking collectives.
 
-    ``shares`` has one entry per corner of the machine's description, typical figures first.
+    ``shares`` has one entry per corner of the machine's description, typical figures first;
+    ``ordered`` is with HCCL's sums in an order, at typical figures.
     """
 
     machine: str
@@ -65,11 +70,23 @@ class Point(NamedTuple):
     tp: int
     sequence: int
     shares: tuple[dict[str, float], ...]
+    ordered: dict[str, float]
 
-    def ahead(self, form: str, others: Sequence[str], corner: int = 0) -> bool:
-        """Whether a form is faster than all the others."""
-        shares = self.shares[corner]
-        return all(shares[form] < shares[other] for other in others if other in shares)
+    def ahead(self, form: str, others: Sequence[str]) -> bool:
+        """Whether a form is faster than all the others, at typical figures."""
+        return _ahead(self.shares[0], form, others)
+
+    def ahead_everywhere(self, form: str, others: Sequence[str]) -> bool:
+        """Whether it is at every end of the ranges."""
+        return all(_ahead(shares, form, others) for shares in self.shares)
+
+    def ahead_ordered(self, form: str, others: Sequence[str]) -> bool:
+        """Whether it is with HCCL's sums in an order."""
+        return _ahead(self.ordered, form, others)
+
+
+def _ahead(shares: dict[str, float], form: str, others: Sequence[str]) -> bool:
+    return all(shares[form] < shares[other] for other in others if other in shares)
 
 
 def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant]:
@@ -84,8 +101,9 @@ def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
         **({_KERNEL: COC_FUSED} if tp == 8 else {}),
         "Megatron": megatron,
+        "MC2": MC2,
         "CoC tuned": sliced(),
-        "MC2": Variant("mc2", "kernel"),
+        "ideal": IDEAL,
         "compute": COMPUTE_ONLY,
     }
 
@@ -99,15 +117,19 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
     hardware = Hardware.load(find_config(machine, "hardware"))
     options = Options(micro_batch=1, micro_batches=1)
     what = training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
-    found = []
-    for compute, links in CORNERS[:corners]:
-        step = Step(hardware.machine(compute, links), what)
-        plain = _seconds(step, REFERENCE)
-        every = forms(hardware.machine(), tp, best_lanes(hardware, tp), sequence // tp).items()
-        shares = {name: _seconds(step, one) / plain for name, one in every}
-        shares["CoC"] = min(shares.pop(f"CoC {k}") for k in _SLICES)
-        found.append(shares)
-    return Point(machine, model, tp, sequence, tuple(found))
+    every = forms(hardware.machine(), tp, best_lanes(hardware, tp), sequence // tp)
+    shares = [
+        _shares(Step(hardware.machine(compute, links), what), every)
+        for compute, links in CORNERS[:corners]
+    ]
+    ordered = _shares(Step(replace(hardware, deterministic=True).machine(), what), every)
+    return Point(machine, model, tp, sequence, tuple(shares), ordered)
+
+
+def _shares(step: Step, every: dict[str, Variant]) -> dict[str, float]:
+    plain = _seconds(step, REFERENCE)
+    found = {name: _seconds(step, one) / plain for name, one in every.items()}
+    return {"CoC": min(found.pop(f"CoC {k}") for k in _SLICES), **found}
 
 
 def _seconds(step: Step, variant: Variant) -> float:
@@ -147,27 +169,31 @@ def _cell(one: Point, name: str, fastest: float) -> str:
 
 
 def _verdicts(points: Sequence[Point]) -> Iterator[str]:
-    without_kernel = [name for name in RIVALS if name != _KERNEL]
+    kernels = sum(_KERNEL in one.shares[0] for one in points)
+    titles = (f"{name} (of {kernels})" if name == _KERNEL else name for name in RIVALS)
+    yield f"| ahead, of {len(points)} points | {' | '.join(titles)} | all of them |"
+    yield f"|---|{'---|' * (len(RIVALS) + 1)}"
     for form in OURS:
-        ahead = [one for one in points if one.ahead(form, without_kernel)]
-        ends = [
-            one
-            for one in points
-            if all(one.ahead(form, without_kernel, corner) for corner in range(len(one.shares)))
-        ]
-        everywhere = sum(one.ahead(form, RIVALS) for one in points)
-        yield (
-            f"- *{form}*: ahead of CoC in slices and of Megatron's order at {len(ahead)} of "
-            f"{len(points)} points, at {len(ends)} of them at every end of the ranges; of CoC as a "
-            f"kernel, too, at {everywhere}{_list(points, ahead)}"
-        )
-    ideal = [one for one in points if one.ahead("MC2", OURS)]
-    yield f"- The ideal MC2 is ahead of all of ours at {len(ideal)} of {len(points)} points."
+        counts = [_counts(points, form, others) for others in (*((one,) for one in RIVALS), RIVALS)]
+        yield f"| *{form}* | {' | '.join(counts)} |"
+    yield ""
+    yield "At typical figures; at every end of the ranges; with HCCL's sums in an order."
+    yield ""
+    ideal = [one for one in points if one.ahead("ideal", OURS)]
+    yield f"The ideal kernels are ahead of all of ours at {len(ideal)} of {len(points)} points."
+    for form in OURS:
+        behind = [one for one in points if not one.ahead(form, ("CoC", "Megatron"))]
+        if 0 < len(behind) <= 8:
+            names = ", ".join(f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in behind)
+            yield f"*{form}* is behind CoC in slices or Megatron's order at {names}."
 
 
-def _list(points: Sequence[Point], ahead: Sequence[Point]) -> str:
-    behind = [f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in points if p not in ahead]
-    return f"; behind the first two at {', '.join(behind)}." if behind and len(behind) <= 8 else "."
+def _counts(points: Sequence[Point], form: str, others: Sequence[str]) -> str:
+    there = [one for one in points if len(others) > 1 or others[0] in one.shares[0]]
+    typical = sum(one.ahead(form, others) for one in there)
+    everywhere = sum(one.ahead_everywhere(form, others) for one in there)
+    ordered = sum(one.ahead_ordered(form, others) for one in there)
+    return f"{typical}; {everywhere}; {ordered}"
 
 
 def main(argv: Sequence[str]) -> int:

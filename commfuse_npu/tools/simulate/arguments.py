@@ -59,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
         help="exchange of gradients and parameters: Megatron's without overlap, with it, or "
         "--commfuse-dp; default %(default)s",
     )
+    what.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "
+        "tensor-parallel reduce-scatters; ours do it always",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--variants", default="*", help="names or patterns: 'coc-*,commfuse-*'")
     how.add_argument("--lanes", type=whole, help="of CommFuse; by default what suits the links")

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def _main(given: argparse.Namespace) -> int:
         return _predict(given)
     _refuse_what_has_no_effect(given)
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
+    hardware = replace(hardware, deterministic=given.deterministic)
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)
     layouts = _layouts(given, model)
@@ -156,6 +157,7 @@ def _as_json(model: str, hardware: Hardware, points: list[Point]) -> dict[str, A
         "hardware": {
             "file": str(hardware.path),
             "name": hardware.name,
+            "deterministic": hardware.deterministic,
             "figures": {name: vars(figure) for name, figure in hardware.figures.items()},
         },
         "points": [

@@ -110,19 +110,20 @@ class Rank:
 
     # ------------------------------------------------------------- plain collectives
 
-    def collective(self, name: str, size: float, *, launches: int = 1) -> tuple[int, ...]:
+    def collective(
+        self, name: str, size: float, *, launches: int = 1, sums: bool = False
+    ) -> tuple[int, ...]:
         """A block of so many bytes to every rank, and from every rank; returns what to wait for.
 
-        Its own work (sums) is taken as free: HCCL adds while it copies.
+        Its own work (``sums``) is taken as free, HCCL adds while it copies, but for sums in an
+        order on a mesh.
         """
         if self.size == 1 or self.variant.kind == "compute":
             return ()
         if self.variant.ring:
-            waits: tuple[int, ...] = ()
-            for _ in range(self.size - 1):
-                waits = self.pass_on(name, size, after=waits, launches=launches)
-                launches = 0
-            return waits
+            return self.around(name, size, launches=launches)
+        if sums:
+            size *= self.machine.summed(self.size)
         prefix = self.launches.unique(name)
         schedule = direct(self.size, self.members_per_node)
         sends, receives = [], []
@@ -133,6 +134,18 @@ class Rank:
             name, _COLLECTIVE, sends, receives, after=self._pending[False], launches=launches
         )
         return (received,)
+
+    def around(
+        self, name: str, size: float, *, launches: int = 1, rounds: int | None = None
+    ) -> tuple[int, ...]:
+        """The same in rounds of a ring, by default one per peer."""
+        rounds = rounds or self.size - 1
+        waits: tuple[int, ...] = ()
+        for _ in range(rounds):
+            part = size * (self.size - 1) / rounds
+            waits = self.pass_on(name, part, after=waits, launches=launches)
+            launches = 0
+        return waits
 
     def pass_on(
         self, name: str, size: float, *, after: Iterable[int] = (), launches: int = 1

@@ -127,7 +127,7 @@ class Recommendation:
         schedules: the best candidates of the best layout, shortest step first.
         rivals: the shortest step, over all layouts, of each form without CommFuse that can be
             launched, shortest first.
-        bound: that of an ideal fused kernel, which nobody can launch; ``None`` without any.
+        bound: that of ideal kernels, which nobody can launch; ``None`` without any.
         refused: how many layouts do not fit, by reason; see :class:`Refused`.
         ratio: communication / computation of a layer of the best layout, plain collectives.
         steps: seconds on the five machines, of what :meth:`beats` compares.
@@ -244,7 +244,7 @@ def recommend(
     by_form: dict[str, list[Candidate]] = {}
     for one in others:
         by_form.setdefault(one.variant.kind, []).append(one)
-    bounds = by_form.pop("kernel", [])
+    bounds = by_form.pop("ideal", [])
     rivals = tuple(sorted(map(_fastest, by_form.values()), key=_seconds))
     compared = {ranked[0], rivals[0], *ranked[1:2], *schedules[1:2]}
     compared |= set([one for one in ranked if one.variant.schedule][:1])
@@ -376,7 +376,7 @@ def _others(hardware: Hardware, tp: int) -> list[Variant]:
     members = Group(hardware.machine(), tp).members_per_node
     found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
     # Nobody can launch CoC tuned for each operation, nor plain collectives with Megatron.
-    kinds = ("megatron", "sliced", "coc_fused", "kernel")
+    kinds = ("megatron", "sliced", "coc_fused", "mc2", "ideal")
     return [one for one in found if (one.kind in kinds and not one.tuned) or tp == 1]
 
 

@@ -15,10 +15,14 @@
                        the share of the shorter of GEMM and transfer that others measured;
                        Megatron's order in the backward of column-parallel layers (read in
                        MindSpeed 26.1.0)
-``mc2``                a fused kernel, taken as ideal: GEMM and transfers overlap tile by tile, and
-                       one tile remains at one end.  Its limits: 2, 4 or 8 ranks of one node and
-                       inner dimensions of 256 to 65534 (else plain), and Megatron's order in the
-                       backward of column-parallel layers
+``mc2``                what ``--use-ascend-mc2`` does (read in MindSpeed@028de58, which says that it
+                       is not for A3, and does not refuse it there): gathers before a GEMM and
+                       reduce-scatters after one are kernels that cut by the host's formula
+                       (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
+                       to 32 on a ring, and inner dimensions of 256 to 65534, else plain; Megatron's
+                       order in the backward of column-parallel layers
+``kernel-ideal``       a bound that nobody can launch: kernels without a cost of cutting; GEMM and
+                       transfers overlap tile by tile, and one tile remains at one end; else as MC2
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``-attention``: attention
                        is split by queries and pipelined with its output projection;
                        ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: the
@@ -41,11 +45,12 @@ from typing import Literal
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
+from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["COC_FUSED", "COMPUTE_ONLY", "REFERENCE", "Sums", "Variant", "Way", "Wgrad", "direct",
-           "fused", "sliced", "tuned", "variants"]  # fmt: skip
+__all__ = ["COC_FUSED", "COMPUTE_ONLY", "IDEAL", "MC2", "REFERENCE", "Sums", "Variant", "Way",
+           "Wgrad", "direct", "fused", "sliced", "tuned", "variants"]  # fmt: skip
 
-Kind = Literal["compute", "plain", "megatron", "sliced", "coc_fused", "kernel", "fused"]
+Kind = Literal["compute", "plain", "megatron", "sliced", "coc_fused", "mc2", "ideal", "fused"]
 
 Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
@@ -108,6 +113,8 @@ class Variant:
 COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
 COC_FUSED = Variant("coc-fused", "coc_fused")
+MC2 = Variant("mc2", "mc2")
+IDEAL = Variant("kernel-ideal", "ideal")
 
 
 def direct(size: int, members_per_node: int) -> Schedule:
@@ -190,7 +197,8 @@ def variants(
         *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
         sliced(),
         *([COC_FUSED] if size == members_per_node == 8 else []),
-        Variant("mc2", "kernel"),
+        *([MC2] if size == members_per_node and size in RANKS else []),
+        IDEAL,
         ours(min(2, max(1, size - 1)), 1),
         *(ours(lanes, k) for k in chunks),
         tuned(base, lanes, chunks),

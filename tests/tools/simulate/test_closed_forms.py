@@ -15,9 +15,12 @@ from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import Level, Machine
+from commfuse_npu.tools.simulate.mc2 import tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
+    IDEAL,
+    MC2,
     REFERENCE,
     Sums,
     Variant,
@@ -182,11 +185,54 @@ def test_slices_leave_a_tail(operation, c: float, t: float, slices: int) -> None
 
 @few
 @given(c=times, t=times)
-def test_a_fused_kernel_leaves_one_tile(c: float, t: float) -> None:
-    kernel = Variant("mc2", "kernel")
-    assert gather(ideal(), 4, kernel, c, t) == pytest.approx(max(c, t + c / 64))
+def test_an_ideal_kernel_leaves_one_tile(c: float, t: float) -> None:
+    assert gather(ideal(), 4, IDEAL, c, t) == pytest.approx(max(c, t + c / 64))
     # 3 ranks are beyond its limits: plain.
-    assert gather(ideal(), 3, kernel, c, t) == pytest.approx(c + t)
+    assert gather(ideal(), 3, IDEAL, c, t) == pytest.approx(c + t)
+
+
+@few
+@given(c=times, t=times, size=st.sampled_from([2, 4, 8]))
+def test_mc2_gathers_tile_by_tile_behind_its_own_block(c: float, t: float, size: int) -> None:
+    tiles = tiling("gather", ROWS, FEATURES, FEATURES, size, 20).rows
+    time, arrived = c / size, 0.0
+    for tile in tiles:
+        arrived += t * tile / ROWS
+        time = max(time, arrived) + c * (size - 1) / size * tile / ROWS
+    assert gather(ideal(), size, MC2, c, t) == pytest.approx(time)
+    assert gather(ideal(), 3, MC2, c, t) == pytest.approx(c + t), "which it has no form for"
+
+
+@few
+@given(c=times, t=times, size=st.sampled_from([2, 4, 8]))
+def test_mc2_scatters_tile_by_tile(c: float, t: float, size: int) -> None:
+    tiles = tiling("scatter", ROWS, FEATURES, FEATURES, size, 20).rows
+    time = arrived = 0.0
+    for tile in tiles:
+        time += c * tile / ROWS
+        arrived = max(arrived, time) + t * tile / ROWS
+    assert scatter(ideal(), size, MC2, c, t) == pytest.approx(arrived)
+
+
+@few
+@given(t=times, size=st.sampled_from([2, 4, 8, 16]))
+def test_mc2_goes_around_a_ring_in_few_rounds(t: float, size: int) -> None:
+    machine = ideal("switched", latency=1.0)
+    tiles = tiling("gather", ROWS, FEATURES, FEATURES, size, 20, ring=True).rows
+    expected = len(tiles) * min(4, size - 1) + (size - 1) * t
+    assert gather(machine, size, MC2, 0.0, t) == pytest.approx(expected)
+
+
+@few
+@given(c=times, t=times)
+def test_sums_in_an_order_make_a_mesh_scatter_longer(c: float, t: float) -> None:
+    machine = ideal(ordered_sums=0.4)
+    for size, longer in ((8, 1.4), (4, 1.2), (2, 1.1)):
+        assert scatter(machine, size, REFERENCE, c, t) == pytest.approx(c + longer * t)
+        assert gather(machine, size, REFERENCE, c, t) == pytest.approx(c + t)
+        # Ours are in an order anyhow.
+        ours = fused(size - 1, 4)
+        assert scatter(machine, size, ours, c, t) == scatter(ideal(), size, ours, c, t)
 
 
 def every(size: int) -> list[Variant]:

@@ -42,6 +42,22 @@ def test_tables_and_json(capsys, tmp_path: Path) -> None:
     assert fused["shorter"]["typical"] == pytest.approx(1 - ratio)
 
 
+def test_sums_in_an_order_are_counted_for_collectives(tmp_path: Path) -> None:
+    found = {}
+    for words in ((), ("--deterministic",)):
+        file = tmp_path / "figures.json"
+        given = ["simulate", "--typical", "--variants", "megatron,mc2,commfuse-c4-l3", "--tp", "4"]
+        assert cli.main([*given, "--json", str(file), *words]) == 0
+        content = json.loads(file.read_text())
+        assert content["hardware"]["deterministic"] is bool(words)
+        (point,) = content["points"]
+        found[words] = {one["variant"]: one["layer"]["typical"] for one in point["variants"]}
+    less, more = found.values()
+    assert less.keys() == more.keys() >= {"plain-mesh", "megatron", "mc2"}
+    for name in ("plain-mesh", "mc2"):
+        assert more[name] > less[name], name
+
+
 def test_the_same_seed_prints_the_same(capsys) -> None:
     def printed(seed: str) -> str:
         noisy = [*QUICK, "--tp", "4", "--dp", "1", "--noise", "0.1", "--seed", seed]

@@ -1,0 +1,265 @@
+"""Into which tiles of rows MC2's kernels cut: the host's formula, from the shape alone.
+
+Read in hicann/ops-transformer@c29bc10, ``mc2``: ``common/src/matmul_performance.cpp``,
+``hccl_performance.cpp`` and ``hccl_formulaic_tiling.cpp``, ``all_gather_formulaic_tiling.cpp`` and
+``reduce_scatter_formulaic_tiling.cpp``; with the constants there.  The host estimates what GEMM and
+transfer take, and cuts a rank's block of rows into long tiles and a short one, so that a tile's
+GEMM takes as long as the next one's transfer: at most 16, of 128 rows or more.  These estimates
+decide the cut only; what a tile takes is this simulator's own
+(:mod:`commfuse_npu.tools.simulate.linear`).
+
+Legend: ``rows`` of a rank's block, GEMMs ``[.., inner] @ [inner, outer]``; microseconds, MiB.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES
+
+__all__ = ["INNER", "RANKS", "Tiling", "tiling"]
+
+RANKS = 2, 4, 8, 16, 32
+"""Of a group; a full mesh has up to 8 (``VALID_RANK``)."""
+INNER = 256, 65535
+"""Inner dimensions from the first and below the second."""
+
+_ALIGN, _COLUMNS = 128, 256
+_MOST, _MOST_SLOWED = 16, 8
+_MIB = 2**20
+
+
+class Tiling(NamedTuple):
+    """What the host decides.
+
+    Attributes:
+        rows: of a block in every tile, in order.
+        slowed: times longer the host takes transfers to be for large operands, besides 1.15 always.
+    """
+
+    rows: tuple[int, ...]
+    slowed: float
+
+
+@lru_cache(maxsize=4096)
+def tiling(
+    kind: Literal["gather", "scatter"],
+    rows: int,
+    inner: int,
+    outer: int,
+    ranks: int,
+    cores: int,
+    *,
+    ring: bool = False,
+    ordered: bool = False,
+) -> Tiling:
+    """The cut of an all-gather before a GEMM, or of a reduce-scatter after one.
+
+    Args:
+        cores: of the cube.
+        ring: whether transfers go around a double ring (A3) instead of over a full mesh (A2).
+        ordered: whether sums are made in an order (``HCCL_DETERMINISTIC``, on a mesh).
+    """
+    given = _Given(kind, rows, inner, outer, ranks, cores, ring, ordered and not ring)
+    return given.gather() if kind == "gather" else given.scatter()
+
+
+@dataclass
+class _Given:
+    kind: Literal["gather", "scatter"]
+    rows: int
+    inner: int
+    outer: int
+    ranks: int
+    cores: int
+    ring: bool
+    ordered: bool
+
+    def __post_init__(self) -> None:
+        gather = self.kind == "gather"
+        # Blocks that a tile's GEMM is over; a gather has the own one before.
+        self.blocks = self.ranks - 1 if gather else self.ranks
+        self.width = self.inner if gather else self.outer
+        self.align = _ALIGN
+        linear = self._linear(self.ranks if gather and not self.ring else self.blocks)
+        self.least = max(_ALIGN, 2**16 // (self.width * self.ranks * ITEM_BYTES), linear)
+        self.most = _MOST
+        self.used, self.longest = self._used(self.least, self.blocks)
+        work = max(_ALIGN, self.outer) * max(_ALIGN, self.inner)
+        self.row = work / (4096 * 1.8 * 1024 * self.cores * self.used)
+        self.scale = 1.75 * self.ranks / (self.ranks - 1) if self.ring else self.ranks / 4
+        if self.ordered:
+            self.scale /= 1 + 0.4 * self.ranks / 8
+        large = self.inner >= 8192 and self.outer > 5120
+        self.slowed = 1.0
+        if self.ranks > 2 and self.blocks > 2:
+            if self.used < 0.85:
+                self.slowed = 3.0 if gather else 1.5
+            elif large:
+                self.slowed = 1.5 if gather else 1.2
+        if gather and self.slowed > 1 and not 2048 < self.rows <= 4096:
+            self.most = _MOST_SLOWED
+        self.scale /= self.slowed * 1.15 * (0.6 if self.ring else 1.0)
+        # Around a ring of more than two both are estimated for all blocks.
+        whole = self.ring and self.ranks > 2
+        self.gemm = self._gemm(self.rows * (self.blocks if whole else 1), self.ranks)
+        self.wire = self._wire(self.rows * (self.ranks if whole else 1))
+
+    # ------------------------------------------------------------------- the two kernels
+
+    def gather(self) -> Tiling:
+        own, _ = self._used(self.rows, 1)
+        front = self._gemm(self.rows, 1) * self.used / own
+        behind = self.gemm >= self.wire
+        bound = self.wire > 2 * self.gemm and self.inner >= 8192
+        few = not behind and self.rows < 2 * self.least and self.blocks > 2
+        if few or (bound and not self.ring):
+            if self.outer > 2048 and self.rows <= 512:
+                self.align //= 2
+            self.least = min(self.least, self.align)
+        uncut = self.wire < front and self.rows <= self.longest and self.inner <= 32768
+        if uncut or self.rows < 2 * self.least:
+            return Tiling((self.rows,), self.slowed)
+        if not behind:
+            long = self._rows_in(self._wire(self.least))
+            long = min(long, self.least) if bound else long
+        elif self.ranks == 2:
+            long = self._rows_over(self._gemm(self.least, self.blocks))
+        else:
+            long = self._rows_over(front)
+        count, long, short = self._fit(long, behind)
+        return Tiling((*[long] * count, *([short] if short else [])), self.slowed)
+
+    def scatter(self) -> Tiling:
+        behind = self.gemm >= self.wire
+        ratio = max(self.gemm, self.wire) / min(self.gemm, self.wire)
+        if self.wire > 1.5 * self.gemm and self.outer >= 4096 and self.inner >= 1024:
+            self.least = min(self.least, self.align)
+        longer = self.gemm > 1.5 * self.wire and self.rows >= 4 * self.align
+        if self.ordered and self.outer <= 4096 and (ratio < 1.15 or longer):
+            self.least = max(self.least, 2 * self.align)
+        if 2 * self.wire <= self.gemm < 3 * self.wire:
+            self.least = max(self.least, 4 * _MIB // self.outer // self.blocks)
+        if self.rows < 2 * self.least:
+            return Tiling((self.rows,), self.slowed)
+        if behind:
+            long = self._rows_over(self._gemm(self.least, self.blocks))
+        else:
+            long = self._rows_in(self._wire(self.least))
+        count, long, short = self._fit(long, behind)
+        tail = [short] if short else []
+        tiles = [*[long] * count, *tail] if behind else [*tail, *[long] * count]
+        return Tiling(tuple(tiles), self.slowed)
+
+    # ------------------------------------------------------------------- estimates
+
+    def _linear(self, blocks: int) -> int:
+        """From how many rows a GEMM takes time in proportion to them."""
+        weight = max(_ALIGN, self.outer) * max(_ALIGN, self.inner)
+        if blocks > 2:
+            return max(10 * 2**30 // (weight * blocks), _ALIGN)
+        work, traffic = (size // 20 * self.cores for size in (4 * 2**30, 6 * _MIB))
+        least = max(work // weight, traffic // (weight // 1024 + max(_ALIGN, self.outer)))
+        return max(3 * _ALIGN, least // blocks)
+
+    def _used(self, rows: int, blocks: int) -> tuple[float, int]:
+        """Share of the peak, by the operands that a round reads; and the longest tile."""
+        high, wide = min(_ALIGN, rows), _COLUMNS
+        down, across = math.ceil(rows / high) * blocks, math.ceil(self.outer / wide)
+        row = self.inner * ITEM_BYTES
+        edges = min(down, self.cores) * high + min(across, self.cores) * wide
+        read = edges * row // _MIB
+        limits = ((128, 0.85), (192, 0.75), (math.inf, 0.65))
+        full, share = next((full, share) for full, share in limits if read <= full)
+        share *= min(down * across, self.cores) / self.cores
+        more = min(down + blocks, self.cores) - min(down, self.cores)
+        more = more * high * row // _MIB
+        if read <= 192 and more > full - read and across > self.cores:
+            return share, math.ceil(rows / _ALIGN) * _ALIGN
+        return share, self.rows
+
+    def _gemm(self, rows: int, blocks: int) -> float:
+        return max(_ALIGN, rows) * blocks * self.row
+
+    def _rows_in(self, microseconds: float) -> int:
+        return max(_ALIGN, int(microseconds / (self.blocks * self.row)))
+
+    def _wire(self, rows: int) -> float:
+        size = rows * self.width * self.ranks * ITEM_BYTES / _MIB
+        if self.ring:
+            raw = 11.38154641 * size + 248.151561 if size > 2 else 250.0
+        elif size > 8:
+            raw = 13.58491263 * size + 61.508333
+        elif size > 1 / 16:
+            raw = -0.9698202 * size**2 + 27.0622573 * size + 14.769
+        else:
+            raw = 18.0
+        return raw / self.scale
+
+    def _rows_over(self, microseconds: float) -> int:
+        """The inverse of :meth:`_wire`."""
+        raw = microseconds * self.scale
+        if self.ring:
+            size = (raw - 248.151561) / 11.38154641 if raw > 250 else 2.0
+        elif raw > 170:
+            size = (raw - 61.508333) / 13.58491263
+        elif raw > 18:
+            size = 13.9522034 - math.sqrt(-1.03111896 * (raw - 203.558059))
+        else:
+            size = 1 / 16
+        return int(size * _MIB) // (self.width * self.ranks * ITEM_BYTES)
+
+    # ------------------------------------------------------------------- whole tiles
+
+    def _fit(self, long: int, behind: bool) -> tuple[int, int, int]:
+        """How many long tiles, their rows, and those of the short one, 0 without."""
+        rows, align, short = self.rows, self.align, self.least
+        long = min(max(long, short), rows - short)
+        down = long // align * align
+        narrow = self.outer < 2048 or self.inner < 2048
+        up = long - down > align * (0.5 if behind else 0.75)
+        long = down + align if up or (self.ranks == 2 and behind and narrow) else down
+        long = min(long, self.longest)
+        count, shorts = max(1, (rows - int(short * 0.75)) // long), 1
+        left = rows - count * long - short
+        large = left >= short and 2 * short >= long
+        even = (self.inner * self.outer >= 32 * _MIB and short >= align) or not behind
+        if large and even and count <= 2:
+            long, large = short, False
+            count = max(1, (rows - short) // long)
+        if count + shorts == 2 and self.kind == "scatter":
+            rest = rows - count * long
+            if rest > 2 * short:
+                long += (rest - short) // 2 // align * align
+            count, shorts = self._behind(count, long)
+            large = False
+        if large and long <= short + left:
+            count, shorts = self._behind(count + 1, long)
+        if count + shorts > self.most and rows % (self.most * align) == 0:
+            count, long, shorts = self.most, rows // self.most, 0
+        if count + shorts > self.most:
+            long = min(rows, math.ceil(rows // (self.most - 1) / align) * align)
+            count, shorts = self._behind(rows // long, long)
+        short = rows - count * long
+        if long > 1024:
+            short = math.ceil(short / align) * align
+            long = math.ceil((rows - short) / count)
+            return count, long, rows - count * long
+        small = 0 < short < max(align, self.least) and long > 2 * max(align, self.least)
+        if small and short + align * count <= long:
+            long, short = long - align, short + align * count
+        total = count + shorts
+        if short > long and rows // total > align * total:
+            long = math.ceil(rows // total / align) * align
+            short = rows - count * long
+        return count, long, short
+
+    def _behind(self, count: int, long: int) -> tuple[int, int]:
+        """Numbers of long and short tiles; what is left and too short goes to the last one."""
+        left = self.rows - count * long
+        if 0 < left < self.align / 2 and count > 1:
+            return count - 1, 1
+        return count, int(left != 0)
