@@ -12,7 +12,8 @@ optimizer does.  Activations per layer and micro-batch are what its backward nee
                                (npu_fusion_attention keeps them so: read, not run)
 
 With full recomputation a layer keeps its input only, and one layer at a time has all of it.  A
-stage of a pipeline holds as many micro-batches as there are stages from it to the end (1F1B).
+stage of a pipeline holds as many micro-batches as there are stages from it to the end (1F1B), and
+more of them where chunks are interleaved.
 
 Of the transfers the largest of a layer's operations counts.  Of a fused one it is the scratch
 memory of its program; of others the backward of a column-parallel linear, which holds the gathered
@@ -28,6 +29,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.tools.simulate.pipeline_parallel import under_way
 from commfuse_npu.tools.simulate.step import Shared, Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
@@ -99,8 +101,8 @@ def _stage(model: ModelConfig, training: Training, stage: int) -> tuple[float, f
         ITEM_BYTES * (5 * shape.hidden + shape.qkv + 3 * shape.feed_forward) + _STATISTICS * heads
     )
     kept = whole if training.recompute == "none" else rows * ITEM_BYTES * shape.hidden
-    under_way = min(stages - stage, training.micro_batches)
-    activations = under_way * layers * kept
+    held = under_way(stages, training.vpp, stage, training.micro_batches)
+    activations = held * layers * kept
     if training.recompute == "full":
         activations += whole
     if last:

@@ -23,6 +23,7 @@ from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.links import PlacementError
+from commfuse_npu.tools.simulate.pipeline_parallel import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Shared, Step, Training
 from commfuse_npu.tools.simulate.sweep import (
     CORNERS,
@@ -45,6 +46,8 @@ __all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "Refused", "
 
 _CONTEXTS = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4, 8)
+_INTERLEAVED = (2, 4)
+"""Chunks per pipeline stage besides 1."""
 _DEFAULTS = Options()
 _RANKED = 5
 """So many layouts are simulated in full, each with its best schedules; the rest roughly."""
@@ -202,8 +205,8 @@ def recommend(
     others: list[Candidate] = []
     shared: Shared = {}
 
-    for layout in _layouts(model, hardware, npus, fixed):
-        tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}")
+    for layout in _layouts(model, hardware, npus, fixed, options):
+        tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
         choices: tuple[Recompute, ...] = ("none", "full")
         try:
             for choice in (fixed.recompute,) if fixed.recompute else choices:
@@ -219,10 +222,11 @@ def recommend(
                 if rows and _lanes(rows[0].variant) == max(map(_lanes, offered)):
                     break
         except (ConfigError, PlacementError) as error:
-            refused.add(str(error))
-            continue
-        if layout not in found:
-            refused.add("more memory than an NPU has")
+            why = str(error)
+        else:
+            why = "" if layout in found else "more memory than an NPU has"
+        if why and layout.vpp == 1:
+            refused.add(why)
     if not found:
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
@@ -231,6 +235,11 @@ def recommend(
         )
 
     ordered = sorted(found, key=lambda layout: _fastest(found[layout]).seconds)
+    # Of layouts that differ in their chunks only, the best.
+    best_of: dict[Layout, Layout] = {}
+    for layout in ordered:
+        best_of.setdefault(layout._replace(vpp=1), layout)
+    ordered = list(best_of.values())
     for place, layout in enumerate(ordered[:_RANKED], 1):
         tell(f"the best layouts in full: {place} of {_RANKED}")
         what = found[layout][0].training
@@ -250,7 +259,7 @@ def recommend(
     compared |= set([one for one in ranked if one.variant.schedule][:1])
     steps = {one: _on_all_machines(hardware, one) for one in compared}
     return Recommendation(
-        len(found),
+        len(best_of),
         tuple(ranked),
         schedules,
         rivals,
@@ -300,10 +309,13 @@ def _holds(name: str, npus: int) -> bool:
     return Hardware.load(find_config(name, "hardware")).npus >= npus
 
 
-def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) -> Iterator[Layout]:
+def _layouts(
+    model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed, options: Options
+) -> Iterator[Layout]:
     """Every way to divide the NPUs; whether the model can be divided so is asked later.
 
-    Tensor parallelism stays inside a node unless it is given.
+    Tensor parallelism stays inside a node unless it is given.  Interleaved pipelines are there
+    where layers and micro-batches divide.
     """
     tps = [fixed.tp] if fixed.tp else _divisors(min(npus, hardware.npus_per_node))
     cps = [fixed.cp] if fixed.cp else _CONTEXTS
@@ -314,8 +326,18 @@ def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) ->
     for tp in tps:
         for cp in cps:
             for pp in pps:
-                if npus % (tp * cp * pp) == 0:
-                    yield Layout(tp, cp, npus // (tp * cp * pp), pp)
+                dp, left = divmod(npus, tp * cp * pp)
+                if left:
+                    continue
+                yield Layout(tp, cp, dp, pp)
+                given = model.global_batch_size // (
+                    (options.micro_batch or model.micro_batch_size) * dp
+                )
+                batches = options.micro_batches or given
+                even = pp != stages or model.num_layer_list is None
+                for vpp in _INTERLEAVED if even and pp > 1 else ():
+                    if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
+                        yield Layout(tp, cp, dp, pp, vpp)
 
 
 def _divisors(number: int) -> list[int]:

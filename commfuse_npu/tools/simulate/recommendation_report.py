@@ -76,6 +76,9 @@ def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
     if chosen.layout.dp * chosen.layout.cp > 1:
         # As it was simulated.
         yield from ("--overlap-grad-reduce", "--overlap-param-gather")
+    if chosen.layout.vpp > 1:
+        each = training.layers[0] // chosen.layout.vpp
+        yield from ("--num-layers-per-virtual-pipeline-stage", str(each))
     if chosen.recompute == "full":
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
         yield from ("--recompute-num-layers", "1")
@@ -135,11 +138,11 @@ def _layouts(found: Recommendation, hardware: Hardware) -> Iterator[str]:
     peak = hardware.typical("npu.cube_flops")
 
     def row(place: str, one: Candidate) -> str:
-        (tp, cp, dp, pp), training = one.layout, one.training
+        (tp, cp, dp, _, _), training = one.layout, one.training
         name = f"**{one.variant.name}**" if one is found.best else one.variant.name
         npu_seconds = one.seconds * training.npus
         return (
-            f"| {place} | {tp} | {cp} | {pp} | {dp} | {one.recompute} | {name} | "
+            f"| {place} | {tp} | {cp} | {_pipeline(one)} | {dp} | {one.recompute} | {name} | "
             f"{_seconds(one.seconds)} | {training.tokens / npu_seconds:.0f} | "
             f"{training.flops / (npu_seconds * peak):.1%} | {one.memory.total / 2**30:.1f} GiB |"
         )
@@ -210,9 +213,15 @@ def _against(found: Recommendation, other: Candidate) -> str:
 
 
 def _name(one: Candidate) -> str:
-    tp, cp, dp, pp = one.layout
+    tp, cp, dp, _, _ = one.layout
     again = ", full recomputation" if one.recompute == "full" else ""
-    return f"TP {tp}, CP {cp}, PP {pp}, DP {dp}{again}, {one.variant.name}"
+    return f"TP {tp}, CP {cp}, PP {_pipeline(one)}, DP {dp}{again}, {one.variant.name}"
+
+
+def _pipeline(one: Candidate) -> str:
+    """Stages, and chunks of each where they are interleaved."""
+    _, _, _, pp, vpp = one.layout
+    return f"{pp} x {vpp}" if vpp > 1 else str(pp)
 
 
 def _seconds(value: float) -> str:

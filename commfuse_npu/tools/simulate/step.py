@@ -47,12 +47,13 @@ Shared = dict[Hashable, Any]
 
 
 class Layout(NamedTuple):
-    """Parallel sizes."""
+    """Parallel sizes; ``vpp``: chunks of layers per pipeline stage, interleaved from 2 on."""
 
     tp: int
     cp: int
     dp: int
     pp: int
+    vpp: int = 1
 
     @property
     def npus(self) -> int:
@@ -74,6 +75,7 @@ class Training:
         ulysses: whether context parallelism exchanges heads instead of passing keys around.
         fuse_ulysses: whether CommFuse's variants fuse these exchanges.
         data_parallel: how gradients and parameters are exchanged.
+        vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
     """
 
     layers: tuple[int, ...]
@@ -96,10 +98,11 @@ class Training:
     fuse_ulysses: bool = False
     recompute: Recompute = "none"
     data_parallel: DataParallel = "overlapped"
+    vpp: int = 1
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.tp, self.cp, self.dp, len(self.layers))
+        return Layout(self.tp, self.cp, self.dp, len(self.layers), self.vpp)
 
     @property
     def npus(self) -> int:
@@ -201,8 +204,9 @@ class Step:
             whole = False if self.rough else None
             return self.group.play(variant, lambda rank: build(rank, shape), whole=whole).seconds
 
-        forwards = [count * f for count in training.layers]
-        backwards = [count * (b + again) for count in training.layers]
+        chunks = [count / training.vpp for count in training.layers] * training.vpp
+        forwards = [count * f for count in chunks]
+        backwards = [count * (b + again) for count in chunks]
         heads = llama.head_forward, llama.head_backward
         head = self._once(("head", variant), lambda: [part(build) for build in heads])
         forwards[-1] += head[0]
@@ -211,7 +215,11 @@ class Step:
         forwards[0] += embedding
         backwards[0] += embedding
         ends = one_forward_one_backward(
-            forwards, backwards, training.micro_batches, 0.0 if free else self._between_stages
+            forwards,
+            backwards,
+            training.micro_batches,
+            0.0 if free else self._between_stages,
+            training.vpp,
         )
         end, exposed = max(ends), 0.0
         if not free:

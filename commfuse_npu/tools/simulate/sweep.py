@@ -22,6 +22,7 @@ from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.footprint import buffers, communicators
 from commfuse_npu.tools.simulate.group import UNDISTURBED, Group
 from commfuse_npu.tools.simulate.hardware import Choice, Hardware
+from commfuse_npu.tools.simulate.pipeline_parallel import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 
@@ -163,12 +164,15 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         nnodes=1,
     )
     fitted.validate()
+    micro_batches = global_batch // (micro_batch * layout.dp)
+    layers = stages or (model.num_layers // layout.pp,) * layout.pp
+    _check_interleaving(layout, layers, micro_batches)
     head = model.hidden_size // model.num_attention_heads
     qkv = head * (model.num_attention_heads + 2 * model.num_query_groups)
     hidden = model.hidden_size
-    layer = hidden * (qkv + hidden + 3 * model.ffn_hidden_size + 2)
+    of_layer = hidden * (qkv + hidden + 3 * model.ffn_hidden_size + 2)
     return Training(
-        layers=stages or (model.num_layers // layout.pp,) * layout.pp,
+        layers=layers,
         hidden=hidden,
         feed_forward=model.ffn_hidden_size,
         qkv=qkv,
@@ -176,10 +180,10 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         key_value=head * model.num_query_groups,
         parameters=model.number_of_parameters
         - (model.vocab_size * hidden if model.untie_embeddings_and_output_weights else 0),
-        layer_parameters=layer,
+        layer_parameters=of_layer,
         sequence=sequence,
         micro_batch=micro_batch,
-        micro_batches=global_batch // (micro_batch * layout.dp),
+        micro_batches=micro_batches,
         tp=layout.tp,
         cp=layout.cp,
         dp=layout.dp,
@@ -189,7 +193,23 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         fuse_ulysses=options.ulysses == "fused",
         recompute=options.recompute,
         data_parallel=options.data_parallel,
+        vpp=layout.vpp,
     )
+
+
+def _check_interleaving(layout: Layout, layers: Sequence[int], micro_batches: int) -> None:
+    if layout.vpp == 1:
+        return
+    if layout.pp == 1 or any(count % layout.vpp for count in layers):
+        raise ConfigError(
+            f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "
+            f"{', '.join(map(str, sorted(set(layers))))}; choose another number of chunks"
+        )
+    if not interleaves(layout.pp, layout.vpp, micro_batches):
+        raise ConfigError(
+            f"{micro_batches} micro-batches are not divisible by {layout.pp} pipeline stages, as "
+            "the interleaved schedule wants; choose another global batch or 1 chunk"
+        )
 
 
 def best_lanes(hardware: Hardware, size: int) -> int:

@@ -27,7 +27,7 @@ from commfuse_npu.tools.simulate.recommend import (
 from commfuse_npu.tools.simulate.recommendation_report import options, report
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import Variant, direct, fused
+from commfuse_npu.tools.simulate.variants import MC2, Variant, direct, fused
 from commfuse_npu.tools.simulate.written_plan import check_target, planned, write_plan
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
@@ -57,9 +57,9 @@ def check_ranked(found: Recommendation, npus: int, hardware: Hardware) -> None:
     assert found.other is found.rivals[0]
     kinds = [one.variant.kind for one in found.rivals]
     assert len(kinds) == len(set(kinds))
-    assert not {"fused", "kernel"} & set(kinds), "what can be launched without CommFuse"
+    assert not {"fused", "ideal"} & set(kinds), "what can be launched without CommFuse"
     assert found.bound is not None
-    assert found.bound.variant.kind == "kernel"
+    assert found.bound.variant.kind == "ideal"
     assert found.steps[found.best][0] == found.best.seconds
     assert " x more memory than an NPU has" in str(found.refused)
 
@@ -88,10 +88,33 @@ def test_all_layouts_of_a_cluster_are_ranked_by_their_steps() -> None:
 
 def test_what_was_given_stays() -> None:
     given = recommend(SMALL, SERVER, 8, fixed=Fixed(tp=2, cp=1, pp=1))
-    assert [one.layout for one in given.ranked] == [(2, 1, 4, 1)]
+    assert [one.layout for one in given.ranked] == [Layout(2, 1, 4, 1)]
     # With one layout the runner-up is another schedule.
     assert given.runner_up is given.schedules[1]
     assert given.runner_up.layout == given.best.layout
+
+
+def test_pipelines_are_interleaved_where_that_is_faster() -> None:
+    model = replace(SMALL, num_layers=8, global_batch_size=4)
+    found = recommend(model, SERVER, 2, fixed=Fixed(tp=1, cp=1, pp=2))
+    assert found.fitting == 1, "layouts that differ in their chunks count once"
+    assert found.best.layout == Layout(1, 1, 1, 2, vpp=4)
+    words = options(model, found.best)
+    assert words[words.index("--num-layers-per-virtual-pipeline-stage") + 1] == "1"
+    assert "| 1 | 1 | 1 | 2 x 4 | 1 |" in report(found, model, Path("mine.yaml"), SERVER)
+    # More than the chunks of plain 1F1B are held.
+    assert (
+        found.best.memory.activations
+        > footprint(
+            model,
+            replace(found.best.training, vpp=1),
+            found.best.variant,
+            SERVER,
+        ).activations
+    )
+    # Three micro-batches do not go through two stages two at a time.
+    odd = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
+    assert odd.best.layout == Layout(1, 1, 1, 2)
 
 
 @pytest.mark.long
@@ -110,7 +133,9 @@ def test_memory_decides_on_recomputation_and_on_lanes() -> None:
 
     # All three lanes would need more than there is; two fit without recomputation.
     assert fitting(17.75, recompute="none") == ("none", {1, 2})
-    assert fitting(17.2) == ("full", {1, 2, 3})
+    recompute, lanes = fitting(17.2)
+    assert recompute == "full"
+    assert 3 in lanes
     with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
         fitting(17.2, recompute="none")
 
@@ -275,7 +300,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--use-commfuse" in out
     content = json.loads(file.read_text())
     assert content["simulated"] is True
-    assert content["layouts"][0]["layout"] == {"tp": 4, "cp": 1, "dp": 1, "pp": 1}
+    assert content["layouts"][0]["layout"] == Layout(4, 1, 1, 1)._asdict()
     assert len(content["layouts"][0]["step_seconds_on_all_machines"]) == 5
 
 

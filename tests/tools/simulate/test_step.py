@@ -15,7 +15,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import engine, group
 from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
 from commfuse_npu.tools.simulate.hardware import Hardware
-from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
+from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward, under_way
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, fused, variants
@@ -49,6 +49,54 @@ def test_a_pipeline_is_bounded_by_its_slowest_stage(stages, batches: int, transf
     if batches == 1:
         assert time == pytest.approx(once)
     assert time >= max(one_forward_one_backward(forward, backward, batches))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    f=st.floats(0.1, 10),
+    b=st.floats(0.1, 10),
+    stages=st.integers(2, 8),
+    chunks=st.integers(1, 4),
+    rounds=st.integers(1, 4),
+)
+def test_interleaved_chunks_divide_the_bubble(
+    f: float, b: float, stages: int, chunks: int, rounds: int
+) -> None:
+    places, batches = stages * chunks, stages * rounds
+    parts = [f / chunks] * places, [b / chunks] * places
+    ends = one_forward_one_backward(*parts, batches, chunks=chunks)
+    assert max(ends) == pytest.approx((batches + (stages - 1) / chunks) * (f + b))
+    # Every chunk is sent on: a micro-batch alone goes around the stages and back.
+    apart = one_forward_one_backward(*parts, stages, 1.0, chunks)
+    assert max(apart) >= max(one_forward_one_backward(*parts, stages, chunks=chunks))
+    assert max(apart) >= f + b + 2 * (places - 1)
+
+
+def test_interleaved_stages_hold_more_and_less_wherever_they_are() -> None:
+    assert [under_way(4, 1, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    # 2 * (p - 1 - i) + (v - 1) * p + 1 chunks of v per stage.
+    assert [under_way(4, 2, stage, 16) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
+    assert under_way(4, 2, 0, 4) == 4, "all that there are"
+
+
+def test_an_interleaved_layout_has_to_divide() -> None:
+    what = training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=8))
+    assert what.layout.vpp == 2
+    with pytest.raises(ConfigError, match="2 chunks do not divide the layers of 4 pipeline stages"):
+        # Whose stages differ.
+        training(LLAMA, Layout(8, 1, 1, 4, 2), 8192, Options(micro_batches=8))
+    with pytest.raises(ConfigError, match="6 micro-batches are not divisible by 8"):
+        training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=6))
+
+
+def test_an_interleaved_step_is_shorter_with_few_micro_batches() -> None:
+    found = [
+        Step(ROCE.machine(), training(LLAMA, layout, 8192, Options(micro_batches=8)), rough=True)
+        .time(REFERENCE)
+        .seconds
+        for layout in (Layout(8, 1, 1, 2), Layout(8, 1, 1, 2, 2), Layout(8, 1, 1, 2, 4))
+    ]
+    assert found == sorted(found, reverse=True)
 
 
 def test_buckets_close_when_they_are_large_enough() -> None:
