@@ -27,7 +27,7 @@ from commfuse_npu.tools.simulate.recommend import (
 from commfuse_npu.tools.simulate.recommendation_report import options, report
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import MC2, Variant, direct, fused
+from commfuse_npu.tools.simulate.variants import Variant, direct, fused
 from commfuse_npu.tools.simulate.written_plan import check_target, planned, write_plan
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
