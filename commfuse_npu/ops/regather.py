@@ -108,5 +108,7 @@ def _nothing(*_: object) -> None: ...
 
 
 def _calls(transport: Transport) -> _Calls:
-    found: _Calls = transport.remembered.setdefault(__name__, _Calls())
+    found: _Calls | None = transport.remembered.get(__name__)
+    if found is None:
+        found = transport.remembered[__name__] = _Calls()
     return found
