@@ -62,7 +62,7 @@ def takes_plain_path(
         reason = f"{rows} rows cannot be split over {transport.size} ranks"
     if reason is None:
         return False
-    transport.agree(name, path="plain", shape=tuple(like.shape), dtype=like.dtype)
+    transport.agree(name, {"shape": tuple(like.shape)}, path="plain", dtype=like.dtype)
     line = f"{name} takes the plain path: {reason}"
     if line not in _said:
         _said.add(line)

@@ -307,7 +307,10 @@ class Running:
                     # Let go of the tensors, in both places that a batch is in.
                     one[:] = [()]
         except RuntimeError as error:
-            transport.fail(f"{self._what(step, way)}: {error}", self)
+            why = f"{self._what(step, way)}: {error}"
+            if timeout is not None and time.perf_counter() - start >= timeout.total_seconds():
+                raise transport.gave_up(why, self) from error
+            transport.fail(why, self)
             raise transport.error() from error
         finally:
             transport.blocked_seconds += time.perf_counter() - start

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["MissingRankError", "roll_call"]
+__all__ = ["MissingRankError", "Swap", "roll_call"]
 
 
 class MissingRankError(RuntimeError):
@@ -33,7 +33,57 @@ class MissingRankError(RuntimeError):
         self.left_over = left_over
 
 
-def roll_call(value: Any, group: dist.ProcessGroup, timeout: timedelta) -> list[Any]:
+class Swap:
+    """A tensor for every other rank, and one from each, under way.
+
+    Args:
+        mine: what every rank gets.
+        theirs: where that of each peer goes: of the size that it sends, or gloo ends the process.
+        group: of gloo.
+
+    Raises:
+        MissingRankError: a connection is gone.
+    """
+
+    def __init__(
+        self,
+        mine: torch.Tensor,
+        theirs: dict[int, torch.Tensor],
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> None:
+        self.mine = mine
+        self._theirs = theirs
+        self._works: list[tuple[int, Any]] = []
+        ranks = dist.get_process_group_ranks(group)
+        peer = group.rank()
+        try:
+            for peer, buffer in theirs.items():
+                self._works.append((peer, dist.irecv(buffer, ranks[peer], group, tag)))
+            for peer in theirs:
+                self._works.append((peer, dist.isend(mine, ranks[peer], group, tag)))
+        except RuntimeError as error:
+            raise MissingRankError(peer, error, self) from error
+
+    def wait(self, end: float) -> dict[int, torch.Tensor]:
+        """What the peers sent, by peer; once.
+
+        Args:
+            end: by :func:`time.monotonic`.
+
+        Raises:
+            MissingRankError: a rank did not send in time, or its connection is gone.
+        """
+        for peer, work in self._works:
+            try:
+                # To gloo no time at all means its own limit.
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                raise MissingRankError(peer, error, self) from error
+        return self._theirs
+
+
+def roll_call(value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int = 0) -> list[Any]:
     """``value`` of every rank, in the order of the ranks; small things, by pickle.
 
     Equals::
@@ -45,6 +95,7 @@ def roll_call(value: Any, group: dist.ProcessGroup, timeout: timedelta) -> list[
 
     Args:
         timeout: for all of it.
+        tag: keeps it apart from what else is under way in the group.
 
     Raises:
         MissingRankError: a rank did not come in time, or its connection is gone.
@@ -55,26 +106,8 @@ def roll_call(value: Any, group: dist.ProcessGroup, timeout: timedelta) -> list[
     peers = [(rank + distance) % size for distance in range(1, size)]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
-    _swap(torch.tensor([mine.numel()]), lengths, group, end)
+    Swap(torch.tensor([mine.numel()]), lengths, group, tag).wait(end)
     theirs = {p: torch.empty(int(length), dtype=torch.uint8) for p, length in lengths.items()}
-    _swap(mine, theirs, group, end)
+    Swap(mine, theirs, group, tag).wait(end)
     theirs[rank] = mine
     return [pickle.loads(theirs[peer].numpy().tobytes()) for peer in range(size)]
-
-
-def _swap(
-    mine: torch.Tensor, theirs: dict[int, torch.Tensor], group: dist.ProcessGroup, end: float
-) -> None:
-    ranks = dist.get_process_group_ranks(group)
-    works: list[tuple[int, Any]] = []
-    peer = group.rank()
-    try:
-        for peer, buffer in theirs.items():
-            works.append((peer, dist.irecv(buffer, ranks[peer], group)))
-        for peer in theirs:
-            works.append((peer, dist.isend(mine, ranks[peer], group)))
-        for peer, work in works:  # noqa: B007 - the error names it
-            # To gloo no time at all means its own limit.
-            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
-    except RuntimeError as error:
-        raise MissingRankError(peer, error, (works, mine, theirs)) from error

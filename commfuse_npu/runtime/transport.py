@@ -5,27 +5,32 @@ order; on gloo a set of sockets.  Programs run on them (:mod:`commfuse_npu.runti
 
 The rules, each enforced here: dedicated lane groups, made and warmed up together and never in a
 forward; one issuing thread; a comparison of the ranks at the first use of a combination of
-operation, shapes and options; a failure names rank, peer, operation and step, and breaks the
-transport for good, because the transfers that are left over can no longer be matched.
+operation and options, and of all that was begun, with its sizes, before an optimizer changes
+weights; a failure names rank, peer, operation and step, and breaks the transport for good, because
+the transfers that are left over can no longer be matched.
 """
 
 from __future__ import annotations
 
 import threading
 import zlib
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.ledger import Ledger, Signature, mismatch
 from commfuse_npu.runtime.order_log import OrderLog, TransportLog
 from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
 from commfuse_npu.runtime.scratch import ScratchPool
@@ -40,7 +45,32 @@ __all__ = [
 Check = Literal["first", "always"]
 
 _MOST_AGREED = 4096
-"""Combinations of operation, shapes and options that are remembered, about 1 KiB each."""
+"""Combinations of operation and options, and programs, that are remembered, about 1 KiB each."""
+
+_EXPLAINING = timedelta(seconds=2)
+"""How long others whose wait took too long as well are waited for, to say in what they differ."""
+
+_HISTORIES = 2
+"""The tag of what was begun, in full."""
+
+_numbers = count()
+_unsettled: set[Transport] = set()
+"""On which something was begun that was not compared with the other ranks."""
+
+
+@cache
+def _settle_before_steps() -> None:
+    """Have all transports settled before a step of any optimizer of torch.optim, or of its kind."""
+
+    def settle(*_: object) -> None:
+        # In one order on all ranks, or they wait for each other.
+        for transport in sorted(_unsettled, key=lambda one: one._number):
+            if transport._world is dist.group.WORLD:
+                transport.settle()
+            else:
+                _unsettled.discard(transport)  # its groups were destroyed with all others
+
+    register_optimizer_step_pre_hook(settle)
 
 
 def _device_backend(backend: str) -> tuple[str, str]:
@@ -66,17 +96,21 @@ def _device_backend(backend: str) -> tuple[str, str]:
     return next((one for one in found if one[0] != "cpu"), found[0])
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class TransportError(RuntimeError):
     """A transfer failed or timed out.  The transport cannot be used any more."""
 
 
-def _everyone(value: Any, group: dist.ProcessGroup, timeout: timedelta) -> list[Any]:
+def _everyone(value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int = 0) -> list[Any]:
     """What every rank of the group gives here, by rank; on gloo an error says whose is missing.
 
     HCCL would open a communicator per pair of ranks for that, in an order that hangs.
     """
     if dist.get_backend(group) == "gloo":
-        return roll_call(value, group, timeout)
+        return roll_call(value, group, timeout, tag)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, value, group=group)
     return everyone
@@ -91,7 +125,11 @@ def _making(what: str) -> Iterator[None]:
 
 
 class MismatchError(TransportError):
-    """The ranks of a group called different operations, or with different shapes or options."""
+    """The ranks of a group called different operations, or with different shapes or options.
+
+    What is known to all ranks is compared when it was carried out already: see
+    :meth:`Transport.settle`.
+    """
 
 
 def _expect_all_made(
@@ -165,8 +203,13 @@ class Transport:
         self.device_type, _ = _device_backend(dist.get_backend(lanes[0]))
         self._lanes = tuple(lanes)
         self._control = control
-        self._agreed: OrderedDict[Hashable, int] = OrderedDict()
-        self._begun: dict[Hashable, tuple[int, object]] = {}
+        self._agreed: set[Hashable] = set()
+        self._begun: dict[Hashable, tuple[int, Signature, object]] = {}
+        self._ledger: Ledger | None = None
+        if self.size > 1 and check == "first":
+            self._ledger = Ledger(control)
+            _settle_before_steps()
+        self._number, self._world = next(_numbers), dist.group.WORLD
         self._places: dict[Schedule, Place] = {}
         self._in_flight: set[Running] = set()
         self._thread = threading.get_ident()
@@ -198,8 +241,9 @@ class Transport:
             timeout: for waits (gloo) and for the lanes' own set-up.
             batched: how to post; by default as the group's backend needs it.  On HCCL it has to
                 be True; on gloo True is for tests of what HCCL will see.
-            check: compare operation, shapes, dtype and options of the ranks at the ``first`` use of
-                each combination, or ``always``.
+            check: compare operation, dtype and options of the ranks at their ``first`` use, and
+                what comes up again, with its sizes, when they :meth:`settle`; or everything
+                ``always``, before it is sent.
             lane_options: ``pg_options`` of the lane groups, HCCL's buffer size among them.
             order_log: where to write down the order of posts and waits, on all processes alike.
 
@@ -321,6 +365,7 @@ class Transport:
         for group in (*self._lanes, self._control):
             dist.destroy_process_group(group)
         self._broken = self._broken or f"rank {self.rank}: it was closed"
+        _unsettled.discard(self)
         if self.order_log is not None:
             self.order_log.close()
 
@@ -364,22 +409,24 @@ class Transport:
         # By identity: hashing all that is in them takes longer than posting a transfer.
         key = program, name, like.dtype, sum_dtype, id(options)
         known = self._begun.get(key) if self.check == "first" else None
-        if known is not None:
-            identity, _ = known
-        else:
+        if known is None:
             self._fits(program, name)
-            identity = self.agree(
-                name,
-                path=program.rule[0],
-                schedule=program.rule[1],
-                dtype=like.dtype,
-                sum_dtype=sum_dtype,
-                options=options,
+            sizes = {what: value for what, value in program.arguments.items() if _is_size(value)}
+            facts = {
+                "path": program.rule[0],
+                "schedule": program.rule[1],
+                "dtype": like.dtype,
+                "sum_dtype": sum_dtype,
+                "options": options,
                 **program.arguments,
-            )
+            }
+            known = *self._agreed_on(name, facts, sizes), options
             if len(self._begun) >= _MOST_AGREED:
                 self._begun.clear()
-            self._begun[key] = identity, options
+            self._begun[key] = known
+        identity, signature, _ = known
+        if self._ledger is not None:
+            self._enter(self._ledger, identity, signature)
         log = None
         if self.order_log is not None:
             log = self.order_log.begin(program, name, like.dtype, sum_dtype, options)
@@ -423,12 +470,17 @@ class Transport:
         """The group of each lane."""
         return self._lanes
 
-    def agree(self, name: str, **facts: Hashable) -> int:
-        """Compare an operation with that of the other ranks, before anything is posted.
+    def agree(
+        self, name: str, sizes: Mapping[str, Hashable] | None = None, **facts: Hashable
+    ) -> int:
+        """Agree with the other ranks on an operation, before anything of it is posted.
 
         The ranks of a group run the same operations in the same order, so that all of them meet a
-        combination for the first time together.  One that does not is caught by the tags on gloo
-        (nothing matches, the wait times out) and by HCCL's own time limit.
+        combination of facts for the first time together, and wait for each other there.  Sizes of
+        what is known are compared later, see :meth:`settle`: a new length holds nobody up.
+
+        Args:
+            sizes: lengths, which come and go; zero is not a length, but a fact.
 
         Returns:
             a number for what was agreed on, to tell operations apart; the same on every rank.
@@ -439,19 +491,91 @@ class Transport:
         """
         if self._broken is not None:
             raise self.error()
-        signature = (("operation", name), *facts.items())
-        identity = self._agreed.get(signature)
-        if identity is not None and (self.size == 1 or self.check == "first"):
-            self._agreed.move_to_end(signature)
-            return identity
-        if self.size > 1:
-            self._compare(name, signature)
-        if identity is None:
-            identity = self._agreed[signature] = zlib.crc32(repr(signature).encode())
-            # The ranks run the same operations, so that they forget the same.
-            if len(self._agreed) > _MOST_AGREED:
-                self._agreed.popitem(last=False)
+        sizes = sizes or {}
+        identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
+        if self._ledger is not None:
+            self._enter(self._ledger, identity, signature)
         return identity
+
+    def _agreed_on(
+        self, name: str, facts: Mapping[str, Hashable], sizes: Mapping[str, Hashable]
+    ) -> tuple[int, Signature]:
+        """Compare the facts, if they are new, and with them those that are sizes."""
+        signature = (("operation", name), *facts.items())
+        kind = (
+            *signature[:1],
+            *((what, bool(value) if what in sizes else value) for what, value in facts.items()),
+        )
+        if self.size > 1 and (kind not in self._agreed or self.check == "always"):
+            self._compare(name, signature)
+        if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
+            # The ranks run the same operations, so that they forget the same; and what is begun
+            # by identity, which is not the same on all of them, is forgotten with it.
+            self._agreed.clear()
+            self._begun.clear()
+        self._agreed.add(kind)
+        return zlib.crc32(repr(signature).encode()), signature
+
+    def _enter(self, ledger: Ledger, identity: int, signature: Signature) -> None:
+        """Write down what is begun, to be compared later."""
+        _unsettled.add(self)
+        if ledger.enter(identity, signature):
+            with self._with_others("what was begun"):
+                same = ledger.send(self.timeout)
+            if not same:
+                self._went_apart(ledger)
+
+    def settle(self) -> None:
+        """Compare what was begun with the other ranks: it returns only if it was the same.
+
+        It runs by itself before every step of an optimizer of torch.optim and of its subclasses,
+        the inner optimizers of Megatron and MindSpeed among them, and raises there, before weights
+        change.  A loop that changes weights in another way, or has none to change, calls it where
+        all ranks of the group come.  Where nothing was begun since the last time it does nothing.
+
+        What was begun are the operations with all their sizes, in order.  Until then a size that
+        is not the same on all ranks does what the backend does: gloo matches nothing, and the wait
+        times out with this error; of HCCL it is not documented, and two operations of equal size
+        in another order deliver wrong data.
+
+        Raises:
+            MismatchError: another rank began something else.
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        ledger = self._ledger
+        if ledger is None or self not in _unsettled:
+            return
+        state = ledger.entered, ledger.digest
+        if any(other != state for other in self.share("what was begun", state)):
+            self._went_apart(ledger)
+        with self._with_others("what was begun"):
+            ledger.arrived(self.timeout)
+        ledger.settled()
+        _unsettled.discard(self)
+
+    def _went_apart(self, ledger: Ledger) -> None:
+        """Raise, with the first operation that is not the same on all ranks."""
+        with self._with_others("what was begun"):
+            everyone = _everyone(ledger.kept, self._control, self.timeout, _HISTORIES)
+        self.fail(
+            ledger.difference(everyone, all_begun=True)
+            or "the ranks began different operations, longer ago than they keep them"
+        )
+        raise self.error(MismatchError)
+
+    def gave_up(self, why: str, *left_over: object) -> TransportError:
+        """A wait took as long as it may: break the transport, and say so if the ranks differ."""
+        difference = None
+        if self._ledger is not None and self._broken is None:
+            try:
+                everyone = _everyone(self._ledger.kept, self._control, _EXPLAINING, _HISTORIES)
+                difference = self._ledger.difference(everyone, all_begun=False)
+            except MissingRankError as error:
+                left_over = *left_over, error.left_over
+        self.fail(why if difference is None else f"{why}. {difference}", *left_over)
+        return self.error(TransportError if difference is None else MismatchError)
 
     def confirm(self, name: str) -> None:
         """Meet the other ranks: it returns only if all of them got here.
@@ -525,8 +649,13 @@ class Transport:
             return [value]
         if self.order_log is not None:
             self.order_log.meet(name)
-        try:
+        with self._with_others(name):
             return _everyone(value, self._control, self.timeout)
+
+    @contextmanager
+    def _with_others(self, name: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             left_over = [error.left_over] if isinstance(error, MissingRankError) else []
             self.fail(f"comparing {name} with the other ranks, before step 0: {error}", *left_over)
@@ -564,19 +693,13 @@ class Transport:
             )
             raise self.error() from error
 
-    def _compare(self, name: str, signature: tuple[tuple[str, Hashable], ...]) -> None:
+    def _compare(self, name: str, signature: Signature) -> None:
         everyone = self.share(name, signature)
         for rank, other in enumerate(everyone):
             if other != signature:
-                mine, theirs = dict(signature), dict(other)
-                differing = "; ".join(
-                    f"{what}: {mine.get(what)} here, {theirs.get(what)} there"
-                    for what in mine | theirs
-                    if mine.get(what) != theirs.get(what)
-                )
                 self.fail(
-                    f"{name}: rank {self.rank} and peer {rank} of the group do not call the same: "
-                    f"{differing}. Nothing was sent; call it alike on all ranks"
+                    f"{mismatch(self.rank, signature, rank, other)}. Nothing was sent; call it "
+                    "alike on all ranks"
                 )
                 raise self.error(MismatchError)
 
@@ -584,6 +707,7 @@ class Transport:
         """Break the transport: no later operation can be matched with the other ranks' any more."""
         self._left_over += [*left_over, *self._in_flight]
         self._in_flight.clear()
+        _unsettled.discard(self)
         if self._broken is None:
             self._broken = (
                 f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"

@@ -69,12 +69,16 @@ class Gloo:
 
 def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> None:
     set_up_process(rank, size, port)
+    from commfuse_npu.runtime import transport
+
     backend.join(size)
     while True:
         try:
             settings, function, args = pipe.recv()
         except EOFError:
             return  # the tests are over
+        # What a run before left on one rank only would be waited for at a step of this one.
+        transport._unsettled.clear()
         backend.begin(settings)
         failure: BaseException | None = None
         try:

@@ -102,7 +102,8 @@ def _wrong_message(scenario: Scenario, report: Report) -> list[str]:
     ):
         if not named:
             wrong.append(f"its message does not name the {what}: {report.message}")
-    # Ranks that compared the operation before do not compare again: they only time out.
+    # What all ranks know is compared after it was carried out: here they time out before that, and
+    # say in what they differ only if the others time out as well.
     if scenario.fault == "mismatch" and "both known" not in scenario.operation:
         both = _BOTH_VALUES.search(report.message) or _LANES_OF_RANKS.search(report.message)
         if "MismatchError" not in report.kinds or both is None:

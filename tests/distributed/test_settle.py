@@ -1,0 +1,278 @@
+"""What was begun is compared before an optimizer changes weights; a new length holds nobody up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu import MismatchError, Transport, TransportError
+from commfuse_npu.ops import all_gather_linear
+from commfuse_npu.runtime import ledger, transport
+from commfuse_npu.runtime.roll_call import Swap
+from tests.limits import BRIEF, PATIENT
+
+
+class OwnStep(torch.optim.Optimizer):
+    """As those of Megatron and MindSpeed: a subclass with a step of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def link(group: Any = None, **options: Any) -> Transport:
+    return Transport.create(group, lanes=2, timeout=PATIENT, **options)
+
+
+def layer(made: Transport, rows: int, inputs: int = 4) -> None:
+    x = torch.ones(rows, inputs, requires_grad=True)
+    weight = torch.ones(3, inputs, requires_grad=True)
+    all_gather_linear(x, weight, transport=made).sum().backward()
+
+
+def other_length(made: Transport, rank: int) -> None:
+    """As many elements, so that batches, which have no tags, deliver them."""
+    layer(made, *((4, 4), (8, 2))[rank % 2])
+
+
+def other_order(made: Transport, rank: int) -> None:
+    for shape in ((8, 2), (4, 4))[:: (1, -1)[rank % 2]]:
+        layer(made, *shape)
+
+
+def one_more(made: Transport, rank: int) -> None:
+    if rank == 0:
+        made.agree("clip", {"rows": 3})
+
+
+Differs = Callable[[Transport, int], None]
+ROWS = r"all_gather_linear: .* rows: . here, . there; inputs: . here, . there"
+NOTHING = r"clip: .* operation: (clip|None) here, (clip|None) there"
+
+
+def stepped(rank: int, differs: Differs, optimizer: Any) -> str:
+    made = link(batched=True)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    steps = optimizer([weight])
+    weight.grad = torch.ones(3)
+    for shape in ((4, 4), (2, 8), (4, 4)):
+        layer(made, *shape)
+    made.agree("clip", {"rows": 2})
+    steps.step()
+    assert torch.equal(weight, -torch.ones(3))
+    layer(made, 4)
+    differs(made, rank)
+    with pytest.raises(MismatchError) as caught:
+        steps.step()
+    assert torch.equal(weight, -torch.ones(3)), "weights were changed"
+    assert made.broken
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, OwnStep])
+@pytest.mark.parametrize(
+    ("differs", "words"), [(other_length, ROWS), (other_order, ROWS), (one_more, NOTHING)]
+)
+def test_what_differs_is_found_before_weights_change(ranks, differs, words, optimizer) -> None:
+    for rank, message in enumerate(ranks(2).run(stepped, differs, optimizer)):
+        assert re.search(words, message)
+        assert f"rank {rank} and peer {1 - rank} of the group do not call the same" in message
+        # Two of a layer, four layers before, and one to clip; counted from 0.
+        assert "This was operation 9 of the transport" in message
+
+
+def test_each_of_three_ranks_names_one_that_differs(ranks) -> None:
+    messages = ranks(3).run(stepped, one_more, sgd)
+    for message, peer in zip(messages, (1, 0, 0), strict=True):
+        assert f"and peer {peer} of the group do not call the same" in message
+
+
+def known_to_one(rank: int) -> str:
+    """On gloo a wait ends it, and the ranks then say what they differ in."""
+    made = link()
+    for rows in (4, 5):
+        layer(made, rows)
+    made.timeout = BRIEF
+    with pytest.raises(MismatchError) as caught:
+        layer(made, 4 if rank == 0 else 8)
+    return str(caught.value)
+
+
+def test_a_length_that_only_one_rank_knows_is_named(ranks) -> None:
+    group = ranks(2)
+    messages = group.run(known_to_one)
+    group.kill()  # transfers are left over
+    assert "rows: 4 here, 8 there" in messages[0]
+    assert "rows: 8 here, 4 there" in messages[1]
+
+
+def stays_away(rank: int) -> str:
+    made = link()
+    layer(made, 4)
+    if rank == 1:
+        return "left"
+    made.timeout = BRIEF
+    with pytest.raises(TransportError) as caught:
+        made.settle()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_settle_is_named(ranks) -> None:
+    group = ranks(2)
+    waiting, _ = group.run(stays_away)
+    group.kill()
+    assert "comparing what was begun" in waiting
+    assert "no answer from peer 1" in waiting
+
+
+class Counted:
+    """How often the ranks were compared, and what was sent and waited for there."""
+
+    def __enter__(self) -> Counted:
+        self.roll_calls = mock.Mock(side_effect=transport.roll_call)
+        self.swaps = mock.Mock(side_effect=Swap)
+        self.waits = mock.Mock(side_effect=Swap.wait)
+        self._patches = ExitStack()
+        self._patches.enter_context(mock.patch.object(transport, "roll_call", self.roll_calls))
+        self._patches.enter_context(mock.patch.object(ledger, "Swap", self.swaps))
+
+        def wait(swap: Swap, end: float) -> Any:
+            return self.waits(swap, end)
+
+        self._patches.enter_context(mock.patch.object(Swap, "wait", wait))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.roll_calls.call_count, self.swaps.call_count, self.waits.call_count
+
+
+def new_lengths(rank: int) -> None:
+    made = link()
+    layer(made, 1)
+    with Counted() as counted:
+        for rows in range(2, 32):
+            layer(made, rows)
+        assert counted.counts == (0, 0, 0)
+        # Forward and backward: 2 * 32 operations are a stretch, sent on and not waited for.
+        layer(made, 32)
+        assert counted.counts == (0, 1, 0)
+        for rows in range(33, 257):
+            layer(made, rows)
+        # Each but the last was waited for a stretch later.
+        assert counted.counts == (0, 8, 7)
+        made.settle()
+        # A roll call are two swaps of its own.
+        assert counted.counts == (1, 8, 7 + 1 + 2)
+        made.settle()
+        assert counted.counts == (1, 8, 10)
+    assert len(made._agreed) == 2
+    assert made._ledger is not None
+    assert made._ledger.kept == (512, [])
+
+
+def test_a_new_length_waits_for_nobody(ranks) -> None:
+    ranks(2).run(new_lengths)
+
+
+def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
+    made = link(batched=True)
+    layer(made, 4)
+    for number in range(1000):
+        try:
+            made.agree("decode", {"rows": 8 if number == 7 and rank == 1 else 4})
+        except MismatchError as error:
+            return number, str(error)
+    return -1, "never"
+
+
+def test_ranks_that_never_settle_learn_it_two_stretches_later(ranks) -> None:
+    found = ranks(2).run(in_a_loop_without_an_optimizer)
+    assert [number for number, _ in found] == [125, 125]
+    assert "decode: rank 0 and peer 1 of the group" in found[0][1]
+    assert "rows: 4 here, 8 there. This was operation 9" in found[0][1]
+
+
+def always(rank: int) -> None:
+    made = link(check="always")
+    layer(made, 4)
+    with Counted() as counted:
+        layer(made, 4)
+        made.settle()
+        assert counted.counts[:2] == (2, 0)
+    with pytest.raises(MismatchError, match=r"rows: . here, . there\. Nothing was sent"):
+        layer(made, 4 + rank)
+
+
+def test_always_compares_everything_before_it_is_sent(ranks) -> None:
+    ranks(2).run(always)
+
+
+def zero_is_no_length(rank: int) -> str:
+    made = link()
+    for sizes in ((4, 4), (5, 3)):
+        made.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
+    with pytest.raises(MismatchError) as caught:
+        made.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
+    return str(caught.value)
+
+
+def test_a_size_of_zero_is_another_operation(ranks) -> None:
+    """It leaves a part of the work out: compared before anything is sent."""
+    for message in ranks(2).run(zero_is_no_length):
+        assert "Nothing was sent; call it alike on all ranks" in message
+
+
+def several(rank: int) -> None:
+    """Pairs of two kinds; what differs is in one transport of the second."""
+    pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
+    mine = [group for ranks, group in pairs.items() if rank in ranks]
+    tensor, replicas, closed = (link(group) for group in (mine[0], mine[1], mine[1]))
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    steps = sgd([weight])
+    for _ in range(2):
+        # In another order on half of the ranks, in groups that have nothing to do with each other.
+        for made in (tensor, replicas)[:: 1 if rank < 2 else -1]:
+            made.agree("op", {"rows": rank % 2 if made is replicas else 1})
+        closed.agree("op", {"rows": 4})
+        steps.step()
+    closed.agree("op", {"rows": 4 + rank})
+    closed.close()
+    steps.step()
+    tensor.agree("op", {"rows": 3})
+    replicas.agree("op", {"rows": 5 + (rank == 3)})
+    if rank % 2 == 0:
+        steps.step()
+        assert weight == -4
+    else:
+        with pytest.raises(MismatchError, match=r"op: rank . and peer . of the group"):
+            steps.step()
+        assert weight == -3
+        assert replicas.broken
+    assert not tensor.broken
+
+
+def test_several_transports_are_settled_together(ranks) -> None:
+    group = ranks(4)
+    group.run(several)
+    group.kill()  # what one of them has left over
