@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata, util
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -21,15 +22,16 @@ from commfuse_npu.tools.bench.arguments import parser
 from commfuse_npu.tools.bench.progress import Progress
 from commfuse_npu.tools.bench.report import as_markdown
 from commfuse_npu.tools.bench.results import Result
-from commfuse_npu.tools.bench.sweep import Conditions, Group, steps_of
+from commfuse_npu.tools.bench.sweep import Conditions, Group, label_of, steps_of
 from commfuse_npu.tools.bench.variants import chosen
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.option_types import refuse
 
 __all__ = ["main"]
 
 _QUICK_SECONDS, _FULL_SECONDS = 150.0, 1320.0
-"""What a run may take with its repetitions of disturbed rounds."""
+"""What a run may take; under other load it measures less.  With --rounds it takes its time."""
 
 
 class _Terminated(BaseException):
@@ -43,24 +45,24 @@ def main(words: Sequence[str]) -> int:
         try:
             found = stored.load(given.stored)
         except (OSError, ValueError) as error:
-            print(f"commfuse-npu bench: {error}", file=sys.stderr)
-            return 2
+            return refuse("bench", error)
         return _show(given, *found)
     try:
         given.config = find_config(given.config)
         sweeps = _programme(given)
     except ValueError as error:
-        print(f"commfuse-npu bench: {error}", file=sys.stderr)
-        return 2
+        return refuse("bench", error)
     conditions = Conditions(
-        given.config, given.scale, given.sequence, given.seed, given.device, given.timeout,
-        limit=_QUICK_SECONDS if given.quick else _FULL_SECONDS,
-    )  # fmt: skip
+        given.config, given.scale, given.sequence, given.seed, given.device, given.timeout
+    )
+    limit = _QUICK_SECONDS if given.quick else _FULL_SECONDS if given.rounds is None else math.inf
+    possible = _possible(sweeps, conditions)
     results: list[Result] = []
     code = 0
     with _sigterm_raises():
         try:
-            _measure(_possible(sweeps, conditions), conditions, results)
+            progress = Progress(sum(map(steps_of, possible)), limit)
+            _measure(possible, conditions, progress, results)
         except KeyboardInterrupt:
             conditions.note("interrupted; this is what was measured until then")
             code = 130
@@ -83,11 +85,6 @@ def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
                 raise ValueError(f"--{option} {word}: choose from {', '.join(known)}")
     if given.device == "npu" and given.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
-    for file in (given.json, given.plot):
-        if file is not None and not file.resolve().parent.is_dir():
-            raise ValueError(f"{file}: there is no folder {file.resolve().parent}")
-    if given.plot and util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave it out")
     ModelConfig.load(given.config)
     sweeps = programme.with_options(programme.quick() if given.quick else programme.full(), given)
     for sweep in sweeps:
@@ -117,11 +114,20 @@ def _possible(sweeps: list[programme.Sweep], conditions: Conditions) -> list[pro
     return possible
 
 
-def _measure(sweeps: list[programme.Sweep], conditions: Conditions, results: list[Result]) -> None:
-    progress = Progress(sum(map(steps_of, sweeps)))
+def _measure(
+    sweeps: list[programme.Sweep],
+    conditions: Conditions,
+    progress: Progress,
+    results: list[Result],
+) -> None:
     try:
         # Consecutive sweeps of the same processes: starting them takes seconds.
         for (ranks, link), same in groupby(sweeps, key=lambda sweep: (sweep.ranks, sweep.link)):
+            if progress.over():
+                for sweep in same:
+                    for work in sweep.works:
+                        conditions.note_left_out(label_of(sweep, work))
+                continue
             with Group(ranks, link, conditions, progress) as group:
                 for sweep in same:
                     for result in group.run(sweep):

@@ -33,7 +33,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
     """A row per work and link, with two panels; the kind of file follows from the suffix.
 
     Left: overhead removed over the ratio, a line per variant, and shaded what no schedule can
-    reach.  Right: end-to-end time relative to the reference.
+    reach.  Right: end-to-end time relative to the reference.  Both say where other load disturbed
+    most rounds.
     """
     import matplotlib as mpl
 
@@ -69,6 +70,11 @@ def _panels(left: Any, right: Any, rows: Sequence[Result]) -> None:
     left.set_title(f"{title}\n{mode}", loc="left", fontsize=9)
     left.set(ylabel="overhead removed", ylim=(_LOWEST, 1.08))
     left.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    loud = sorted({row.setting.ratio for row in rows if row.inconclusive})
+    if loud:
+        said = f"other load: nothing can be concluded at {', '.join(f'{at:g}' for at in loud)}"
+        for axes in (left, right):
+            axes.text(0.02, 0.03, said, color="tab:red", transform=axes.transAxes)
     right.set_title(f"end to end, {REFERENCE} = 1", loc="left", fontsize=9)
     right.set(ylabel="time relative to blocking direct exchange")
     low, high = right.get_ylim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TextIO
@@ -17,11 +18,13 @@ class Progress:
 
     Args:
         total: how many steps there will be.
+        limit: seconds that they may take; whoever asks :meth:`late` and :meth:`over` measures less.
         stream: where it is drawn; stderr by default.
     """
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, limit: float = math.inf, stream: TextIO | None = None) -> None:
         self._total, self._done = max(1, total), 0
+        self._limit = limit
         self._stream = stream or sys.stderr
         self._start = self._last_line = time.monotonic()
         self._what = ""
@@ -37,13 +40,17 @@ class Progress:
         self._done = min(self._total, self._done + steps)
         self._draw()
 
-    def late(self, limit: float) -> bool:
-        """Whether more of ``limit`` seconds has passed than of the steps, and a fifth beside.
+    def over(self) -> bool:
+        """Whether the limit has passed."""
+        return time.monotonic() - self._start > self._limit
+
+    def late(self) -> bool:
+        """Whether more of the limit has passed than of the steps, and a fifth beside.
 
         The fifth is for the start, which takes seconds before the first step is done.
         """
         passed = time.monotonic() - self._start
-        return passed > limit * (0.2 + 0.8 * self._done / self._total)
+        return passed > self._limit * (0.2 + 0.8 * self._done / self._total)
 
     def close(self) -> None:
         """Leave the terminal's line."""
@@ -55,9 +62,11 @@ class Progress:
     def _draw(self) -> None:
         now = time.monotonic()
         passed = now - self._start
-        left = passed / self._done * (self._total - self._done) if self._done else None
+        left = passed / self._done * (self._total - self._done) if self._done else math.inf
+        # The first steps say little, and more than the limit it will not be.
+        left = min(left, max(0.0, self._limit - passed))
         text = f"{self._done}/{self._total} {_clock(passed)}"
-        text += f" left {_clock(left)}" if left is not None else ""
+        text += f" left {_clock(left)} at most" if left < math.inf else ""
         text += f"  {self._what}"
         if not self._stream.isatty():
             if now - self._last_line >= _LINE_EVERY:

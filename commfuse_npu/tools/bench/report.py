@@ -71,7 +71,7 @@ def _table(setting: Setting, rows: Sequence[Result]) -> Iterator[str]:
     )
     yield ""
     yield _HEAD
-    best = fastest(rows).median_ms
+    best = None if first.inconclusive else fastest(rows).median_ms
     for row in rows:
         low, high = row.quartiles_ms
         yield table_row(
@@ -87,7 +87,13 @@ def _table(setting: Setting, rows: Sequence[Result]) -> Iterator[str]:
     for row in rows:
         if row.check.chosen:
             yield f"Chosen by {row.variant}: {'; '.join(row.check.chosen)}.\n"
-    yield from _who_is_ahead(rows)
+    if first.inconclusive:
+        yield (
+            f"**Nothing can be concluded**: other load disturbed {first.disturbed_rounds} of "
+            f"{first.rounds} rounds. Measure again when the machine does nothing else."
+        )
+    else:
+        yield from _who_is_ahead(rows)
 
 
 def _rounds(row: Result) -> str:

@@ -90,6 +90,11 @@ class Result:
     repeated_rounds: int
 
     @property
+    def inconclusive(self) -> bool:
+        """Whether other load disturbed most of its rounds."""
+        return 2 * self.disturbed_rounds > self.rounds
+
+    @property
     def spread_ms(self) -> float:
         """Between the quartiles."""
         low, high = self.quartiles_ms

@@ -43,6 +43,7 @@ def measure(
     *,
     shuffle: random.Random,
     may_repeat: Callable[[], bool] = lambda: True,
+    out_of_time: Callable[[], bool] = lambda: False,
     after_round: Callable[[], None] = lambda: None,
 ) -> Measured:
     """Run ``rounds`` rounds that nothing disturbed.
@@ -51,12 +52,15 @@ def measure(
     not enough, the least disturbed of the thrown away ones fill up, and the result says how many.
 
     Args:
+        out_of_time: asked after each round; there is no other one then.
         after_round: called for each of the ``rounds``, not for repetitions.
     """
     good: list[dict[str, Sample]] = []
     bad: list[tuple[float, dict[str, Sample]]] = []
     while len(good) < rounds:
         run_so_far = len(good) + len(bad)
+        if run_so_far and out_of_time():
+            break
         if run_so_far >= rounds and (run_so_far >= 2 * rounds or not may_repeat()):
             break
         order = list(names)

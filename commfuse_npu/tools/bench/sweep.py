@@ -28,7 +28,7 @@ from commfuse_npu.tools.bench.variants import (
     chosen,
 )
 
-__all__ = ["Conditions", "Group", "steps_of"]
+__all__ = ["Conditions", "Group", "label_of", "steps_of"]
 
 _CALIBRATION_ROUNDS = 5
 _CALIBRATIONS = 4
@@ -47,7 +47,6 @@ class Conditions:
     """What holds for a whole run.
 
     Attributes:
-        limit: seconds that everything may take; disturbed rounds are repeated while it is kept.
         notes: filled with what is not as asked.
         wires: filled with what the links were measured to do.
     """
@@ -58,7 +57,6 @@ class Conditions:
     seed: int
     device: str
     timeout: float
-    limit: float
     notes: list[str] = field(default_factory=list)
     wires: list[str] = field(default_factory=list)
 
@@ -66,6 +64,15 @@ class Conditions:
         """Say it once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def note_left_out(self, what: str) -> None:
+        """The time is up before ``what``."""
+        self.note(f"not measured, the time was up: {what}; with --rounds there is no limit")
+
+
+def label_of(sweep: Sweep, work: str) -> str:
+    """What is measured, for the progress bar and for what is not as asked."""
+    return f"{work}, {sweep.ranks} ranks, {sweep.dtype}, {sweep.mode.split(' (')[0]}"
 
 
 def steps_of(sweep: Sweep) -> int:
@@ -158,7 +165,10 @@ class Group:
         conditions, progress = self._conditions, self._progress
         scale = conditions.scale or default_scale(work)
         shape = Shape.of_model(conditions.config, self._size, scale, conditions.sequence)
-        label = f"{work}, {self._size} ranks, {sweep.dtype}, {sweep.mode.split(' (')[0]}"
+        label = label_of(sweep, work)
+        if progress.over():
+            conditions.note_left_out(label)
+            return
         progress.say(f"{label}: checking")
         self._pace(None)
         self._ranks.ask("set_up", work, shape, sweep.dtype, conditions.seed, sweep.gflops)
@@ -180,6 +190,9 @@ class Group:
             return self._round([by_name[name] for name in order])
 
         for ratio in self._possible(sweep.ratios):
+            if progress.over():
+                conditions.note_left_out(f"{label}, ratio {ratio:g}")
+                continue
             rate = on_link / (ratio * compute) if ratio else None
             self._pace(rate)
             self._ranks.ask("forget_tuning")
@@ -190,7 +203,7 @@ class Group:
                     progress.step()
             progress.say(f"{label}: ratio {ratio:g}")
             rounds = sweep.rounds
-            if rounds > _FEW_ROUNDS and progress.late(conditions.limit):
+            if rounds > _FEW_ROUNDS and progress.late():
                 rounds = _FEW_ROUNDS
                 conditions.note(f"this machine is slow or busy: only {rounds} rounds now and then")
                 progress.step((sweep.rounds - rounds) * len(by_name))
@@ -200,6 +213,7 @@ class Group:
                 run,
                 shuffle=shuffle,
                 may_repeat=self._may_repeat,
+                out_of_time=progress.over,
                 after_round=lambda: progress.step(len(by_name)),
             )
             wire_ms = 1e3 * (on_link / rate) if rate else 0.0
@@ -223,7 +237,7 @@ class Group:
     def _may_repeat(self) -> bool:
         """Whether there is time for one more round; waits a while for others to be done."""
         for _ in range(_QUIET_TRIES):
-            if self._progress.late(self._conditions.limit):
+            if self._progress.late():
                 return False
             watch = Watch()
             time.sleep(_QUIET_SECONDS)

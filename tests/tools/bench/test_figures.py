@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,11 @@ def test_no_repetition_when_the_time_is_up() -> None:
     assert found.disturbed == 3
 
 
+def test_no_other_round_when_the_limit_has_passed() -> None:
+    found, orders = _rounds_with([Load(0.9, 0)], out_of_time=lambda: True)
+    assert (len(orders), found.rounds, found.disturbed) == (1, 1, 1)
+
+
 def test_a_round_that_nobody_can_judge_counts() -> None:
     found, orders = _rounds_with([None])
     assert (len(orders), found.disturbed) == (3, 0)
@@ -221,6 +227,18 @@ def test_the_table_says_who_is_slower_and_what_was_disturbed() -> None:
     assert "Slower than p2p, beyond both quartiles: coc-4 (25.0 %)." in text
     assert "2 more thrown away (other load), **1 of them disturbed by other load**" in text
     assert "**skipped: something**" in text
+
+
+def test_nothing_is_concluded_from_rounds_that_other_load_disturbed(tmp_path: Path) -> None:
+    results = [replace(row, disturbed_rounds=2) for row in _evaluated(_TOTALS)]
+    text = as_markdown({}, results, [])
+    assert "**Nothing can be concluded**: other load disturbed 2 of 3 rounds." in text
+    for verdict in ("Fastest of ours", "Slower than", "**ours-c4**"):
+        assert verdict not in text
+    assert "| mlp | 1 | other load | other load | other load | other load |" in text
+    draw(results, tmp_path / "bench.svg")
+    drawn = (tmp_path / "bench.svg").read_text("utf-8")
+    assert drawn.count("<!-- other load: nothing can be concluded at 1 -->") == 2
 
 
 def test_where_ours_is_behind_the_table_says_so() -> None:
