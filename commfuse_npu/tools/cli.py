@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from commfuse_npu import __version__
+from commfuse_npu.tools.option_types import Parser
 
 __all__ = ["main"]
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for group, commands in _COMMANDS.items():
         listed.append(f"{group}:")
         listed += [f"  {name:<10}{question}" for name, (_, question) in commands.items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="commfuse-npu",
         usage="commfuse-npu COMMAND [options]",
         description="Tensor-parallel collectives hidden behind the work they feed.",

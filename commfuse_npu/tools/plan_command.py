@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from commfuse_npu.plan import Place, PlanError, Program, Schedule, rules
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import whole
+from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, report
@@ -26,6 +25,8 @@ _SHOWN: dict[str, Any] = {
     "node_size": None, "rows": 64, "columns": 64,
 }  # fmt: skip
 """What of a program is not said; the parser leaves it open, to notice what has no effect."""
+
+_MOST_RANKS, _MOST_ROWS = 1024, 1 << 24
 
 
 def _program(rule: str, place: Place, rows: int, columns: int) -> Program:
@@ -46,7 +47,7 @@ def _program(rule: str, place: Place, rows: int, columns: int) -> Program:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="commfuse-npu plan",
         description="With a rule: prints the program of one rank, what it posts, awaits, computes "
         "and adds, as on HCCL. With --model: simulates the layouts "
@@ -56,21 +57,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     show = parser.add_argument_group("a program")
     show.add_argument("rule", nargs="?", choices=sorted(rules.RULES))
+    kinds: dict[str, Any] = {
+        "shape": str, "taper": positive, "ranks": whole(2, _MOST_RANKS), "rank": whole(0)
+    }  # fmt: skip
     for name, default in _SHOWN.items():
-        kind = int if default is None else type(default)
         said = "" if default is None else f"default {default}"
+        kind = kinds.get(name, whole(1, _MOST_ROWS))
         show.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
     choose = parser.add_argument_group("recommending")
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
         "--hardware", help="a yaml file, or its name in configs/hardware/: ascend_910b_server"
     )
-    choose.add_argument("--npus", type=int, help="all of them are used; the model's by default")
-    choose.add_argument("--sequence-length", type=whole, metavar="S", help="the model's by default")
-    choose.add_argument("--micro-batch", type=whole, help="sequences; the model's by default")
+    choose.add_argument("--npus", type=whole(), help="all of them are used; the model's by default")
+    choose.add_argument(
+        "--sequence-length", type=whole(), metavar="S", help="the model's by default"
+    )
+    choose.add_argument("--micro-batch", type=whole(), help="sequences; the model's by default")
     for name, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         choose.add_argument(
-            f"--{name}", type=whole, help=f"{meaning}-parallel size; chosen by default"
+            f"--{name}", type=whole(), help=f"{meaning}-parallel size; chosen by default"
         )
     choose.add_argument(
         "--recompute", choices=("none", "full"), help="by default only where memory is short"
@@ -80,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also schedules that round weight gradients in another way (--commfuse-wgrad blocks)",
     )
-    choose.add_argument("--json", type=Path, metavar="FILE")
+    choose.add_argument("--json", type=new_file, metavar="FILE")
     choose.add_argument(
         "--write",
         type=Path,
@@ -92,25 +98,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str]) -> int:
     """Run the subcommand."""
-    given = _parser().parse_args(words)
+    parser = _parser()
+    given = parser.parse_args(words)
     if (given.rule is None) == (given.model is None):
-        return _complain("give a rule to see its program, or --model to get a recommendation")
+        parser.error("give a rule to see its program, or --model to get a recommendation")
     chosen = {name for name, value in vars(given).items() if value not in (None, False)}
     idle = chosen - {"rule"} - _SHOWN.keys() if given.rule else chosen & _SHOWN.keys()
     if idle:
         listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
         what = "a program" if given.rule else "a recommendation, which chooses them"
-        return _complain(f"{listed}: no effect on {what}; leave it out")
+        parser.error(f"{listed}: no effect on {what}; leave it out")
     try:
         return _show(given) if given.model is None else _recommend(given)
     except (PlanError, ValueError, OSError) as error:
-        return _complain(str(error))
-
-
-def _complain(why: str, code: int = 2) -> int:
-    for line in why.splitlines():
-        print(f"commfuse-npu plan: error: {line}", file=sys.stderr)
-    return code
+        return refuse("plan", error)
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -119,14 +120,12 @@ def _show(given: argparse.Namespace) -> int:
     rank, ranks, rows, columns = (
         options.pop(name) for name in ("rank", "ranks", "rows", "columns")
     )
-    if ranks < 2 or rows < 1 or columns < 1:
-        raise PlanError(
-            f"a program needs 2 ranks, a row and a column at least, not {ranks}, {rows}, {columns}"
-        )
+    if rank >= ranks:
+        raise PlanError(f"--rank {rank} is not one of --ranks {ranks}; choose 0 to {ranks - 1}")
     lanes = options["lanes"]
     if lanes is not None and lanes >= ranks:
         raise PlanError(
-            f"--lanes {lanes}: {ranks} ranks have {ranks - 1} peers; choose fewer lanes"
+            f"--lanes {lanes}: {ranks} ranks have {ranks - 1} peers; choose 1 to {ranks - 1} lanes"
         )
     print(_program(given.rule, Place(Schedule(**options), rank, ranks, True), rows, columns))
     return 0
@@ -157,7 +156,7 @@ def _recommend(given: argparse.Namespace) -> int:
             tell=_tell,
         )
     except NoLayoutError as error:
-        return _complain(str(error), code=1)
+        return refuse("plan", error, code=1)
     _tell("")
     print(report(found, model, path, hardware))
     if given.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +13,17 @@ from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
 from commfuse_npu.proof.verify_log import files_of, verify_logs
-from commfuse_npu.tools.option_types import whole
+from commfuse_npu.tools.option_types import Parser, refuse, whole
 
 __all__ = ["main"]
+
+_MOST_RANKS, _MOST = 1024, 256
+"""Ranks; chunks and lanes.  No group is larger, and a proof of more would not end."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run the subcommand: 0 proved, 1 refuted, 2 a question that makes no sense."""
-    parser = argparse.ArgumentParser(prog="commfuse-npu verify", description=__doc__)
+    parser = Parser(prog="commfuse-npu verify", description=__doc__)
     parser.add_argument(
         "--log",
         type=Path,
@@ -30,10 +32,11 @@ def main(words: Sequence[str]) -> int:
         help="prove what a run with --commfuse-order-log FOLDER did: that folder, or its files of "
         "all ranks; 0: proved, 1: refuted, 2: unreadable, or not known to its end",
     )
-    parser.add_argument("--min-ranks", type=whole, default=2, help="default %(default)s")
-    parser.add_argument("--max-ranks", type=whole, default=16, help="default %(default)s")
-    parser.add_argument("--chunks", type=whole, nargs="+", default=CHUNKS)
-    parser.add_argument("--lanes", type=whole, nargs="+", help="default: 1, 2, 3 and one per peer")
+    ranks, some = whole(2, _MOST_RANKS), whole(1, _MOST)
+    parser.add_argument("--min-ranks", type=ranks, help="default 2")
+    parser.add_argument("--max-ranks", type=ranks, help="default 16")
+    parser.add_argument("--chunks", type=some, nargs="+", help="default: 1, 2, 3, 4")
+    parser.add_argument("--lanes", type=some, nargs="+", help="default: 1, 2, 3, one per peer")
     parser.add_argument(
         "--every",
         action="store_true",
@@ -41,22 +44,27 @@ def main(words: Sequence[str]) -> int:
         "the other options take turns",
     )
     given = parser.parse_args(words)
+    chosen = [name for name, value in vars(given).items() if name != "log" and value]
+    if given.log is not None and chosen:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        parser.error(f"{listed}: no effect on a recorded run; leave it out, or --log")
     try:
         return _verify(given) if given.log is None else _verify_log(given.log)
     except (PlanError, LogError) as error:
-        print(f"commfuse-npu verify: {error}", file=sys.stderr)
-        return 2
+        return refuse("verify", error)
 
 
 def _verify(given: argparse.Namespace) -> int:
     start, sets, programs, instructions = time.perf_counter(), 0, 0, 0
-    if given.min_ranks > given.max_ranks:
+    least, most = given.min_ranks or 2, given.max_ranks or 16
+    if least > most:
         raise PlanError(
-            f"--min-ranks {given.min_ranks} is more than --max-ranks {given.max_ranks}: there is "
-            "nothing to prove"
+            f"--min-ranks {least} is more than --max-ranks {most}: there is nothing to prove; "
+            f"give --max-ranks {least} or more"
         )
-    for size in range(given.min_ranks, given.max_ranks + 1):
-        for case in cases(size, given.chunks, given.lanes or LANES, given.every):
+    chunks, lanes = given.chunks or CHUNKS, given.lanes or LANES
+    for size in range(least, most + 1):
+        for case in cases(size, chunks, lanes, given.every):
             group = case.programs()
             found = counter_examples(group)
             if found:
@@ -73,7 +81,12 @@ def _verify(given: argparse.Namespace) -> int:
             f"{instructions:,} instructions in {elapsed:.0f} s",
             flush=True,
         )
-    print(f"proved: all programs of {given.min_ranks} to {given.max_ranks} ranks")
+    of_lanes = ", ".join("one per peer" if lane is None else str(lane) for lane in lanes)
+    print(
+        f"proved: all programs of {least} to {most} ranks: {len(RULES)} rules, chunks "
+        f"{', '.join(map(str, chunks))}, lanes {of_lanes}; every row is what it has to be, one "
+        "order for all ranks, no deadlock"
+    )
     return 0
 
 

@@ -84,6 +84,19 @@ def _run_name(text: str) -> str:
     return text
 
 
+def _data_path(text: str) -> str:
+    # Path("") is the current folder.
+    if not text or not Path(text).exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no file and no folder; give one with text, or leave --data-path out for "
+            "Python's standard library"
+        )
+    return text
+
+
+_data_path.__name__ = "path"
+
+
 def _parser() -> _Parser:
     """All options. None has a default here: `argparse.SUPPRESS` leaves what was not typed out."""
     parser = _Parser(
@@ -158,7 +171,9 @@ def _parser() -> _Parser:
     group.add_argument("--seed", type=whole(0))
 
     group = parser.add_argument_group("data")
-    group.add_argument("--data-path", help="file or folder; default: Python's standard library")
+    group.add_argument(
+        "--data-path", type=_data_path, help="file or folder; default: Python's standard library"
+    )
     group.add_argument("--valid-fraction", type=_number(0.0, 0.5), help="held-out share")
 
     group = parser.add_argument_group("output")
@@ -268,6 +283,7 @@ def parse_arguments(
     _check_commfuse(args)
     _check_model(args)
     _check_training(args)
+    _check_folders(args)
     if args.link_rate is not None:
         _check_link_rate(args)
     if args.trace is not None:
@@ -384,8 +400,26 @@ def _check_training(args: argparse.Namespace) -> None:
         )
 
 
+def _check_folders(args: argparse.Namespace) -> None:
+    """What is written can be, as far as it shows before anything is made."""
+    for option in ("runs_dir", "commfuse_order_log"):
+        folder, said = getattr(args, option), f"--{option.replace('_', '-')}"
+        if folder is None:
+            continue
+        if not folder:
+            raise UsageError(f"{said} '' is no folder; choose another {said}")
+        there = next(one for one in (Path(folder), *Path(folder).parents) if one.exists())
+        if not there.is_dir():
+            raise UsageError(
+                f"cannot create the folder {folder}: {there}: Not a directory; choose another "
+                f"{said}"
+            )
+
+
 def _check_trace(args: argparse.Namespace) -> None:
     asked = f"--trace {args.trace}"
+    if args.trace.is_dir():
+        raise UsageError(f"{asked} is a folder; give the name of a file")
     if args.compare or not args.use_commfuse:
         raise UsageError(
             f"{asked} is of fused layers; choose --use-commfuse, and leave --compare out"

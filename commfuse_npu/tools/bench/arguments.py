@@ -8,14 +8,14 @@ from typing import get_args
 
 from commfuse_npu.tools.bench.programme import LINKS, Link
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
-from commfuse_npu.tools.option_types import positive, whole
+from commfuse_npu.tools.option_types import Parser, new_file, picture, positive, whole, words
 
 __all__ = ["parser"]
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the subcommand."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="commfuse-npu bench",
         description="Measures how much communication is hidden behind computation, on links that "
         "are given a rate, for this project's ops and for what they compete with.",
@@ -24,15 +24,15 @@ def parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument("--quick", action="store_true", help="less than 3 minutes, not up to 25")
-    what.add_argument("--works", type=_words, help=f"from {', '.join(WORKS)}")
-    what.add_argument("--variants", type=_words, help="names or patterns: p2p,coc-4,'ours-*'")
+    what.add_argument("--works", type=words, help=f"from {', '.join(WORKS)}")
+    what.add_argument("--variants", type=words, help="names or patterns: p2p,coc-4,'ours-*'")
     what.add_argument(
         "--ratios", type=_ratios, help="communication / computation: 0,0.25,0.5,1,1.5,2"
     )
     what.add_argument("--ranks", type=_sizes, help="2,4")
-    what.add_argument("--dtypes", type=_words, help="fp32,bf16")
+    what.add_argument("--dtypes", type=words, help="fp32,bf16")
     listed = "; ".join(f"{name}: {LINKS[name]}" for name in get_args(Link))
-    what.add_argument("--links", type=_words, help=listed)
+    what.add_argument("--links", type=words, help=listed)
     what.add_argument(
         "--sleep-gemm",
         type=positive,
@@ -49,16 +49,16 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         help="divide all widths by this; default 16/3 for a single layer, 8 for blocks",
     )
-    size.add_argument("--sequence", type=whole, help="rows; default a quarter of the model's")
+    size.add_argument("--sequence", type=whole(), help="rows; default a quarter of the model's")
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=whole, help="undisturbed rounds per ratio")
-    how.add_argument("--seed", type=int, default=0, help="of the numbers and of the order")
+    how.add_argument("--rounds", type=whole(), help="undisturbed rounds per ratio")
+    how.add_argument("--seed", type=whole(0), default=0, help="of the numbers and of the order")
     how.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="npu: read, not run")
     how.add_argument(
         "--timeout", type=positive, default=120.0, help="seconds for a round; default 120"
     )
     out = parser.add_argument_group("what comes out (besides a Markdown table)")
-    out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument("--json", type=new_file, metavar="FILE")
     out.add_argument(
         "--from",
         dest="stored",
@@ -66,28 +66,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="measure nothing: show what --json wrote",
     )
-    out.add_argument("--plot", type=Path, metavar="FILE", help="a picture: .png, .svg, .pdf")
+    out.add_argument("--plot", type=picture, metavar="FILE", help="a picture: .png, .svg, .pdf")
     parser.set_defaults(known={"works": tuple(WORKS), "dtypes": tuple(ITEM_BYTES),
                                "links": get_args(Link)})  # fmt: skip
     return parser
 
 
-def _words(text: str) -> tuple[str, ...]:
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words:
-        raise argparse.ArgumentTypeError("an empty list")
-    return words
-
-
 def _ratios(text: str) -> tuple[float, ...]:
-    ratios = tuple(sorted({float(word) for word in _words(text)}))
-    if ratios[0] < 0 or ratios[-1] > 100:
-        raise argparse.ArgumentTypeError(f"{text}: ratios are from 0 to 100")
-    return ratios
+    try:
+        ratios = {float(word) for word in words(text)}
+    except ValueError:
+        ratios = {-1.0}
+    if not all(0 <= ratio <= 100 for ratio in ratios):
+        raise argparse.ArgumentTypeError(f"{text!r}: ratios are numbers from 0 to 100")
+    return tuple(sorted(ratios))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(dict.fromkeys(int(word) for word in _words(text)))
-    if not all(2 <= size <= 64 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text}: from 2 to 64 ranks; one has nobody to talk to")
-    return sizes
+    return tuple(dict.fromkeys(map(whole(2, 64), words(text))))

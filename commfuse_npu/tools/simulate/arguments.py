@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from commfuse_npu.tools.option_types import whole
+from commfuse_npu.tools.option_types import Parser, new_file, picture, positive, whole, words
 
 __all__ = ["parser"]
+
+_MOST_TOKENS, _MOST_MICRO_BATCHES, _MOST_CHUNKS = 1 << 24, 1 << 16, 256
+"""Nobody trains with more, and the simulation would not end."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the subcommand."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="commfuse-npu simulate",
         description="Simulates training steps on a described machine, for this project's ops and "
         "for what they compete with. Nothing is measured; ranges show how uncertain the "
@@ -30,18 +33,25 @@ def parser() -> argparse.ArgumentParser:
     )
     for name, meaning in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
         what.add_argument(
-            f"--{name}", type=whole, help=f"{meaning}-parallel size; the model's by default"
+            f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
         )
     what.add_argument(
-        "--npus", type=whole, nargs="+", help="numbers of NPUs instead of --dp, to see what scales"
+        "--npus",
+        type=whole(),
+        nargs="+",
+        help="numbers of NPUs instead of --dp, to see what scales",
     )
     what.add_argument(
-        "--sequence-lengths", type=whole, nargs="+", help="the model's by default", metavar="S"
+        "--sequence-lengths",
+        type=whole(1, _MOST_TOKENS),
+        nargs="+",
+        help="the model's by default",
+        metavar="S",
     )
-    what.add_argument("--micro-batch", type=whole, help="sequences; the model's by default")
+    what.add_argument("--micro-batch", type=whole(), help="sequences; the model's by default")
     what.add_argument(
         "--micro-batches",
-        type=whole,
+        type=whole(1, _MOST_MICRO_BATCHES),
         help="per step and replica; by default what the model's global batch gives",
     )
     what.add_argument("--recompute", choices=("none", "full"), default="none")
@@ -66,23 +76,27 @@ def parser() -> argparse.ArgumentParser:
         "tensor-parallel reduce-scatters; ours do it always",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--variants", default="*", help="names or patterns: 'coc-*,commfuse-*'")
-    how.add_argument("--lanes", type=whole, help="of CommFuse; by default what suits the links")
-    how.add_argument("--chunks", type=whole, nargs="+", default=[1, 2, 4], help="of CommFuse")
+    how.add_argument(
+        "--variants", type=words, default=("*",), help="names or patterns: 'coc-*,commfuse-*'"
+    )
+    how.add_argument("--lanes", type=whole(), help="of CommFuse; by default what suits the links")
+    how.add_argument(
+        "--chunks", type=whole(1, _MOST_CHUNKS), nargs="+", default=[1, 2, 4], help="of CommFuse"
+    )
     how.add_argument(
         "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
     )
-    how.add_argument("--seed", type=int, default=0, help="of what follows")
+    how.add_argument("--seed", type=whole(0), default=0, help="of what follows")
     how.add_argument("--noise", type=float, default=0.0, help="of work: 0.05 is about 5 %%")
-    how.add_argument("--slow-links", type=int, default=0, help="how many are slower")
+    how.add_argument("--slow-links", type=whole(0), default=0, help="how many are slower")
     how.add_argument("--slow-link-factor", type=float, default=2.0)
-    how.add_argument("--stragglers", type=int, default=0, help="how many ranks are slower")
+    how.add_argument("--stragglers", type=whole(0), default=0, help="how many ranks are slower")
     how.add_argument("--straggler-factor", type=float, default=1.2)
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
-    out.add_argument("--json", type=Path, metavar="FILE")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="two panels over sequence length")
+    out.add_argument("--json", type=new_file, metavar="FILE")
+    out.add_argument("--plot", type=picture, metavar="FILE", help="two panels over sequence length")
     out.add_argument(
-        "--trace", type=Path, metavar="FILE", help="Chrome trace of one layer, typical figures"
+        "--trace", type=new_file, metavar="FILE", help="Chrome trace of one layer, typical figures"
     )
     out.add_argument(
         "--beside",
@@ -102,11 +116,11 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument(
         "--calibrated",
-        type=Path,
+        type=new_file,
         metavar="FILE",
         help="write the machine that was fitted, two ranks in fp32, for --hardware",
     )
     check.add_argument(
-        "--fit-ratio", type=float, help="wire time / computing time to fit at; default 0.5"
+        "--fit-ratio", type=positive, help="wire time / computing time to fit at; default 0.5"
     )
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from commfuse_npu.runtime.whole_file import whole_file, write_json
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.option_types import refuse
 from commfuse_npu.tools.simulate.arguments import parser
 from commfuse_npu.tools.simulate.chrome_trace import beside, chrome_trace, read_trace
 from commfuse_npu.tools.simulate.disturbance import Disturbance
@@ -30,9 +31,7 @@ def main(words: Sequence[str]) -> int:
     try:
         return _main(given)
     except (ValueError, OSError, ImportError) as error:
-        for line in str(error).splitlines():
-            print(f"commfuse-npu simulate: error: {line}", file=sys.stderr)
-        return 2
+        return refuse("simulate", error)
 
 
 def _main(given: argparse.Namespace) -> int:
@@ -44,6 +43,7 @@ def _main(given: argparse.Namespace) -> int:
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)
     layouts = _layouts(given, model)
+    _refuse_what_is_not_there(given, layouts[0])
     sequences = given.sequence_lengths or [model.seq_length]
     disturbed = {field.name: getattr(given, field.name) for field in fields(Disturbance)}
     options = Options(
@@ -51,7 +51,7 @@ def _main(given: argparse.Namespace) -> int:
         micro_batches=given.micro_batches,
         lanes=given.lanes,
         chunks=tuple(dict.fromkeys(given.chunks)),
-        patterns=tuple(word.strip() for word in given.variants.split(",") if word.strip()),
+        patterns=given.variants,
         recompute=given.recompute,
         ulysses=given.ulysses,
         data_parallel=given.data_parallel,
@@ -65,17 +65,18 @@ def _main(given: argparse.Namespace) -> int:
             f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(known)}"
         )
     measured = _measured(given.beside) if given.beside else None
+    try:
+        swept = sweep(model, hardware, layouts, sequences, options)
+    except ConfigError as error:
+        lines = [_own_options(line) for line in str(error).splitlines()]
+        raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
     replicas = ", ".join(str(layout.dp) for layout in layouts)
     sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP {replicas}"
     print(heading(hardware, model_path.stem, sizes))
     points: list[Point] = []
-    try:
-        for point in sweep(model, hardware, layouts, sequences, options):
-            print("\n" + table(point), flush=True)
-            points.append(point)
-    except ConfigError as error:
-        lines = str(error).splitlines()
-        raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
+    for point in swept:
+        print("\n" + table(point), flush=True)
+        points.append(point)
     print("\n" + scale(points))
     if given.json:
         write_json(given.json, _as_json(given.model, hardware, points), indent=1)
@@ -94,6 +95,12 @@ def _main(given: argparse.Namespace) -> int:
         trace = chrome_trace([("forward", forward), ("backward", backward)])
         write_json(given.trace, trace if measured is None else beside(trace, measured))
     return 0
+
+
+def _own_options(problem: str) -> str:
+    """Name what can be given here: a launch's other options are keys of the model's file."""
+    here = problem.replace("--seq-length", "--sequence-lengths")
+    return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda of: of[1].replace("-", "_"), here)
 
 
 def _predict(given: argparse.Namespace) -> int:
@@ -121,6 +128,18 @@ def _refuse_what_has_no_effect(given: argparse.Namespace) -> None:
         if getattr(given, option) is not None and getattr(given, needed) is None:
             said = option.replace("_", "-")
             raise ValueError(f"--{said} is for --{needed}; give both, or neither")
+
+
+def _refuse_what_is_not_there(given: argparse.Namespace, layout: Layout) -> None:
+    ranks = max(layout.tp, layout.cp)
+    for option, most in (
+        ("lanes", max(1, ranks - 1)),
+        ("stragglers", ranks),
+        ("slow_links", ranks * (ranks - 1)),
+    ):
+        if (getattr(given, option) or 0) > most:
+            said = f"--{option.replace('_', '-')} {getattr(given, option)}"
+            raise ValueError(f"{said}: a group of {ranks} ranks has {most}; choose {most} or less")
 
 
 def _measured(path: Path) -> dict[str, Any]:

@@ -254,9 +254,9 @@ def sweep(
     sequences: Sequence[int],
     options: Options,
 ) -> Iterator[Point]:
-    """Simulate every layout at every sequence length.
+    """Simulate every layout at every sequence length, one by one as the iterator is asked.
 
-    Raises:
+    Raises, before anything is simulated:
         ConfigError: the layout does not fit the model.
         ValueError: it does not fit the machine.
     """
@@ -265,11 +265,11 @@ def sweep(
             raise ValueError(
                 f"{hardware.path}: nodes: TP*CP*DP*PP = {layout.tp}*{layout.cp}*{layout.dp}*"
                 f"{layout.pp} = {layout.npus} NPUs are more than the {hardware.npus} of "
-                f"{hardware.nodes} nodes of {hardware.npus_per_node}"
+                f"{hardware.nodes} nodes of {hardware.npus_per_node}; choose smaller sizes, or "
+                "another --hardware"
             )
-    for layout in layouts:
-        for sequence in sequences:
-            yield _point(training(model, layout, sequence, options), hardware, options)
+    asked = [training(model, layout, length, options) for layout in layouts for length in sequences]
+    return (_point(what, hardware, options) for what in asked)
 
 
 def _point(what: Training, hardware: Hardware, options: Options) -> Point:

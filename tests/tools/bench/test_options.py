@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench import namespaces, programme
+from commfuse_npu.tools.bench import command, namespaces, programme
 from commfuse_npu.tools.bench.arguments import parser
 from commfuse_npu.tools.bench.progress import Progress
 from commfuse_npu.tools.bench.sweep import steps_of
@@ -80,7 +80,6 @@ def test_options_replace_values_of_the_programme() -> None:
     [
         (["--works", "mlp,none"], "--works none: choose from all-gather"),
         (["--variants", "best"], "no variant for 2 ranks is called 'best'"),
-        (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
         (["--device", "npu", "--sleep-gemm", "9"], "leave it out"),
     ],
@@ -154,7 +153,7 @@ class _Terminal:
 
 def test_progress_counts_up_and_never_beyond() -> None:
     terminal = _Terminal()
-    progress = Progress(2, terminal)
+    progress = Progress(2, stream=terminal)
     progress.say("working")
     for _ in range(3):
         progress.step()
@@ -168,10 +167,35 @@ def test_progress_counts_up_and_never_beyond() -> None:
 def test_progress_is_late_when_time_runs_ahead_of_the_steps(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    progress = Progress(10, _Terminal())
+    progress = Progress(10, 100, _Terminal())
     now[0] += 19
-    assert not progress.late(100)
+    assert not progress.late()
     now[0] += 2
-    assert progress.late(100)
+    assert progress.late()
     progress.step(5)
-    assert not progress.late(100)
+    assert not progress.late()
+
+
+def test_no_more_is_foretold_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    terminal = _Terminal()
+    progress = Progress(1000, 150, terminal)
+    now[0] += 30
+    progress.step()
+    assert terminal.text.split("left ")[-1].startswith("2:00 at most")
+    assert not progress.over()
+    now[0] += 121
+    progress.step()
+    assert terminal.text.split("left ")[-1].startswith("0:00 at most")
+    assert progress.over()
+
+
+def test_what_the_limit_leaves_no_time_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_QUICK_SECONDS", -1.0)
+    assert cli.main(["bench", "--quick", "--works", "mlp", "--ranks", "2,4"]) == 0
+    text = capsys.readouterr().out
+    for ranks in (2, 4):
+        assert f"not measured, the time was up: mlp, {ranks} ranks, fp32, real GEMMs" in text

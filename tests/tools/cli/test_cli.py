@@ -44,7 +44,10 @@ def test_all_programs_are_proved(capsys) -> None:
     assert len(lines) == 3
     assert lines[1].startswith("  3 ranks: ")
     assert "sets of programs" in lines[1]
-    assert lines[2] == "proved: all programs of 2 to 3 ranks"
+    assert lines[2] == (
+        f"proved: all programs of 2 to 3 ranks: {len(RULES)} rules, chunks 1, 2, lanes 2; every "
+        "row is what it has to be, one order for all ranks, no deadlock"
+    )
 
 
 def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:

@@ -129,7 +129,7 @@ def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--config", "no.yaml"], "cannot read the configuration no.yaml: No such file"),
+        (["--config", "no.yaml"], "'no.yaml' is neither a file nor one of"),
         (["--", "--num-layers", "2"], "--hidden-size, --num-attention-heads"),
         (["--", *f"{SIZES} --commfuse-lanes 0".split()], "--commfuse-lanes is 0; give a whole"),
         (["--", *f"{SIZES} --commfuse-layers a".split()], "argument --commfuse-layers: unknown"),
@@ -141,7 +141,7 @@ def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
 )
 def test_a_question_that_makes_no_sense(words: list[str], message: str, capsys) -> None:
     assert cli.main(["doctor", *words]) == 2
-    assert f"commfuse-npu doctor: {message}" in capsys.readouterr().err
+    assert f"commfuse-npu doctor: error: {message}" in capsys.readouterr().err
 
 
 def test_the_exit_code_says_whether_it_is_ready(monkeypatch, capsys) -> None:

@@ -1,0 +1,56 @@
+"""Ask what makes no sense, in a process of its own, and print what came of each as JSON.
+
+``python -m tests.tools.cli.refused FOLDER`` reads a question per line; a word that is ``''`` is
+empty.  Those to the CPU pretraining come last: its launcher is torchrun.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+from commfuse_npu.tools import cli
+
+
+def content(folder: Path) -> list[str]:
+    return sorted(f"{path} {path.stat().st_size}" for path in folder.rglob("*"))
+
+
+def asked(question: str) -> dict[str, object]:
+    words = ["" if word == "''" else word for word in question.split()]
+    before, out, error = content(Path()), io.StringIO(), io.StringIO()
+    begin = time.perf_counter()
+    code: object
+    with redirect_stdout(out), redirect_stderr(error):
+        try:
+            code = launched(words[1:]) if words[0] == "pretrain" else cli.main(words)
+        except SystemExit as end:
+            code = end.code
+        except Exception as failure:
+            code = repr(failure)
+    return {
+        "question": question,
+        "code": code,
+        "out": out.getvalue(),
+        "error": error.getvalue(),
+        "written": [one for one in content(Path()) if one not in before],
+        "torch": "torch" in sys.modules,
+        "drawing": "matplotlib" in sys.modules,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def launched(words: list[str]) -> int:
+    from scripts.cpu_pretraining import launch
+
+    with mock.patch.object(launch, "torchrun", side_effect=AssertionError("it started ranks")):
+        return launch.main(words)
+
+
+if __name__ == "__main__":
+    print(json.dumps([asked(line.rstrip("\n")) for line in sys.stdin]))

@@ -1,0 +1,145 @@
+"""Bad input: exit code 2, one line with value, limit and way out, and nothing done before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.limits import LIMIT
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# (question, what its last line says)
+QUESTIONS = (
+    (
+        "frobnicate",
+        "invalid choice: 'frobnicate' (choose from 'doctor', 'plan', 'simulate', 'bench'",
+    ),
+    ("''", "invalid choice: '' (choose from"),
+    ("--frobnicate", "commfuse-npu: error: "),
+    ("doctor --frobnicate", "unknown: --frobnicate (see commfuse-npu doctor --help)"),
+    ("doctor surplus", "unknown: surplus (see commfuse-npu doctor --help)"),
+    ("doctor --config nowhere", "'nowhere' is neither a file nor one of llama2_13b, llama2_70b"),
+    ("doctor --config ''", "'' is neither a file nor one of llama2_13b, llama2_70b"),
+    ("doctor --config bad.yaml", "bad.yaml: unknown option 'a'; did you mean"),
+    ("doctor -- pretrain_gpt.py --num-layers x", "--num-layers: 'x' is not a whole number from 1"),
+    ("doctor -- ls", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
+    ("plan", "give a rule to see its program, or --model to get a recommendation"),
+    ("plan reduce_scatter --ranks 4 --lanes 9", "'reduce_scatter' (choose from 'bucket_gather'"),
+    ("plan gemm_scatter --ranks 4 --lanes 9", "--lanes 9: 4 ranks have 3 peers; choose 1 to 3"),
+    (
+        "plan gather_gemm --lane 3",
+        "unknown: --lane 3; did you mean --lanes? (see commfuse-npu plan",
+    ),
+    ("plan gather_gemm --ranks 1", "--ranks: '1' is not a whole number from 2 to 1024"),
+    ("plan gather_gemm --ranks 1000000", "'1000000' is not a whole number from 2 to 1024"),
+    ("plan gather_gemm --ranks 4 --rank 4", "--rank 4 is not one of --ranks 4; choose 0 to 3"),
+    ("plan gather_gemm --rank -1", "--rank: '-1' is not a whole number from 0"),
+    ("plan gather_gemm --rows 0", "--rows: '0' is not a whole number from 1 to 16777216"),
+    ("plan gather_gemm --taper nan", "--taper: 'nan' is not a number above 0"),
+    ("plan gather_gemm --taper 9", "taper is 9.0; from 1/8 to 8"),
+    ("plan gather_gemm --shape warp", "shape 'warp' is unknown; choose one of shifted, two_level"),
+    ("plan gather_gemm --shape two_level --node-size 3", "group size 4 is not a multiple of node"),
+    ("plan gather_gemm --tp 4", "--tp: no effect on a program; leave it out"),
+    ("plan --model llama3_8b --ranks 4", "--ranks: no effect on a recommendation"),
+    ("plan --model llama_tiny", "'llama_tiny' is neither a file nor one of llama2_13b"),
+    ("plan --model llama3_8b --npus 0", "--npus: '0' is not a whole number from 1"),
+    ("plan --model llama3_8b --npus 9", "--npus 9: "),
+    ("plan --model llama3_8b --tp 3", "--npus 8 is not divisible by --tp 3 = 3; choose others"),
+    ("plan --model llama3_8b --json /no/such/x.json", "needs the folder /no/such, which is not"),
+    ("simulate --npus 8 64 512", "64 NPUs are more than the 8 of 1 nodes of 8; choose smaller"),
+    ("simulate --npus 12", "--npus 12 is not divisible by TP*CP*PP = 8*1*1 = 8; choose 8 or 16"),
+    ("simulate --tp 3", "divisible by TP*CP = 3*1 = 3; choose --sequence-lengths 8190 or 8193"),
+    ("simulate --lanes 9", "--lanes 9: a group of 8 ranks has 7; choose 7 or less"),
+    ("simulate --stragglers 9", "--stragglers 9: a group of 8 ranks has 8; choose 8 or less"),
+    ("simulate --slow-links 99", "--slow-links 99: a group of 8 ranks has 56; choose 56 or less"),
+    ("simulate --slow-link-factor 0", "slow_link_factor is 0.0; it has to be 1 or more"),
+    ("simulate --noise nan", "noise is nan; it has to be from 0 to 1"),
+    ("simulate --variants ''", "--variants: '' is an empty list; give one word at least"),
+    ("simulate --variants warp", "no variant is called 'warp'; choose from plain-mesh"),
+    ("simulate --sequence-lengths 99999999999", "is not a whole number from 1 to 16777216"),
+    ("simulate --micro-batches 99999999", "'99999999' is not a whole number from 1 to 65536"),
+    ("simulate --model llama_tiny", "'llama_tiny' is neither a file nor one of llama2_13b"),
+    ("simulate --hardware bad.yaml", "bad.yaml: "),
+    ("simulate --plot x.foo", "'x.foo' is no name of a picture; let it end in .png, .svg, .pdf"),
+    ("simulate --plot no/such/x.png", "no/such, which is not there; make it, or choose another"),
+    ("simulate --json there", "'there' is no name of a file; give one"),
+    ("simulate --trace file/x.json", "/file, which is not there; make it, or choose another"),
+    ("simulate --trace x.json --beside nowhere", "nowhere: No such file or directory"),
+    ("simulate --trace-variant megatron", "--trace-variant is for --trace; give both, or neither"),
+    ("simulate --against bad.json", "bad.json: not what `commfuse-npu bench --json` writes"),
+    ("bench --works none", "--works none: choose from all-gather, reduce-scatter, mlp"),
+    ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
+    ("bench --ranks 65", "--ranks: '65' is not a whole number from 2 to 64"),
+    ("bench --rounds 0", "--rounds: '0' is not a whole number from 1"),
+    ("bench --timeout inf", "--timeout: 'inf' is not a number above 0"),
+    ("bench --plot x.foo", "'x.foo' is no name of a picture; let it end in .png, .svg, .pdf"),
+    ("bench --plot no/such/x.png", "no/such, which is not there; make it, or choose another"),
+    ("bench --from nowhere", "nowhere: No such file or directory"),
+    ("bench --config llama_tiny", "'llama_tiny' is neither a file nor one of llama2_13b"),
+    ("verify --max-ranks 0", "--max-ranks: '0' is not a whole number from 2 to 1024"),
+    ("verify --max-ranks -3", "--max-ranks: '-3' is not a whole number from 2 to 1024"),
+    ("verify --min-ranks 9 --max-ranks 4", "is more than --max-ranks 4: there is nothing to prove"),
+    ("verify --chunks 99999999", "--chunks: '99999999' is not a whole number from 1 to 256"),
+    ("verify --log nowhere", "nowhere: No such file or directory"),
+    ("verify --log there", "there holds no rank_*.jsonl; give the folder of --commfuse-order-log"),
+    ("verify --log there --max-ranks 4", "--max-ranks: no effect on a recorded run; leave it out"),
+    ("pretrain --data-path ''", "'' is no file and no folder; give one with text"),
+    ("pretrain --data-path nowhere", "'nowhere' is no file and no folder; give one with text"),
+    ("pretrain --config bad.yaml", "bad.yaml: unknown option 'a'; did you mean"),
+    ("pretrain --tensor-model-parallel-size 3", "choose --num-attention-heads 6 or 9"),
+    ("pretrain --train-iters 0", "--train-iters: 0 is less than 1"),
+    ("pretrain --lr nan", "--lr: nan is not in [0.0, inf]"),
+    ("pretrain --global-batch-size 7", "divisible by micro-batch size times data-parallel size 4"),
+    ("pretrain --link-rate 0", "--link-rate: 0 MB/s is not in [0.001, 100000]; give 50"),
+    ("pretrain --name ../x", "'../x' is not a folder name; use letters, digits"),
+    ("pretrain --runs-dir ''", "--runs-dir '' is no folder; choose another --runs-dir"),
+    ("pretrain --runs-dir file/x", "file: Not a directory; choose another --runs-dir"),
+    ("pretrain --trace there", "--trace there is a folder; give the name of a file"),
+    ("pretrain --compare --resume", "--compare trains from the beginning; leave --resume out"),
+)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("asked")
+    (folder / "there").mkdir()
+    for name, text in (("file", "x"), ("bad.yaml", "a: 1"), ("bad.json", "{}")):
+        (folder / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.cli.refused"],
+        input="\n".join(question for question, _ in QUESTIONS),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    return {answer["question"]: answer for answer in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize(("question", "said"), QUESTIONS)
+def test_it_is_refused_in_a_line(
+    answers: dict[str, dict[str, Any]], question: str, said: str
+) -> None:
+    found = answers[question]
+    assert found["code"] == 2, found
+    assert (found["out"], found["written"]) == ("", [])
+    *_, last = found["error"].splitlines()
+    assert " error: " in last
+    assert said in last
+    assert "Traceback" not in found["error"]
+    if not question.startswith("pretrain"):
+        assert not found["torch"]
+        assert not found["drawing"]
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(dict(QUESTIONS)) >= 60
