@@ -1,0 +1,67 @@
+"""A program of one's own on the transport: its order is proved, its times are drawn.
+
+pip install -e . torch numpy
+torchrun --standalone --nproc_per_node 2 examples/own_program.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from commfuse_npu import Transport
+
+# cut: program
+from commfuse_npu.plan import Schedule, rules
+
+# end
+# cut: order log
+from commfuse_npu.runtime.order_log import OrderLog
+
+# end
+# cut: trace
+from commfuse_npu.runtime.trace import Trace
+from commfuse_npu.tools.trace_file import write
+
+# end
+dist.init_process_group("gloo")  # "hccl" on NPUs
+tensor_parallel_group = dist.group.WORLD
+
+# cut: order log
+order_log = OrderLog(Path("orders"), dist.get_rank(), dist.get_world_size())
+transport = Transport.create(tensor_parallel_group, order_log=order_log)
+# end
+# cut: trace
+transport.trace = Trace()  # from here on
+# end
+
+rows, columns = 4, 8
+torch.manual_seed(dist.get_rank())
+shard = torch.randn(rows, columns)  # this rank's part of what is gathered
+matrix = torch.ones(columns, 3)
+product = torch.empty(transport.size * rows, 3)
+
+
+# cut: program
+def use(piece: torch.Tensor, run: slice) -> None:
+    """Called for each piece as it arrives, rows `run` of the whole."""
+    product[run] = piece @ matrix
+
+
+program = rules.gather_use(transport.place(Schedule()), rows, columns, False)
+running = transport.begin(program, "my_operation", like=shard)
+running.run({"use": use}, shard=shard)
+# end
+# cut: trace
+write(transport, Path("trace.json"))  # on all ranks together
+# end
+whole = [torch.empty_like(shard) for _ in range(transport.size)]
+dist.all_gather(whole, shard)
+if transport.rank == 0:
+    same = torch.equal(product, torch.cat(whole) @ matrix)
+    print(f"the product of an all-gather: {same}; trace.json, commfuse-npu verify --log orders")
+transport.close()
+order_log.close()
+dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""A tensor-parallel MLP, trained with hidden collectives and with plain ones: the same bits.
+
+pip install -e . torch numpy
+torchrun --standalone --nproc_per_node 2 examples/tp_mlp.py
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import gelu
+
+# cut: linear
+from commfuse_npu import Schedule, Transport
+from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+
+# end
+from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
+
+S, B, H, FFN = 64, 2, 32, 128
+
+dist.init_process_group("gloo")  # "hccl" on NPUs
+tensor_parallel_group = dist.group.WORLD
+N, rank = dist.get_world_size(), dist.get_rank()
+activation = partial(gelu, approximate="tanh")
+
+# cut: linear
+# Once, on all ranks, next to the set-up of the other process groups.
+transport = Transport.create(tensor_parallel_group)
+options = LinearOptions(Schedule(chunks=2))
+
+
+def mlp(x, up_weight, down_weight):
+    """x: [s, B, H], this rank's part of the sequence; so is the result."""
+    hidden = all_gather_linear(x, up_weight, transport=transport, options=options)
+    return linear_reduce_scatter(
+        activation(hidden), down_weight, transport=transport, options=options
+    )
+
+
+# end
+def plain_mlp(x, up_weight, down_weight):
+    """The same by collectives, with the GEMMs cut alike."""
+    how = {"group": tensor_parallel_group, "options": options, "same_gemms": True}
+    hidden = plain_all_gather_linear(x, up_weight, **how)
+    return plain_linear_reduce_scatter(activation(hidden), down_weight, **how)
+
+
+def trained(form) -> list[torch.Tensor]:
+    """Three steps from the same start; this rank's losses and weights."""
+    torch.manual_seed(rank)  # a rank has its own rows of the sequence and its own features
+    up_weight = torch.nn.Parameter(torch.randn(FFN // N, H) / H**0.5)
+    down_weight = torch.nn.Parameter(torch.randn(H, FFN // N) / FFN**0.5)
+    optimizer = torch.optim.AdamW([up_weight, down_weight], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(S // N, B, H)
+        loss = (form(x, up_weight, down_weight) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, up_weight.detach(), down_weight.detach()]
+
+
+def main() -> None:
+    fused, plain = trained(mlp), trained(plain_mlp)
+    same = torch.tensor(all(map(torch.equal, fused, plain)))
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    if rank == 0:
+        said = ", ".join(f"{loss:.4f}" for loss in fused[:3])
+        print(f"losses {said}; fused and plain have the same bits on {N} ranks: {bool(same)}")
+    transport.close()
+    dist.destroy_process_group()
+
+
+main()
