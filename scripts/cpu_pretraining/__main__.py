@@ -21,7 +21,7 @@ from .arguments import parse_arguments
 from .checkpoint import CheckpointError, FoundCheckpoint, find_checkpoint, shape_of_run
 from .data import Corpus, load_corpus
 from .interrupt import StopRequest, exit_code, listen_for_stop
-from .usage_error import UsageError, exit_with_usage_error, is_first_process
+from .usage_error import UsageError, exit_with_usage_error, is_first_process, say_error
 
 # Megatron's advice for GPUs and its use of names that newer torch renames, once per rank and call
 # site. Nothing here that the reader could act on; other warnings are shown.
@@ -102,7 +102,7 @@ def _run(
     except (TrainingDiverged, CheckpointError) as error:
         # A failure of one rank has a cause there; the others only know that there was one.
         if is_first_process() or error.__cause__ is not None:
-            print(f"cpu_pretraining: error: {error}", file=sys.stderr, flush=True)
+            say_error(error)
         return 1
 
 
@@ -120,6 +120,7 @@ def _set_single_process_defaults() -> None:
 def _pretrain(
     args: argparse.Namespace, corpus: Corpus, found: FoundCheckpoint | None, stop: StopRequest
 ) -> int:
+    from .metrics import written
     from .training import train
 
     folder = _folder(args)
@@ -140,7 +141,8 @@ def _pretrain(
         print("\n".join(outcome.linears))
         if outcome.speed is not None:
             print(f"tokens/s: {outcome.speed}")
-        print(f"sha256 of all weights: {outcome.weights_sha256}", flush=True)
+        print(f"sha256 of all weights: {outcome.weights_sha256}")
+        print(written(folder), flush=True)
     if outcome.stopped_by:
         if first:
             print(

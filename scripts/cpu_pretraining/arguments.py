@@ -180,6 +180,9 @@ def _parser() -> _Parser:
     group.add_argument("--eval-interval", type=whole(0), help="0 turns validation off")
     group.add_argument("--eval-iters", type=whole(1), help="global batches per validation")
     group.add_argument("--log-interval", type=whole(1))
+    group.add_argument(
+        "--mindspeed-log", action="store_true", help="a line per iteration in MindSpeed-LLM's form"
+    )
     group.add_argument("--save-interval", type=whole(0), help="0 saves only when training ends")
     group.add_argument("--name", type=_run_name, help="of the folder below --runs-dir")
     group.add_argument("--runs-dir")
@@ -201,6 +204,7 @@ _COMMAND_LINE_ONLY = {
     "resume": False,
     "compare": False,
     "link_rate": None,
+    "mindspeed_log": False,
     "trace": None,
     "commfuse_order_log": None,
 }

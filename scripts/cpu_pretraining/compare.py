@@ -6,7 +6,8 @@ Plain and fused must agree in every loss and every weight. Megatron's are shown 
 GEMM that is not split may round differently.
 
 Their tokens per second are shown too. The trainings run one after the other, so whatever else the
-machine does may fall on one of them: repeat before believing a ratio. With `--link-rate` there is
+machine does may fall on one of them: a ratio comes with the range that the quartiles give, and not
+at all from fewer than `LEAST_COUNTED` iterations. With `--link-rate` there is
 a wire to hide, without it there is none.
 """
 
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from .data import Corpus
 from .interrupt import StopRequest, exit_code
 from .link_rate import COLLECTIVES_NOTE
+from .metrics import written
+from .speed import LEAST_COUNTED, WARM_UP_ITERATIONS
 from .training import Outcome, train
 
 __all__ = ["COMPARED_MODES", "compare"]
@@ -48,7 +51,9 @@ def compare(args: argparse.Namespace, corpus: Corpus, folder: Path, stop: StopRe
         outcomes[mode] = outcome
     identical = _same_bits(outcomes["plain"], outcomes["commfuse"])
     if first:
-        print("\n".join(_report(outcomes)), flush=True)
+        print("\n".join(_report(outcomes)))
+        for mode in COMPARED_MODES:
+            print(written(folder / "compare" / mode))
         print(f"identical: {identical}", flush=True)
     return 0 if identical else 1
 
@@ -85,15 +90,30 @@ def _report(outcomes: dict[str, Outcome]) -> list[str]:
 
 
 def _speeds(outcomes: dict[str, Outcome]) -> list[str]:
-    """Tokens per second of each mode, and how they compare; nothing if all was warm-up."""
+    """Tokens per second of each mode, and how they compare if enough iterations count.
+
+    The range of a ratio: one mode at its fast quartile, the other at its slow one.
+    """
     speeds = {mode: outcome.speed for mode, outcome in outcomes.items() if outcome.speed}
     fused = speeds.get("commfuse")
     if fused is None or len(speeds) < len(COMPARED_MODES):
         return []
     lines = [f"tokens/s, {mode}: {speed}" for mode, speed in speeds.items()]
-    for mode in ("plain", "megatron"):
-        ratio = fused.tokens_per_second / speeds[mode].tokens_per_second
-        lines.append(f"tokens/s, commfuse / {mode}: {ratio:.3f}")
+    if fused.counted < LEAST_COUNTED:
+        lines.append(
+            f"no ratio of tokens/s from {fused.counted} iterations: give --train-iters "
+            f"{WARM_UP_ITERATIONS + LEAST_COUNTED} or more"
+        )
+    else:
+        fast, slow = fused.quartiles
+        for mode in ("plain", "megatron"):
+            other = speeds[mode]
+            low, high = other.quartiles[0] / slow, other.quartiles[1] / fast
+            ratio = other.seconds / fused.seconds
+            lines.append(
+                f"tokens/s, commfuse / {mode}: {ratio:.3f} ({low:.3f} to {high:.3f} by the "
+                f"quartiles of {fused.counted} iterations)"
+            )
     if fused.link_rate is not None:
         lines.append(COLLECTIVES_NOTE)
     return lines

@@ -45,11 +45,10 @@ def main(argv: Sequence[str]) -> int:
         return exit_code(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        print(
-            f"cpu_pretraining: rank {rank} ended with exit code "
-            f"{failure.exitcode}; its own message is above",
-            file=sys.stderr,
-        )
+        said = f"rank {rank} ended with exit code {failure.exitcode}; its own message is above"
+        if isinstance(failure.message, dict):  # what the rank left, see usage_error
+            said = f"error: {failure.message['message']}"
+        print(f"cpu_pretraining: {said}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else exit_code(-failure.exitcode)
     return 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from commfuse_npu.runtime.whole_file import whole_file
 
-__all__ = ["MetricsLog", "plot_loss", "read_metrics"]
+__all__ = ["MetricsLog", "plot_loss", "read_metrics", "written"]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -65,6 +65,12 @@ class MetricsLog:
 
 def _line(entry: dict[str, Any]) -> str:
     return json.dumps(entry) + "\n"
+
+
+def written(folder: Path) -> str:
+    """Which files of a run are there, in a line."""
+    names = ("metrics.jsonl", "loss.png", "checkpoints")
+    return f"written: {', '.join(str(folder / name) for name in names if (folder / name).exists())}"
 
 
 def plot_loss(metrics: Path, picture: Path) -> str | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
-__all__ = ["WARM_UP_ITERATIONS", "Speed", "speed_of"]
+__all__ = ["LEAST_COUNTED", "WARM_UP_ITERATIONS", "Speed", "speed_of"]
 
 WARM_UP_ITERATIONS = 3
 """Iterations that do not count: buffers, threads and the kernels of the GEMMs come with them."""
+
+LEAST_COUNTED = 10
+"""Iterations behind a ratio of two speeds."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,9 @@ class Speed:
     """Medians over the iterations of a run after the first `WARM_UP_ITERATIONS`.
 
     Attributes:
-        seconds: wall time per iteration.
-        blocked: seconds of it, mean over the ranks, blocked in tensor- and context-parallel
+        seconds: wall time per iteration, mean over the ranks.
+        quartiles: of these.
+        blocked: seconds of it, mean over the same ranks, blocked in tensor- and context-parallel
             communication (`exposed_time`).
         tokens: per iteration, over all ranks.
         first, last: the iterations that count.
@@ -27,11 +31,17 @@ class Speed:
     """
 
     seconds: float
+    quartiles: tuple[float, float]
     blocked: float
     tokens: int
     first: int
     last: int
     link_rate: float | None
+
+    @property
+    def counted(self) -> int:
+        """Iterations."""
+        return self.last - self.first + 1
 
     @property
     def tokens_per_second(self) -> float:
@@ -42,10 +52,11 @@ class Speed:
         link = "over loopback"
         if self.link_rate is not None:
             link = f"over links of {self.link_rate:g} MB/s"
+        fast, slow = self.quartiles
         return (
-            f"{self.tokens_per_second:.0f} {link} ({self.seconds:.3f} s per iteration, of which "
-            f"{self.blocked:.3f} s blocked in communication; medians of iterations {self.first} to "
-            f"{self.last})"
+            f"{self.tokens_per_second:.0f} {link} ({self.seconds:.3f} s per iteration, quartiles "
+            f"{fast:.3f} and {slow:.3f}, of which {self.blocked:.3f} s blocked in "
+            f"communication; medians of iterations {self.first} to {self.last})"
         )
 
 
@@ -62,8 +73,11 @@ def speed_of(
     counted = entries[WARM_UP_ITERATIONS:]
     if not counted:
         return None
+    seconds = [entry["elapsed_ms"] / 1e3 for entry in counted]
+    fast, _, slow = quantiles(seconds * 2 if len(seconds) == 1 else seconds, method="inclusive")
     return Speed(
-        seconds=median(entry["elapsed_ms"] for entry in counted) / 1e3,
+        seconds=median(seconds),
+        quartiles=(fast, slow),
         blocked=median(entry["exposed_ms"] for entry in counted) / 1e3,
         tokens=tokens,
         first=counted[0]["iteration"],

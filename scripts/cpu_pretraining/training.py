@@ -218,8 +218,8 @@ class _Loop:
         learning_rate = trainee.optimizer.param_groups[0]["lr"]
         trainee.scheduler.step(args.global_batch_size)
         self.iteration += 1
-        blocked, signal_number = _agree(blocked, stop.signal_number)
         elapsed = time.perf_counter() - start
+        blocked, elapsed, signal_number = _agree(blocked, elapsed, stop.signal_number)
         entry = {
             "iteration": self.iteration,
             "lm_loss": loss,
@@ -253,11 +253,13 @@ class _Loop:
         loss = total / args.eval_iters
         if metrics:
             metrics.append({"iteration": self.iteration, "validation_loss": loss})
-            _print_line(
-                f" validation loss at iteration {self.iteration} | lm loss value: {loss:.6E} | "
-                f"lm loss PPL: {math.exp(min(20.0, loss)):.6E} |",
-                bar,
-            )
+            line = f" validation loss at iteration {self.iteration} | {loss:.4f}"
+            if args.mindspeed_log:
+                line = (
+                    f" validation loss at iteration {self.iteration} | lm loss value: {loss:.6E} | "
+                    f"lm loss PPL: {math.exp(min(20.0, loss)):.6E} |"
+                )
+            _print_line(line, bar)
 
     # -- forward and backward ----------------------------------------------------------------
 
@@ -392,17 +394,25 @@ def _raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _agree(blocked: float, signal_number: int) -> tuple[float, int]:
-    """Mean blocked seconds over the ranks, and the highest signal number any of them received."""
-    everyone = torch.zeros(dist.get_world_size(), 2)
-    everyone[dist.get_rank()] = torch.tensor([blocked, float(signal_number)])
+def _agree(blocked: float, elapsed: float, signal_number: int) -> tuple[float, float, int]:
+    """Mean blocked and elapsed seconds over the ranks, and the highest signal number of any."""
+    everyone = torch.zeros(dist.get_world_size(), 3, dtype=torch.float64)
+    own = [blocked, elapsed, float(signal_number)]
+    everyone[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(everyone)
-    return float(everyone[:, 0].mean()), int(everyone[:, 1].max())
+    return float(everyone[:, 0].mean()), float(everyone[:, 1].mean()), int(everyone[:, 2].max())
 
 
 def _iteration_line(args: argparse.Namespace, entry: dict[str, Any], elapsed_ms: float) -> str:
     iteration = entry["iteration"]
     seconds = elapsed_ms / 1e3
+    if not args.mindspeed_log:
+        return (
+            f" iteration {iteration:8d}/{args.train_iters:8d} | lm loss {entry['lm_loss']:.4f} | "
+            f"grad norm {entry['grad_norm']:.3f} | lr {entry['lr']:.2e} | {elapsed_ms:.0f} ms, "
+            f"{entry['exposed_ms']:.0f} exposed | "
+            f"{args.global_batch_size * args.seq_length / seconds:,.0f} tokens/s"
+        )
     teraflops = model_flops_per_iteration(args) / seconds / dist.get_world_size() / 1e12
     tokens_per_second = args.global_batch_size * args.seq_length / seconds
     return (

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from scripts.cpu_pretraining import launch
+from scripts.cpu_pretraining.usage_error import UsageError, say_error
 from tests.limits import LIMIT
 from tests.megatron.in_ranks import TINY
 
@@ -65,6 +66,23 @@ def test_the_exit_code_is_that_of_the_run(
     assert launch.main([]) == code
     said = "rank 1 ended with exit code" if isinstance(ended, ChildFailedError) else ""
     assert said in capsys.readouterr().err
+
+
+def test_the_error_of_a_rank_is_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "error.json"
+
+    def torchrun(words: list[str]) -> None:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        say_error(UsageError("the reason; the way out"))
+        print("what torchrun says then", file=sys.stderr)
+        raise ChildFailedError("run", {1: ProcessFailure(1, 0, 2, str(file))})
+
+    monkeypatch.setattr(launch, "torchrun", torchrun)
+    assert launch.main([]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == lines[-1] == "cpu_pretraining: error: the reason; the way out"
 
 
 def start(runs: Path, *options: str) -> subprocess.Popen[str]:

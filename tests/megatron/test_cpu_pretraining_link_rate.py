@@ -6,6 +6,7 @@ import contextlib
 import io
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,10 +74,37 @@ def test_speed_leaves_the_first_iterations_out() -> None:
         for number, time in enumerate(times, start=11)
     ]
     found = speed_of(entries, tokens=100, link_rate=20.0)
-    assert found == Speed(0.2, 0.1, 100, first=14, last=16, link_rate=20.0)
+    assert found is not None
+    assert found.quartiles == pytest.approx((0.15, 0.35))
+    assert replace(found, quartiles=(0, 0)) == Speed(0.2, (0, 0), 0.1, 100, 14, 16, 20.0)
     assert found.tokens_per_second == 500
-    assert str(found).startswith("500 over links of 20 MB/s (0.200 s per iteration, of which 0.100")
+    assert str(found).startswith(
+        "500 over links of 20 MB/s (0.200 s per iteration, quartiles 0.150 "
+    )
     assert speed_of(entries[:3], tokens=100, link_rate=None) is None
+    alone = speed_of(entries[:4], tokens=100, link_rate=None)
+    assert alone is not None
+    assert alone.quartiles == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("last", [12, 13])
+def test_a_ratio_has_a_range_and_ten_iterations_behind_it(last: int) -> None:
+    from scripts.cpu_pretraining.compare import _speeds
+    from scripts.cpu_pretraining.training import Outcome
+
+    fused = Speed(1.0, (0.8, 1.25), 0.1, 100, first=4, last=last, link_rate=None)
+    other = replace(fused, seconds=2.0, quartiles=(1.5, 2.4))
+    speeds = {"plain": other, "commfuse": fused, "megatron": other}
+    lines = _speeds({mode: Outcome(speed=speed) for mode, speed in speeds.items()})
+    if last == 12:
+        assert lines[3:] == [
+            "no ratio of tokens/s from 9 iterations: give --train-iters 13 or more"
+        ]
+    else:
+        ratio = "2.000 (1.200 to 3.000 by the quartiles of 10 iterations)"
+        assert lines[3:] == [
+            f"tokens/s, commfuse / {mode}: {ratio}" for mode in ("plain", "megatron")
+        ]
 
 
 def test_a_refused_rate_ends_the_command_as_a_wrong_request(monkeypatch, capsys) -> None:
@@ -199,7 +227,9 @@ def test_compare_over_links_says_speeds_ratios_and_identical(ranks, tmp_path: Pa
         (line,) = [line for line in lines if line.startswith(f"tokens/s, {mode}: ")]
         assert " over links of 300 MB/s (" in line
         assert line.endswith("; medians of iterations 4 to 5)")
-    for mode in ("plain", "megatron"):
-        assert any(line.startswith(f"tokens/s, commfuse / {mode}: ") for line in lines)
+    # Two iterations after the warm-up say nothing about a ratio.
+    assert "no ratio of tokens/s from 2 iterations: give --train-iters 13 or more" in lines
+    assert not any(" / " in line for line in lines)
+    assert f"written: {tmp_path}/compare/plain/metrics.jsonl" in printed
     assert sum(" connections of rank 0 at 300 MB/s" in line for line in lines) == 3
     assert any("the bytes of an all-reduce" in line for line in lines)

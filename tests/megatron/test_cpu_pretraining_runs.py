@@ -29,6 +29,10 @@ LINE = re.compile(
     r"number of skipped iterations: +0 \| number of nan iterations: +0 \| tokens/s: \d+ \| "
     r"exposed communication \(ms\): [\d.]+ \|"
 )
+SHORT = re.compile(
+    r" iteration +(\d+)/ +6 \| lm loss [\d.]+ \| grad norm [\d.]+ \| lr \S+ \| "
+    r"\d+ ms, \d+ exposed \| [\d,]+ tokens/s$"
+)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -39,11 +43,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def uninterrupted(ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """Folder and end of six iterations on two tensor-parallel ranks."""
     runs = tmp_path_factory.mktemp("uninterrupted")
-    return runs / "llama_tiny", pretrained(ranks(2), runs)
+    return runs / "llama_tiny", pretrained(ranks(2), runs, "--mindspeed-log")
 
 
 def test_run_prints_a_line_per_iteration(uninterrupted: tuple[Path, Finished]) -> None:
     folder, done = uninterrupted
+    assert done.out.splitlines()[-1] == (
+        f"written: {folder}/metrics.jsonl, {folder}/loss.png, {folder}/checkpoints"
+    )
     lines = [LINE.match(line) for line in done.out.splitlines() if line.startswith(" iteration")]
     assert [int(line.group(1)) for line in lines if line] == [1, 2, 3, 4, 5, 6]
     assert losses(folder)[-1] < losses(folder)[0]
@@ -94,6 +101,8 @@ def test_two_iterations_are_traced(
 ) -> None:
     file = tmp_path / "traces" / "real.json"
     done = pretrained(ranks(2), tmp_path, "--trace", str(file))
+    short = [SHORT.match(line) for line in done.out.splitlines() if line.startswith(" iteration")]
+    assert [int(line.group(1)) for line in short if line] == [1, 2, 3, 4, 5, 6]
     events = json.loads(file.read_text())["traceEvents"]
     assert f"trace: {sum(e['ph'] == 'X' for e in events)} events in {file}" in done.out
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
