@@ -43,12 +43,14 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Rest
 
 def cuts(example: Path) -> dict[str, str]:
     """What stands between ``# cut: NAME`` and ``# end``, the parts of one name together."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
     for name, part in re.findall(
         r"^ *# cut: ([^\n]+)\n(.*?)^ *# end\n", example.read_text("utf-8"), re.M | re.S
     ):
-        found.setdefault(name, []).append(textwrap.dedent(part).strip("\n"))
-    return {name: "\n\n".join(parts) + "\n" for name, parts in found.items()}
+        text = textwrap.dedent(part).strip("\n") + "\n"
+        gap = "\n\n" if text.startswith("def ") else "\n"  # as ruff formats pages, too
+        found[name] = found[name] + gap + text if name in found else text
+    return found
 
 
 def blocks(page: str) -> list[str]:

@@ -74,7 +74,9 @@ def _panels(left: Any, right: Any, rows: Sequence[Result]) -> None:
     if loud:
         said = f"other load: nothing can be concluded at {', '.join(f'{at:g}' for at in loud)}"
         for axes in (left, right):
-            axes.text(0.02, 0.03, said, color="tab:red", transform=axes.transAxes)
+            axes.text(
+                0.02, 0.03, said, color="tab:red", bbox={"color": "white"}, transform=axes.transAxes
+            )
     right.set_title(f"end to end, {REFERENCE} = 1", loc="left", fontsize=9)
     right.set(ylabel="time relative to blocking direct exchange")
     low, high = right.get_ylim()
