@@ -39,7 +39,7 @@ transport.trace = Trace()  # from here on
 
 rows, columns = 4, 8
 torch.manual_seed(dist.get_rank())
-shard = torch.randn(rows, columns)  # this rank's part of what is gathered
+shard = torch.randint(9, (rows, columns)).float()  # this rank's part of what is gathered
 matrix = torch.ones(columns, 3)
 product = torch.empty(transport.size * rows, 3)
 
