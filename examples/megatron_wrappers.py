@@ -64,6 +64,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("\n".join(wrappers.describe()))
         print(f"largest difference to Megatron's own layers, GEMMs not split: {gap:.1e}")
+    dist.barrier()  # nobody leaves while another still talks
     wrappers.transport.close()
 
 

@@ -62,6 +62,7 @@ dist.all_gather(whole, shard)
 if transport.rank == 0:
     same = torch.equal(product, torch.cat(whole) @ matrix)
     print(f"the product of an all-gather: {same}; trace.json, commfuse-npu verify --log orders")
+dist.barrier()  # nobody leaves while another still talks
 transport.close()
 order_log.close()
 dist.destroy_process_group()

@@ -91,5 +91,6 @@ if rank == 0:
     print(
         f"loss {before:.2f} -> {after:.2f}; {kept:,} of {whole:,} parameters on each of {N} ranks"
     )
+dist.barrier()  # nobody leaves while another still talks
 transport.close()
 dist.destroy_process_group()

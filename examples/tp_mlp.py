@@ -72,6 +72,7 @@ def main() -> None:
     if rank == 0:
         said = ", ".join(f"{loss:.4f}" for loss in fused[:3])
         print(f"losses {said}; fused and plain have the same bits on {N} ranks: {bool(same)}")
+    dist.barrier()  # nobody leaves while another still talks
     transport.close()
     dist.destroy_process_group()
 
