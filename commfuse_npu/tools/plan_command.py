@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     choose.add_argument("--json", type=new_file, metavar="FILE")
     choose.add_argument(
         "--write",
-        type=Path,
+        type=new_file,
         metavar="FILE",
         help="a configuration for the launchers: CONFIG=FILE bash scripts/launch_pretraining.sh",
     )
