@@ -40,7 +40,7 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "packaging", "tqdm"],
         "npu": ["torch==2.7.1", "torch-npu==2.7.1"],
-        "plot": ["matplotlib"],
+        "plot": ["vl-convert-python>=1.9"],
         "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
     },
 )

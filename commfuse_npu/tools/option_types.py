@@ -7,13 +7,12 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "new_file", "picture", "positive", "refuse", "whole", "words"]
+from commfuse_npu.tools.report.drawing import KINDS, PAGES, lacking
 
-_PICTURES = (".png", ".svg", ".pdf")
+__all__ = ["Parser", "new_file", "page", "picture", "positive", "refuse", "whole", "words"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,14 +100,21 @@ def new_file(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """A file for a picture, where matplotlib can draw one."""
+    """A file for pictures, where they can be drawn."""
+    return _drawn(text, "picture", KINDS)
+
+
+def page(text: str) -> Path:
+    """A file for a page with pictures, where they can be drawn."""
+    return _drawn(text, "page", PAGES)
+
+
+def _drawn(text: str, what: str, kinds: Sequence[str]) -> Path:
     path = new_file(text)
-    if path.suffix.lower() not in _PICTURES:
+    if path.suffix.lower() not in kinds:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no name of a picture; let it end in {', '.join(_PICTURES)}"
+            f"{text!r} is no name of a {what}; let it end in {' or '.join(kinds)}"
         )
-    if util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} needs matplotlib; pip install matplotlib, or leave the option out"
-        )
+    if why := lacking():
+        raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
     return path

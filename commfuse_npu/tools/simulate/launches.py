@@ -11,12 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "fold"]
+from commfuse_npu.plan.program import Program
+
+__all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "Origin", "fold"]
 
 COMPUTE, ASIDE = "compute", "aside"
 """The engines: a device's first stream, and the second one beside it."""
 
 Key = tuple[object, ...]
+
+Origin = tuple[Program, int]
 
 
 class Message(NamedTuple):
@@ -42,6 +46,7 @@ class Operation:
         sends, receives: messages; the operation is done when all of them are.
         after: indices of operations of the same rank that have to be done before.
         launches: how many launches of the host it takes; 0 inside a kernel or a collective.
+        origin: the program that it is of, and the place of its instruction there.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Operation:
     receives: tuple[Message, ...]
     after: tuple[int, ...]
     launches: int
+    origin: Origin | None = None
 
 
 class Launches:
@@ -80,10 +86,11 @@ class Launches:
         launches: int = 1,
         *,
         aside: bool = False,
+        origin: Origin | None = None,
     ) -> int:
         """Add work of so many seconds that waits for what is in ``after``; returns its index."""
         engine = ASIDE if aside else COMPUTE
-        self._last[engine] = self._add(name, engine, seconds, (), (), after, launches)
+        self._last[engine] = self._add(name, engine, seconds, (), (), after, launches, origin)
         return self._last[engine]
 
     def last(self, *, aside: bool) -> int | None:
@@ -99,6 +106,7 @@ class Launches:
         *,
         after: Iterable[int] = (),
         launches: int = 1,
+        origin: Origin | None = None,
     ) -> tuple[int, int]:
         """Add transfers on a lane; returns what is done when they are received, and when sent.
 
@@ -108,13 +116,13 @@ class Launches:
         if COMPUTE in self._last:
             needs.add(self._last[COMPUTE])
         if self.batched:
-            both = self._add(name, lane, 0.0, sends, receives, needs, launches)
+            both = self._add(name, lane, 0.0, sends, receives, needs, launches, origin)
             return both, both
         received = sent = -1
         if receives:
-            received = self._add(name, None, 0.0, (), receives, needs, launches)
+            received = self._add(name, None, 0.0, (), receives, needs, launches, origin)
         if sends:
-            sent = self._add(name, lane, 0.0, sends, (), needs, launches)
+            sent = self._add(name, lane, 0.0, sends, (), needs, launches, origin)
         return received, sent
 
     def _add(
@@ -126,6 +134,7 @@ class Launches:
         receives: Sequence[Message],
         after: Iterable[int],
         launches: int,
+        origin: Origin | None,
     ) -> int:
         self.operations.append(
             Operation(
@@ -136,6 +145,7 @@ class Launches:
                 tuple(receives),
                 tuple(sorted(after)),
                 launches,
+                origin,
             )
         )
         return len(self.operations) - 1

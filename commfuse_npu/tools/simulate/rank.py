@@ -34,7 +34,7 @@ from commfuse_npu.plan.program import (
     Wait,
 )
 from commfuse_npu.plan.schedule import Place, Schedule
-from commfuse_npu.tools.simulate.launches import Key, Launches, Message
+from commfuse_npu.tools.simulate.launches import Key, Launches, Message, Origin
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
@@ -93,10 +93,11 @@ class Rank:
         launches: int = 1,
         *,
         aside: bool = False,
+        origin: Origin | None = None,
     ) -> None:
         """Work that needs what was received ``after``, and what :meth:`need` named."""
         waits, self._pending[aside] = self._pending[aside].union(after), set()
-        self.launches.compute(name, seconds, waits, launches, aside=aside)
+        self.launches.compute(name, seconds, waits, launches, aside=aside, origin=origin)
 
     def need(self, others: Iterable[int], *, aside: bool = False) -> None:
         """What follows on a stream needs these to be done."""
@@ -236,7 +237,8 @@ class Rank:
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}
-        for one in program.code:
+        for place, one in enumerate(program.code):
+            origin = program, place
             if isinstance(one, Post):
                 end = one.send or one.receive
                 assert end is not None
@@ -247,6 +249,7 @@ class Rank:
                     [message(one.send)] if one.send else [],
                     [message(one.receive)] if one.receive else [],
                     after=self._pending[False],
+                    origin=origin,
                 )
                 if one.receive:
                     received[step] = got
@@ -256,14 +259,15 @@ class Rank:
                 self.need((received[step] for step in one.receives), aside=one.aside)
                 self.need((sent[step] for step in one.sends), aside=one.aside)
             elif isinstance(one, Compute):
-                self.compute(f"{operation} {one.work}", works[one.work](one, width))
+                seconds = works[one.work](one, width)
+                self.compute(f"{operation} {one.work}", seconds, origin=origin)
             elif isinstance(one, Mark):
                 yield
             elif isinstance(one, Copy):
                 seconds = self.machine.memory(2 * size(one.out))
-                self.compute(f"{operation} copy", seconds, aside=one.aside)
+                self.compute(f"{operation} copy", seconds, aside=one.aside, origin=origin)
             elif isinstance(one, Add):
-                self._add(operation, one, size)
+                self._add(operation, one, size, origin)
             elif isinstance(one, Record):
                 events[one.event] = self.launches.last(aside=one.aside)
             elif isinstance(one, Hold):
@@ -271,10 +275,11 @@ class Rank:
                 self.need([] if event is None else [event], aside=one.aside)
                 self.compute(f"{operation} hold", 0.0, aside=one.aside)
 
-    def _add(self, operation: str, one: Add, size: Callable[[Span], float]) -> None:
+    def _add(self, operation: str, one: Add, size: Callable[[Span], float], origin: Origin) -> None:
         additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)
         if self.variant.sums == "once" or not additions:
             traffic = size(one.out) + sum(size(span) for span, _ in one.terms)
             additions = 1
         for _ in range(additions):
-            self.compute(f"{operation} sum", self.machine.memory(traffic), aside=one.aside)
+            seconds = self.machine.memory(traffic)
+            self.compute(f"{operation} sum", seconds, aside=one.aside, origin=origin)

@@ -37,9 +37,11 @@ from commfuse_npu.tools.simulate.rank import Ran, Rank
 from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 
-__all__ = ["Layout", "Recompute", "Shared", "Step", "StepTime", "Training"]
+__all__ = ["PARTS", "Layout", "Part", "Recompute", "Shared", "Step", "StepTime", "Training"]
 
 Recompute = Literal["none", "full"]
+Part = Literal["forward", "backward"]
+PARTS: tuple[Part, Part] = ("forward", "backward")
 
 _Found = TypeVar("_Found")
 
@@ -179,7 +181,7 @@ class Step:
         """The tensor-parallel group."""
         return Group(self.machine, self.training.tp, disturbance=self.disturbance)
 
-    def layer(self, variant: Variant, part: Literal["forward", "backward"]) -> Played:
+    def layer(self, variant: Variant, part: Part) -> Played:
         """Play one layer of one micro-batch."""
         attended = self._attended(variant)
         build = llama.forward if part == "forward" else llama.backward

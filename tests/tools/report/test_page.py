@@ -1,0 +1,102 @@
+"""The page and its pictures, of made up figures."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.tools import option_types
+from commfuse_npu.tools.report import drawing
+from commfuse_npu.tools.report.charts import Bar, Bit, Line, Parts, Row, bars, gantt, lines, parts
+from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools.report.page import Section, environment, write_page
+from commfuse_npu.tools.report.table import Table
+from tests.tools.report.pages import read
+
+PICTURES = [
+    bars(
+        "Times",
+        "ms",
+        [Bar("a", 2.0, 1.0, 3.0, "a: 2 ms"), Bar("<b>", 4.0, 4.0, 4.0, "b: 4 ms")],
+        ("Megatron's order", 3.0),
+    ),
+    parts("Parts", "ms", [Parts("a", 3.0, 2.0, 1.0, "a: 6 ms")]),
+    lines(
+        "Losses",
+        "iteration",
+        [Line("plain", ((1, 5.5), (2, 4.25))), Line("ours", ((1, 5.5),), True)],
+        line=("1", 1.0),
+        whole=True,
+        show="{:.9g}".format,
+    ),
+    gantt(
+        "Layer",
+        "ms",
+        [
+            Row(
+                "plain: 3 ms",
+                ("compute", "links"),
+                (
+                    Bit("compute", "qkv GEMM", 1.0, 3.0, "work"),
+                    Bit("compute", "waiting", 0.0, 1.0, "waiting"),
+                    Bit("links", "qkv all-gather", 0.0, 1.0, "transfer"),
+                ),
+            )
+        ],
+    ),
+]
+
+
+def test_a_page_has_everything_inside(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    path = tmp_path / "page.html"
+    table = Table(("what", "how much"), (("**a** & `b`", "</script>"),), "cells")
+    sections = [Section("First", ("1 < 2",), PICTURES[0], (table,))]
+    sections += [Section(one.title, (), one) for one in PICTURES[1:]]
+    words = ["commfuse-npu", "simulate", "--model", "a b"]
+    write_page(path, "A <title>", ["Ours: **a**"], sections, environment(words))
+    page = read(path)
+    assert page.headings[0] == (1, "A <title>")
+    assert [said for _, said in page.headings[2:-1]] == ["First", "Parts", "Losses", "Layer"]
+    assert len(page.labels) == 4
+    assert "a: 2 ms; b: 4 ms" in page.labels[0]
+    assert "commfuse-npu simulate --model 'a b'" in page.text
+    assert page.tables[0] == ("cells", [["what", "how much"], ["a & b", "</script>"]])
+
+
+def test_each_picture_has_its_numbers_as_a_table() -> None:
+    of_bars, of_parts, of_lines, of_gantt = (picture.tables[0] for picture in PICTURES)
+    assert of_bars.rows == (("a", "2", "1", "3"), ("<b>", "4", "4", "4"))
+    assert of_parts.rows == (("a", "3", "2", "1"),)
+    assert of_lines.head == ("iteration", "plain", "ours")
+    assert of_lines.rows == (("1", "5.5", "5.5"), ("2", "4.25", "-"))
+    assert of_gantt.rows[0] == ("waiting", "compute", "0.000", "1.000", "1.000")
+    assert len(of_gantt.rows) == 3
+
+
+def test_the_same_pictures_as_files(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    draw(PICTURES, "All of them", tmp_path / "all.png")
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    draw(PICTURES, "All of them", tmp_path / "all.svg")
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    assert "var(--" not in drawn
+    for said in ("All of them", "a: 2 ms", "Megatron's order", "plain: 3 ms", "1.0"):
+        assert f">{said}</text>" in drawn, said
+
+
+def test_what_cannot_be_drawn_is_refused_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentTypeError, match=r"'a\.pdf' is no .* let it end in \.png or \.svg$"):
+        option_types.picture("a.pdf")
+    monkeypatch.setattr(drawing.util, "find_spec", lambda name: None)
+    lacking = r"'a\.html' needs vl-.* install 'vl-convert-python>=1\.9', or leave the option out$"
+    with pytest.raises(ArgumentTypeError, match=lacking):
+        option_types.page("a.html")
+    with pytest.raises(ValueError, match=r"a picture needs vl-convert-python; pip install"):
+        draw(PICTURES, "None of them", tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []
