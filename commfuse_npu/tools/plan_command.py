@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,15 @@ from commfuse_npu.plan import Place, PlanError, Program, Schedule, rules
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
+from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.recommendation_report import as_json, report
+from commfuse_npu.tools.simulate.recommendation_report import as_json, options, report
 from commfuse_npu.tools.simulate.sweep import Options
 from commfuse_npu.tools.simulate.written_plan import check_target, write_plan
+from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
 
@@ -87,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         help="also schedules that round weight gradients in another way (--commfuse-wgrad blocks)",
     )
     choose.add_argument("--json", type=new_file, metavar="FILE")
+    choose.add_argument("--html", type=page, metavar="FILE", help="one page, with pictures")
+    choose.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
     choose.add_argument(
         "--write",
         type=new_file,
@@ -109,7 +113,7 @@ def main(words: Sequence[str]) -> int:
         what = "a program" if given.rule else "a recommendation, which chooses them"
         parser.error(f"{listed}: no effect on {what}; leave it out")
     try:
-        return _show(given) if given.model is None else _recommend(given)
+        return _show(given) if given.model is None else _recommend(given, words)
     except (PlanError, ValueError, OSError) as error:
         return refuse("plan", error)
 
@@ -131,13 +135,7 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(what: str) -> None:
-    """Say what is simulated, in one line that is written over, to somebody who watches."""
-    if sys.stderr.isatty():
-        print(f"\r{what:<60}\r", end="", file=sys.stderr, flush=True)
-
-
-def _recommend(given: argparse.Namespace) -> int:
+def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
     hardware = Hardware.load(find_config(given.hardware or "ascend_910b_server", "hardware"))
     path = find_config(given.model)
     model = ModelConfig.load(path)
@@ -153,16 +151,31 @@ def _recommend(given: argparse.Namespace) -> int:
             options=Options(micro_batch=given.micro_batch, ulysses="fused" if ulysses else "none"),
             fixed=Fixed(given.tp, given.cp, given.pp, given.recompute),
             other_rounding=given.other_rounding,
-            tell=_tell,
+            tell=tell,
         )
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
-    _tell("")
+    tell("")
     print(report(found, model, path, hardware))
+    written: list[str] = []
+    title = f"{path.stem}, {found.best.layout.npus} NPUs of {hardware.name}"
     if given.json:
         write_json(given.json, as_json(found, model), indent=1)
+        written.append(f"{given.json}: all figures")
+    if given.plot:
+        drawn = plan_pictures(found, hardware)
+        draw(drawn, f"{title} (simulated)", given.plot)
+        written.append(f"{given.plot}: pictures")
+    launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
+    if given.html:
+        launches = {
+            "Options of pretrain_gpt.py:": " ".join(options(model, found.best)),
+            "On every node, with what `--write FILE` writes:": launcher,
+        }
+        plan_page(given.html, title, ["commfuse-npu", "plan", *words], hardware, found, launches)
+        written.append(f"{given.html}: a page for a browser")
     if given.write:
         write_plan(given.write, found, model, hardware)
-        launcher = f"CONFIG={given.write} bash scripts/launch_pretraining.sh"
-        print(f"\nWritten to {given.write}. On every node:\n\n    {launcher}")
+        written.append(f"{given.write}. On every node:\n\n    {launcher}")
+    print("".join(f"\nWritten: {line}" for line in written), end="\n" if written else "")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from commfuse_npu.tools.option_types import Parser, new_file, picture, positive, whole, words
+from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, whole, words
 
 __all__ = ["parser"]
 
@@ -94,9 +94,13 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--straggler-factor", type=float, default=1.2)
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=new_file, metavar="FILE")
-    out.add_argument("--plot", type=picture, metavar="FILE", help="two panels over sequence length")
+    out.add_argument("--all", action="store_true", help="all variants, not the five that matter")
     out.add_argument(
-        "--trace", type=new_file, metavar="FILE", help="Chrome trace of one layer, typical figures"
+        "--html", type=page, metavar="FILE", help="one page: verdict, pictures, a layer's Gantt"
+    )
+    out.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
+    out.add_argument(
+        "--trace", type=new_file, metavar="FILE", help="one layer for Perfetto, typical figures"
     )
     out.add_argument(
         "--beside",
@@ -104,9 +108,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a measured trace to put into that of --trace, rank by rank",
     )
-    out.add_argument(
-        "--trace-variant", help="whose; by default the one with the shortest step", metavar="NAME"
-    )
+    out.add_argument("--trace-variant", help="whose; by default the best of ours", metavar="NAME")
     check = parser.add_argument_group("how well it predicts (instead of all of the above)")
     check.add_argument(
         "--against",

@@ -1,4 +1,4 @@
-"""``commfuse-npu simulate``: from options to tables, a picture and a trace."""
+"""``commfuse-npu simulate``: from options to tables, a verdict, pictures and a trace."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from commfuse_npu.runtime.whole_file import whole_file, write_json
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import refuse
+from commfuse_npu.tools.report.charts import Row
+from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.arguments import parser
 from commfuse_npu.tools.simulate.chrome_trace import beside, chrome_trace, read_trace
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
+from commfuse_npu.tools.simulate.plot import pictures
+from commfuse_npu.tools.simulate.recommendation_report import fusing
 from commfuse_npu.tools.simulate.report import heading, scale, table
-from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.standing import of as standing_of
+from commfuse_npu.tools.simulate.standing import verdict
+from commfuse_npu.tools.simulate.step import PARTS, Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
+from commfuse_npu.tools.simulate.variants import REFERENCE
+from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
 
@@ -29,12 +38,12 @@ def main(words: Sequence[str]) -> int:
     """Run the subcommand; see :mod:`.arguments` for the options."""
     given = parser().parse_args(words)
     try:
-        return _main(given)
+        return _main(given, words)
     except (ValueError, OSError, ImportError) as error:
         return refuse("simulate", error)
 
 
-def _main(given: argparse.Namespace) -> int:
+def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     if given.against is not None:
         return _predict(given)
     _refuse_what_has_no_effect(given)
@@ -66,7 +75,7 @@ def _main(given: argparse.Namespace) -> int:
         )
     measured = _measured(given.beside) if given.beside else None
     try:
-        swept = sweep(model, hardware, layouts, sequences, options)
+        swept = sweep(model, hardware, layouts, sequences, options, tell)
     except ConfigError as error:
         lines = [_own_options(line) for line in str(error).splitlines()]
         raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
@@ -74,26 +83,50 @@ def _main(given: argparse.Namespace) -> int:
     sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP {replicas}"
     print(heading(hardware, model_path.stem, sizes))
     points: list[Point] = []
-    for point in swept:
-        print("\n" + table(point), flush=True)
-        points.append(point)
+    everything = given.all or options.patterns != Options.patterns
+    try:
+        for point in swept:
+            points.append(point)
+    finally:
+        # Whatever ends it: what was found until then is shown.
+        tell("")
+        standing = standing_of(points, known)
+        names = standing.shown(list(known), everything)
+        for point in points:
+            print("\n" + table(point, standing, names), flush=True)
     print("\n" + scale(points))
+    what = training(model, first, sequences[0], options)
+    step = Step(hardware.machine(), what, options.disturbance)
+    launch = fusing(known[standing.ours], what) if standing.ours else ()
+    said = verdict(points, standing, ["--use-commfuse", *launch])
+    rows: list[Row] = []
+    if given.plot or given.html:
+        chosen = [REFERENCE.name, standing.today, standing.ours]
+        rows = layer(step, [(name, known[name]) for name in chosen if name])
+    title = f"{model_path.stem} on {hardware.name}, {sizes}"
+    written: list[str] = []
     if given.json:
         write_json(given.json, _as_json(given.model, hardware, points), indent=1)
+        written.append(f"{given.json}: all figures")
     if given.plot:
-        from commfuse_npu.tools.simulate.plot import draw
-
-        title = f"{model_path.stem}, {hardware.path.stem}, {sizes}"
-        draw([point for point in points if point.npus == points[0].npus], title, given.plot)
+        drawn = [*pictures(points, standing, names), layer_picture(rows)]
+        draw(drawn, f"{title} (simulated)", given.plot)
+        written.append(f"{given.plot}: pictures")
+    if given.html:
+        command = ["commfuse-npu", "simulate", *words]
+        sweep_page(given.html, title, command, hardware, points, standing, names, said, rows)
+        written.append(f"{given.html}: a page for a browser")
     if given.trace:
-        best = min(points[0].outcomes, key=lambda outcome: outcome.step.typical).variant
-        variant = known[given.trace_variant or best]
-        step = Step(
-            hardware.machine(), training(model, first, sequences[0], options), options.disturbance
-        )
-        forward, backward = step.layer(variant, "forward"), step.layer(variant, "backward")
-        trace = chrome_trace([("forward", forward), ("backward", backward)])
+        name = given.trace_variant or standing.ours or REFERENCE.name
+        variant = known[name]
+        played = [(part, step.layer(variant, part)) for part in PARTS]
+        about = {"variant": name, "simulated": True, "model": model_path.stem,
+                 "hardware": hardware.name, "sequence": sequences[0], "layout": sizes}  # fmt: skip
+        trace = chrome_trace(played, sum(what.layers), about)
         write_json(given.trace, trace if measured is None else beside(trace, measured))
+        written.append(f"{given.trace}: {name}, for https://ui.perfetto.dev")
+    print("".join(f"\nWritten: {line}" for line in written))
+    print("\n".join(said).replace("**", "").replace("`", ""))
     return 0
 
 

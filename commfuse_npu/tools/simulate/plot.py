@@ -1,108 +1,141 @@
-"""Two panels over sequence length: overhead removed, and end-to-end latency against plain."""
+"""The pictures of a sweep: bars at one point, lines over what varies, and where a step's time goes.
+
+Ideal bounds are in them, and named so; what is far off the rest is left out, with a note.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from commfuse_npu.runtime.whole_file import whole_file
-from commfuse_npu.tools.simulate.sweep import Point
+from commfuse_npu.tools.report.charts import Bar, Line, Parts, Picture, bars, lines, parts
+from commfuse_npu.tools.simulate.report import ranged, rows_of
+from commfuse_npu.tools.simulate.standing import Standing, outcome, seconds
+from commfuse_npu.tools.simulate.sweep import Outcome, Point
+from commfuse_npu.tools.simulate.variants import REFERENCE
 
-__all__ = ["draw"]
+__all__ = ["pictures"]
 
-_LOWEST = -50.0
-"""Percent; a ring on a mesh is far below, and would flatten everything else."""
+_FAR = 1.6
+"""A step of so many times the one that is compared with would flatten everything else."""
+_COLORS = {"ours": "blue", "today": "orange", "rival": "green", "bound": "purple", "plain": "grey"}
+_NAMES = {"bound": " (ideal bound)"}
 
 
-def draw(points: Sequence[Point], title: str, path: Path) -> None:
-    """Write the picture.  Lines: typical figures; bands of the best CommFuse: all corners.
+def pictures(points: Sequence[Point], standing: Standing, names: Sequence[str]) -> list[Picture]:
+    """Bars and parts of the step at one point; lines over sequence length or NPUs at several."""
+    if len(points) == 1:
+        return [_bars(points[0], standing, names), _parts(points[0], standing, names)]
+    return [
+        _lines(points, standing, names),
+        _removed(points, standing, names),
+        _parts(points[-1], standing, names),
+    ]
 
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError, ValueError: the file cannot be written, or is of an unknown type.
+
+def _named(name: str, standing: Standing) -> str:
+    return name + _NAMES.get(standing.roles[name], "")
+
+
+def _bars(point: Point, standing: Standing, names: Sequence[str]) -> Picture:
+    compared = outcome(point, standing.today or REFERENCE.name).step.typical
+    rows = rows_of(point, standing, names)
+    near = [one for one in rows if one.step.typical <= _FAR * compared]
+    shown = [
+        Bar(
+            one.variant,
+            one.step.typical,
+            one.step.low,
+            one.step.high,
+            f"{_named(one.variant, standing)}: {ranged(one.step, seconds)}",
+            _COLORS[standing.roles[one.variant]],
+        )
+        for one in near
+    ]
+    line = ("Megatron's order", compared) if standing.today else None
+    title = "Time of a step, with the range over the machine's uncertainty"
+    far = [one for one in rows if one not in near]
+    return bars(title, "seconds, lower is better", shown, line, _left_out(far, compared))
+
+
+def _left_out(far: Sequence[Outcome], compared: float) -> str:
+    said = ", ".join(f"{one.variant} {one.step.typical / compared:.1f} times" for one in far)
+    return f"Not drawn: {said} the line." if far else ""
+
+
+def _parts(point: Point, standing: Standing, names: Sequence[str]) -> Picture:
+    """What of a step computes, what of it hides transfers, and what is exposed, as a stack.
+
+    Exposed is what a step takes longer than without any transfers, what cutting costs included;
+    hidden is what is exposed in plain collectives and not here.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    points = sorted(points, key=lambda point: point.sequence)
-    lengths = [point.sequence for point in points]
-    names = [outcome.variant for outcome in points[0].outcomes]
-    fused = [name for name in names if name.startswith("commfuse")]
-    best = min(
-        fused,
-        key=lambda name: sum(_of(point, name).step.typical for point in points),
-        default=None,
-    )
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
-    styles = _styles(names)
-    for name in names:
-        removed = [100 * _of(point, name).removed.typical for point in points]
-        relative = [
-            _of(point, name).step.typical / point.outcomes[0].step.typical for point in points
-        ]
-        if all(math.isnan(value) or value < _LOWEST for value in removed):
+    plain = outcome(point, REFERENCE.name)
+    shown = []
+    for one in rows_of(point, standing, names):
+        step, exposed = one.step.typical, one.exposed.typical
+        if step > _FAR * plain.step.typical:
             continue
-        left.plot(lengths, removed, label=name, **styles[name])
-        right.plot(lengths, relative, label=name, **styles[name])
-    if best is not None:
-        low = [max(_LOWEST, 100 * _of(point, best).removed.low) for point in points]
-        high = [max(_LOWEST, 100 * _of(point, best).removed.high) for point in points]
-        color = styles[best]["color"]
-        left.fill_between(lengths, low, high, color=color, alpha=0.15, linewidth=0,
-                          label=f"{best}, range of the figures")  # fmt: skip
-    left.set_ylabel("tensor-parallel overhead removed, % of plain-mesh")
-    left.set_ylim(_LOWEST, 105)
-    left.axhline(0, color="0.6", linewidth=0.8)
-    right.set_ylabel("step time / plain-mesh")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
-        axes.minorticks_off()
-        axes.set_xlabel("sequence length")
-        axes.grid(alpha=0.3)
-    left.set_title("communication overhead reduction")
-    right.set_title("end-to-end latency")
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(f"{title} (simulated)")
-    with whole_file(path) as part:
-        figure.savefig(part, dpi=120)
-    plt.close(figure)
+        hidden = min(max(0.0, plain.exposed.typical - exposed), step - exposed)
+        said = f"{_named(one.variant, standing)}: exposed {seconds(exposed)} of {seconds(step)}"
+        shown.append(Parts(one.variant, step - exposed - hidden, hidden, exposed, said))
+    title = f"Where the time of a step goes, {point.sequence} tokens, {point.npus} NPUs"
+    return parts(title, "seconds, lower is better", shown)
 
 
-def _of(point: Point, name: str) -> Any:
-    return next(outcome for outcome in point.outcomes if outcome.variant == name)
+def _lines(points: Sequence[Point], standing: Standing, names: Sequence[str]) -> Picture:
+    base = standing.today or REFERENCE.name
+    reference = "Megatron's order" if standing.today else base
+
+    def relative(point: Point, name: str) -> float:
+        return outcome(point, name).step.typical / outcome(point, base).step.typical
+
+    title = f"Time of a step, {reference} = 1, lower is better"
+    line = (reference, 1.0)
+    compared = [name for name in names if name != standing.today]
+    return _over(points, standing, compared, title, relative, lambda value: value <= _FAR, line)
 
 
-_FAMILIES = {
-    "plain": ("0.35", "0.6"),
-    "megatron": ("tab:orange",),
-    "coc": ("#98df8a", "tab:green", "#145214"),
-    "mc2": ("tab:red",),
-    "commfuse": ("#9edae5", "#6baed6", "tab:blue", "#08306b", "tab:purple"),
-}
-_MARKERS = "osv^D"
+def _removed(points: Sequence[Point], standing: Standing, names: Sequence[str]) -> Picture:
+    def removed(point: Point, name: str) -> float:
+        return 100 * outcome(point, name).removed.typical
+
+    title = f"Overhead of transfers removed, % of {REFERENCE.name}, higher is better"
+    others = [name for name in names if name != REFERENCE.name]
+    return _over(points, standing, others, title, removed, lambda value: value >= -50, None)
 
 
-def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A hue per family, a shade and a marker per member."""
-    seen: dict[str, int] = {}
-    styles = {}
+def _over(
+    points: Sequence[Point],
+    standing: Standing,
+    names: Sequence[str],
+    title: str,
+    figure: Callable[[Point, str], float],
+    near: Callable[[float], bool],
+    line: tuple[str, float] | None,
+) -> Picture:
+    """A line for each variant over what varies; those that are far off are named instead."""
+    npus = len({point.npus for point in points}) > 1
+    lengths = len({point.sequence for point in points}) > 1
+    axis = "NPUs" if npus and not lengths else "tokens of a sequence"
+    if npus and lengths:
+        axis = "NPUs, tokens of a sequence"
+
+    def at(point: Point) -> str:
+        if npus and lengths:
+            return f"{point.npus}, {_k(point.sequence)}"
+        return str(point.npus) if npus else _k(point.sequence)
+
+    shown, far = [], []
     for name in names:
-        family = name.split("-")[0]
-        shades = _FAMILIES.get(family, ("black",))
-        number = seen.setdefault(family, 0)
-        seen[family] += 1
-        ours = family == "commfuse"
-        styles[name] = {
-            "color": shades[number % len(shades)],
-            "marker": _MARKERS[number % len(_MARKERS)],
-            "linestyle": "-" if ours else "--",
-            "linewidth": 1.8 if ours else 1.1,
-            "markersize": 4,
-        }
-    return styles
+        found = [(at(point), figure(point, name)) for point in points]
+        kept = tuple((x, value) for x, value in found if not math.isnan(value) and near(value))
+        if len(kept) < len(found):
+            far.append(name if not kept else f"{name} in part")
+        if kept:
+            shown.append(Line(_named(name, standing), kept, standing.roles[name] == "ours"))
+    note = f"Far off or undefined, not drawn: {', '.join(far)}." if far else ""
+    return lines(title, axis, shown, line=line, note=note)
+
+
+def _k(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

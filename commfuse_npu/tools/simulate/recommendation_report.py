@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, limit
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Candidate, Recommendation
+from commfuse_npu.tools.simulate.step import Training
 from commfuse_npu.tools.simulate.sweep import CORNERS
+from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["as_json", "options", "report"]
+__all__ = ["COLUMNS", "as_json", "fitting", "fusing", "layouts", "options", "reasons", "report"]
+
+COLUMNS = (
+    *("", "TP", "CP", "PP", "DP", "recompute", "schedule", "step", "tokens/s/NPU", "MFU"),
+    "memory of an NPU",
+)
 
 
 def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hardware) -> str:
@@ -29,7 +37,7 @@ def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hard
         *_layouts(found, hardware),
         "",
         *_schedules(found),
-        *_reasons(found),
+        *reasons(found),
         "",
         "Options of pretrain_gpt.py:",
         "",
@@ -52,7 +60,11 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
     ]
     if stages := _uneven(chosen):
         given += ["--num-layer-list", stages]
-    return [*given, "--use-commfuse", *_fusing(chosen)] if chosen.variant.schedule else given
+    return (
+        [*given, "--use-commfuse", *fusing(chosen.variant, chosen.training)]
+        if chosen.variant.schedule
+        else given
+    )
 
 
 def _uneven(chosen: Candidate) -> str:
@@ -84,21 +96,29 @@ def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
         yield from ("--recompute-num-layers", "1")
 
 
-def _fusing(chosen: Candidate) -> Iterator[str]:
-    schedule = chosen.variant.schedule
+def fusing(variant: Variant, training: Training) -> Iterator[str]:
+    """A schedule as options of ``pretrain_gpt.py``."""
+    schedule = variant.schedule
     assert schedule is not None
     yield from ("--commfuse-lanes", str(schedule.lanes))
-    yield from ("--commfuse-chunks", str(schedule.chunks))
-    if chosen.variant.collectives_from and chosen.layout.tp > 1:
-        yield from ("--commfuse-collectives-from", str(chosen.variant.collectives_from))
+    if variant.tuned:
+        yield from ("--commfuse-tuning", "on")
+    else:
+        yield from ("--commfuse-chunks", str(schedule.chunks))
+    if variant.collectives_from and training.tp > 1:
+        yield from ("--commfuse-collectives-from", str(variant.collectives_from))
     if schedule.taper != 1:
         yield from ("--commfuse-taper", f"{schedule.taper:g}")
-    if chosen.variant.attention:
+    if variant.attention:
         yield "--commfuse-attention"
-    if chosen.training.fuse_ulysses and chosen.layout.cp > 1:
+    if training.fuse_ulysses and training.cp > 1:
         yield "--commfuse-ulysses"
-    if chosen.variant.wgrad != "whole":
-        yield from ("--commfuse-wgrad", chosen.variant.wgrad)
+    if variant.wgrad != "whole":
+        yield from ("--commfuse-wgrad", variant.wgrad)
+    if variant.sums == "once":
+        yield from ("--commfuse-reduce-dtype", "float32")
+    if training.data_parallel == "commfuse":
+        yield "--commfuse-dp"
 
 
 def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
@@ -130,22 +150,31 @@ def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
 
 
 def _layouts(found: Recommendation, hardware: Hardware) -> Iterator[str]:
-    yield (
-        "| | TP | CP | PP | DP | recompute | schedule | step | tokens/s/NPU | MFU | "
-        "memory of an NPU |"
-    )
+    yield table_row(COLUMNS)
     yield "|---|---:|---:|---:|---:|---|---|---:|---:|---:|---:|"
+    yield from (table_row(cells) for _, _, cells in layouts(found, hardware))
+    yield ""
+    yield fitting(found, hardware)
+
+
+def layouts(
+    found: Recommendation, hardware: Hardware
+) -> Iterator[tuple[str, Candidate, tuple[str, ...]]]:
+    """What each candidate is (a place, ``without CommFuse``, a bound), and a row of cells."""
     peak = hardware.typical("npu.cube_flops")
 
-    def row(place: str, one: Candidate) -> str:
-        (tp, cp, dp, _, _), training = one.layout, one.training
+    def row(place: str, one: Candidate) -> tuple[str, Candidate, tuple[str, ...]]:
+        training = one.training
         name = f"**{one.variant.name}**" if one is found.best else one.variant.name
         npu_seconds = one.seconds * training.npus
-        return (
-            f"| {place} | {tp} | {cp} | {_pipeline(one)} | {dp} | {one.recompute} | {name} | "
-            f"{_seconds(one.seconds)} | {training.tokens / npu_seconds:.0f} | "
-            f"{training.flops / (npu_seconds * peak):.1%} | {one.memory.total / 2**30:.1f} GiB |"
+        tp, cp, dp, _, _ = map(str, one.layout)
+        rates = (
+            f"{training.tokens / npu_seconds:.0f}",
+            f"{training.flops / (npu_seconds * peak):.1%}",
+            f"{one.memory.total / 2**30:.1f} GiB",
         )
+        sizes = place, tp, cp, _pipeline(one), dp
+        return place, one, (*sizes, one.recompute, name, _seconds(one.seconds), *rates)
 
     for place, one in enumerate(found.ranked, 1):
         yield row(str(place), one)
@@ -153,8 +182,11 @@ def _layouts(found: Recommendation, hardware: Hardware) -> Iterator[str]:
         yield row("without CommFuse", one)
     if found.bound is not None:
         yield row("bound, cannot be launched", found.bound)
-    yield ""
-    yield (
+
+
+def fitting(found: Recommendation, hardware: Hardware) -> str:
+    """How many layouts fit, and why others do not."""
+    return (
         f"{found.fitting} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an "
         f"NPU)" + (f"; not: {found.refused}." if str(found.refused) else ".")
     )
@@ -171,7 +203,8 @@ def _schedules(found: Recommendation) -> Iterator[str]:
     yield ""
 
 
-def _reasons(found: Recommendation) -> Iterator[str]:
+def reasons(found: Recommendation) -> Iterator[str]:
+    """The recommendation in a line, then why, as a list in Markdown."""
     best = found.best
     low, typical, high = found.ratio
     yield f"Recommended: {_name(best)}, {_seconds(best.seconds)} a step."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -253,8 +253,12 @@ def sweep(
     layouts: Sequence[Layout],
     sequences: Sequence[int],
     options: Options,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Point]:
     """Simulate every layout at every sequence length, one by one as the iterator is asked.
+
+    Args:
+        tell: is told what comes next.
 
     Raises, before anything is simulated:
         ConfigError: the layout does not fit the model.
@@ -269,10 +273,12 @@ def sweep(
                 "another --hardware"
             )
     asked = [training(model, layout, length, options) for layout in layouts for length in sequences]
-    return (_point(what, hardware, options) for what in asked)
+    return (_point(what, hardware, options, tell) for what in asked)
 
 
-def _point(what: Training, hardware: Hardware, options: Options) -> Point:
+def _point(
+    what: Training, hardware: Hardware, options: Options, tell: Callable[[str], None]
+) -> Point:
     begin = time.perf_counter()
     chosen = of_hardware(hardware, what.layout, options)
     found: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
@@ -286,6 +292,8 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
         idle = reference.waiting - ideal.waiting
         ratios.append(reference.layer / ideal.layer - 1)
         for variant in chosen:
+            tell(f"{what.npus} NPUs, {what.sequence} tokens, {compute} work, {links} links: "
+                 f"{variant.name}")  # fmt: skip
             took = reference if variant == REFERENCE else step.time(variant)
             found[variant.name].append(
                 {
