@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from commfuse_npu.tools.config_file import ConfigError, read_config
+from commfuse_npu.tools.option_types import page
 from mindspeed_patches.arguments import add_arguments, complete_options, whole
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
 
@@ -192,6 +193,9 @@ def _parser() -> _Parser:
         action="store_true",
         help="train with plain, fused and Megatron's layers; exit 1 unless plain equals fused",
     )
+    group.add_argument(
+        "--html", type=page, metavar="FILE", help="with --compare: one page with the three losses"
+    )
 
     add_arguments(parser.add_argument_group("CommFuse"))
 
@@ -205,6 +209,7 @@ _COMMAND_LINE_ONLY = {
     "compare": False,
     "link_rate": None,
     "mindspeed_log": False,
+    "html": None,
     "trace": None,
     "commfuse_order_log": None,
 }
@@ -393,6 +398,8 @@ def _check_training(args: argparse.Namespace) -> None:
             "validation needs held-out data, but --valid-fraction is 0; "
             "pass --valid-fraction 0.05 or --eval-interval 0"
         )
+    if args.html is not None and not args.compare:
+        raise UsageError(f"--html {args.html} is of a comparison; give --compare, too")
     if args.compare and args.resume:
         raise UsageError("--compare trains from the beginning; leave --resume out")
     elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)

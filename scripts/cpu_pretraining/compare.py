@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import struct
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
+from .compare_page import compare_page
 from .data import Corpus
 from .interrupt import StopRequest, exit_code
 from .link_rate import COLLECTIVES_NOTE
@@ -51,11 +53,24 @@ def compare(args: argparse.Namespace, corpus: Corpus, folder: Path, stop: StopRe
         outcomes[mode] = outcome
     identical = _same_bits(outcomes["plain"], outcomes["commfuse"])
     if first:
-        print("\n".join(_report(outcomes)))
+        print("\n".join(_report(outcomes)), flush=True)
+        if args.html is not None:
+            _write_page(args.html, outcomes, identical)
         for mode in COMPARED_MODES:
             print(written(folder / "compare" / mode))
         print(f"identical: {identical}", flush=True)
     return 0 if identical else 1
+
+
+def _write_page(path: Path, outcomes: dict[str, Outcome], identical: bool) -> None:
+    """A page that cannot be written costs no verdict: it is printed all the same."""
+    command = ["bash", "scripts/pretrain_llama_cpu.sh", *sys.argv[1:]]
+    try:
+        compare_page(path, command, outcomes, identical, [*_against(outcomes), *_ratios(outcomes)])
+    except (OSError, ValueError) as error:
+        print(f"cpu_pretraining: --html {path} was not written: {error}", file=sys.stderr)
+    else:
+        print(f"Written: {path}", flush=True)
 
 
 def _same_bits(one: Outcome, other: Outcome) -> bool:
@@ -68,7 +83,7 @@ def _loss_bits(outcome: Outcome) -> list[bytes]:
 
 def _report(outcomes: dict[str, Outcome]) -> list[str]:
     """Loss columns (nine digits tell any two float32 apart), finals, hashes and differences."""
-    plain, fused, megatron = (outcomes[mode] for mode in COMPARED_MODES)
+    plain, fused = outcomes["plain"], outcomes["commfuse"]
     lines = ["", f"{'iteration':>9} " + " ".join(f"{mode:>15}" for mode in COMPARED_MODES)]
     for iteration in plain.losses:
         row = " ".join(f"{outcomes[mode].losses[iteration]:15.9g}" for mode in COMPARED_MODES)
@@ -79,18 +94,30 @@ def _report(outcomes: dict[str, Outcome]) -> list[str]:
     for mode, outcome in outcomes.items():
         lines.append(f"sha256 of all weights, {mode}: {outcome.weights_sha256}")
     lines += [f"commfuse: {line}" for line in fused.linears]
-    lines += _speeds(outcomes)
+    return [*lines, *_speeds(outcomes), *_against(outcomes)]
+
+
+def _against(outcomes: dict[str, Outcome]) -> list[str]:
+    """Fused beside Megatron's layers."""
+    fused, megatron = outcomes["commfuse"], outcomes["megatron"]
     difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
     same = fused.weights_sha256 == megatron.weights_sha256
-    lines.append(
+    return [
         f"commfuse against Megatron's unsplit GEMMs: largest loss difference {difference:.3g}, "
         f"weights {'equal' if same else 'not equal'} bit for bit"
-    )
-    return lines
+    ]
 
 
 def _speeds(outcomes: dict[str, Outcome]) -> list[str]:
-    """Tokens per second of each mode, and how they compare if enough iterations count.
+    """Tokens per second of each mode, and how they compare; nothing if all was warm-up."""
+    ratios = _ratios(outcomes)
+    if not ratios:
+        return []
+    return [f"tokens/s, {mode}: {outcome.speed}" for mode, outcome in outcomes.items()] + ratios
+
+
+def _ratios(outcomes: dict[str, Outcome]) -> list[str]:
+    """How the speeds compare, if enough iterations count.
 
     The range of a ratio: one mode at its fast quartile, the other at its slow one.
     """
@@ -98,7 +125,7 @@ def _speeds(outcomes: dict[str, Outcome]) -> list[str]:
     fused = speeds.get("commfuse")
     if fused is None or len(speeds) < len(COMPARED_MODES):
         return []
-    lines = [f"tokens/s, {mode}: {speed}" for mode, speed in speeds.items()]
+    lines = []
     if fused.counted < LEAST_COUNTED:
         lines.append(
             f"no ratio of tokens/s from {fused.counted} iterations: give --train-iters "

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.runtime.whole_file import whole_file
+from commfuse_npu.tools.report.charts import Line, lines
+from commfuse_npu.tools.report.drawing import draw
 
 __all__ = ["MetricsLog", "plot_loss", "read_metrics", "written"]
 
@@ -76,35 +77,20 @@ def written(folder: Path) -> str:
 def plot_loss(metrics: Path, picture: Path) -> str | None:
     """Draw training and validation loss over the iterations into `picture`.
 
-    Returns None, or a sentence why there is no picture (no matplotlib, no room on the disk).
+    Returns None, or a sentence why there is no picture (no vl-convert-python, no room on the disk).
     """
-    try:
-        import matplotlib
-    except ImportError:
-        return f"matplotlib is not installed, so {picture.name} was not drawn"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     entries = read_metrics(metrics)
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for key, label, style in (
-        ("lm_loss", "training", "-"),
-        ("validation_loss", "validation", "o--"),
-    ):
-        points = [(entry["iteration"], entry[key]) for entry in entries if key in entry]
+    shown = []
+    for key, name in (("lm_loss", "training"), ("validation_loss", "validation")):
+        points = tuple((entry["iteration"], entry[key]) for entry in entries if key in entry)
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("lm loss (nats per byte)")
-    axes.grid(True, alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    figure.tight_layout()
+            shown.append(Line(name, points, key == "lm_loss"))
+    title = "lm loss, nats per byte, lower is better"
     try:
-        with whole_file(picture) as part:
-            figure.savefig(part, dpi=120)
+        drawn = lines(title, "iteration", shown, whole=True)
+        draw([drawn], f"{metrics.parent.name}: loss over the training", picture)
     except OSError as error:
         return f"{picture} was not drawn: {error.strerror}"
-    finally:
-        pyplot.close(figure)
+    except ValueError as error:
+        return f"{picture.name} was not drawn: {error}"
     return None

@@ -117,7 +117,7 @@ def test_metrics_beyond_the_resumed_iteration_are_dropped(tmp_path: Path) -> Non
 
 
 def test_picture_shows_training_and_validation(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture is optional")
+    pytest.importorskip("vl_convert", reason="the picture is optional")
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, keep_until=0)
     log.append({"iteration": 1, "lm_loss": 5.0})

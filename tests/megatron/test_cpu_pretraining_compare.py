@@ -42,7 +42,7 @@ def test_one_differing_bit_is_reported(
     monkeypatch.setattr(compare_module, "train", train)
     monkeypatch.setattr(compare_module.dist, "get_rank", lambda: 0)
     corpus: Any = None
-    answer = compare_module.compare(argparse.Namespace(), corpus, tmp_path, StopRequest())
+    answer = compare_module.compare(argparse.Namespace(html=None), corpus, tmp_path, StopRequest())
     lines = capsys.readouterr().out.splitlines()
     assert answer == code
     assert lines[-1] == f"identical: {code == 0}"
@@ -57,6 +57,6 @@ def test_interrupted_comparison_gives_no_verdict(
     )
     monkeypatch.setattr(compare_module.dist, "get_rank", lambda: 0)
     corpus: Any = None
-    answer = compare_module.compare(argparse.Namespace(), corpus, tmp_path, StopRequest())
+    answer = compare_module.compare(argparse.Namespace(html=None), corpus, tmp_path, StopRequest())
     assert answer == 130
     assert "identical" not in capsys.readouterr().out

@@ -82,7 +82,7 @@ def test_simulate_says_that_the_disk_is_full(
     small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     if option == "--plot":
-        pytest.importorskip("matplotlib")
+        pytest.importorskip("vl_convert")
     path = small_disk(4) / "out.png"
     assert cli.main([*SIMULATE.split(), option, str(path)]) == 2
     captured = capsys.readouterr()

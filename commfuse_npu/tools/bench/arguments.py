@@ -8,7 +8,7 @@ from typing import get_args
 
 from commfuse_npu.tools.bench.programme import LINKS, Link
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
-from commfuse_npu.tools.option_types import Parser, new_file, picture, positive, whole, words
+from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, whole, words
 
 __all__ = ["parser"]
 
@@ -66,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="measure nothing: show what --json wrote",
     )
-    out.add_argument("--plot", type=picture, metavar="FILE", help="a picture: .png, .svg, .pdf")
+    out.add_argument("--all", action="store_true", help="all variants, not the five that matter")
+    out.add_argument("--html", type=page, metavar="FILE", help="one page, with pictures")
+    out.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
     parser.set_defaults(known={"works": tuple(WORKS), "dtypes": tuple(ITEM_BYTES),
                                "links": get_args(Link)})  # fmt: skip
     return parser

@@ -19,14 +19,17 @@ from typing import Any
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.bench import namespaces, plot, programme, stored
 from commfuse_npu.tools.bench.arguments import parser
+from commfuse_npu.tools.bench.page import bench_page
 from commfuse_npu.tools.bench.progress import Progress
 from commfuse_npu.tools.bench.report import as_markdown
 from commfuse_npu.tools.bench.results import Result
+from commfuse_npu.tools.bench.standing import verdict
 from commfuse_npu.tools.bench.sweep import Conditions, Group, label_of, steps_of
 from commfuse_npu.tools.bench.variants import chosen
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import refuse
+from commfuse_npu.tools.report.drawing import draw
 
 __all__ = ["main"]
 
@@ -46,7 +49,7 @@ def main(words: Sequence[str]) -> int:
             found = stored.load(given.stored)
         except (OSError, ValueError) as error:
             return refuse("bench", error)
-        return _show(given, *found)
+        return _show(given, words, *found)
     try:
         given.config = find_config(given.config)
         sweeps = _programme(given)
@@ -74,7 +77,7 @@ def main(words: Sequence[str]) -> int:
             conditions.note("a rank failed; this is what was measured until then")
             code = 1
     if results or not code:
-        code = _show(given, _machine(given, conditions), results, conditions.notes) or code
+        code = _show(given, words, _machine(given, conditions), results, conditions.notes) or code
     return code
 
 
@@ -137,24 +140,38 @@ def _measure(
 
 
 def _show(
-    given: argparse.Namespace, machine: dict[str, Any], results: list[Result], notes: list[str]
+    given: argparse.Namespace,
+    words: Sequence[str],
+    machine: dict[str, Any],
+    results: list[Result],
+    notes: list[str],
 ) -> int:
-    """Print the tables, and write the files that are asked for; 1 if one cannot be written."""
-    print(as_markdown(machine, results, notes), flush=True)
+    """Print the tables, write the files that are asked for, and end with the verdict.
+
+    Returns:
+        1 if a file cannot be written.
+    """
+    print(as_markdown(machine, results, notes, given.all), flush=True)
+    command = ["commfuse-npu", "bench", *words]
     writers: dict[str, Callable[[Path], None]] = {
         "json": lambda path: write_json(path, stored.as_json(machine, results, notes), indent=1),
-        "plot": lambda path: plot.draw(results, path) if results else None,
+        "plot": lambda path: draw(plot.pictures(results, given.all), "Overlap benchmark", path),
+        "html": lambda path: bench_page(path, command, machine, results, notes, given.all),
     }
     code = 0
     for option, write in writers.items():
         path = getattr(given, option)
+        if path is None or (not results and option != "json"):
+            continue
         try:
-            if path:
-                write(path)
+            write(path)
+            print(f"Written: {path}")
         except OSError as error:
             said = f"--{option} {path} was not written: {error.strerror or error}"
             print(f"commfuse-npu bench: {said}; the results are above", file=sys.stderr)
             code = 1
+    if results:
+        print("\n".join(verdict(results)).replace("**", "").replace("`", ""))
     return code
 
 

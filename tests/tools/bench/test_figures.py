@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools.bench.disturbance import Load, Watch
-from commfuse_npu.tools.bench.plot import draw
+from commfuse_npu.tools.bench.plot import pictures
 from commfuse_npu.tools.bench.report import as_markdown
 from commfuse_npu.tools.bench.results import Result, Setting, evaluate
 from commfuse_npu.tools.bench.rounds import Measured, measure
 from commfuse_npu.tools.bench.samples import Check, Sample, worst_check
 from commfuse_npu.tools.bench.shapes import Shape, bytes_per_pair
+from commfuse_npu.tools.bench.standing import shown, verdict
 from commfuse_npu.tools.bench.stored import as_json
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_8b.yaml"
@@ -166,6 +167,10 @@ def _evaluated(totals: dict[str, list[float]], setting: Setting | None = None) -
     return evaluate(setting or _setting(), Measured(samples, rounds, 1, 2), checks)
 
 
+LOUD = (
+    "Nothing can be concluded of one setting: other load disturbed most rounds. Measure again when "
+    "the machine does nothing else."
+)
 _TOTALS = {
     "compute": [100.0, 100.0, 130.0],
     "communication": [100.0, 100.0, 100.0],
@@ -229,16 +234,24 @@ def test_the_table_says_who_is_slower_and_what_was_disturbed() -> None:
     assert "**skipped: something**" in text
 
 
-def test_nothing_is_concluded_from_rounds_that_other_load_disturbed(tmp_path: Path) -> None:
+def test_nothing_is_concluded_from_rounds_that_other_load_disturbed() -> None:
     results = [replace(row, disturbed_rounds=2) for row in _evaluated(_TOTALS)]
     text = as_markdown({}, results, [])
     assert "**Nothing can be concluded**: other load disturbed 2 of 3 rounds." in text
-    for verdict in ("Fastest of ours", "Slower than", "**ours-c4**"):
-        assert verdict not in text
+    for concluded in ("Fastest of ours", "Slower than", "**ours-c4**"):
+        assert concluded not in text
     assert "| mlp | 1 | other load | other load | other load | other load |" in text
-    draw(results, tmp_path / "bench.svg")
-    drawn = (tmp_path / "bench.svg").read_text("utf-8")
-    assert drawn.count("<!-- other load: nothing can be concluded at 1 -->") == 2
+    (bars,) = pictures(results)
+    assert bars.note == "Other load: nothing can be concluded at 1."
+    assert verdict(results) == [LOUD]
+
+
+def test_what_other_load_disturbed_is_in_no_verdict() -> None:
+    quiet, loud = (_evaluated(_TOTALS, _setting(ratio)) for ratio in (0.5, 1.0))
+    results = [*quiet, *(replace(row, disturbed_rounds=2) for row in loud)]
+    assert verdict(results) == [*verdict(quiet), LOUD]
+    (over,) = pictures(results)
+    assert over.note == "Other load: nothing can be concluded at 1."
 
 
 def test_where_ours_is_behind_the_table_says_so() -> None:
@@ -251,7 +264,7 @@ def test_bits_are_shown_as_they_are() -> None:
     totals = {**_TOTALS, "ours-c8": [150.0] * 3}
     results = _evaluated(totals)
     object.__setattr__(results[-1], "check", Check(False, 2.5e-6, True, 0))
-    assert "| 2.5e-06 (same GEMMs: equal) |" in as_markdown({}, results, [])
+    assert "| 2.5e-06 (same GEMMs: equal) |" in as_markdown({}, results, [], every=True)
 
 
 def test_all_ranks_have_to_be_equal() -> None:
@@ -260,7 +273,49 @@ def test_all_ranks_have_to_be_equal() -> None:
     assert Sample.of_ranks([Sample(1, 2, 3), Sample(3, 4, 5)]) == Sample(3, 3, 4)
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
+def test_pictures_are_over_ratios_or_bars() -> None:
     results = [r for ratio in (0.0, 0.5, 1.0) for r in _evaluated(_TOTALS, _setting(ratio))]
-    draw(results, tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    (over,) = pictures(results)
+    (table,) = over.tables
+    assert table.head == ("communication / computation", "ours-c4", "coc-4",
+                          "bound, max(compute, wire)")  # fmt: skip
+    assert [row[:3] for row in table.rows] == [
+        (ratio, "0.6", "1.25") for ratio in ("0.0", "0.5", "1.0")
+    ]
+    (bars,) = pictures(_evaluated(_TOTALS, _setting(0.5)))
+    assert [row[:2] for row in bars.tables[0].rows] == [
+        *(("p2p", "200"), ("ours-c4", "120"), ("coc-4", "250")),
+        ("bound", "100"),
+    ]
+
+
+def test_what_is_far_off_is_named_and_not_drawn() -> None:
+    totals = {**_TOTALS, "coc-4": [900.0] * 3}
+    (picture,) = pictures(_evaluated(totals, _setting(0.5)))
+    assert "coc-4" not in [row[0] for row in picture.tables[0].rows]
+    assert picture.note == "More than 1.6 times p2p, not drawn: coc-4."
+
+
+def test_the_verdict_counts_settings() -> None:
+    results = [r for ratio in (0.5, 1.0) for r in _evaluated(_TOTALS, _setting(ratio))]
+    first, second = verdict(results)
+    assert first == (
+        "Best of ours over 2 settings: **ours-c4**: "
+        "`--use-commfuse --commfuse-lanes 1 --commfuse-chunks 4`"
+    )
+    assert second.startswith(
+        "In 2 of 2 settings ahead, 40.0 % shorter in the middle one (40.0 % shorter to 40.0 % "
+        "shorter) than the fastest other that was measured."
+    )
+    assert verdict([row for row in results if row.variant != "ours-c4"])[0].startswith("Nothing")
+
+
+def test_five_variants_are_shown_and_the_rest_on_request() -> None:
+    totals = {**_TOTALS, **{name: [150.0] * 3 for name in ("collective", "ring", "slices-2",
+              "ours-c8", "auto")}}  # fmt: skip
+    results = _evaluated(totals)
+    assert shown(results) == ["p2p", "ours-c4", "collective", "ring", "auto"]
+    short, long = as_markdown({}, results, []), as_markdown({}, results, [], every=True)
+    assert "3 more variants were measured; --all shows them." in short
+    assert "| slices-2 |" in long
+    assert "| slices-2 |" not in short

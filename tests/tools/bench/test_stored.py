@@ -15,6 +15,7 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.bench.report import as_markdown
 from commfuse_npu.tools.bench.results import Result, Setting
 from commfuse_npu.tools.bench.samples import Check
+from commfuse_npu.tools.bench.standing import verdict
 from commfuse_npu.tools.bench.stored import as_json, load
 from commfuse_npu.tools.bench.summary import summary
 
@@ -68,7 +69,9 @@ def test_a_stored_run_is_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text(json.dumps(as_json(machine, RESULTS, ["a note"])))
     assert load(path) == (machine, RESULTS, ["a note"])
     assert cli.main(["bench", "--from", str(path)]) == 0
-    assert capsys.readouterr().out == as_markdown(machine, RESULTS, ["a note"]) + "\n"
+    said = [line.replace("**", "").replace("`", "") for line in verdict(RESULTS)]
+    shown = [as_markdown(machine, RESULTS, ["a note"]), *said, ""]
+    assert capsys.readouterr().out == "\n".join(shown)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"machine": {"notes": []}, "results": [{}]}'])
@@ -117,7 +120,7 @@ def test_values_that_no_table_can_show_are_refused(
 def test_a_picture_that_cannot_be_written_costs_no_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int], Path]
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("vl_convert")
     folder = small_disk(4)
     path = _stored(tmp_path / "run.json")
     assert cli.main(["bench", "--from", str(path), "--plot", str(folder / "a.png")]) == 1

@@ -40,7 +40,7 @@ def asked(question: str) -> dict[str, object]:
         "error": error.getvalue(),
         "written": [one for one in content(Path()) if one not in before],
         "torch": "torch" in sys.modules,
-        "drawing": "matplotlib" in sys.modules,
+        "drawing": not {"matplotlib", "vl_convert"}.isdisjoint(sys.modules),
         "seconds": time.perf_counter() - begin,
     }
 
