@@ -31,8 +31,9 @@ from commfuse_npu.tools.simulate.linear import (
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
-__all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
-           "head_backward", "head_forward", "mlp_in", "mlp_out", "output_projection"]  # fmt: skip
+__all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "elementwise",
+           "forward", "head_backward", "head_forward", "mlp_in", "mlp_out",
+           "output_projection"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
@@ -101,7 +102,7 @@ class LayerShape:
         return seconds
 
 
-def _elementwise(rank: Rank, name: str, rows: float, *widths: float) -> None:
+def elementwise(rank: Rank, name: str, rows: float, *widths: float) -> None:
     """Work that reads and writes so many numbers per row."""
     rank.compute(name, rank.machine.memory(rows * sum(widths) * ITEM_BYTES))
 
@@ -143,11 +144,11 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     """
     n, block = shape.ranks, shape.block
     h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
-    _elementwise(rank, "norm", block, h, h)
+    elementwise(rank, "norm", block, h, h)
     outside = attention is None or not attention.projects
     if outside:
         column(rank, "qkv", block, h, qkv)
-    _elementwise(rank, "rotary", shape.rows, qkv, qkv)
+    elementwise(rank, "rotary", shape.rows, qkv, qkv)
     attend = shape.attention(rank.machine)
     if rank.variant.attention and attention is None and n > 1:
         _attention_scatter(rank, shape, attend)
@@ -156,11 +157,11 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
         rank.compute("attention", whole)
         if outside:
             output_projection(rank, shape)
-    _elementwise(rank, "residual, norm", block, h, h, h, h)
+    elementwise(rank, "residual, norm", block, h, h, h, h)
     mlp_in(rank, shape)
-    _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
+    elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
     mlp_out(rank, shape)
-    _elementwise(rank, "residual", block, h, h, h)
+    elementwise(rank, "residual", block, h, h, h)
 
 
 def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
@@ -169,9 +170,9 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
     h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
     fc1 = column_gradients(rank, "fc1 backward", block, h, 2 * f)
     row_gradients(rank, "fc2 backward", block, f, h, before=fc1)
-    _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
+    elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
     rest(fc1)
-    _elementwise(rank, "norm backward", block, h, h, h, h)
+    elementwise(rank, "norm backward", block, h, h, h, h)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
     outside = attention is None or not attention.projects
     qkv_gradients = column_gradients(rank, "qkv backward", block, h, qkv)
@@ -182,10 +183,10 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
             row_gradients(rank, "proj backward", block, h // n, h, before=qkv_gradients)
         seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention backward", seconds)
-    _elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
+    elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
     if outside:
         rest(qkv_gradients)
-    _elementwise(rank, "norm backward", block, h, h, h, h)
+    elementwise(rank, "norm backward", block, h, h, h, h)
 
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
@@ -223,14 +224,14 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
 def head_forward(rank: Rank, shape: LayerShape) -> None:
     """Add the final norm, the output layer and the loss (logits in fp32, three passes)."""
     v = shape.vocabulary // shape.ranks
-    _elementwise(rank, "norm", shape.block, shape.hidden, shape.hidden)
+    elementwise(rank, "norm", shape.block, shape.hidden, shape.hidden)
     column(rank, "output", shape.block, shape.hidden, v)
-    _elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
+    elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
 
 
 def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add their backward."""
     v = shape.vocabulary // shape.ranks
-    _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
+    elementwise(rank, "loss backward", shape.rows, 2 * v, v)
     rest(column_gradients(rank, "output backward", shape.block, shape.hidden, v))
-    _elementwise(rank, "norm backward", shape.block, *[shape.hidden] * 4)
+    elementwise(rank, "norm backward", shape.block, *[shape.hidden] * 4)

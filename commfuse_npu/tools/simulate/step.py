@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate import flow, llama
 from commfuse_npu.tools.simulate.data_parallel import (
     GRADIENT_BYTES,
     DataParallel,
@@ -157,6 +157,15 @@ class StepTime:
         return self.layer_forward + self.layer_backward
 
 
+class _Layer(NamedTuple):
+    """Seconds of a layer, of waiting in it, and of what a stage has besides its layers' own."""
+
+    forward: float
+    backward: float
+    waiting: float
+    ends: tuple[float, float] = (0.0, 0.0)
+
+
 @dataclass
 class Step:
     """A step on a machine; times of variants share what does not depend on them.
@@ -182,7 +191,9 @@ class Step:
         return Group(self.machine, self.training.tp, disturbance=self.disturbance)
 
     def layer(self, variant: Variant, part: Part) -> Played:
-        """Play one layer of one micro-batch."""
+        """Play one layer of one micro-batch; two where chunks flow from one to the next."""
+        if variant.kind == "flow":
+            return self._flow(variant, part, 2)
         attended = self._attended(variant)
         build = llama.forward if part == "forward" else llama.backward
         seconds = attended[part == "backward"] if attended else None
@@ -199,7 +210,8 @@ class Step:
             free: whether transfers between stages and of buckets take no time either.
         """
         training, shape = self.training, self.training.shape
-        f, b, waiting = self._once(("layer", variant), lambda: self._layer(variant))
+        layer = self._once(("layer", variant, training.recompute), lambda: self._layer(variant))
+        f, b = layer.forward, layer.backward
         again = f if training.recompute == "full" else 0.0
 
         def part(build: Callable[[Rank, LayerShape], None]) -> float:
@@ -207,8 +219,8 @@ class Step:
             return self.group.play(variant, lambda rank: build(rank, shape), whole=whole).seconds
 
         chunks = [count / training.vpp for count in training.layers] * training.vpp
-        forwards = [count * f for count in chunks]
-        backwards = [count * (b + again) for count in chunks]
+        forwards = [count * f + layer.ends[0] for count in chunks]
+        backwards = [count * (b + again) + layer.ends[1] for count in chunks]
         heads = llama.head_forward, llama.head_backward
         head = self._once(("head", variant), lambda: [part(build) for build in heads])
         forwards[-1] += head[0]
@@ -230,14 +242,37 @@ class Step:
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True))
             exposed = late - end + tails[0][1]
             end += exposed
-        return StepTime(end + self._optimizer, f, b, waiting, exposed)
+        return StepTime(end + self._optimizer, f, b, layer.waiting, exposed)
 
-    def _layer(self, variant: Variant) -> tuple[float, float, float]:
-        """Seconds of a layer forward and backward, and of waiting in both."""
+    def _layer(self, variant: Variant) -> _Layer:
+        if variant.kind == "flow":
+            return self._flowing(variant)
         forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
         waiting = forward.waiting + backward.waiting
         waiting += sum(one.waiting for one in self._attended(variant) or ())
-        return forward.seconds, backward.seconds, waiting
+        return _Layer(forward.seconds, backward.seconds, waiting)
+
+    def _flowing(self, variant: Variant) -> _Layer:
+        """A layer in the middle of a stage: what a third one adds to two."""
+        parts: tuple[Part, Part] = "forward", "backward"
+        if self.training.recompute == "full":
+            alone = [self._flow(variant, part, 1) for part in parts]
+            return _Layer(
+                alone[0].seconds, alone[1].seconds, sum(played.waiting for played in alone)
+            )
+        two, three = ([self._flow(variant, part, layers) for part in parts] for layers in (2, 3))
+        pairs = list(zip(two, three, strict=True))
+        forward, backward = (more.seconds - less.seconds for less, more in pairs)
+        waiting = sum(more.waiting - less.waiting for less, more in pairs)
+        ends = two[0].seconds - 2 * forward, two[1].seconds - 2 * backward
+        return _Layer(forward, backward, waiting, ends)
+
+    def _flow(self, variant: Variant, part: Part, layers: int) -> Played:
+        build = flow.forward if part == "forward" else flow.backward
+        shape = self.training.shape
+        return self.group.play(
+            variant, lambda rank: build(rank, shape, variant.slices, layers), steady=True
+        )
 
     def _once(self, what: Hashable, find: Callable[[], _Found]) -> _Found:
         training = self.training

@@ -34,6 +34,9 @@
                        (:mod:`commfuse_npu.tools.simulate.cover`)
 ``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, or
                        collectives in Megatron's order, as ``--commfuse-tuning on`` looks for them
+``commfuse-flow-K``    ``--commfuse-flow K``: K chunks of the sequence flow through all layers of a
+                       stage, a collective per chunk (:mod:`commfuse_npu.tools.simulate.flow`);
+                       what is outside of the layers in Megatron's order
 =====================  ===========================================================================
 """
 
@@ -48,9 +51,11 @@ from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 __all__ = ["COC_FUSED", "COMPUTE_ONLY", "IDEAL", "MC2", "REFERENCE", "Sums", "Variant", "Way",
-           "Wgrad", "direct", "fused", "sliced", "tuned", "variants"]  # fmt: skip
+           "Wgrad", "direct", "flowing", "fused", "sliced", "tuned", "variants"]  # fmt: skip
 
-Kind = Literal["compute", "plain", "megatron", "sliced", "coc_fused", "mc2", "ideal", "fused"]
+Kind = Literal[
+    "compute", "plain", "megatron", "sliced", "coc_fused", "mc2", "ideal", "fused", "flow"
+]
 
 Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
@@ -68,7 +73,7 @@ class Variant:
 
     Attributes:
         ring: whether plain collectives go around a ring instead of straight to every peer.
-        slices: for ``sliced``.
+        slices: for ``sliced``; for ``flow``, its chunks.
         schedule: for ``fused``.
         attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are made.
@@ -153,6 +158,11 @@ def fused(
         sums=sums,
         collectives_from=collectives_from,
     )
+
+
+def flowing(chunks: int) -> Variant:
+    """Chunks that flow through whole layers."""
+    return Variant(f"commfuse-flow-{chunks}", "flow", slices=chunks)
 
 
 def sliced() -> Variant:
