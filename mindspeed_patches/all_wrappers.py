@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed_patches.arguments import CommFuseOptions
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
+from mindspeed_patches.flow import FlowWrappers
 from mindspeed_patches.lanes import (
     ContextParallelLanes,
     DataParallelLanes,
@@ -54,6 +55,8 @@ def register_wrappers(
             wrappers.register_transformer_engine(manager)
         if options.attention:
             AttentionWrappers(wrappers).register(manager)
+        if options.flow is not None:
+            FlowWrappers(wrappers, options.flow, form).register(manager)
         lanes.append(TensorParallelLanes(wrappers, options.linear.schedule.lanes))
     if options.ulysses is not None:
         ulysses = UlyssesWrappers(wrappers, options.ulysses, form)

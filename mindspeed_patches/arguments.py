@@ -137,6 +137,13 @@ _OPTIONS = {
     "commfuse_attention": _option(
         False, "fuse attention with the projection of its output (needs proj among the layers)"
     ),
+    "commfuse_flow": _option(
+        None,
+        "cut the sequence into so many chunks that flow through whole layers, each chunk's "
+        "transfers behind the work on the others",
+        type=whole(2),
+        metavar="CHUNKS",
+    ),
     "commfuse_ulysses": _option(
         False,
         "fuse attention and its projections with the exchange of heads (needs Ulysses context "
@@ -188,6 +195,7 @@ class CommFuseOptions:
             Megatron's order is faster for.
         layers: names of the layers to fuse.
         attention: fuse attention with the projection of its output.
+        flow: chunks of the sequence that flow through whole layers; ``None`` for none.
         ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
         data_parallel: of the distributed optimizer's buckets; ``None`` leaves them alone.
         order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
@@ -199,6 +207,7 @@ class CommFuseOptions:
     min_rows: int | None
     layers: tuple[str, ...]
     attention: bool
+    flow: int | None
     ulysses: LinearOptions | None
     data_parallel: BucketOptions | None
     order_log: str | None
@@ -244,6 +253,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         min_rows=min_rows,
         layers=given.commfuse_layers,
         attention=given.commfuse_attention,
+        flow=given.commfuse_flow,
         ulysses=LinearOptions(
             schedule_for(given, parallel_size(args, "context"), stride=tensor_parallel),
             wgrad=given.commfuse_wgrad,

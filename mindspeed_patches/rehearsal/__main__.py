@@ -48,7 +48,7 @@ from mindspeed_patches.rehearsal.stack import Stack, find_stack
 __all__ = ["main"]
 
 WAYS = ("reference", "commfuse")
-_OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses")
+_OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses", "--commfuse-flow")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -215,6 +215,7 @@ _COMMAND_LINE_ONLY = {
 }
 _MAY_BE_NULL = {
     "commfuse_chunks",
+    "commfuse_flow",
     "commfuse_lanes",
     "data_path",
     "lr_warmup_iters",
