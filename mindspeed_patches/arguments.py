@@ -24,9 +24,11 @@ from mindspeed_patches.layout import parallel_size, rows_of_blocks
 from mindspeed_patches.refusals import (
     ATTENTION_REFUSALS,
     DATA_PARALLEL_REFUSALS,
+    FLOW_REFUSALS,
     ULYSSES_REFUSALS,
     check_compatible,
     check_data_parallel,
+    check_flow_layout,
     check_ulysses_layout,
 )
 from mindspeed_patches.wrappers import LAYERS
@@ -276,6 +278,7 @@ def checked_options(args: argparse.Namespace) -> CommFuseOptions:
     options = commfuse_options(args)
     for asked, refusals in (
         (options.attention, ATTENTION_REFUSALS),
+        (options.flow, FLOW_REFUSALS),
         (options.ulysses, ULYSSES_REFUSALS),
         (options.data_parallel, DATA_PARALLEL_REFUSALS),
     ):
@@ -292,6 +295,8 @@ def complete_options(args: argparse.Namespace) -> CommFuseOptions:
         ValueError: a value does not fit.
     """
     options = checked_options(args)
+    if options.flow is not None:
+        check_flow_layout(args, options.flow)
     if options.ulysses is not None:
         check_ulysses_layout(args)
     if options.data_parallel is not None:

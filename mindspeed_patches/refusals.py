@@ -17,6 +17,7 @@ from mindspeed_patches.layout import parallel_size
 __all__ = [
     "ATTENTION_REFUSALS",
     "DATA_PARALLEL_REFUSALS",
+    "FLOW_REFUSALS",
     "REFUSALS",
     "ULYSSES_REFUSALS",
     "IncompatibleOptionsError",
@@ -24,6 +25,7 @@ __all__ = [
     "check_compatible",
     "check_data_parallel",
     "check_flag",
+    "check_flow_layout",
     "check_ulysses_layout",
 ]
 
@@ -209,6 +211,49 @@ ULYSSES_REFUSALS = _with(
 """Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
 
 
+_OWN_LAYERS = "chunks flow through Megatron's own attention and MLP, which it replaces"
+_OWN_RECOMPUTE = "chunks recompute whole layers or nothing"
+
+FLOW_REFUSALS = _with(
+    "--commfuse-flow",
+    *ATTENTION_REFUSALS,
+    Refusal("--commfuse-attention", "a flow runs attention by itself, chunk after chunk"),
+    Refusal(
+        "--hidden-dropout",
+        "chunks have no dropout",
+        "pass --hidden-dropout 0.0 or leave {ours} out",
+        lambda value: float(value or 0) > 0,
+    ),
+    Refusal(
+        "--attention-mask-type general",
+        "queries then see what the mask of the data says",
+        "leave one of the two out, or choose causal",
+        _one_of("general"),
+    ),
+    Refusal(
+        "--transformer-impl transformer_engine",
+        "its layers have the norm in the linear layer, and chunks are gathered in between",
+        "leave one of the two out, or choose local",
+        _one_of("transformer_engine"),
+    ),
+    Refusal("--num-experts", _OWN_LAYERS, applies=_more_than_one),
+    Refusal("--mtp-num-layers", "it shifts the tokens, of which a rank has stripes"),
+    Refusal("--enable-mhc", _OWN_LAYERS),
+    Refusal("--scale-depth", "it scales what layers add to the residual"),
+    Refusal("--share-kvstates", _OWN_LAYERS),
+    Refusal("--is-instruction-dataset", "it shifts labels behind the order of the sequence"),
+    Refusal("--recompute-activation-function", _OWN_RECOMPUTE),
+    Refusal("--recompute-norm", _OWN_RECOMPUTE),
+    Refusal("--recompute-in-advance", _OWN_RECOMPUTE),
+    Refusal("--recompute-in-bubble", _OWN_RECOMPUTE),
+    Refusal("--adaptive-memory-optimization", _OWN_RECOMPUTE),
+    Refusal("--swap-attention", "it prefetches what a layer saved in the order of whole layers"),
+    Refusal("--enable-cuda-graph", "a graph cannot wait for transfers of another layer"),
+)
+"""Every option that excludes ``--commfuse-flow``; the layers' classes are looked at when they are
+made (:mod:`mindspeed_patches.flow`)."""
+
+
 _OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
 
 DATA_PARALLEL_REFUSALS = _with(
@@ -264,7 +309,7 @@ def check_flag(args: argparse.Namespace) -> None:
     Raises:
         IncompatibleOptionsError: names the option.
     """
-    for name in ("ulysses", "dp"):
+    for name in ("ulysses", "dp", "flow"):
         if getattr(args, f"commfuse_{name}", None) and not getattr(args, "use_commfuse", None):
             raise IncompatibleOptionsError(
                 f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
@@ -285,6 +330,30 @@ def check_data_parallel(args: argparse.Namespace) -> None:
         raise IncompatibleOptionsError(
             "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
             "and parameters never gathered; add it, or leave --commfuse-dp out"
+        )
+
+
+def check_flow_layout(args: argparse.Namespace, chunks: int) -> None:
+    """Refuse ``--commfuse-flow`` where nothing would flow, or not alike on all stages.
+
+    Args:
+        args: the real arguments, complete.
+
+    Raises:
+        IncompatibleOptionsError: no sequence parallelism, or a length that is not cut evenly.
+    """
+    size, length = parallel_size(args, "tensor_model"), getattr(args, "seq_length", None)
+    if size < 2 or not getattr(args, "sequence_parallel", None):
+        raise IncompatibleOptionsError(
+            f"--commfuse-flow {chunks} needs --sequence-parallel and --tensor-model-parallel-size "
+            "of at least 2: it hides what they gather and scatter; add them, or leave "
+            "--commfuse-flow out"
+        )
+    if length is not None and length % (size * chunks):
+        raise IncompatibleOptionsError(
+            f"--commfuse-flow {chunks}: --seq-length {length} is not divisible by {chunks} chunks "
+            f"times --tensor-model-parallel-size {size}; choose chunks that divide "
+            f"{length / size:g}, or leave --commfuse-flow out"
         )
 
 

@@ -72,6 +72,16 @@ ATTENTION_CASES = {
 """Processes, what is added to the model's options in fp32, and what has to be fused."""
 
 
+FLOW = f"{LOCAL} --commfuse-flow 4"
+FLOW_CASES = {
+    "flow": (2, f"{FLOW} {PLAIN_WGRAD}"),
+    "flow_recomputed": (2, f"{FLOW} {PLAIN_WGRAD} {RECOMPUTE}"),
+    "flow_gradient_accumulation_fusion": (2, FLOW),
+    "flow_pipeline": (4, f"{FLOW} {PLAIN_WGRAD} --pipeline-model-parallel-size 2"),
+}
+"""Processes, and what is added to the model's options in fp32."""
+
+
 REPLICAS = "--use-distributed-optimizer --commfuse-dp"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000"
 
@@ -176,6 +186,24 @@ def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
     for layer in fused:
         calls = {path for r in commfuse for name, path, _ in r.calls if name == layer}
         assert calls == {"fused"}, printed
+
+
+@pytest.mark.parametrize("case", FLOW_CASES)
+def test_a_flow_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
+    processes, options = FLOW_CASES[case]
+    model = MODEL.replace("--bf16", "")
+    launch = f"torchrun --nproc_per_node {processes} pretrain_gpt.py {model} {options}"
+    code, printed = rehearse(tmp_path, "--iterations", "10", "--", *launch.split())
+    assert code == 0, printed
+    assert "losses equal within 1e-06 relative: True" in printed
+
+    reference, commfuse = records(tmp_path)
+    assert degeneracies(commfuse) == []
+    assert largest_loss_difference(reference, commfuse) <= 1e-6
+    calls = {path for r in commfuse for name, path, _ in r.calls if name == "flow"}
+    assert calls == {"fused"}, printed
+    for layer in ("qkv", "proj", "fc1", "fc2"):
+        assert collectives_in(commfuse, [layer]) == 0
 
 
 def test_other_bits_are_noticed(tmp_path: Path) -> None:

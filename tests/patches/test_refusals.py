@@ -14,6 +14,7 @@ from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import (
     ATTENTION_REFUSALS,
     DATA_PARALLEL_REFUSALS,
+    FLOW_REFUSALS,
     REFUSALS,
     ULYSSES_REFUSALS,
     IncompatibleOptionsError,
@@ -31,12 +32,14 @@ class Asked:
         refused: each attribute that is refused, with a value that a user would give.
         harmless: some of them, with values that are not.
         others: what the option needs besides.
+        on: its value.
     """
 
     refusals: Sequence[Refusal]
     refused: dict[str, Any]
     harmless: dict[str, Any]
     others: dict[str, Any] = field(default_factory=dict)
+    on: Any = True
 
 
 FOR_ATTENTION = {
@@ -61,6 +64,26 @@ HARMLESS_FOR_ATTENTION = {
     "shape_order": "SBH",
     "attention_dropout": 0.0,
     "position_embedding_type": "rope",
+}
+
+FOR_FLOW = FOR_ATTENTION | {
+    "commfuse_attention": True,
+    "hidden_dropout": 0.1,
+    "attention_mask_type": "general",
+    "transformer_impl": "transformer_engine",
+    "num_experts": 8,
+    "mtp_num_layers": 1,
+    "enable_mhc": True,
+    "scale_depth": 1.4,
+    "share_kvstates": True,
+    "is_instruction_dataset": True,
+    "recompute_activation_function": True,
+    "recompute_norm": True,
+    "recompute_in_advance": True,
+    "recompute_in_bubble": True,
+    "adaptive_memory_optimization": True,
+    "swap_attention": True,
+    "enable_cuda_graph": True,
 }
 
 OPTIONS = {
@@ -94,6 +117,15 @@ OPTIONS = {
         FOR_ATTENTION,
         HARMLESS_FOR_ATTENTION | {"context_parallel_size": 1},
         {"attention_dropout": 0.0},
+    ),
+    "commfuse_flow": Asked(
+        FLOW_REFUSALS,
+        FOR_FLOW,
+        HARMLESS_FOR_ATTENTION
+        | {"context_parallel_size": 1, "hidden_dropout": 0.0, "num_experts": 1}
+        | {"transformer_impl": "local", "attention_mask_type": "causal"},
+        {"attention_dropout": 0.0, "sequence_parallel": True, "seq_length": 64},
+        on=4,
     ),
     "commfuse_ulysses": Asked(
         ULYSSES_REFUSALS,
@@ -146,9 +178,9 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str) -> None:
     expected = f"^--{ours.replace('_', '-')} and {refusal.option} exclude each other: .+; .+"
     feature = CommFuseFeature()
     with pytest.raises(IncompatibleOptionsError, match=expected) as caught:
-        feature.validate_args(real_arguments(**{ours: True}, **(asked.others | {name: value})))
+        feature.validate_args(real_arguments(**{ours: asked.on} | asked.others | {name: value}))
     assert "{" not in str(caught.value)
-    given = argparse.Namespace(**{"use_commfuse": True, ours: True, name: early(value)})
+    given = argparse.Namespace(**{"use_commfuse": True, ours: asked.on, name: early(value)})
     with pytest.raises(IncompatibleOptionsError, match=expected):
         feature.register_patches(PatchManager(), given)
     # Without our option it is nobody's concern.
@@ -166,7 +198,7 @@ def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
     ):
         check_compatible(argparse.Namespace(**given), asked.refusals)
     CommFuseFeature().validate_args(
-        real_arguments(**{ours: True}, **(asked.harmless | asked.others))
+        real_arguments(**{ours: asked.on} | asked.harmless | asked.others)
     )
 
 

@@ -35,6 +35,7 @@ class FuseOptions:
     tuning: Literal["off", "on"] = "off"
     min_rows: int | Literal["auto"] = "auto"
     attention: bool = False
+    flow: int | None = None
     ulysses: bool = False
     dp: bool = False
 
@@ -55,10 +56,11 @@ class FuseOptions:
         parser.add_argument("--commfuse-tuning", dest="tuning", choices=("off", "on"))
         parser.add_argument("--commfuse-min-rows", dest="min_rows", type=_rows)
         parser.add_argument("--commfuse-attention", dest="attention", action=flag)
+        parser.add_argument("--commfuse-flow", dest="flow", type=int)
         parser.add_argument("--commfuse-ulysses", dest="ulysses", action=flag)
         parser.add_argument("--commfuse-dp", dest="dp", action=flag)
         found = cls(**parser.given(options))
-        for name, least in (("lanes", 1), ("chunks", 1), ("min_rows", 0)):
+        for name, least in (("lanes", 1), ("chunks", 1), ("min_rows", 0), ("flow", 2)):
             value = getattr(found, name)
             if isinstance(value, int) and value < least:
                 option = f"--commfuse-{name.replace('_', '-')}"

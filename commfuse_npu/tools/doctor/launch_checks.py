@@ -14,6 +14,7 @@ from commfuse_npu.tools.doctor.layers import attention_obstacle, recomputes_atte
 from commfuse_npu.tools.doctor.refused import (
     ATTENTION_REFUSED,
     DATA_PARALLEL_REFUSED,
+    FLOW_REFUSED,
     REFUSED,
     ULYSSES_REFUSED,
     refused_value,
@@ -87,6 +88,9 @@ def _check_options(launch: Launch) -> Iterator[Finding]:
     if fuse.attention:
         yield from _check_refused(launch, ATTENTION_REFUSED, "--commfuse-attention")
         yield _check_attention(launch)
+    if fuse.flow is not None:
+        yield from _check_refused(launch, FLOW_REFUSED, "--commfuse-flow")
+        yield _check_flow(config, fuse.flow)
     if fuse.ulysses:
         yield from _check_refused(launch, ULYSSES_REFUSED, "--commfuse-ulysses")
         yield _check_ulysses(config)
@@ -103,6 +107,33 @@ def _check_options(launch: Launch) -> Iterator[Finding]:
         )
     elif config.tensor_model_parallel_size > 1:
         yield from _check_rows(launch)
+
+
+def _check_flow(config: ModelConfig, chunks: int) -> Finding:
+    size, length = config.tensor_model_parallel_size, config.seq_length
+    if size < 2 or not config.uses_sequence_parallel:
+        return _about(
+            "--commfuse-flow",
+            "error",
+            str(chunks),
+            "TP of at least 2 with --sequence-parallel, whose transfers it hides",
+            "add them, or leave --commfuse-flow out",
+        )
+    if length % (size * chunks):
+        return _about(
+            "--commfuse-flow",
+            "error",
+            str(chunks),
+            f"chunks that divide {length / size:g} rows per rank",
+            "choose another number, or leave --commfuse-flow out",
+        )
+    return _about(
+        "--commfuse-flow",
+        "note",
+        str(chunks),
+        "chunks that flow through whole layers",
+        "layers hide their transfers behind each other; weight gradients are summed chunk by chunk",
+    )
 
 
 def _check_rows(launch: Launch) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from commfuse_npu.tools.doctor.launch import value_of
 __all__ = [
     "ATTENTION_REFUSED",
     "DATA_PARALLEL_REFUSED",
+    "FLOW_REFUSED",
     "REFUSED",
     "ULYSSES_REFUSED",
     "refused_value",
@@ -59,6 +60,28 @@ ULYSSES_REFUSED = (
 )
 """Options that exclude ``--commfuse-ulysses``."""
 
+FLOW_REFUSED = (
+    *ATTENTION_REFUSED,
+    "--commfuse-attention",
+    "--hidden-dropout",
+    "--attention-mask-type",
+    "--transformer-impl",
+    "--num-experts",
+    "--mtp-num-layers",
+    "--enable-mhc",
+    "--scale-depth",
+    "--share-kvstates",
+    "--is-instruction-dataset",
+    "--recompute-activation-function",
+    "--recompute-norm",
+    "--recompute-in-advance",
+    "--recompute-in-bubble",
+    "--adaptive-memory-optimization",
+    "--swap-attention",
+    "--enable-cuda-graph",
+)
+"""Options that exclude ``--commfuse-flow``."""
+
 DATA_PARALLEL_REFUSED = (
     "--num-distributed-optimizer-instances",
     "--use-custom-fsdp",
@@ -78,6 +101,7 @@ _ONLY_WITH = {
     "--position-embedding-type": ("alibi",),
     "--shape-order": ("TND",),
     "--optimizer": ("muon", "dist_muon"),
+    "--transformer-impl": ("transformer_engine",),
 }
 _NOT_WITH = {
     "--pre-tockens": ("65536", "1048576"),
@@ -88,10 +112,16 @@ _ONLY_ABOVE = {
     "--output-layer-slice-num": 1,
     "--context-parallel-size": 1,
     "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+    "--num-experts": 1,
     "--num-distributed-optimizer-instances": 1,
 }
 # What excludes without being typed.
-_DEFAULTS = {"--attention-dropout": "0.1"}
+_DEFAULTS = {
+    "--attention-dropout": "0.1",
+    "--hidden-dropout": "0.1",
+    "--transformer-impl": "transformer_engine",
+}
 
 
 def refused_value(options: Sequence[str], option: str) -> str | None:

@@ -21,6 +21,7 @@ from commfuse_npu.tools.doctor.layers import (
 from commfuse_npu.tools.doctor.refused import (
     ATTENTION_REFUSED,
     DATA_PARALLEL_REFUSED,
+    FLOW_REFUSED,
     REFUSED,
     ULYSSES_REFUSED,
     refused_value,
@@ -40,6 +41,7 @@ from tests.tools.doctor.machines import CONFIG, only
         (ATTENTION_REFUSED, "ATTENTION_REFUSALS"),
         (ULYSSES_REFUSED, "ULYSSES_REFUSALS"),
         (DATA_PARALLEL_REFUSED, "DATA_PARALLEL_REFUSALS"),
+        (FLOW_REFUSED, "FLOW_REFUSALS"),
     ],
 )
 def test_refused_options_are_those_of_the_feature(ours: tuple[str, ...], theirs: str) -> None:
@@ -120,6 +122,7 @@ EVERY_REFUSAL = (
     *refusals.ULYSSES_REFUSALS,
     *refusals.ATTENTION_REFUSALS,
     *refusals.DATA_PARALLEL_REFUSALS,
+    *refusals.FLOW_REFUSALS,
 )
 VALUES: dict[str, list[object]] = {
     "--schedules-method": ["dualpipev", "other"],
@@ -138,6 +141,9 @@ VALUES: dict[str, list[object]] = {
     "--num-distributed-optimizer-instances": [1, 2],
     "--optimizer": ["adam", "muon", "dist_muon"],
     "--quant-grads": [True],
+    "--hidden-dropout": [0, 0.0, 0.1],
+    "--transformer-impl": ["local", "transformer_engine"],
+    "--num-experts": [1, 8],
 }
 
 
@@ -155,6 +161,32 @@ def test_defaults_are_those_of_the_feature() -> None:
     ours = vars(FuseOptions())
     known = {name: DEFAULTS.get(f"commfuse_{name}", DEFAULTS.get(name)) for name in ours}
     assert known == ours
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--seq-length 256", False),
+        ("--seq-length 252", True),
+        ("--seq-length 256 --no-sequence-parallel", True),
+        ("--seq-length 256 --tensor-model-parallel-size 1", True),
+    ],
+)
+def test_layouts_are_refused_with_a_flow_as_by_the_feature(words: str, refused: bool) -> None:
+    size = 1 if "parallel-size" in words else 2
+    parallel = "--no-" not in words and size > 1
+    given = argparse.Namespace(
+        seq_length=int(words.split()[1]),
+        tensor_model_parallel_size=size,
+        sequence_parallel=parallel,
+    )
+    with pytest.raises(refusals.IncompatibleOptionsError) if refused else nullcontext():
+        refusals.check_flow_layout(given, 4)
+    dense = "--attention-dropout 0.0 --hidden-dropout 0.0 --transformer-impl local"
+    fused = FUSED if parallel else FUSED.replace("--sequence-parallel", "")
+    words = words.replace("--no-sequence-parallel", "")
+    found = check_launch(launch(*f"{fused} {dense} {words} --commfuse-flow 4".split()))
+    assert only(found, "--commfuse-flow").level == ("error" if refused else "note")
 
 
 def test_attention_without_proj_is_refused_by_the_feature() -> None:
