@@ -400,12 +400,30 @@ class TwoConsumers(Mlp):
         return leaving._replace(token=leaving.token * 1.0)
 
 
+class ThroughACheckpoint(Mlp):
+    """An MLP that is recomputed between the two ends of its transfers."""
+
+    def work(self, flow: Any, arriving: Any, weights: Sequence[Any], chunk: int) -> Any:
+        made: list[Any] = []
+
+        def recomputed(token: torch.Tensor) -> torch.Tensor:
+            again = arriving._replace(token=token)
+            made.append(super(ThroughACheckpoint, self).work(flow, again, weights, chunk))
+            return made[-1].token
+
+        token = checkpoint(recomputed, arriving.token, use_reentrant=True)
+        return made[0]._replace(token=token)
+
+
 def misuse(rank: int, how: str) -> None:
     link = transport()
     given, mine, _ = setting(rank, link.size, 2, layers=1)
     parts = parts_of(given, link.size, 2)
     if how == "token":
         parts[1] = TwoConsumers("MLP", given[1])
+        flowed(Flow(link, 2), mine, parts).sum().backward()
+    if how == "checkpoint":
+        parts[1] = ThroughACheckpoint("MLP", given[1])
         flowed(Flow(link, 2), mine, parts).sum().backward()
     if how == "pruned":
         y = flowed(Flow(link, 2), mine, parts).sum()
@@ -428,6 +446,7 @@ def misuse(rank: int, how: str) -> None:
     ("how", "kind", "words"),
     [
         ("token", RuntimeError, "token of the scatter of MLP 1 got a gradient from elsewhere"),
+        ("checkpoint", RuntimeError, "got a gradient from elsewhere|was waited for before it was"),
         ("pruned", TransportError, "begun and never ended: .*whole backwards"),
         ("error", TransportError, "never ended: gather of chunk 1 before|never ended: scatter of"),
         ("chunks", MismatchError, "chunks: 2 here, 4 there"),

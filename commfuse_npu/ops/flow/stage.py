@@ -69,8 +69,9 @@ class Stage:
                 "choose a number of chunks that divides them"
             )
         flow.check_none_open()
+        rows, *widths = hidden.shape
         flow.transport.agree(
-            "flow", chunks=flow.chunks, shape=tuple(hidden.shape), dtype=hidden.dtype
+            "flow", {"rows": rows}, widths=tuple(widths), chunks=flow.chunks, dtype=hidden.dtype
         )
         self._flow = flow
         self._hidden = list(hidden.split(hidden.shape[0] // flow.chunks))
