@@ -43,8 +43,8 @@ from commfuse_npu.runtime.transport import Transport
 __all__ = ["Arriving", "Flow", "Leaving", "Weight", "in_backward", "token"]
 
 
-Collective = Callable[[torch.Tensor, Any], Begun]
-"""Begins the transfer of a tensor over a group."""
+Collective = Callable[[torch.Tensor], Begun]
+"""Begins the transfer of a tensor."""
 
 
 class Weight:
@@ -114,7 +114,7 @@ class Transfer:
     """
 
     def __init__(self, flow: Flow, name: str) -> None:
-        self._flow, self.name = flow, name
+        self.flow, self.name = flow, name
         self._begun: Begun | None = None
         self._kept: torch.Tensor | None = None
 
@@ -125,12 +125,12 @@ class Transfer:
     @property
     def ranks(self) -> int:
         """Of the group."""
-        return self._flow.transport.size
+        return self.flow.transport.size
 
     def begin(self, collective: Collective, tensor: torch.Tensor, *, forward: bool = False) -> None:
         """Begin it; what it reads is held until its end."""
         self._kept = tensor.contiguous()
-        self._begun = self._flow.begin(self, collective, self._kept, forward)
+        self._begun = self.flow.begin(self, collective, self._kept, forward)
 
     def end(self) -> torch.Tensor:
         """Wait for the result.
@@ -139,7 +139,7 @@ class Transfer:
             TransportError: it failed, or was never begun.
         """
         begun, self._begun = self._begun, None
-        result = self._flow.end(self, begun)
+        result = self.flow.end(self, begun)
         self._kept = None
         return result
 
@@ -186,7 +186,7 @@ class _Again:
         if ctx is not None and ctx.gathers_again and not self._transfer.begun:
             # Unpacked here and nowhere else: twice is an error under checkpointing.
             (shard,) = ctx.saved_tensors
-            self._transfer.begin(begin_all_gather, shard)
+            self._transfer.begin(self._transfer.flow.all_gather, shard)
 
     def end(self) -> torch.Tensor:
         self.begin()
@@ -321,7 +321,15 @@ class Flow:
         if self.transport.broken:
             raise self.transport.error()
         self._open[transfer] = forward and in_backward()
-        return collective(tensor, self.transport.group)
+        return collective(tensor)
+
+    def all_gather(self, shard: torch.Tensor) -> Begun:
+        """Begin it: the collective of the group, which whoever has another one overrides."""
+        return begin_all_gather(shard, self.transport.group)
+
+    def reduce_scatter(self, full: torch.Tensor) -> Begun:
+        """Begin it, as :meth:`all_gather`; ``full`` is held until its end."""
+        return begin_reduce_scatter(full, self.transport.group)
 
     def end(self, transfer: Transfer, begun: Begun | None) -> torch.Tensor:
         """Wait for a collective."""
@@ -369,7 +377,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, transfer: Transfer) -> torch.Tensor:
         ctx.transfer = transfer
-        transfer.begin(begin_all_gather, shard, forward=True)
+        transfer.begin(transfer.flow.all_gather, shard, forward=True)
         return token(shard, shard.shape)
 
     @staticmethod
@@ -407,7 +415,7 @@ class _Column(torch.autograd.Function):
         back = None
         if needs_x:
             full = torch.matmul(grad, weight.get())
-            transfer.begin(begin_reduce_scatter, full)
+            transfer.begin(transfer.flow.reduce_scatter, full)
             back = token(full, (full.shape[0] // transfer.ranks, *full.shape[1:]))
         # Behind what was just begun: the weight gradient of the layer after this one, and its own.
         if again.after is not None:
@@ -433,7 +441,7 @@ class _Row(torch.autograd.Function):
         if again is not None:
             again.after = weight
         full = torch.matmul(x, alias.t())
-        transfer.begin(begin_reduce_scatter, full, forward=True)
+        transfer.begin(transfer.flow.reduce_scatter, full, forward=True)
         return token(full, full.shape)
 
     @staticmethod
@@ -463,5 +471,5 @@ class _EndScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         transfer = ctx.transfer
-        transfer.begin(begin_all_gather, grad)
+        transfer.begin(transfer.flow.all_gather, grad)
         return token(grad, (grad.shape[0] * transfer.ranks, *grad.shape[1:])), None

@@ -29,14 +29,20 @@ class Pending:
     """A collective under way.
 
     Args:
-        finish: waits and gives the result; called once.
         carrier: whose ``blocked_seconds`` the waiting is added to.
+        result: what :meth:`wait` returns, complete by then.
+        finish: called once, after the waiting.
     """
 
     def __init__(
-        self, carrier: Carrier, works: list[Any], finish: Callable[[], torch.Tensor]
+        self,
+        carrier: Carrier,
+        works: list[Any],
+        result: torch.Tensor,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._carrier, self._works, self._finish = carrier, works, finish
+        self.result = result
 
     def wait(self) -> torch.Tensor:
         """The result; only the waiting for transfers counts as blocked, not the additions."""
@@ -45,7 +51,8 @@ class Pending:
             for work in self._works:
                 work.wait()
             self._carrier.blocked_seconds += time.perf_counter() - start
-        return self._finish()
+        self._finish()
+        return self.result
 
 
 class Carrier(ABC):
@@ -96,11 +103,11 @@ class TorchCollectives(_OverGroup):
     def gather(self, shard: torch.Tensor) -> Pending:
         whole = self._whole(shard)
         work = _all_gather(whole, shard, group=self._group, async_op=True)
-        return Pending(self, [work], lambda: whole)
+        return Pending(self, [work], whole)
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         work = _reduce_scatter(out, full, group=self._group, async_op=True)
-        return Pending(self, [work], lambda: out)
+        return Pending(self, [work], out)
 
 
 class DirectExchange(_OverGroup):
@@ -121,7 +128,7 @@ class DirectExchange(_OverGroup):
     def swap(self, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> Pending:
         """Begin to send ``out`` to one rank and to receive ``into``, the result, from another."""
         works = self._exchange([out], [target], [into], [source])
-        return Pending(self, works, lambda: into)
+        return Pending(self, works, into)
 
     def _exchange(
         self,
@@ -157,7 +164,7 @@ class DirectExchange(_OverGroup):
         sends = [shard] * (self.size - 1)
         works = self._exchange(sends, self._targets, receives, self._sources)
         blocks[self.rank].copy_(shard)
-        return Pending(self, works, lambda: whole)
+        return Pending(self, works, whole)
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         blocks = full.unflatten(0, (self.size, -1))
@@ -166,13 +173,12 @@ class DirectExchange(_OverGroup):
         sends = [blocks[target] for target in self._targets]
         works = self._exchange(sends, self._targets, [out, *others], self._sources)
 
-        def add() -> torch.Tensor:
+        def add() -> None:
             for partial in (*others, blocks[self.rank]):
                 out.add_(partial)
             self.pool.give_back(others)
-            return out
 
-        return Pending(self, works, add)
+        return Pending(self, works, out, add)
 
 
 class NoTransfers(Carrier):
@@ -191,11 +197,11 @@ class NoTransfers(Carrier):
         if key not in self._wholes:
             self._wholes[key] = torch.cat([shard.detach()] * self.size)
         whole = self._wholes[key]
-        return Pending(self, [], lambda: whole)
+        return Pending(self, [], whole)
 
     def give_back(self, whole: torch.Tensor) -> None:
         """It is kept here."""
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         block = full.unflatten(0, (self.size, -1))[self.rank]
-        return Pending(self, [], lambda: block)
+        return Pending(self, [], block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from commfuse_npu.ops import (
     attention_linear_reduce_scatter,
     linear_reduce_scatter,
 )
+from commfuse_npu.ops.flow import Flow
+from commfuse_npu.plan import split
 from commfuse_npu.reference import (
     plain_all_gather_linear,
     plain_attention_linear_reduce_scatter,
@@ -31,6 +34,7 @@ from commfuse_npu.tools.bench.baselines import (
 )
 from commfuse_npu.tools.bench.buffer_pool import BufferPool
 from commfuse_npu.tools.bench.carriers import Carrier, DirectExchange, NoTransfers, TorchCollectives
+from commfuse_npu.tools.bench.flows import CarriedFlow, FlowForm, flow_form, plain_flow_form
 from commfuse_npu.tools.bench.ring import Ring
 from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tuning import Tuning
@@ -38,6 +42,9 @@ from commfuse_npu.tuning import Tuning
 __all__ = ["Form", "Groups", "form_of", "plain_form"]
 
 _Layer = Callable[..., torch.Tensor]
+
+_RUNS = 8
+"""Of queries in the attention of the baselines, as many as the most chunks of a flow."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,10 @@ def _options_of(variant: Variant) -> LinearOptions:
     return LinearOptions(variant.schedule, wgrad=variant.wgrad, tuning=tuning)
 
 
-def plain_form(variant: Variant, groups: Groups) -> Form:
+def plain_form(variant: Variant, groups: Groups) -> Form | FlowForm:
     """The product's plain ops, cut into the GEMMs of a fused form: the same additions."""
+    if variant.kind == "flow":
+        return plain_flow_form(groups.transport, variant.slices)
     group, options = groups.collectives, _options_of(variant)
     attend = plain_attention_linear_reduce_scatter
     return Form(
@@ -98,9 +107,11 @@ def plain_form(variant: Variant, groups: Groups) -> Form:
     )
 
 
-def form_of(variant: Variant, groups: Groups) -> Form:
+def form_of(variant: Variant, groups: Groups) -> Form | FlowForm:
     """The layers of a variant.  ``communication`` has none: it computes nothing."""
     transport = groups.transport
+    if variant.kind == "flow":
+        return _flow(variant, groups)
     if variant.kind == "fused":
         options, attend = _options_of(variant), attention_linear_reduce_scatter
         return Form(
@@ -123,11 +134,24 @@ def form_of(variant: Variant, groups: Groups) -> Form:
     return _baseline(MegatronOrder(carrier) if variant.kind == "megatron" else Blocking(carrier))
 
 
+def _flow(variant: Variant, groups: Groups) -> FlowForm:
+    transport = groups.transport
+    if not variant.direct:
+        flow = Flow(transport, variant.slices)
+        return flow_form(flow, lambda: transport.blocked_seconds)
+    # Fresh buffers for every transfer, as the product has them.
+    carrier = DirectExchange(groups.direct, BufferPool(keep_bytes=0))
+    carried = CarriedFlow(transport, variant.slices, carrier)
+    return flow_form(carried, lambda: carrier.blocked_seconds)
+
+
 def _baseline(layers: Blocking) -> Form:
     def attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        attended = blocked_attention(q, k, v, causal=True).flatten(2)
+        # In runs, as what it is compared with: what the mask hides is skipped here, too.
+        rows = [slice(*run) for run in pairwise(split(q.shape[0], _RUNS))]
+        attended = blocked_attention(q, k, v, causal=True, rows=rows).flatten(2)
         return row_parallel(layers, attended, weight)
 
     return Form(

@@ -38,6 +38,7 @@ _LARGE = (
     "megatron*",
     "auto*",
     "ours-c[148]",
+    "flow-?",
 )
 """Every way at its best, not every combination: lanes differ with several peers only."""
 

@@ -11,7 +11,15 @@ from typing import Literal
 
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = ["COLLECTIVES", "ITEM_BYTES", "WORKS", "Shape", "bytes_per_pair", "default_scale"]
+__all__ = [
+    "COLLECTIVES",
+    "ITEM_BYTES",
+    "LAYERS",
+    "WORKS",
+    "Shape",
+    "bytes_per_pair",
+    "default_scale",
+]
 
 Collective = Literal["gather", "scatter"]
 
@@ -27,6 +35,7 @@ COLLECTIVES: dict[str, tuple[Collective, ...]] = {
     "mlp": _BLOCK,
     "attention": _BLOCK,
     "layer": (*_BLOCK, *_BLOCK),
+    "layers": (*_BLOCK, *_BLOCK) * 2,
 }
 """The collectives of each work, each over blocks of ``[s, H]``."""
 
@@ -36,7 +45,11 @@ WORKS: dict[str, str] = {
     "mlp": "MLP block, forward and backward with weight gradients",
     "attention": "attention block, forward and backward with weight gradients",
     "layer": "a whole Llama layer, forward and backward with weight gradients",
+    "layers": "two Llama layers in a row, forward and backward with weight gradients",
 }
+
+LAYERS: dict[str, int] = {work: 2 if work == "layers" else 1 for work in WORKS}
+"""How many sets of weights a work has."""
 
 
 @dataclass(frozen=True)

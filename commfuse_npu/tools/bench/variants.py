@@ -17,6 +17,9 @@
                    they arrive, which rounds differently.
 ``auto[-wgrad]``   this project's ops with the schedule that is fastest when it is tried out at the
                    first use over this link, or the plain path (:mod:`commfuse_npu.tuning`).
+``flow-K``         whole layers in K chunks that flow (:mod:`commfuse_npu.ops.flow`), each transfer
+                   a direct exchange.  The attention of a chunk sees the chunks up to its own.
+``flow-K-coll``    the same with the collectives of the group, as the product does.
 =================  ===============================================================================
 
 Besides these every round measures ``compute`` (no communication at all) and ``communication`` (the
@@ -46,12 +49,15 @@ __all__ = [
 
 COMPUTE, COMMUNICATION, REFERENCE = "compute", "communication", "p2p"
 
-Kind = Literal["compute", "communication", "blocking", "sliced", "ring", "megatron", "fused"]
+Kind = Literal[
+    "compute", "communication", "blocking", "sliced", "ring", "megatron", "fused", "flow"
+]
 
 _CHUNKS = (1, 2, 4, 8)
 _TAPERED = ((2, 1.5), (4, 1.5), (4, 2.0), (6, 1.5), (4, 0.5))
 _SLICES = (2, 4, 8)
-_WITH_BACKWARD = ("mlp", "attention", "layer")
+_WHOLE_LAYERS = ("layer", "layers")
+_WITH_BACKWARD = ("mlp", "attention", *_WHOLE_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Variant:
 
     Attributes:
         direct: carried by direct exchanges rather than by torch's collectives.
-        slices: for ``sliced``.
+        slices: for ``sliced`` and, chunks of the sequence, ``flow``.
         schedule: for ``fused``.
         tuned: take the schedule as what may be varied.
         wgrad: how weight gradients are made.
@@ -98,16 +104,21 @@ def of_group(size: int) -> list[Variant]:
     found.append(Variant("ours-c4-wgrad", "fused", schedule=four, wgrad="blocks"))
     found.append(Variant("auto", "fused", schedule=every, tuned=True))
     found.append(Variant("auto-wgrad", "fused", schedule=every, tuned=True, wgrad="blocks"))
+    for k in _SLICES:
+        found.append(Variant(f"flow-{k}", "flow", slices=k))
+        found.append(Variant(f"flow-{k}-coll", "flow", direct=False, slices=k))
     return found
 
 
 def is_ours(name: str) -> bool:
     """Whether a variant of this name is this project's."""
-    return name.startswith(("ours", "auto"))
+    return name.startswith(("ours", "auto", "flow"))
 
 
 def applies_to(variant: Variant, work: str) -> bool:
-    """Whether a variant is about this work: some are about the backward only."""
+    """Whether a variant is about this work: some are about the backward or whole layers only."""
+    if variant.kind == "flow":
+        return work in _WHOLE_LAYERS
     return work in _WITH_BACKWARD or (variant.kind != "megatron" and variant.wgrad == "whole")
 
 

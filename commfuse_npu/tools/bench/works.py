@@ -1,4 +1,4 @@
-"""The five pieces of work that are timed, each written once over the layers of a form.
+"""The six pieces of work that are timed, each written once over the layers of a form.
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``H`` hidden, ``F`` this rank's part of the MLP's
 width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro-batch 1.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from commfuse_npu.ops.flow import Part
 from commfuse_npu.tools.bench.carriers import Carrier
+from commfuse_npu.tools.bench.flows import FlowForm
 from commfuse_npu.tools.bench.forms import Form
-from commfuse_npu.tools.bench.shapes import COLLECTIVES, Shape
+from commfuse_npu.tools.bench.layer_parts import AttentionPart, MlpPart, norm, swiglu
+from commfuse_npu.tools.bench.shapes import COLLECTIVES, LAYERS, Shape
 
 __all__ = ["DTYPES", "Work"]
 
@@ -37,17 +40,20 @@ class Work:
         self._dtype, self._device = DTYPES[dtype], device
         self._heads, self._groups = shape.heads // size, shape.groups // size
         hidden, shard, ffn = shape.hidden, shape.sequence // size, shape.ffn // size
-        self._weights: dict[str, torch.Tensor] = {}
-        if name in ("all-gather", "mlp", "layer"):
-            self._weights["gate_up"] = self._draw(2 * ffn, hidden, scale=hidden**-0.5)
-        if name in ("reduce-scatter", "mlp", "layer"):
-            self._weights["down"] = self._draw(hidden, ffn, scale=shape.ffn**-0.5)
-        if name in ("attention", "layer"):
-            wide = (self._heads + 2 * self._groups) * shape.head
-            self._weights["qkv"] = self._draw(wide, hidden, scale=hidden**-0.5)
-            inner = self._heads * shape.head
-            self._weights["out"] = self._draw(hidden, inner, scale=(inner * size) ** -0.5)
-            self._turns = self._rotary_turns()
+        self._layers: list[dict[str, torch.Tensor]] = []
+        for _ in range(LAYERS[name]):
+            weights: dict[str, torch.Tensor] = {}
+            if name not in ("reduce-scatter", "attention"):
+                weights["gate_up"] = self._draw(2 * ffn, hidden, scale=hidden**-0.5)
+            if name not in ("all-gather", "attention"):
+                weights["down"] = self._draw(hidden, ffn, scale=shape.ffn**-0.5)
+            if name in ("attention", "layer", "layers"):
+                wide = (self._heads + 2 * self._groups) * shape.head
+                weights["qkv"] = self._draw(wide, hidden, scale=hidden**-0.5)
+                inner = self._heads * shape.head
+                weights["out"] = self._draw(hidden, inner, scale=(inner * size) ** -0.5)
+            self._layers.append(weights)
+        self._turns = self._rotary_turns()
         if name == "reduce-scatter":
             self._x = self._draw(shape.sequence, ffn)
         else:
@@ -56,25 +62,42 @@ class Work:
         # Rows of [s, H], what every collective of these works carries.
         self._block = self._draw(shard, hidden)
         self._full = self._block.repeat(size, 1)
+        # Input and gradient of the output in stripes, by the number of chunks.
+        self._striped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(self, form: Form) -> list[torch.Tensor]:
+    def run(self, form: Form | FlowForm) -> list[torch.Tensor]:
         """Do the work once.
 
         Returns:
             the output, then the gradients of the input and of the weights where there is a
-            backward.
+            backward; rows as the form has them, see :meth:`in_order`.
         """
-        if self.name == "all-gather":
+        if self.name in ("all-gather", "reduce-scatter"):
+            assert isinstance(form, Form), "a flow is of whole layers"
+            weights = self._layers[0]
             with torch.no_grad():
-                return [form.all_gather_linear(self._x, self._weights["gate_up"])]
-        if self.name == "reduce-scatter":
-            with torch.no_grad():
-                return [form.linear_reduce_scatter(self._x, self._weights["down"])]
-        forward = {"mlp": self._mlp, "attention": self._attention, "layer": self._layer}[self.name]
-        x = self._x.detach().requires_grad_()
-        weights = {name: w.detach().requires_grad_() for name, w in self._weights.items()}
-        y = forward(form, x, weights)
-        return [y.detach(), *torch.autograd.grad(y, [x, *weights.values()], self._grad)]
+                if self.name == "all-gather":
+                    return [form.all_gather_linear(self._x, weights["gate_up"])]
+                return [form.linear_reduce_scatter(self._x, weights["down"])]
+        x, grad = self._placed(form)
+        x = x.detach().requires_grad_()
+        layers = [{k: w.detach().requires_grad_() for k, w in of.items()} for of in self._layers]
+        if isinstance(form, FlowForm):
+            y = form.run(x, self._parts(form, layers))
+        else:
+            y = x
+            half = {"mlp": self._mlp, "attention": self._attention}.get(self.name, self._layer)
+            for weights in layers:
+                y = half(form, y, weights)
+        leaves = [x, *(weight for of in layers for weight in of.values())]
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    def in_order(self, form: Form | FlowForm, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Results whose rows are this rank's run of the sequence; all ranks together."""
+        if isinstance(form, Form):
+            return results
+        y, grad_x, *grads = results
+        return [form.in_order(y), form.in_order(grad_x), *grads]
 
     def communicate(self, carrier: Carrier) -> None:
         """The collectives of the work one after the other, blocking, and no computation."""
@@ -89,24 +112,42 @@ class Work:
         return drawn.to(self._device, self._dtype)
 
     def _mlp(self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        gate, up = form.all_gather_linear(x, weights["gate_up"]).chunk(2, dim=-1)
-        return form.linear_reduce_scatter(torch.nn.functional.silu(gate) * up, weights["down"])
+        y = swiglu(form.all_gather_linear(x, weights["gate_up"]))
+        return form.linear_reduce_scatter(y, weights["down"])
 
     def _attention(
         self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        heads = form.all_gather_linear(x, weights["qkv"]).unflatten(-1, (-1, self.shape.head))
-        q, k, v = heads.split([self._heads, self._groups, self._groups], dim=2)
-        return form.attention_linear_reduce_scatter(
-            self._turn(q), self._turn(k), v.contiguous(), weights["out"]
-        )
+        y = form.all_gather_linear(x, weights["qkv"])
+        q, k, v = self._split_heads(y, slice(None))
+        return form.attention_linear_reduce_scatter(q, k, v, weights["out"])
 
     def _layer(self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        def norm(rows: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.rms_norm(rows, rows.shape[-1:])
-
         x = x + self._attention(form, norm(x), weights)
         return x + self._mlp(form, norm(x), weights)
+
+    def _placed(self, form: Form | FlowForm) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(form, Form):
+            return self._x, self._grad
+        if form.chunks not in self._striped:
+            self._striped[form.chunks] = form.stripes(self._x), form.stripes(self._grad)
+        return self._striped[form.chunks]
+
+    def _parts(self, form: FlowForm, layers: list[dict[str, torch.Tensor]]) -> list[Part]:
+        parts: list[Part] = []
+        for number, of in enumerate(layers):
+            name, heads = f"attention {number}", self._split_heads
+            parts.append(AttentionPart(name, of["qkv"], of["out"], heads, form.chunks))
+            parts.append(MlpPart(f"MLP {number}", of["gate_up"], of["down"]))
+        return parts
+
+    def _split_heads(
+        self, y: torch.Tensor, run: slice
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of a run of the sequence, with their positions."""
+        heads = y.unflatten(-1, (-1, self.shape.head))
+        q, k, v = heads.split([self._heads, self._groups, self._groups], dim=2)
+        return self._turn(q, run), self._turn(k, run), v.contiguous()
 
     def _rotary_turns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines ``[S, 1, 1, D/2]`` of rotary position embeddings."""
@@ -117,7 +158,7 @@ class Work:
         cos, sin = (turn.to(self._device, self._dtype) for turn in turns)
         return cos, sin
 
-    def _turn(self, x: torch.Tensor) -> torch.Tensor:
-        cos, sin = self._turns
+    def _turn(self, x: torch.Tensor, run: slice) -> torch.Tensor:
+        cos, sin = (turn[run] for turn in self._turns)
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

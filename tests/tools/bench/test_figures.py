@@ -46,6 +46,7 @@ def test_what_a_pair_exchanges() -> None:
     assert bytes_per_pair("all-gather", shape, 2, "fp32") == 32 * 32 * 4
     assert bytes_per_pair("mlp", shape, 4, "bf16") == 16 * 32 * 2 * 5
     assert bytes_per_pair("layer", shape, 4, "fp32") == 16 * 32 * 4 * 10
+    assert bytes_per_pair("layers", shape, 4, "fp32") == 16 * 32 * 4 * 20
 
 
 # ---------------------------------------------------------------------- disturbance

@@ -57,6 +57,8 @@ def _check(rank: int, dtype: str, works: tuple[str, ...], some: str) -> list[tup
     ("size", "dtype", "works", "some"),
     [
         (2, "fp32", ("mlp",), "p2p|collective|2$|megatron|ring|wgrad"),
+        (2, "fp32", ("layers",), "p2p|flow"),
+        pytest.param(3, "bf16", ("layer",), "p2p|flow", marks=_long),
         pytest.param(2, "bf16", ("all-gather", "reduce-scatter", "layer"), "", marks=_long),
         pytest.param(3, "fp32", ("all-gather", "reduce-scatter", "layer"), "", marks=_long),
     ],
@@ -72,9 +74,8 @@ def test_every_variant_computes_the_same(
             assert check.max_difference <= limit, where
             # Whole GEMMs, the same additions: the same bits.
             assert check.equal or name not in ("p2p", "collective", "megatron-p2p"), where
-            assert (check.equal_same_gemms is not None) == name.startswith("ours"), where
-            if name.startswith("ours"):
-                assert check.equal_same_gemms, where
+            ours = name.startswith(("ours", "flow"))
+            assert check.equal_same_gemms is (True if ours else None), where
 
 
 def _tuned(rank: int) -> list[tuple[object, list[int]]]:
@@ -309,7 +310,7 @@ class _Neighbours(_Recorded):
         self.size = 3
 
     def swap(self, out, target, into, source):
-        return self._noted(f"to {target}", Pending(self, [], lambda: into.zero_()))
+        return self._noted(f"to {target}", Pending(self, [], into.zero_()))
 
 
 def test_blocks_are_passed_on_while_they_are_multiplied(log) -> None:
