@@ -9,15 +9,21 @@ for all layers, has a column of its own.
 Measured on CPU, whose attention kernel holds the scores of all its queries: the plain form pays for
 all of them at once.  A device's kernel holds none, so attention is measured a second time with a
 kernel that allocates its results and computes nothing.
+
+A whole Llama layer in chunks that flow (:mod:`commfuse_npu.ops.flow`) is measured beside the same
+layer in Megatron's order with sequence parallelism, which saves shards and gathers them again, and
+beside the same chunks over blocking collectives, which save what they gathered; and what the
+forward leaves for the backward.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,11 +33,19 @@ import torch.distributed as dist
 
 from commfuse_npu import ops, reference
 from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops.flow import Flow
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.bench.peak_memory import peak_bytes
+from commfuse_npu.tools.bench.baselines import MegatronOrder
+from commfuse_npu.tools.bench.buffer_pool import BufferPool
+from commfuse_npu.tools.bench.carriers import TorchCollectives
+from commfuse_npu.tools.bench.flows import FlowForm, flow_form, plain_flow_form
+from commfuse_npu.tools.bench.forms import Form, baseline
+from commfuse_npu.tools.bench.peak_memory import left_bytes, peak_bytes
+from commfuse_npu.tools.bench.shapes import Shape
+from commfuse_npu.tools.bench.works import Work
 from scripts.gloo_ranks import run_ranks
 
 __all__ = ["Memory", "main", "measure"]
@@ -44,6 +58,7 @@ class Memory:
     Attributes:
         block: one rank's rows of what is transferred.
         kept: what the pool of buffers keeps between calls, if it may.
+        plain_saved, fused_saved: output and what is saved for the backward, where it was measured.
     """
 
     op: str
@@ -51,6 +66,8 @@ class Memory:
     fused: int
     block: int
     kept: int
+    plain_saved: int | None = None
+    fused_saved: int | None = None
 
     @property
     def extra_blocks(self) -> float:
@@ -70,21 +87,31 @@ class _WithoutScores:
 
     @staticmethod
     def attention_backward(
-        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **_: Any
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        statistics: Sequence[torch.Tensor],
+        grad_k: torch.Tensor,
+        grad_v: torch.Tensor,
+        **_: Any,
     ) -> torch.Tensor:
-        _out, _statistics, grad_k, grad_v = more
         grad_k.add_(torch.zeros_like(k))
         grad_v.add_(torch.zeros_like(v))
         return torch.zeros_like(q)
 
 
-def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]:
+def measure(
+    sequence: int, hidden: int, heads: int, chunks: int, flow_chunks: int = 4
+) -> list[Memory]:
     """Measure all ops on this rank; all ranks of the default group call it together.
 
     Args:
         sequence: whole, of micro-batch 1.
         hidden: whole; the group shares it out.
         heads: attention heads of all ranks together.
+        flow_chunks: of the sequence, where layers flow.
     """
     transport = Transport.create(lanes=2, timeout=timedelta(seconds=60))
     size, shard = transport.size, sequence // transport.size
@@ -126,12 +153,64 @@ def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]
             found.append(
                 Memory(label, block=bytes_of_block, kept=transport.scratch.idle_bytes, **peaks)
             )
+    feed_forward = 7 * part // 2 * size
+    shape = Shape(sequence, hidden, feed_forward, heads, heads, hidden // heads)
+    found += _layers(transport, shape, flow_chunks)
     transport.close()
     return found
 
 
-def _without_scores() -> AbstractContextManager[object]:
-    return mock.patch("commfuse_npu.layers.attention_runs.kernels_for", return_value=_WithoutScores)
+def _layers(transport: Transport, shape: Shape, chunks: int) -> list[Memory]:
+    """A layer that flows beside each of its plain forms."""
+    work = Work(
+        "layer",
+        shape,
+        rank=transport.rank,
+        size=transport.size,
+        dtype="fp32",
+        device="cpu",
+        seed=0,
+    )
+    carrier = TorchCollectives(transport.group, BufferPool(keep_bytes=0))
+    forms: dict[str, Form | FlowForm] = {
+        "flow": flow_form(Flow(transport, chunks), lambda: 0.0),
+        "Megatron's order": baseline(MegatronOrder(carrier)),
+        "blocking chunks": plain_flow_form(transport, chunks),
+    }
+    found = []
+    for scores in (True, False):
+        with nullcontext() if scores else _without_scores():
+            for form in forms.values():
+                work.run(form)  # rows in stripes, and what torch keeps for itself
+            peaks = {name: peak_bytes(partial(work.run, of), "cpu") for name, of in forms.items()}
+            # gloo's threads let go of what they carried a little later: the least of some.
+            saved = {
+                name: min(left_bytes(partial(work.forward, of)) for _ in range(4))
+                for name, of in forms.items()
+            }
+        for plain in ("Megatron's order", "blocking chunks"):
+            label = f"layer, {chunks} chunks that flow, beside {plain}"
+            found.append(
+                Memory(
+                    label if scores else f"{label}, no scores",
+                    peaks[plain],
+                    peaks["flow"],
+                    shape.sequence // transport.size * shape.hidden * 4,
+                    0,
+                    saved[plain],
+                    saved["flow"],
+                )
+            )
+    return found
+
+
+@contextmanager
+def _without_scores() -> Iterator[None]:
+    with ExitStack() as patches:
+        for module in ("layers.attention_runs", "ops.flow.attention"):
+            name = f"commfuse_npu.{module}.kernels_for"
+            patches.enter_context(mock.patch(name, return_value=_WithoutScores))
+        yield
 
 
 def _call(
@@ -148,7 +227,7 @@ def _call(
     return forward_and_backward
 
 
-def _rank(rank: int, shape: tuple[int, int, int, int], file: str) -> None:
+def _rank(rank: int, shape: tuple[int, int, int, int, int], file: str) -> None:
     found = measure(*shape)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
@@ -162,8 +241,8 @@ def _rank(rank: int, shape: tuple[int, int, int, int], file: str) -> None:
             write_json(Path(file), rows, indent=2)
 
 
-def _table(found: list[Memory], size: int, shape: tuple[int, int, int, int]) -> str:
-    sequence, hidden, heads, chunks = shape
+def _table(found: list[Memory], size: int, shape: tuple[int, int, int, int, int]) -> str:
+    sequence, hidden, heads, chunks, _ = shape
     lines = [
         f"peak of forward and backward, {size} ranks, sequence {sequence}, hidden {hidden}, "
         f"{heads} heads, fp32, {chunks} chunks, CPU; the rank with the highest",
@@ -175,6 +254,11 @@ def _table(found: list[Memory], size: int, shape: tuple[int, int, int, int]) -> 
         sizes = " | ".join(f"{n / 2**20:.2f}" for n in (m.plain, m.fused, m.block))
         kept = m.kept / m.block
         lines.append(f"| {m.op} | {sizes} | {m.extra_blocks:+.2f} blocks | {kept:.2f} blocks |")
+    lines.append("")
+    for m in found:
+        if m.plain_saved is not None and m.fused_saved is not None:
+            saved = [f"{n / 2**20:.2f} MiB" for n in (m.plain_saved, m.fused_saved)]
+            lines.append(f"after the forward, {m.op}: plain {saved[0]}, fused {saved[1]}")
     return "\n".join(lines)
 
 
@@ -186,6 +270,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--flow", type=int, default=4, help="chunks where layers flow")
     parser.add_argument("--json", default="", metavar="FILE")
     args = parser.parse_args(argv)
     for name in ("sequence", "hidden", "heads"):
@@ -195,5 +280,10 @@ def main(argv: Sequence[str]) -> int:
             )
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
-    shape = (args.sequence, args.hidden, args.heads, args.chunks)
+    if args.flow < 2 or args.sequence % (args.flow * args.ranks):
+        parser.error(
+            f"--flow {args.flow} x --ranks {args.ranks} does not divide --sequence "
+            f"{args.sequence}; choose 2 chunks or more that do"
+        )
+    shape = (args.sequence, args.hidden, args.heads, args.chunks, args.flow)
     return run_ranks(_rank, args.ranks, shape, args.json)

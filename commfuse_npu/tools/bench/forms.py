@@ -39,7 +39,7 @@ from commfuse_npu.tools.bench.ring import Ring
 from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["Form", "Groups", "form_of", "plain_form"]
+__all__ = ["Form", "Groups", "baseline", "form_of", "plain_form"]
 
 _Layer = Callable[..., torch.Tensor]
 
@@ -121,17 +121,17 @@ def form_of(variant: Variant, groups: Groups) -> Form | FlowForm:
             lambda: transport.blocked_seconds,
         )
     if variant.kind == "compute":
-        return _baseline(Blocking(NoTransfers(transport.rank, transport.size)))
+        return baseline(Blocking(NoTransfers(transport.rank, transport.size)))
     if variant.kind == "ring":
-        return _baseline(Ring(DirectExchange(groups.direct, groups.pool)))
+        return baseline(Ring(DirectExchange(groups.direct, groups.pool)))
     carrier: Carrier = (
         DirectExchange(groups.direct, groups.pool)
         if variant.direct
         else TorchCollectives(groups.collectives, groups.pool)
     )
     if variant.kind == "sliced":
-        return _baseline(Sliced(carrier, variant.slices))
-    return _baseline(MegatronOrder(carrier) if variant.kind == "megatron" else Blocking(carrier))
+        return baseline(Sliced(carrier, variant.slices))
+    return baseline(MegatronOrder(carrier) if variant.kind == "megatron" else Blocking(carrier))
 
 
 def _flow(variant: Variant, groups: Groups) -> FlowForm:
@@ -145,7 +145,9 @@ def _flow(variant: Variant, groups: Groups) -> FlowForm:
     return flow_form(carried, lambda: carrier.blocked_seconds)
 
 
-def _baseline(layers: Blocking) -> Form:
+def baseline(layers: Blocking) -> Form:
+    """The layers of one of the :mod:`.baselines`."""
+
     def attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:

@@ -1,13 +1,14 @@
-"""The most memory that a call has at once, beyond what there was before."""
+"""The most memory that a call has at once, beyond what there was before, and what it leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_bytes"]
+__all__ = ["left_bytes", "peak_bytes"]
 
 
 def peak_bytes(call: Callable[[], object], device_type: str) -> int:
@@ -21,11 +22,18 @@ def peak_bytes(call: Callable[[], object], device_type: str) -> int:
         call()
         device.synchronize()
         return int(device.max_memory_allocated()) - int(before)
+    return max(accumulate(_changes(call), initial=0))
+
+
+def left_bytes(call: Callable[[], object]) -> int:
+    """On CPU: what its result keeps, with a graph all that is saved for the backward."""
+    return sum(_changes(call))
+
+
+def _changes(call: Callable[[], object]) -> list[int]:
+    """Bytes of each allocation, and, negative, of each tensor that is freed."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    now = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
+        result = call()
+    events = recorded.profiler.kineto_results.events()
+    del result
+    return [event.nbytes() for event in events if event.name() == "[memory]"]

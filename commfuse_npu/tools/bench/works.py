@@ -79,6 +79,13 @@ class Work:
                 if self.name == "all-gather":
                     return [form.all_gather_linear(self._x, weights["gate_up"])]
                 return [form.linear_reduce_scatter(self._x, weights["down"])]
+        y, leaves, grad = self.forward(form)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    def forward(
+        self, form: Form | FlowForm
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """Of a work with a backward: the output, input and weights, the output's gradient."""
         x, grad = self._placed(form)
         x = x.detach().requires_grad_()
         layers = [{k: w.detach().requires_grad_() for k, w in of.items()} for of in self._layers]
@@ -89,8 +96,7 @@ class Work:
             half = {"mlp": self._mlp, "attention": self._attention}.get(self.name, self._layer)
             for weights in layers:
                 y = half(form, y, weights)
-        leaves = [x, *(weight for of in layers for weight in of.values())]
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+        return y, [x, *(weight for of in layers for weight in of.values())], grad
 
     def in_order(self, form: Form | FlowForm, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """Results whose rows are this rank's run of the sequence; all ranks together."""

@@ -34,6 +34,28 @@ def test_fused_attention_needs_no_more_than_two_blocks_above_the_plain_one(ranks
             assert extra[f"{op}, no scores"] <= 2, extra
 
 
+def layer_that_flows(rank: int) -> list[memory.Memory]:
+    return [row for row in memory.measure(512, 128, 4, 1) if row.op.startswith("layer")]
+
+
+def test_a_layer_that_flows_saves_shards_and_what_is_its_own(ranks) -> None:
+    for found in ranks(2).run(layer_that_flows):
+        megatron, chunks = (row for row in found if "no scores" not in row.op and row.fused_saved)
+        assert "Megatron" in megatron.op
+        # Blocks of [s, H]: two normed shards, q, k, v, attended, the sum after attention, the
+        # output; gate and up, silu(gate) and its product, each 7 / 2 as wide as the hidden states.
+        wanted = (2 + 3 + 1 + 1 + 1 + 4 * 7 / 2) * megatron.block
+        # Beyond that the statistics of softmax and norms.
+        assert wanted <= megatron.fused_saved < wanted + 0.25 * megatron.block
+        assert chunks.fused_saved == megatron.fused_saved
+        assert megatron.plain_saved is not None
+        assert chunks.plain_saved is not None
+        assert megatron.fused_saved <= megatron.plain_saved + 0.25 * megatron.block
+        # Two gathered inputs of two blocks each in place of shards.
+        assert chunks.plain_saved - megatron.fused_saved >= 1.75 * megatron.block
+        assert megatron.fused <= megatron.plain
+
+
 @pytest.mark.long
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
