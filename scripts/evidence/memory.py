@@ -48,7 +48,7 @@ from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.works import Work
 from scripts.gloo_ranks import run_ranks
 
-__all__ = ["Memory", "main", "measure"]
+__all__ = ["Memory", "main", "measure", "measure_layer", "without_scores"]
 
 
 @dataclass(frozen=True)
@@ -102,16 +102,13 @@ class _WithoutScores:
         return torch.zeros_like(q)
 
 
-def measure(
-    sequence: int, hidden: int, heads: int, chunks: int, flow_chunks: int = 4
-) -> list[Memory]:
+def measure(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]:
     """Measure all ops on this rank; all ranks of the default group call it together.
 
     Args:
         sequence: whole, of micro-batch 1.
         hidden: whole; the group shares it out.
         heads: attention heads of all ranks together.
-        flow_chunks: of the sequence, where layers flow.
     """
     transport = Transport.create(lanes=2, timeout=timedelta(seconds=60))
     size, shard = transport.size, sequence // transport.size
@@ -143,7 +140,7 @@ def measure(
         bytes_of_block = torch.Size(block).numel() * x.element_size()
         for scores in (True, False) if "attention" in name else (True,):
             peaks = {}
-            with nullcontext() if scores else _without_scores():
+            with nullcontext() if scores else without_scores():
                 transport.scratch = ScratchPool(keep_bytes=0)
                 for form, call in forms.items():
                     peaks[form] = peak_bytes(call, "cpu")
@@ -153,15 +150,19 @@ def measure(
             found.append(
                 Memory(label, block=bytes_of_block, kept=transport.scratch.idle_bytes, **peaks)
             )
-    feed_forward = 7 * part // 2 * size
-    shape = Shape(sequence, hidden, feed_forward, heads, heads, hidden // heads)
-    found += _layers(transport, shape, flow_chunks)
     transport.close()
     return found
 
 
-def _layers(transport: Transport, shape: Shape, chunks: int) -> list[Memory]:
-    """A layer that flows beside each of its plain forms."""
+def measure_layer(sequence: int, hidden: int, heads: int, chunks: int) -> list[Memory]:
+    """Measure a layer that flows beside each of its plain forms; as :func:`measure`.
+
+    Args:
+        chunks: of the sequence.
+    """
+    transport = Transport.create(lanes=1, timeout=timedelta(seconds=60))
+    feed_forward = 7 * hidden // (2 * transport.size) * transport.size
+    shape = Shape(sequence, hidden, feed_forward, heads, heads, hidden // heads)
     work = Work(
         "layer",
         shape,
@@ -179,7 +180,7 @@ def _layers(transport: Transport, shape: Shape, chunks: int) -> list[Memory]:
     }
     found = []
     for scores in (True, False):
-        with nullcontext() if scores else _without_scores():
+        with nullcontext() if scores else without_scores():
             for form in forms.values():
                 work.run(form)  # rows in stripes, and what torch keeps for itself
             peaks = {name: peak_bytes(partial(work.run, of), "cpu") for name, of in forms.items()}
@@ -201,11 +202,13 @@ def _layers(transport: Transport, shape: Shape, chunks: int) -> list[Memory]:
                     saved["flow"],
                 )
             )
+    transport.close()
     return found
 
 
 @contextmanager
-def _without_scores() -> Iterator[None]:
+def without_scores() -> Iterator[None]:
+    """Inside, attention kernels allocate what a device's return, and compute nothing."""
     with ExitStack() as patches:
         for module in ("layers.attention_runs", "ops.flow.attention"):
             name = f"commfuse_npu.{module}.kernels_for"
@@ -228,7 +231,8 @@ def _call(
 
 
 def _rank(rank: int, shape: tuple[int, int, int, int, int], file: str) -> None:
-    found = measure(*shape)
+    *of_ops, flow = shape
+    found = measure(*of_ops) + measure_layer(*shape[:3], flow)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     if rank == 0:

@@ -50,11 +50,15 @@ def test_by_hand_is_the_same_layer(ranks: Any, chunks: int) -> None:
 
 
 def test_every_op_is_measured_beside_the_one_by_hand() -> None:
-    found = host_overhead.measure(ranks=4, calls=1, chunks=(1, 2))
+    found = host_overhead.measure(ranks=4, calls=1, chunks=(1, 2), flows=(2, 4))
     assert [(one.op, one.direction, one.chunks) for one in found] == [
         (op, direction, chunks)
         for op in ("all_gather_linear", "linear_reduce_scatter")
         for chunks in (1, 2)
+        for direction in ("forward", "backward")
+    ] + [
+        ("layer that flows", direction, chunks)
+        for chunks in (2, 4)
         for direction in ("forward", "backward")
     ]
     assert all(math.isfinite(one.ratio) and one.hand_us > 0 for one in found)
@@ -65,5 +69,5 @@ def test_a_line_per_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert host_overhead.main(["--ranks", "2", "--calls", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 ranks, stand-in group")
-    assert len(lines) == 1 + 2 * 3 * 2
+    assert len(lines) == 1 + 2 * 3 * 2 + 2
     assert all(line.endswith("x") for line in lines[1:])

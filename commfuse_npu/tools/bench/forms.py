@@ -145,14 +145,18 @@ def _flow(variant: Variant, groups: Groups) -> FlowForm:
     return flow_form(carried, lambda: carrier.blocked_seconds)
 
 
-def baseline(layers: Blocking) -> Form:
-    """The layers of one of the :mod:`.baselines`."""
+def baseline(layers: Blocking, runs: int = _RUNS) -> Form:
+    """The layers of one of the :mod:`.baselines`.
+
+    Args:
+        runs: of queries, an attention kernel each.
+    """
 
     def attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        # In runs, as what it is compared with: what the mask hides is skipped here, too.
-        rows = [slice(*run) for run in pairwise(split(q.shape[0], _RUNS))]
+        # What the mask hides is skipped here as in what it is compared with.
+        rows = [slice(*run) for run in pairwise(split(q.shape[0], runs))]
         attended = blocked_attention(q, k, v, causal=True, rows=rows).flatten(2)
         return row_parallel(layers, attended, weight)
 
