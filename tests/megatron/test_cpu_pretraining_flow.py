@@ -1,0 +1,67 @@
+"""Trainings whose chunks flow through whole layers: fused, plain, and Megatron's own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from scripts.cpu_pretraining.arguments import parse_arguments
+from scripts.cpu_pretraining.usage_error import UsageError
+from tests.megatron.in_ranks import TINY, losses, pretrained
+
+FLOW = ("--commfuse-flow", "4")
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "layers"),
+    [
+        (2, (), 2),
+        (2, ("--recompute", "--no-gradient-accumulation-fusion"), 4),
+        (4, ("--data-parallel-size", "2", "--use-distributed-optimizer"), 2),
+    ],
+)
+def test_bits_of_the_plain_form_and_losses_of_megatrons(
+    ranks, tmp_path: Path, size: int, options: tuple[str, ...], layers: int
+) -> None:
+    words = ("--train-iters", "4", "--eval-interval", "0", *FLOW, "--compare", *options)
+    printed = pretrained(ranks(size), tmp_path, *words).out
+    assert printed.splitlines()[-1] == "identical: True"
+    # A layer of a micro-batch; recomputation runs it again.
+    calls = layers * 4 * 4 * 2 // size
+    assert re.search(rf"commfuse: +flow: {calls} forward calls fused", printed)
+    ways = [losses(tmp_path / "llama_tiny/compare" / way) for way in ("commfuse", "megatron")]
+    assert ways[0] == pytest.approx(ways[1], rel=1e-5)
+    assert ways[0][-1] < ways[0][0]
+
+
+def test_resumed_and_evaluated(ranks, tmp_path: Path) -> None:
+    def run(*options: str) -> str:
+        return pretrained(ranks(2), tmp_path, "--name", "flow", *FLOW, *options).weights
+
+    whole = run()
+    expected = losses(tmp_path / "flow")
+    shutil.rmtree(tmp_path / "flow/checkpoints/iter_0000006")
+    assert run("--resume") == whole
+    assert losses(tmp_path / "flow") == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--seq-length", "36"],
+            r"--seq-length 36 is not divisible by 4 chunks times .+ 2; choose",
+        ),
+        (["--tensor-model-parallel-size", "1"], r"--commfuse-flow 4 needs --sequence-parallel"),
+        (["--no-use-commfuse"], r"--commfuse-flow needs --use-commfuse"),
+        (["--commfuse-flow", "1"], r"1 is less than 2"),
+    ],
+)
+def test_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_arguments([*TINY.split(), *FLOW, *argv], world_size=None)
