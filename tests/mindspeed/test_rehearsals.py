@@ -202,8 +202,6 @@ def test_a_flow_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
     assert largest_loss_difference(reference, commfuse) <= 1e-6
     calls = {path for r in commfuse for name, path, _ in r.calls if name == "flow"}
     assert calls == {"fused"}, printed
-    for layer in ("qkv", "proj", "fc1", "fc2"):
-        assert collectives_in(commfuse, [layer]) == 0
 
 
 def test_other_bits_are_noticed(tmp_path: Path) -> None:
