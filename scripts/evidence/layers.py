@@ -5,10 +5,11 @@
 Simulates forward and backward of one layer, each form at its best: ours with the fastest number of
 chunks for each operation, or Megatron's order where that is faster, CoC with the fastest number of
 slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
-sums are made in one pass, and weight gradients of row-parallel layers by blocks.  Times are shares
-of those with blocking collectives.  Nobody can launch the last three: CoC tuned for each operation
-as ours is, kernels without a cost of cutting, and a layer without communication.  Who is ahead is
-counted a second time with HCCL's sums in an order, as ours are.
+sums are made in one pass, and weight gradients of row-parallel layers by blocks.  A flow is a layer
+in the middle of a stage, with the fastest of 2, 3, 4, 6 and 8 chunks that divide a rank's tokens.
+Times are shares of those with blocking collectives.  Nobody can launch the last three: CoC tuned
+for each operation as ours is, kernels without a cost of cutting, and no communication at all.  Who
+is ahead is counted a second time with HCCL's sums in an order, as ours are, but for a flow.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.machine import Machine
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import LayerTime, Step
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (
     COC_FUSED,
     COMPUTE_ONLY,
+    FLOWS,
     IDEAL,
     MC2,
     REFERENCE,
     Variant,
     direct,
+    flowing,
     fused,
     sliced,
     tuned,
@@ -52,17 +55,21 @@ _SIZES = (2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 6)
 _SLICES = (2, 4, 8)
 
-OURS = ("ours", "ours, other rounding", "default")
+OURS = ("ours", "ours, other rounding", "default", "flow")
 _KERNEL = "CoC fused"
 RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
 BOUNDS = ("CoC tuned", "ideal", "compute")
+_GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "flow")
+_KERNELS = ("MC2", _KERNEL)
+"""What waits inside of them is not seen."""
 
 
 class Point(NamedTuple):
     """Times of a layer by form, as shares of the layer with blocking collectives.
 
     ``shares`` has one entry per corner of the machine's description, typical figures first;
-    ``ordered`` is with HCCL's sums in an order, at typical figures.
+    ``ordered`` is with HCCL's sums in an order, at typical figures; ``waiting`` has the shares of
+    the waiting with blocking collectives that are left, at typical figures.
     """
 
     machine: str
@@ -71,6 +78,12 @@ class Point(NamedTuple):
     sequence: int
     shares: tuple[dict[str, float], ...]
     ordered: dict[str, float]
+    waiting: dict[str, float]
+
+    def added_gone(self, form: str) -> float:
+        """Share of what blocking collectives add to a layer that is gone, at typical figures."""
+        shares = self.shares[0]
+        return (1 - shares[form]) / (1 - shares["compute"])
 
     def ahead(self, form: str, others: Sequence[str]) -> bool:
         """Whether a form is faster than all the others, at typical figures."""
@@ -98,6 +111,7 @@ def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant
         "ours": tuned(base, lanes, _CHUNKS),
         "ours, other rounding": tuned(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
         "default": default if rows >= least_rows(tp) else megatron,
+        **{f"flow {k}": flowing(k) for k in FLOWS if rows % k == 0},
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
         **({_KERNEL: COC_FUSED} if tp == 8 else {}),
         "Megatron": megatron,
@@ -118,22 +132,36 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
     options = Options(micro_batch=1, micro_batches=1)
     what = training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
     every = forms(hardware.machine(), tp, best_lanes(hardware, tp), sequence // tp)
-    shares = [
-        _shares(Step(hardware.machine(compute, links), what), every)
+    times = [
+        _times(Step(hardware.machine(compute, links), what), every)
         for compute, links in CORNERS[:corners]
     ]
-    ordered = _shares(Step(replace(hardware, deterministic=True).machine(), what), every)
-    return Point(machine, model, tp, sequence, tuple(shares), ordered)
+    ordered = _times(Step(replace(hardware, deterministic=True).machine(), what), every)
+    plain, typical = times[0]
+    waiting = {name: one.waiting / plain.waiting for name, one in typical.items()}
+    shares = tuple(map(_shares, times))
+    return Point(machine, model, tp, sequence, shares, _shares(ordered), waiting)
 
 
-def _shares(step: Step, every: dict[str, Variant]) -> dict[str, float]:
-    plain = _seconds(step, REFERENCE)
-    found = {name: _seconds(step, one) / plain for name, one in every.items()}
-    return {"CoC": min(found.pop(f"CoC {k}") for k in _SLICES), **found}
+_Times = tuple[LayerTime, dict[str, LayerTime]]
+"""With blocking collectives, and by form."""
 
 
-def _seconds(step: Step, variant: Variant) -> float:
-    return step.layer(variant, "forward").seconds + step.layer(variant, "backward").seconds
+def _times(step: Step, every: dict[str, Variant]) -> _Times:
+    found = {name: step.layer_time(one) for name, one in every.items()}
+    for form in ("CoC", "flow"):
+        numbers = [name for name in found if name.removeprefix(f"{form} ").isdigit()]
+        found[form] = min((found.pop(name) for name in numbers), key=_seconds)
+    return step.layer_time(REFERENCE), found
+
+
+def _seconds(time: LayerTime) -> float:
+    return time.seconds
+
+
+def _shares(times: _Times) -> dict[str, float]:
+    plain, found = times
+    return {name: one.seconds / plain.seconds for name, one in found.items()}
 
 
 def _point(given: tuple[str, str, int, int]) -> Point:
@@ -145,6 +173,8 @@ def report(points: Sequence[Point]) -> str:
     names = [*OURS, *RIVALS, *BOUNDS]
     lines = [
         *_verdicts(points),
+        "",
+        *_gone(points),
         "",
         f"| machine | model | TP | tokens | {' | '.join(names)} |",
         f"|---|---|---:|---:|{'---:|' * len(names)}",
@@ -184,8 +214,42 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
     for form in OURS:
         behind = [one for one in points if not one.ahead(form, ("CoC", "Megatron"))]
         if 0 < len(behind) <= 8:
-            names = ", ".join(f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in behind)
-            yield f"*{form}* is behind CoC in slices or Megatron's order at {names}."
+            yield f"*{form}* is behind CoC in slices or Megatron's order at {_names(behind)}."
+
+    behind = [one for one in points if not one.ahead("flow", ("ours",))]
+    yield (
+        f"*flow* is ahead of *ours* at {len(points) - len(behind)} of {len(points)} points"
+        + (f"; not at {_names(behind)}." if behind else ".")
+    )
+
+
+def _names(points: Sequence[Point]) -> str:
+    return ", ".join(f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in points)
+
+
+def _gone(points: Sequence[Point]) -> Iterator[str]:
+    """Of waiting and of added time, at TP 8 with 8,192 tokens, and over all points."""
+    yield f"| gone: waiting, added time | {' | '.join(_GONE)} |"
+    yield f"|---|{'---:|' * len(_GONE)}"
+    shown = [one for one in points if (one.tp, one.sequence) == (8, 8192)]
+    for name, some in [
+        *((f"{one.machine} {one.model}", [one]) for one in shown),
+        ("all points", points),
+    ]:
+        cells = (
+            f"{_percent(() if form in _KERNELS else [1 - one.waiting[form] for one in there])}, "
+            f"{_percent([one.added_gone(form) for one in there])}"
+            for form in _GONE
+            for there in [[one for one in some if form in one.shares[0]]]
+        )
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _percent(shares: Sequence[float]) -> str:
+    if not shares:
+        return "-"
+    low, high = (f"{share:.0%}" for share in (min(shares), max(shares)))
+    return low if low == high else f"{low} .. {high}"
 
 
 def _counts(points: Sequence[Point], form: str, others: Sequence[str]) -> str:

@@ -60,6 +60,7 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         micro_batches=given.micro_batches,
         lanes=given.lanes,
         chunks=tuple(dict.fromkeys(given.chunks)),
+        flows=tuple(dict.fromkeys(given.flow_chunks)),
         patterns=given.variants,
         recompute=given.recompute,
         ulysses=given.ulysses,

@@ -19,13 +19,21 @@ from commfuse_npu.tools.simulate.linear import wgrad_seconds
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, LayerShape, elementwise
 from commfuse_npu.tools.simulate.rank import Rank
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "divides", "forward"]
 
 Work = Callable[[int], None]
 
 
+def divides(shape: LayerShape, chunks: int) -> bool:
+    """Whether so many chunks divide a rank's part of the sequence, as they have to."""
+    return shape.sequence % (shape.ranks * chunks) == 0
+
+
 class _Chunks:
     """What all chunks of a rank have in common.
+
+    Raises:
+        ValueError: see :func:`divides`.
 
     Attributes:
         here, everywhere: rows of a chunk, of this rank and of all.
@@ -33,14 +41,23 @@ class _Chunks:
     """
 
     def __init__(self, rank: Rank, shape: LayerShape, chunks: int) -> None:
+        if not divides(shape, chunks):
+            raise ValueError(
+                f"{shape.sequence // shape.ranks} tokens per rank cannot be cut into {chunks} "
+                "equal chunks; choose a number of chunks that divides them"
+            )
         self.rank, self.shape, self.chunks = rank, shape, chunks
         self.here, self.everywhere = shape.block // chunks, shape.rows // chunks
         self.arriving: dict[int, tuple[int, ...]] = {}
         self.leaving: dict[int, tuple[int, ...]] = {}
 
-    def collective(self, name: str) -> tuple[int, ...]:
-        """Of a chunk of hidden states."""
+    def gather(self, name: str = "gather") -> tuple[int, ...]:
+        """A chunk of hidden states, or of their gradients."""
         return self.rank.collective(name, self.here * self.shape.row_bytes)
+
+    def scatter(self) -> tuple[int, ...]:
+        """The sum of a chunk."""
+        return self.rank.collective("scatter", self.here * self.shape.row_bytes, sums=True)
 
     def gemm(self, name: str, inner: int, outer: int) -> None:
         self.rank.compute(name, self.rank.machine.gemm(self.everywhere, inner, outer))
@@ -59,7 +76,7 @@ class _Chunks:
         self.rank.need(self.leaving.pop(chunk, ()))
         elementwise(self.rank, name, self.here, *widths)
         if not last:
-            self.arriving[chunk] = self.collective("gather")
+            self.arriving[chunk] = self.gather()
 
     def rows_of(self, chunk: int) -> slice:
         return slice(chunk * self.everywhere, (chunk + 1) * self.everywhere)
@@ -92,7 +109,7 @@ def forward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
         for chunk in range(chunks):
             rank.need(c.arriving.pop(chunk))
             part(chunk)
-            scattered = c.collective("scatter")
+            scattered = c.scatter()
             if chunk:
                 pass_on(chunk - 1, last=number == len(parts))
             elif number > 1:
@@ -129,9 +146,9 @@ def backward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
             if chunk or number < len(parts):
                 pass_on((chunk - 1) % chunks)
             rank.need(c.arriving.pop(chunk))
-            again = c.collective("gather again")
+            again = c.gather("gather again")
             part(chunk)
-            scattered = c.collective("scatter")
+            scattered = c.scatter()
             c.wgrad(f"{row} wgrad", inputs, h)
             rank.need(again)
             c.wgrad(f"{column} wgrad", h, outputs)

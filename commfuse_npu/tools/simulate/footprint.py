@@ -18,6 +18,12 @@ more of them where chunks are interleaved.
 Of the transfers the largest of a layer's operations counts.  Of a fused one it is the scratch
 memory of its program; of others the backward of a column-parallel linear, which holds the gathered
 input and the gradient of all rows.
+
+A flow of K chunks holds most in its backward (:mod:`commfuse_npu.ops.flow.transfers`), before the
+weight gradients of a chunk: its gradient, the next one's on its way, its input gathered again, and
+K - 1 of what reduce-scatters read, each of a chunk of all ranks; two weight gradients in fp32 where
+they are not added to ``main_grad`` directly; and in attention the gradients of keys and values in
+fp32.  Its transfers are collectives of the group; lanes are there for the output layer.
 """
 
 from __future__ import annotations
@@ -83,7 +89,7 @@ def footprint(
     # One communicator of every kind of group, and the variant's lanes besides.
     groups = sum(size > 1 for size in sizes) * hardware.typical("host.communicator_bytes")
     step = Step(hardware.machine(), training, shared={} if shared is None else shared)
-    lanes = communicators(variant, step, hardware) if variant.schedule else 0.0
+    lanes = communicators(variant, step, hardware) if variant.ours else 0.0
     communication = buffers(variant, step) + groups + lanes
     return Footprint(weights, gradients, optimizer, activations, communication)
 
@@ -127,8 +133,18 @@ def buffers(variant: Variant, step: Step) -> float:
         return scratch + (_summed(shape) if ran and variant.wgrad == "blocks" else 0.0)
     if variant.kind == "compute" or shape.ranks == 1:
         return 0.0
+    if variant.kind == "flow":
+        return _flow_buffers(step.training, variant.slices)
     # Slices: and what the reordering copy writes.
     return (3.0 if variant.kind == "sliced" else 2.0) * shape.rows * shape.row_bytes
+
+
+def _flow_buffers(training: Training, chunks: int) -> float:
+    shape = training.shape
+    held = (chunks + 2) / chunks * shape.rows * shape.row_bytes
+    mlp = 3 * shape.feed_forward * shape.hidden
+    attention = (shape.qkv + shape.hidden) * shape.hidden + 2 * shape.rows * training.key_value
+    return held + SUM_BYTES * max(mlp, attention) / shape.ranks
 
 
 def _summed(shape: LayerShape) -> float:
@@ -144,13 +160,18 @@ def communicators(variant: Variant, step: Step, hardware: Hardware) -> float:
     (:func:`mindspeed_patches.hccl_buffer.message_megabytes`).
     """
     whole = hardware.typical("host.communicator_bytes")
+
+    def sized(message: float) -> float:
+        megabytes = math.ceil(message / 2**20)
+        return min(whole, 2 * 2.0**20 * max(16, 1 << (megabytes - 1).bit_length()))
+
     if variant.kind == "compute":
         return 0.0
+    if variant.kind == "flow":
+        # A block of hidden states from every peer.
+        shape = step.training.shape
+        return step.group.direct.lanes_for(shape.ranks) * sized(shape.block * shape.row_bytes)
     if variant.schedule is None:
         return whole
-    found = 0.0
-    for program, message in step.programs(variant):
-        megabytes = math.ceil(message / 2**20)
-        sized = 2 * 2.0**20 * max(16, 1 << (megabytes - 1).bit_length())
-        found = max(found, program.lanes * min(whole, sized))
-    return found
+    ran = step.programs(variant)
+    return max((program.lanes * sized(message) for program, message in ran), default=0.0)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from commfuse_npu.tools.config_file import ConfigError, config_names, find_config
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate import flow
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
@@ -35,9 +36,11 @@ from commfuse_npu.tools.simulate.sweep import (
 )
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
+    FLOWS,
     REFERENCE,
     Variant,
     Wgrad,
+    flowing,
     fused,
     variants,
 )
@@ -163,7 +166,7 @@ class Recommendation:
     @property
     def fused(self) -> Candidate | None:
         """The best candidate that has something to fuse."""
-        return next((one for one in self.ranked if one.variant.schedule), None)
+        return next((one for one in self.ranked if one.variant.ours), None)
 
     def beats(self, candidate: Candidate) -> int:
         """On how many of the five machines the best candidate's step is shorter."""
@@ -256,7 +259,7 @@ def recommend(
     bounds = by_form.pop("ideal", [])
     rivals = tuple(sorted(map(_fastest, by_form.values()), key=_seconds))
     compared = {ranked[0], rivals[0], *ranked[1:2], *schedules[1:2]}
-    compared |= set([one for one in ranked if one.variant.schedule][:1])
+    compared |= set([one for one in ranked if one.variant.ours][:1])
     steps = {one: _on_all_machines(hardware, one) for one in compared}
     return Recommendation(
         len(best_of),
@@ -366,6 +369,7 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]
+        found += [flowing(chunks) for chunks in FLOWS if flow.divides(what.shape, chunks)]
     return found
 
 
@@ -381,11 +385,12 @@ def _quick(
     shared: Shared,
 ) -> list[Variant]:
     """The few schedules that every layout is tried with: simple ones, with all lanes that fit."""
-    found: dict[tuple[object, ...], Variant] = {}
+    found: dict[Hashable, Variant] = {}
     for variant in offered:
         schedule = variant.schedule
         if schedule is None:
-            return list(offered)
+            found[variant] = variant
+            continue
         even = schedule.taper == 1 and schedule.chunks <= 4
         simple = even and not variant.attention and not variant.tuned
         if simple and footprint(model, what, variant, hardware, shared).total <= limit(hardware):

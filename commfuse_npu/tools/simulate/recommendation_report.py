@@ -62,7 +62,7 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
         given += ["--num-layer-list", stages]
     return (
         [*given, "--use-commfuse", *fusing(chosen.variant, chosen.training)]
-        if chosen.variant.schedule
+        if chosen.variant.ours
         else given
     )
 
@@ -97,9 +97,11 @@ def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
 
 
 def fusing(variant: Variant, training: Training) -> Iterator[str]:
-    """A schedule as options of ``pretrain_gpt.py``."""
+    """A way of ours as options of ``pretrain_gpt.py``."""
     schedule = variant.schedule
-    assert schedule is not None
+    if schedule is None:
+        yield from ("--commfuse-flow", str(variant.slices))
+        return
     yield from ("--commfuse-lanes", str(schedule.lanes))
     if variant.tuned:
         yield from ("--commfuse-tuning", "on")
@@ -211,7 +213,7 @@ def reasons(found: Recommendation) -> Iterator[str]:
     yield ""
     if found.runner_up is not None:
         yield f"- Runner-up: {_name(found.runner_up)}, {_against(found, found.runner_up)}."
-    if best.variant.schedule is None:
+    if not best.variant.ours:
         yield (
             "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
             "parallelism by Ulysses (--commfuse-ulysses) and data parallelism (--commfuse-dp)."
@@ -222,6 +224,11 @@ def reasons(found: Recommendation) -> Iterator[str]:
         yield (
             f"- Plain transfers take {typical:.0%} of the computing time of a layer (range "
             f"{low:.0%} .. {high:.0%}): {_what_that_means(typical)}"
+        )
+    if best.variant.kind == "flow":
+        yield (
+            "- Chunks that flow add up weight gradients in another order than Megatron: in fp32 "
+            "losses are equal to within rounding, not bit for bit."
         )
     if found.other != best:
         yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."

@@ -37,7 +37,8 @@ from commfuse_npu.tools.simulate.rank import Ran, Rank
 from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 
-__all__ = ["PARTS", "Layout", "Part", "Recompute", "Shared", "Step", "StepTime", "Training"]
+__all__ = ["PARTS", "LayerTime", "Layout", "Part", "Recompute", "Shared", "Step", "StepTime",
+           "Training"]  # fmt: skip
 
 Recompute = Literal["none", "full"]
 Part = Literal["forward", "backward"]
@@ -157,13 +158,17 @@ class StepTime:
         return self.layer_forward + self.layer_backward
 
 
-class _Layer(NamedTuple):
+class LayerTime(NamedTuple):
     """Seconds of a layer, of waiting in it, and of what a stage has besides its layers' own."""
 
     forward: float
     backward: float
     waiting: float
     ends: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
 
 
 @dataclass
@@ -210,7 +215,7 @@ class Step:
             free: whether transfers between stages and of buckets take no time either.
         """
         training, shape = self.training, self.training.shape
-        layer = self._once(("layer", variant, training.recompute), lambda: self._layer(variant))
+        layer = self.layer_time(variant)
         f, b = layer.forward, layer.backward
         again = f if training.recompute == "full" else 0.0
 
@@ -244,28 +249,32 @@ class Step:
             end += exposed
         return StepTime(end + self._optimizer, f, b, layer.waiting, exposed)
 
-    def _layer(self, variant: Variant) -> _Layer:
+    def layer_time(self, variant: Variant) -> LayerTime:
+        """A layer of one micro-batch, forward and backward, in the middle of a stage."""
+        key = "layer", variant, self.training.recompute
+        return self._once(key, lambda: self._layer(variant))
+
+    def _layer(self, variant: Variant) -> LayerTime:
         if variant.kind == "flow":
             return self._flowing(variant)
         forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
         waiting = forward.waiting + backward.waiting
         waiting += sum(one.waiting for one in self._attended(variant) or ())
-        return _Layer(forward.seconds, backward.seconds, waiting)
+        return LayerTime(forward.seconds, backward.seconds, waiting)
 
-    def _flowing(self, variant: Variant) -> _Layer:
+    def _flowing(self, variant: Variant) -> LayerTime:
         """A layer in the middle of a stage: what a third one adds to two."""
         parts: tuple[Part, Part] = "forward", "backward"
         if self.training.recompute == "full":
             alone = [self._flow(variant, part, 1) for part in parts]
-            return _Layer(
-                alone[0].seconds, alone[1].seconds, sum(played.waiting for played in alone)
-            )
+            waiting = sum(played.waiting for played in alone)
+            return LayerTime(alone[0].seconds, alone[1].seconds, waiting)
         two, three = ([self._flow(variant, part, layers) for part in parts] for layers in (2, 3))
         pairs = list(zip(two, three, strict=True))
         forward, backward = (more.seconds - less.seconds for less, more in pairs)
         waiting = sum(more.waiting - less.waiting for less, more in pairs)
         ends = two[0].seconds - 2 * forward, two[1].seconds - 2 * backward
-        return _Layer(forward, backward, waiting, ends)
+        return LayerTime(forward, backward, waiting, ends)
 
     def _flow(self, variant: Variant, part: Part, layers: int) -> Played:
         build = flow.forward if part == "forward" else flow.backward

@@ -50,8 +50,8 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["COC_FUSED", "COMPUTE_ONLY", "IDEAL", "MC2", "REFERENCE", "Sums", "Variant", "Way",
-           "Wgrad", "direct", "flowing", "fused", "sliced", "tuned", "variants"]  # fmt: skip
+__all__ = ["COC_FUSED", "COMPUTE_ONLY", "FLOWS", "IDEAL", "MC2", "REFERENCE", "Sums", "Variant",
+           "Way", "Wgrad", "direct", "flowing", "fused", "sliced", "tuned", "variants"]  # fmt: skip
 
 Kind = Literal[
     "compute", "plain", "megatron", "sliced", "coc_fused", "mc2", "ideal", "fused", "flow"
@@ -65,6 +65,9 @@ Way = Schedule | int | None
 which is ``None``."""
 
 _SLICES = (2, 4, 8)
+
+FLOWS = (2, 3, 4, 6, 8)
+"""Numbers of chunks that a flow is tried with, where they divide the rows of a rank."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,11 @@ class Variant:
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this project's, and can be launched."""
+        return self.kind in ("fused", "flow")
 
     def way(self, operation: str) -> Way:
         """That of one operation."""
@@ -191,12 +199,14 @@ def variants(
     lanes: int,
     chunks: tuple[int, ...] = (1, 2, 4),
     collectives_from: int | None = None,
+    flows: tuple[int, ...] = (),
 ) -> list[Variant]:
     """All variants for a group, the reference first.
 
     Args:
         lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk are there besides.
         collectives_from: for CommFuse.
+        flows: numbers of chunks that flow through whole layers.
     """
     base = direct(size, members_per_node)
     ours = partial(fused, base, collectives_from=collectives_from)
@@ -217,5 +227,6 @@ def variants(
         ours(lanes, chunks[-1], wgrad="blocks"),
         ours(lanes, chunks[-1], attention=True),
         ours(lanes, chunks[-1], attention=True, wgrad="blocks"),
+        *map(flowing, flows),
     ]
     return list({variant.name: variant for variant in found}.values())

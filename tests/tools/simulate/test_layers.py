@@ -10,16 +10,17 @@ from scripts.evidence import layers
 from scripts.evidence.layers import BOUNDS, OURS, RIVALS, Point, main, point, report
 
 FORMS = {
-    "ours": 0.8, "ours, other rounding": 0.7, "default": 0.9,
+    "ours": 0.8, "ours, other rounding": 0.7, "default": 0.9, "flow": 0.79,
     "CoC": 0.85, "MC2": 0.78, "Megatron": 0.95,
 }  # fmt: skip
+WAITING = {"ours": 0.4, "default": 0.5, "flow": 0.05, "CoC": 0.6, "Megatron": 0.8}
 KERNEL = {"CoC fused": 0.75}
 LIMITS = {"CoC tuned": 0.83, "ideal": 0.75, "compute": 0.5}
 
 
 def given(*corners: dict[str, float], ordered: dict[str, float] | None = None) -> Point:
     shares = tuple({**FORMS, **LIMITS, **corner} for corner in corners)
-    return Point("a machine", "a model", 8, 4096, shares, {**shares[0], **(ordered or {})})
+    return Point("a machine", "a model", 8, 8192, shares, {**shares[0], **(ordered or {})}, WAITING)
 
 
 def test_a_form_is_ahead_of_those_that_exist() -> None:
@@ -37,14 +38,24 @@ def test_a_form_is_ahead_of_those_that_exist() -> None:
     assert "ideal kernels are ahead of all of ours at 1 of 2 points" in text
     # The shortest that can be launched is bold, and its range is there.
     assert "| 0.800 (0.80 .. 0.90) | **0.700** (0.70 .. 0.70) |" in text
+    assert "*flow* is ahead of *ours* at 2 of 2 points." in text
+
+
+def test_what_is_gone_of_waiting_and_of_added_time() -> None:
+    text = report([given({}), given({"flow": 0.9} | KERNEL)])
+    # A kernel waits inside, where nobody sees it.
+    assert "| all points | 20%, 10% | 40%, 30% | -, 44% | -, 50% | 50%, 20% | 60%, 40% |" in text
+    assert "| 95%, 20% .. 42% |" in text
+    assert "| a machine a model | 20%, 10% | 40%, 30% | -, 44% | -, - |" in text
+    assert "*flow* is ahead of *ours* at 1 of 2 points; not at a machine a model TP 8 8192." in text
 
 
 def test_a_kernel_of_others_is_counted_where_it_is() -> None:
     text = report([given(KERNEL), given({})])
     assert "| CoC fused (of 1) |" in text
     assert "| *ours, other rounding* | 2; 2; 2 | 1; 1; 1 |" in text
-    assert "| 0.850 | 0.750 | 0.780 | 0.950 |" in text
-    assert "| 0.850 | - | 0.780 | 0.950 |" in text
+    assert "| 0.790 | 0.850 | 0.750 | 0.780 | 0.950 |" in text
+    assert "| 0.790 | 0.850 | - | 0.780 | 0.950 |" in text
 
 
 def test_a_point_is_simulated() -> None:
@@ -56,6 +67,10 @@ def test_a_point_is_simulated() -> None:
     assert shares["CoC tuned"] <= shares["CoC"]
     # Programs add in an order anyhow, and plain collectives take longer for it.
     assert one.ordered["ours"] < shares["ours"]
+    assert shares["flow"] < 1
+    assert one.waiting.keys() == shares.keys()
+    assert one.waiting["flow"] < one.waiting["ours"] < one.waiting["Megatron"] < 1
+    assert 0 < one.added_gone("flow") < 1
 
 
 def test_the_table_goes_into_its_section(
@@ -73,6 +88,6 @@ def test_the_table_goes_into_its_section(
     monkeypatch.setattr(layers, "_point", lambda wanted: given({}))
     file = tmp_path / "page.md"
     assert main(["--tp", "8", "--markdown", str(file)]) == 0
-    assert file.read_text().count("| a machine | a model | 8 | 4096 |") == 24
+    assert file.read_text().count("| a machine | a model | 8 | 8192 |") == 24
     assert "begin: layers" in file.read_text()
     assert capsys.readouterr().out

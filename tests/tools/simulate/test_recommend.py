@@ -57,7 +57,7 @@ def check_ranked(found: Recommendation, npus: int, hardware: Hardware) -> None:
     assert found.other is found.rivals[0]
     kinds = [one.variant.kind for one in found.rivals]
     assert len(kinds) == len(set(kinds))
-    assert not {"fused", "ideal"} & set(kinds), "what can be launched without CommFuse"
+    assert not {"fused", "flow", "ideal"} & set(kinds), "what can be launched without CommFuse"
     assert found.bound is not None
     assert found.bound.variant.kind == "ideal"
     assert found.steps[found.best][0] == found.best.seconds
@@ -182,13 +182,17 @@ def test_nothing_fits() -> None:
 def test_the_options_are_those_of_the_feature(found: Recommendation) -> None:
     blocks = fused(direct(8, 8), 7, 4, taper=2.0, wgrad="blocks")
     wgrads = set()
-    for one in (*found.schedules, candidate(Layout(8, 1, 2, 4), blocks)):
+    others = [candidate(Layout(8, 1, 2, 4), one) for one in (blocks, fused(direct(8, 8), 2, 4))]
+    for one in (*found.schedules, *others):
         given = _given(options(SMALL, one))
         assert given.use_commfuse
         for refusals in (REFUSALS, ATTENTION_REFUSALS):
             check_compatible(given, refusals)
         read, schedule = commfuse_options(given), one.variant.schedule
-        assert schedule is not None
+        if schedule is None:
+            assert read.flow == one.variant.slices
+            continue
+        assert read.flow is None
         for name in ("lanes", "chunks", "taper"):
             assert getattr(read.linear.schedule, name) == getattr(schedule, name)
         assert read.attention == one.variant.attention
@@ -263,7 +267,25 @@ def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Pat
             assert words[words.index(option) + 1] == value, option
     launch = read_launch(file, [], {})
     assert launch is not None
-    assert launch.fuse.chunks == found.best.variant.schedule.chunks  # type: ignore[union-attr]
+    assert launch.fuse.use_commfuse
+
+
+def test_chunks_flow_where_that_is_fastest(found: Recommendation, tmp_path: Path) -> None:
+    assert found.best.variant.kind == "flow"
+    words = options(SMALL, found.best)
+    assert words[-3:] == ["--use-commfuse", "--commfuse-flow", str(found.best.variant.slices)]
+    assert planned(SMALL, SERVER, found.best).commfuse_options == tuple(words[-3:])
+    text = report(found, SMALL, Path("small.yaml"), SERVER)
+    assert text.count("losses are equal to within rounding, not bit for bit") == 1
+    assert "there is nothing to fuse" not in text
+
+
+def test_chunks_flow_only_where_the_product_takes_them() -> None:
+    model = replace(SMALL, num_layers=4)
+    around = recommend(model, SERVER, 4, fixed=Fixed(tp=2, cp=2, pp=1))
+    assert {one.variant.kind for one in around.schedules} == {"fused"}
+    odd = recommend(model, SERVER, 2, sequence=2046, fixed=Fixed(tp=2, cp=1, pp=1))
+    assert odd.best.variant.slices == 3, "which alone divides 1023 tokens"
 
 
 def test_nothing_but_a_plan_is_written_over(tmp_path: Path, capsys) -> None:
