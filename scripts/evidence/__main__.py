@@ -16,7 +16,8 @@ _TOOLS = {
     "kernels": "GEMMs and a fused kernel as simulated, beside what others measured",
     "paper": "where the simulator reaches the paper's headlines",
     "paper_case": "the paper's own case: its figures beside the simulator's",
-    "timeline": "the picture of the README",
+    "timeline": "the picture of a linear layer in the README",
+    "flow_picture": "the picture of a layer in the README, simulated",
 }
 
 
