@@ -109,7 +109,9 @@ def _part(at: Step, variant: Variant, part: Part) -> Lanes:
 
 def _between(played: Played, start: float, stop: float) -> Lanes:
     middle = len(played.launches) // 2
-    gemms, other, links = [], [], []
+    gemms: list[Run] = []
+    other: list[Run] = []
+    links: list[Run] = []
     for span in played.timeline.spans:
         run = max(span.start, start) - start, min(span.end, stop) - start
         one = span.operation
