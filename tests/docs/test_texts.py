@@ -88,3 +88,25 @@ def test_the_simulated_figures_are_the_same_everywhere() -> None:
     ]
     assert rows[0] == rows[1]
     assert len(rows[0]) == 6
+
+
+def _headings(text: str) -> list[int]:
+    fenced = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [len(found) for found in re.findall(r"^(#+) ", fenced, flags=re.MULTILINE)]
+
+
+def _commands(text: str) -> list[str]:
+    """The lines of code, without what they say about themselves."""
+    blocks = re.findall(r"```\w+\n(.*?)```", text, flags=re.DOTALL)
+    lines = [re.split(r"\s+#", line)[0] for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.strip()]
+
+
+def test_the_first_page_says_the_same_in_chinese() -> None:
+    english = (ROOT / "README.md").read_text("utf-8")
+    chinese = (ROOT / "docs" / "readme_zh.md").read_text("utf-8")
+    assert _headings(english) == _headings(chinese)
+    assert _commands(english) == _commands(chinese)
+    # Every figure of the tables and of the text.
+    assert re.findall(r"[\d.]+ %", english) == re.findall(r"[\d.]+ %", chinese)
+    assert english.splitlines()[0] == "English | [中文](docs/readme_zh.md)"
