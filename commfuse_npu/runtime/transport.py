@@ -364,6 +364,9 @@ class Transport:
         """Give the lanes up.  Every process of the group calls it, with nothing under way."""
         for group in (*self._lanes, self._control):
             dist.destroy_process_group(group)
+        # The last references to them: gloo may abort a process that ends while its groups live.
+        del group, self._control, self.group
+        self._lanes = ()
         self._broken = self._broken or f"rank {self.rank}: it was closed"
         _unsettled.discard(self)
         if self.order_log is not None:
