@@ -19,7 +19,7 @@ def role(variant: Variant) -> Role:
 
     Nobody can launch an ideal kernel, nor CoC with the fastest slices for each operation.
     """
-    if variant.kind == "fused":
+    if variant.kind in ("fused", "flow"):
         return "ours"
     if variant.kind == "megatron":
         return "today"
@@ -69,7 +69,7 @@ def of(points: Sequence[Point], known: Mapping[str, Variant]) -> Standing:
     alike = [
         name
         for name in scores
-        if roles[name] == "ours" and (known[name].wgrad, known[name].sums) == ("whole", "ordered")
+        if (known[name].kind, known[name].wgrad, known[name].sums) == ("fused", "whole", "ordered")
     ]
     ours = min(alike, key=scores.__getitem__, default=best("ours"))
     rivals = best("rival"), best("today", "rival")
