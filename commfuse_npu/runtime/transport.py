@@ -166,6 +166,7 @@ class Transport:
     Attributes:
         group: the plain group, for the collective form of an op; no transfer of a program uses it.
         rank, size: place in the group.
+        lanes: how many in-order channels there are.
         timeout: how long a wait may take on gloo before it becomes an error.
         batched: post a batch per step (HCCL), or single operations (gloo).
         device_type: where tensors have to be, ``cpu`` on gloo and ``npu`` on HCCL.
@@ -201,6 +202,7 @@ class Transport:
         self.trace: Trace | None = None
         self.order_log: TransportLog | None = None
         self.device_type, _ = _device_backend(dist.get_backend(lanes[0]))
+        self.lanes = len(lanes)
         self._lanes = tuple(lanes)
         self._control = control
         self._agreed: set[Hashable] = set()
@@ -309,10 +311,6 @@ class Transport:
         return transport
 
     @property
-    def lanes(self) -> int:
-        return len(self._lanes)
-
-    @property
     def broken(self) -> bool:
         """Whether a failure made it useless; :meth:`error` says which."""
         return self._broken is not None
@@ -365,7 +363,7 @@ class Transport:
         for group in (*self._lanes, self._control):
             dist.destroy_process_group(group)
         # The last references to them: gloo may abort a process that ends while its groups live.
-        del group, self._control, self.group
+        del group, self._control
         self._lanes = ()
         self._broken = self._broken or f"rank {self.rank}: it was closed"
         _unsettled.discard(self)
