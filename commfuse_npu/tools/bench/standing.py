@@ -11,6 +11,13 @@ from commfuse_npu.tools.bench.variants import REFERENCE, Variant, is_ours, of_gr
 
 __all__ = ["of_settings", "shown", "verdict"]
 
+_ORDERS = {
+    "megatron": "Megatron's order",
+    "megatron-p2p": "Megatron's order over direct exchanges",
+    "collective": "torch's collectives",
+}
+"""What a user has today, the first of them that was measured."""
+
 
 def of_settings(results: Sequence[Result]) -> dict[Setting, list[Result]]:
     """The results of each setting, in the order in which they were measured."""
@@ -65,7 +72,7 @@ def _verdict(results: Sequence[Result]) -> list[str]:
             continue
         if today is not None:
             pairs["today"].append(mine.median_ms / today.median_ms - 1)
-            orders.add("Megatron's order" if today.variant == "megatron" else "torch's collectives")
+            orders.add(_ORDERS[today.variant])
         pairs["rival"].append(mine.median_ms / fastest(others).median_ms - 1)
     said = []
     if pairs["today"]:
@@ -106,6 +113,8 @@ def _said(share: float) -> str:
 def _options(variant: Variant) -> Iterator[str]:
     if variant.tuned:
         yield "--commfuse-tuning on"
+    elif variant.kind == "flow":
+        yield f"--commfuse-flow {variant.slices}"
     elif variant.schedule is not None:
         yield f"--commfuse-lanes {variant.schedule.lanes} --commfuse-chunks"
         yield str(variant.schedule.chunks)
@@ -120,7 +129,7 @@ def _sizes(results: Sequence[Result]) -> list[int]:
 
 
 def _today(names: Sequence[str]) -> str | None:
-    return next((name for name in ("megatron", "collective") if name in names), None)
+    return next((name for name in _ORDERS if name in names), None)
 
 
 def _of(rows: Sequence[Result], name: str | None) -> Result | None:
