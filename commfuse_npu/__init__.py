@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from commfuse_npu.plan import PlanError, Schedule
 
 if TYPE_CHECKING:
-    from commfuse_npu.runtime.transport import MismatchError, Transport, TransportError
+    from commfuse_npu.runtime.agreement import MismatchError, TransportError
+    from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
     "MismatchError",
@@ -29,7 +30,7 @@ __version__ = "0.2.0"
 def __getattr__(name: str) -> Any:
     """The transport needs torch; what asks whether torch works must not."""
     if name in ("MismatchError", "Transport", "TransportError"):
-        from commfuse_npu.runtime import transport
+        from commfuse_npu.runtime import agreement, transport
 
-        return getattr(transport, name)
+        return getattr(transport if name == "Transport" else agreement, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -69,7 +69,7 @@ class Gloo:
 
 def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> None:
     set_up_process(rank, size, port)
-    from commfuse_npu.runtime import transport
+    from commfuse_npu.runtime import agreement
 
     backend.join(size)
     while True:
@@ -78,7 +78,7 @@ def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> N
         except EOFError:
             return  # the tests are over
         # What a run before left on one rank only would be waited for at a step of this one.
-        transport._unsettled.clear()
+        agreement._unsettled.clear()
         backend.begin(settings)
         failure: BaseException | None = None
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from commfuse_npu.runtime.transport import _device_backend
+from commfuse_npu.runtime.backends import device_backend
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_device_and_its_backend(registered: None, backend: str, expected: object) -> None:
-    assert _device_backend(backend) == expected
+    assert device_backend(backend) == expected
 
 
 def test_a_backend_that_nobody_registered() -> None:
     with pytest.raises(
         ValueError, match=r"'hccl' is unknown to torch.distributed, which has .*gloo"
     ):
-        _device_backend("hccl")
+        device_backend("hccl")

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from commfuse_npu.ops.flow import CausalChunks, Flow, Stage, stripe, unstripe
 from commfuse_npu.ops.flow import transfers as flow_transfers
 from commfuse_npu.reference.flow import PlainFlow, PlainStage
-from commfuse_npu.runtime.transport import MismatchError, Transport, TransportError
+from commfuse_npu.runtime.agreement import MismatchError, TransportError
+from commfuse_npu.runtime.transport import Transport
 from tests.distributed.ranks import Ranks
 from tests.limits import PATIENT
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
-from commfuse_npu.runtime import ledger, transport
+from commfuse_npu.runtime import agreement, ledger
 from commfuse_npu.runtime.roll_call import Swap
 from tests.limits import BRIEF, PATIENT
 
@@ -145,11 +145,11 @@ class Counted:
     """How often the ranks were compared, and what was sent and waited for there."""
 
     def __enter__(self) -> Counted:
-        self.roll_calls = mock.Mock(side_effect=transport.roll_call)
+        self.roll_calls = mock.Mock(side_effect=agreement.roll_call)
         self.swaps = mock.Mock(side_effect=Swap)
         self.waits = mock.Mock(side_effect=Swap.wait)
         self._patches = ExitStack()
-        self._patches.enter_context(mock.patch.object(transport, "roll_call", self.roll_calls))
+        self._patches.enter_context(mock.patch.object(agreement, "roll_call", self.roll_calls))
         self._patches.enter_context(mock.patch.object(ledger, "Swap", self.swaps))
 
         def wait(swap: Swap, end: float) -> Any:

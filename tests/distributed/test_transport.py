@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commfuse_npu import Transport
 from commfuse_npu.ops import all_gather_linear
-from commfuse_npu.runtime import transport
+from commfuse_npu.runtime import agreement
 from tests.limits import PATIENT
 
 
@@ -50,7 +50,7 @@ def test_every_lane_is_warmed_over_every_distance_in_one_order(ranks, batched: b
 
 def remembers(rank: int) -> int:
     link = Transport.create(lanes=2, timeout=PATIENT)
-    with mock.patch.object(transport, "_MOST_AGREED", 3):
+    with mock.patch.object(agreement, "_MOST_AGREED", 3):
         for rows in (1, 2, 3, 4, 5, 1, 2):
             y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), transport=link)
             assert torch.equal(y, torch.full((2 * rows, 3), 4.0))

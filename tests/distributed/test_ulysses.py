@@ -27,8 +27,9 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute, Copy, Instruction, Program, Span
 from commfuse_npu.reference import heads as plain_heads
 from commfuse_npu.reference.blocked_attention import blocked_attention
+from commfuse_npu.runtime.agreement import MismatchError
 from commfuse_npu.runtime.executor import Running, Work
-from commfuse_npu.runtime.transport import MismatchError, Transport
+from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import watch_posts
 from tests.limits import PATIENT
 

@@ -14,7 +14,7 @@ import torch
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
-from commfuse_npu.runtime.transport import Check
+from commfuse_npu.runtime.agreement import Check
 
 __all__ = [
     "ATTENTION",

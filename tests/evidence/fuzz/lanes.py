@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from commfuse_npu.runtime.transport import Check, Transport
+from commfuse_npu.runtime.agreement import Check
+from commfuse_npu.runtime.transport import Transport
 from tests.evidence.fuzz.case import LANES, Case
 from tests.limits import PATIENT
 

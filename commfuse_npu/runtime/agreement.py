@@ -1,0 +1,330 @@
+"""What the ranks of a group agree on, and what becomes of them when they do not.
+
+Every rank runs the same operations in the same order.  A combination of operation and options is
+compared before anything of its first use is sent; all that was begun, with its sizes, before an
+optimizer changes weights.  A failure names rank, peer, operation and step, and it is for good: the
+transfers that are left over can no longer be matched.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.ledger import Ledger, Signature, mismatch
+from commfuse_npu.runtime.order_log import TransportLog
+from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
+from commfuse_npu.runtime.trace import clock
+
+__all__ = ["Agreement", "Check", "MismatchError", "TransportError", "of_every_rank"]
+
+Check = Literal["first", "always"]
+
+_MOST_AGREED = 4096
+"""Combinations of operation and options, and programs, that are remembered, about 1 KiB each."""
+
+_EXPLAINING = timedelta(seconds=2)
+"""How long others whose wait took too long as well are waited for, to say in what they differ."""
+
+_HISTORIES = 2
+"""The tag of what was begun, in full."""
+
+_numbers = count()
+_unsettled: set[Agreement] = set()
+"""On which something was begun that was not compared with the other ranks."""
+
+
+@cache
+def _settle_before_steps() -> None:
+    """Have all transports settled before a step of any optimizer of torch.optim, or of its kind."""
+
+    def settle(*_: object) -> None:
+        # In one order on all ranks, or they wait for each other.
+        for transport in sorted(_unsettled, key=lambda one: one._number):
+            if transport._world is dist.group.WORLD:
+                transport.settle()
+            else:
+                _unsettled.discard(transport)  # its groups were destroyed with all others
+
+    register_optimizer_step_pre_hook(settle)
+
+
+class TransportError(RuntimeError):
+    """A transfer failed or timed out.  The transport cannot be used any more."""
+
+
+class MismatchError(TransportError):
+    """The ranks of a group called different operations, or with different shapes or options.
+
+    What is known to all ranks is compared when it was carried out already: see
+    :meth:`Transport.settle`.
+    """
+
+
+def of_every_rank(
+    value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int = 0
+) -> list[Any]:
+    """What every rank of the group gives here, by rank; on gloo an error says whose is missing.
+
+    HCCL would open a communicator per pair of ranks for that, in an order that hangs.
+    """
+    if dist.get_backend(group) == "gloo":
+        return roll_call(value, group, timeout, tag)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+class Agreement:
+    """What the ranks of one group have agreed on, and whether they still can.
+
+    Args:
+        group: whose ranks agree.
+        control: a group of the same ranks, for comparisons; gloo's where there is one.
+        timeout: how long another rank is waited for.
+        check: compare what is new at its ``first`` use and the rest when the ranks :meth:`settle`;
+            or everything ``always``, before it is sent.
+
+    Attributes:
+        ranks: of the whole job, by place in the group.
+        rank, size: place in the group.
+        order_log: where to write down the order of posts and waits; ``None`` for nowhere.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, control: dist.ProcessGroup, timeout: timedelta, check: Check
+    ) -> None:
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self.rank = group.rank()
+        self.size = group.size()
+        self.timeout = timeout
+        self.check = check
+        self.order_log: TransportLog | None = None
+        self._control = control
+        self._agreed: set[Hashable] = set()
+        # The same by identity, for who does not want to hash it: to number and words.
+        self._begun: dict[Hashable, tuple[int, Signature, object]] = {}
+        self._ledger: Ledger | None = None
+        if self.size > 1 and check == "first":
+            self._ledger = Ledger(control)
+            _settle_before_steps()
+        self._number, self._world = next(_numbers), dist.group.WORLD
+        self._broken: str | None = None
+        self._left_over: list[object] = []
+
+    @property
+    def broken(self) -> bool:
+        """Whether a failure made it useless; :meth:`error` says which."""
+        return self._broken is not None
+
+    def agree(
+        self, name: str, sizes: Mapping[str, Hashable] | None = None, **facts: Hashable
+    ) -> int:
+        """Agree with the other ranks on an operation, before anything of it is posted.
+
+        The ranks of a group run the same operations in the same order, so that all of them meet a
+        combination of facts for the first time together, and wait for each other there.  Sizes of
+        what is known are compared later, see :meth:`settle`: a new length holds nobody up.
+
+        Args:
+            sizes: lengths, which come and go; zero is not a length, but a fact.
+
+        Returns:
+            a number for what was agreed on, to tell operations apart; the same on every rank.
+
+        Raises:
+            MismatchError: another rank calls something else.
+            TransportError: a rank did not answer in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        sizes = sizes or {}
+        identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
+        if self._ledger is not None:
+            self._enter(self._ledger, identity, signature)
+        return identity
+
+    def _agreed_on(
+        self, name: str, facts: Mapping[str, Hashable], sizes: Mapping[str, Hashable]
+    ) -> tuple[int, Signature]:
+        """Compare the facts, if they are new, and with them those that are sizes."""
+        signature = (("operation", name), *facts.items())
+        kind = (
+            *signature[:1],
+            *((what, bool(value) if what in sizes else value) for what, value in facts.items()),
+        )
+        if self.size > 1 and (kind not in self._agreed or self.check == "always"):
+            self._compare(name, signature)
+        if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
+            # The ranks run the same operations, so that they forget the same; and what is begun
+            # by identity, which is not the same on all of them, is forgotten with it.
+            self._agreed.clear()
+            self._begun.clear()
+        self._agreed.add(kind)
+        return zlib.crc32(repr(signature).encode()), signature
+
+    def _enter(self, ledger: Ledger, identity: int, signature: Signature) -> None:
+        """Write down what is begun, to be compared later."""
+        _unsettled.add(self)
+        if ledger.enter(identity, signature):
+            with self._with_others("what was begun"):
+                same = ledger.send(self.timeout)
+            if not same:
+                self._went_apart(ledger)
+
+    def _remember(self, key: Hashable, agreed: tuple[int, Signature, object]) -> None:
+        if len(self._begun) >= _MOST_AGREED:
+            self._begun.clear()
+        self._begun[key] = agreed
+
+    def settle(self) -> None:
+        """Compare what was begun with the other ranks: it returns only if it was the same.
+
+        It runs by itself before every step of an optimizer of torch.optim and of its subclasses,
+        the inner optimizers of Megatron and MindSpeed among them, and raises there, before weights
+        change.  A loop that changes weights in another way, or has none to change, calls it where
+        all ranks of the group come.  Where nothing was begun since the last time it does nothing.
+
+        What was begun are the operations with all their sizes, in order.  Until then a size that
+        is not the same on all ranks does what the backend does: gloo matches nothing, and the wait
+        times out with this error; of HCCL it is not documented, and two operations of equal size
+        in another order deliver wrong data.
+
+        Raises:
+            MismatchError: another rank began something else.
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        ledger = self._ledger
+        if ledger is None or self not in _unsettled:
+            return
+        state = ledger.entered, ledger.digest
+        if any(other != state for other in self.share("what was begun", state)):
+            self._went_apart(ledger)
+        with self._with_others("what was begun"):
+            ledger.arrived(self.timeout)
+        ledger.settled()
+        _unsettled.discard(self)
+
+    def _went_apart(self, ledger: Ledger) -> None:
+        """Raise, with the first operation that is not the same on all ranks."""
+        with self._with_others("what was begun"):
+            everyone = of_every_rank(ledger.kept, self._control, self.timeout, _HISTORIES)
+        self.fail(
+            ledger.difference(everyone, all_begun=True)
+            or "the ranks began different operations, longer ago than they keep them"
+        )
+        raise self.error(MismatchError)
+
+    def gave_up(self, why: str, *left_over: object) -> TransportError:
+        """A wait took as long as it may: break the transport, and say so if the ranks differ."""
+        difference = None
+        if self._ledger is not None and self._broken is None:
+            try:
+                everyone = of_every_rank(self._ledger.kept, self._control, _EXPLAINING, _HISTORIES)
+                difference = self._ledger.difference(everyone, all_begun=False)
+            except MissingRankError as error:
+                left_over = *left_over, error.left_over
+        self.fail(why if difference is None else f"{why}. {difference}", *left_over)
+        return self.error(TransportError if difference is None else MismatchError)
+
+    def share(self, name: str, value: Any) -> list[Any]:
+        """What every rank gives here, in the order of the ranks; small things, by pickle.
+
+        Raises:
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        if self.size == 1:
+            return [value]
+        if self.order_log is not None:
+            self.order_log.meet(name)
+        with self._with_others(name):
+            return of_every_rank(value, self._control, self.timeout)
+
+    @contextmanager
+    def _with_others(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            left_over = [error.left_over] if isinstance(error, MissingRankError) else []
+            self.fail(f"comparing {name} with the other ranks, before step 0: {error}", *left_over)
+            raise self.error() from error
+
+    def _compare(self, name: str, signature: Signature) -> None:
+        everyone = self.share(name, signature)
+        for rank, other in enumerate(everyone):
+            if other != signature:
+                self.fail(
+                    f"{mismatch(self.rank, signature, rank, other)}. Nothing was sent; call it "
+                    "alike on all ranks"
+                )
+                raise self.error(MismatchError)
+
+    def clock_behind(self, pings: int) -> int:
+        """By how many ns the clock of rank 0 is ahead of this rank's, negative if behind.
+
+        A collective of the group.  Every other rank in turn asks rank 0 for its time; the answer
+        that came fastest is taken to be of the middle between question and answer.
+
+        Raises:
+            TransportError: a rank did not answer in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        if self.order_log is not None:
+            self.order_log.meet("comparing clocks")
+        device, _ = device_backend(dist.get_backend(self._control))
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        fastest: tuple[int, int] | None = None
+        try:
+            for rank in range(1, self.size):
+                for _ in range(pings):
+                    if self.rank == rank:
+                        asked = clock()
+                        dist.send(token, self.ranks[0], self._control)
+                        dist.recv(token, self.ranks[0], self._control)
+                        there, answered = int(token.item()), clock()
+                        took, middle = answered - asked, (asked + answered) // 2
+                        fastest = min(fastest or (took, 0), (took, there - middle))
+                    elif self.rank == 0:
+                        dist.recv(token, self.ranks[rank], self._control)
+                        token.fill_(clock())
+                        dist.send(token, self.ranks[rank], self._control)
+        except RuntimeError as error:
+            self.fail(f"comparing clocks: {error}")
+            raise self.error() from error
+        return 0 if fastest is None else fastest[1]
+
+    def fail(self, why: str, *left_over: object) -> None:
+        """Break the transport: no later operation can be matched with the other ranks' any more."""
+        self._left_over += left_over
+        _unsettled.discard(self)
+        if self._broken is None:
+            self._broken = (
+                f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"
+            )
+            if self.order_log is not None:
+                self.order_log.fail(why)
+
+    def error(self, kind: type[TransportError] = TransportError) -> TransportError:
+        return kind(f"{self._broken}. This transport cannot be used any more")
+
+    def _closed(self) -> None:
+        """Nothing is compared any more."""
+        self._broken = self._broken or f"rank {self.rank}: it was closed"
+        _unsettled.discard(self)
+        if self.order_log is not None:
+            self.order_log.close()
