@@ -19,7 +19,10 @@ _COMMANDS = {
         "plan": ("plan_command", "a layout and a schedule for a model and a cluster"),
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
-    "run": {"bench": ("bench.command", "how much communication is hidden here, against whom?")},
+    "run": {
+        "bench": ("bench.command", "how much communication is hidden here, against whom?"),
+        "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
+    },
     "explain": {"verify": ("verify_command", "prove all programs, or a recorded run (--log)")},
 }
 """By what they are for: module and question."""

@@ -1,8 +1,8 @@
 """The ranks: processes that are started here, asked, and ended whatever happens.
 
 The process that starts them does not need torch.  A rank waits at its end of a pipe for the name
-of a method of :class:`~commfuse_npu.tools.bench.worker.Worker` and its arguments.  It leaves Ctrl-C
-to its parent, and the kernel ends it when its parent dies (Linux).
+of a method of its worker and its arguments.  It leaves Ctrl-C to its parent, and the kernel ends it
+when its parent dies (Linux).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = ["Ranks", "RanksError"]
 
 _START_SECONDS = 180.0
 _PR_SET_PDEATHSIG = 1
+_BACKENDS = {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}
 _context = multiprocessing.get_context("spawn")
 
 
@@ -43,18 +45,26 @@ class Ranks:
 
     Args:
         size: how many.
-        device: ``cpu`` (gloo over 127.0.0.1 or the namespaces' cards) or ``npu`` (HCCL; read, not
-            run).
+        device: ``cpu`` (gloo over 127.0.0.1 or the namespaces' cards), ``npu`` (HCCL) or ``cuda``
+            (NCCL; both read, not run).
         timeout: seconds for an answer, and for a transfer.
         names: the network namespaces of the ranks, if they have any.
+        worker: the class whose methods are asked for, ``module:name``; it takes no arguments.
 
     Raises:
         RanksError: they could not be started.
     """
 
     def __init__(
-        self, size: int, *, device: str, timeout: float, names: Sequence[str] | None = None
+        self,
+        size: int,
+        *,
+        device: str,
+        timeout: float,
+        names: Sequence[str] | None = None,
+        worker: str = "commfuse_npu.tools.bench.worker:Worker",
     ) -> None:
+        self._worker = worker
         self.size = size
         self._timeout = timeout
         self._device = device
@@ -76,6 +86,7 @@ class Ranks:
                     "device": self._device,
                     "namespace": self._names[rank] if self._names else None,
                     "timeout": self._timeout,
+                    "worker": self._worker,
                 }
                 process = _context.Process(target=_serve, args=(theirs, start), daemon=True)
                 process.start()
@@ -91,7 +102,7 @@ class Ranks:
     def __exit__(self, *what: object) -> None:
         self.close()
 
-    def ask(self, method: str, *args: Any) -> list[Any]:
+    def ask(self, method: str, *args: Any, **flags: Any) -> list[Any]:
         """Call a method on every rank.
 
         Returns:
@@ -102,7 +113,7 @@ class Ranks:
         """
         try:
             for pipe in self._pipes:
-                pipe.send((method, args))
+                pipe.send((method, args, flags))
             return self._answers(method, self._timeout)
         except BaseException as error:
             self.close()
@@ -161,8 +172,8 @@ def _serve(pipe: Connection, start: dict[str, Any]) -> None:
         worker = _join(**start)
         pipe.send((True, None))
         while True:
-            method, args = pipe.recv()
-            pipe.send((True, getattr(worker, method)(*args)))
+            method, args, flags = pipe.recv()
+            pipe.send((True, getattr(worker, method)(*args, **flags)))
     except EOFError:
         return  # the parent closed its end
     except BaseException:
@@ -170,7 +181,13 @@ def _serve(pipe: Connection, start: dict[str, Any]) -> None:
 
 
 def _join(
-    rank: int, size: int, store: str, device: str, namespace: str | None, timeout: float
+    rank: int,
+    size: int,
+    store: str,
+    device: str,
+    namespace: str | None,
+    timeout: float,
+    worker: str,
 ) -> Any:
     # Before torch makes threads and sockets.
     card = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -197,16 +214,16 @@ def _join(
     torch.set_flush_denormal(True)  # what a sleeping GEMM leaves may be any number
     if device != "cpu":
         # Read, not run.
-        import torch_npu  # noqa: F401
+        if device == "npu":
+            import torch_npu  # noqa: F401
 
         getattr(torch, device).set_device(rank)
     dist.init_process_group(
-        "gloo" if device == "cpu" else "hccl",
+        _BACKENDS[device],
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
-    from commfuse_npu.tools.bench.worker import Worker
-
-    return Worker()
+    module, name = worker.split(":")
+    return getattr(import_module(module), name)()

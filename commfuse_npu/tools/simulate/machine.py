@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ITEM_BYTES", "SUM_BYTES", "Level", "LinkTopology", "Machine"]
+__all__ = ["ITEM_BYTES", "SUM_BYTES", "TILE", "Level", "LinkTopology", "Machine"]
 
 LinkTopology = Literal["full_mesh", "switched", "nic_per_npu", "nic_per_node"]
 
@@ -22,7 +22,7 @@ ITEM_BYTES = 2
 SUM_BYTES = 4
 """Sums that are rounded once are fp32."""
 
-_TILE = 128, 256
+TILE = 128, 256
 """Rows and columns that a core of the cube makes at a time (read in Huawei's tiling of MC2)."""
 
 
@@ -91,8 +91,8 @@ class Machine:
         if rows <= 0 or inner <= 0:
             return 0.0
         if self.cores:
-            tiles = math.ceil(rows / _TILE[0]) * math.ceil(outer / _TILE[1])
-            made = float(math.ceil(tiles / self.cores) * self.cores * _TILE[0] * _TILE[1])
+            tiles = math.ceil(rows / TILE[0]) * math.ceil(outer / TILE[1])
+            made = float(math.ceil(tiles / self.cores) * self.cores * TILE[0] * TILE[1])
         else:
             made = (rows + self.half_rows) * outer
         flops = 2.0 * made * inner

@@ -23,7 +23,9 @@ def test_as_a_module() -> None:
     assert done.stdout == f"commfuse-npu {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "plan", "simulate", "bench", "verify"])
+@pytest.mark.parametrize(
+    "command", ["", "doctor", "plan", "simulate", "bench", "measure", "verify"]
+)
 def test_help_is_for_a_terminal(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])

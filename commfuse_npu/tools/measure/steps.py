@@ -1,0 +1,176 @@
+"""What is measured, in order of worth: an hour may end before all of it is.
+
+No torch here: the process that asks the ranks need not have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from commfuse_npu.tools.model_config import ModelConfig
+
+__all__ = ["STEPS", "Ask", "Scale", "Step"]
+
+Ask = Callable[..., list[Any]]
+"""A method of :class:`~commfuse_npu.tools.measure.worker.Worker` and its arguments: by rank."""
+
+Times = list[dict[str, Any]]
+"""What was timed, by what it is of, with the ``seconds`` of single calls."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large and how often.
+
+    Attributes:
+        config: whose layers the GEMMs are of.
+        ranks: how many there are.
+        rows: tokens of a micro-batch.
+        shrink: divides every width, for a CPU.
+        message: bytes of the largest message.
+        calls: how often each is measured.
+    """
+
+    config: ModelConfig
+    ranks: int
+    rows: int
+    shrink: int
+    message: int
+    calls: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, ranks: int, device: Literal["cpu", "npu", "cuda"]) -> Scale:
+        """The model's own on a device; on a CPU an eighth of its widths and 512 tokens."""
+        if device == "cpu":
+            return cls(config, ranks, 512, 8, 1 << 20, 7)
+        return cls(config, ranks, config.seq_length, 1, 1 << 26, 20)
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each linear layer on one rank."""
+        config, n, part = self.config, self.ranks, self.shrink
+        hidden, ffn = config.hidden_size // part, config.ffn_hidden_size // part
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        qkv = hidden * (heads + 2 * groups) // heads
+        return {
+            "qkv": (hidden, -(-qkv // n)),
+            "proj": (-(-hidden // n), hidden),
+            "fc1": (hidden, -(-2 * ffn // n)),
+            "fc2": (-(-ffn // n), hidden),
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """A question.
+
+    Attributes:
+        name: of its file.
+        question: what it answers.
+        seconds: after which it is given up, on a machine that is as slow as it may be.
+        ask: the answer; of each call the time of the rank that took longest.
+    """
+
+    name: str
+    question: str
+    seconds: float
+    ask: Callable[[Ask, Scale], Times]
+
+
+def _links(ask: Ask, scale: Scale) -> Times:
+    pings = ask("latency", 10 * scale.calls)[0]
+    found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
+    most = scale.ranks - 1
+    for size in (scale.message >> shift for shift in (8, 4, 2, 0)):
+        for lanes in sorted({min(lanes, most) for lanes in (1, 2, 4, most)}):
+            times = ask("lanes", size, lanes, scale.calls)
+            found.append({"bytes": size, "lanes": lanes, "seconds": _slowest(times)})
+    return found
+
+
+def _gemms(ask: Ask, scale: Scale) -> Times:
+    found: Times = []
+    for layer, (inputs, outputs) in scale.layers().items():
+        for rows in _halves(scale.rows, 6):
+            times = ask("gemm", rows, inputs, outputs, scale.calls)
+            found.append(_gemm(layer, rows, inputs, outputs, times))
+    return found
+
+
+def _groups(ask: Ask, scale: Scale) -> Times:
+    found: Times = []
+    for layer, (inputs, outputs) in scale.layers().items():
+        for groups in (1, 2, 4):
+            if not outputs % groups:
+                times = ask("column_gemm", scale.rows, inputs, outputs, groups, scale.calls)
+                one = _gemm(layer, scale.rows, inputs, outputs, times)
+                found.append({"groups of columns": groups, **one})
+    return found
+
+
+def _host(ask: Ask, scale: Scale) -> Times:
+    # Single operations of HCCL open a communicator per pair, in an order that may hang.
+    ways = (True, False) if ask("machine")[0]["backend"] == "gloo" else (True,)
+    return [
+        {"batched": batched, "seconds": _slowest(ask("posting", 10 * scale.calls, batched=batched))}
+        for batched in ways
+    ]
+
+
+def _memory(ask: Ask, scale: Scale) -> Times:
+    numbers, parts = scale.message, scale.ranks
+    copies = ask("copy", numbers, scale.calls)
+    found: Times = [{"what": "copy", "numbers": numbers, "seconds": _slowest(copies)}]
+    for once in (False, True):
+        times = ask("sums", numbers, parts, scale.calls, once=once)
+        what = f"sum of {parts} parts, {'in one pass' if once else 'in order'}"
+        found.append({"what": what, "numbers": numbers, "seconds": _slowest(times)})
+    return found
+
+
+def _attention(ask: Ask, scale: Scale) -> Times:
+    config, keys = scale.config, scale.rows
+    heads = max(1, config.num_attention_heads // scale.ranks // scale.shrink)
+    head = config.hidden_size // config.num_attention_heads
+    found: Times = []
+    for queries in _halves(keys, 4):
+        times = ask("attention", queries, keys, heads, head, scale.calls)
+        of = {"queries": queries, "keys": keys, "heads": heads, "of": head}
+        found.append({**of, "seconds": _slowest(times)})
+    return found
+
+
+def _beside(ask: Ask, scale: Scale) -> Times:
+    inputs, outputs = scale.layers()["fc1"]
+    by_rank = ask("beside", scale.rows, inputs, outputs, scale.message, scale.calls)
+    return [
+        {"what": what, "seconds": _slowest([one[what] for one in by_rank])} for what in by_rank[0]
+    ]
+
+
+def _halves(rows: int, most: int) -> list[int]:
+    """``rows``, a half, a quarter, ... down to 16."""
+    return [rows >> shift for shift in range(most) if rows >> shift >= 16]
+
+
+def _gemm(layer: str, rows: int, inputs: int, outputs: int, times: list[list[float]]) -> Any:
+    of = {"layer": layer, "rows": rows, "inputs": inputs, "outputs": outputs}
+    return {**of, "seconds": _slowest(times)}
+
+
+def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    return [max(times) for times in zip(*by_rank, strict=True)]
+
+
+STEPS = (
+    Step("links", "how fast are lanes, one and several at once?", 600, _links),
+    Step("gemms", "what do GEMMs of a layer take, whole and cut by rows?", 600, _gemms),
+    Step("host", "what does posting a transfer cost the host?", 120, _host),
+    Step("beside", "do GEMMs and transfers slow each other down?", 300, _beside),
+    Step("groups", "what do GEMMs take, cut by columns?", 600, _groups),
+    Step("memory", "what do copies take, and sums in order and in one pass?", 300, _memory),
+    Step("attention", "what does attention take, run of queries by run of queries?", 300,
+         _attention),
+)  # fmt: skip
+"""The most useful first."""

@@ -1,0 +1,157 @@
+"""A measurement on the CPU, whole, interrupted, killed, and with a step that hangs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.measure import command
+from commfuse_npu.tools.measure.steps import STEPS, Ask, Scale, Step
+from commfuse_npu.tools.simulate.command import main as simulate
+from commfuse_npu.tools.simulate.hardware import Hardware
+from tests.limits import PATIENT
+
+LIMIT = PATIENT.total_seconds()
+
+SMALL = ("--device", "cpu", "--ranks", "2")
+
+
+def times(folder: Path, step: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / f"{step}.json").read_text())["times"]
+    return found
+
+
+def test_everything_is_measured_described_and_shown(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "measured"
+    assert command.main([*SMALL, "--folder", str(folder)]) == 0
+    for step in STEPS:
+        found = times(folder, step.name)
+        assert found
+        assert all(seconds > 0 for one in found for seconds in one["seconds"]), step.name
+    machine = json.loads((folder / "machine.json").read_text())
+    assert machine["backend"] == "gloo"
+    assert machine["not the same on all ranks"] == []
+
+    described = folder / "measured.yaml"
+    figures = Hardware.load(described).figures
+    base = Hardware.load(find_config("cpu_paced", "hardware")).figures
+    measured = {name for name, figure in figures.items() if figure.source.startswith("Measured")}
+    assert measured >= {"npu.cube_flops", "npu.half_rows", "npu.hbm_bandwidth", "inside.rate",
+                        "inside.latency", "host.launch_overhead"}  # fmt: skip
+    assert all(figures[name] == base[name] for name in figures.keys() - measured)
+    options = ["--hardware", str(described), "--model", "llama3_8b", "--tp", "2"]
+    assert simulate([*options, "--sequence-lengths", "4096"]) == 0
+    assert "Megatron" in capsys.readouterr().out
+
+    page = (folder / "measured.html").read_text()
+    assert "npu.cube_flops" in page
+    assert "<svg" in page
+    # Nothing is left to do.
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    assert command.main([*SMALL, "--folder", str(folder), "--resume"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.json")} == before
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A measurement in a process of its own, when its first step is over."""
+    folder = tmp_path / "measured"
+    words = [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, "--folder", str(folder)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + LIMIT
+        while not (folder / "links.json").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_what_is_finished_is_kept(
+    tmp_path: Path, begun: subprocess.Popen[str], how: signal.Signals, capsys: Any
+) -> None:
+    folder = tmp_path / "measured"
+    begun.send_signal(how)
+    printed, said = begun.communicate(timeout=LIMIT)
+    if how == signal.SIGINT:
+        assert begun.returncode == 130
+        assert "what is finished is kept" in said
+        assert "Go on with: commfuse-npu measure --resume" in printed
+        assert (folder / "measured.yaml").exists()
+    links = times(folder, "links")
+    assert not (folder / "attention.json").exists()
+
+    go_on = [*SMALL, "--folder", str(folder), "--resume"]
+    assert command.main([*go_on, "--steps", "links,host"]) == 0
+    assert "links: kept" in capsys.readouterr().out
+    assert times(folder, "links") == links
+    assert times(folder, "host")
+
+
+class Sleepy:
+    """A worker whose second question takes for ever."""
+
+    def machine(self) -> dict[str, Any]:
+        return {"backend": "gloo", "device": "cpu", "torch": "none"}
+
+    def latency(self, seconds: float) -> list[float]:
+        time.sleep(seconds)
+        return [1e-6]
+
+
+def asleep(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
+    ask("latency", 10 * LIMIT)
+    raise AssertionError("it woke up")
+
+
+def awake(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
+    seconds = ask("latency", 0.0)[0]
+    return [{"batched": True, "seconds": seconds}]
+
+
+def test_a_step_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    steps = Step("links", "asleep?", 9, asleep), Step("host", "awake?", 9, awake)
+    monkeypatch.setattr(command, "STEPS", steps)
+    monkeypatch.setattr(command, "_WORKER", f"{__name__}:Sleepy")
+    folder = tmp_path / "measured"
+    words = [*SMALL, "--folder", str(folder)]
+    assert command.main([*words, "--timeout", "3"]) == 1
+    out, err = capsys.readouterr()
+    assert "links: failed: no answer from rank 0, 1 of 2 to latency within 3 s" in err
+    assert times(folder, "host") == [{"batched": True, "seconds": [1e-6]}]
+    assert f"Go on with: commfuse-npu measure --resume {' '.join(words)}" in out
+
+    # It is tried again, and the other one is not.
+    monkeypatch.setattr(command, "STEPS", (Step("links", "awake?", 9, links), steps[1]))
+    assert command.main([*words, "--resume"]) == 0
+    assert "host: kept" in capsys.readouterr().out
+
+
+def links(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
+    seconds = ask("latency", 0.0)[0]
+    ping = {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": seconds}
+    return [ping, {"bytes": 1 << 20, "lanes": 1, "seconds": [1.0]}]
+
+
+def test_no_step_begins_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(command.time, "monotonic", iter([0.0, *[61.0] * 99]).__next__)
+    words = [*SMALL, "--folder", str(tmp_path / "measured"), "--minutes", "1"]
+    assert command.main(words) == 1
+    out = capsys.readouterr().out
+    assert out.count("left out, 1 minutes are over") == len(STEPS)

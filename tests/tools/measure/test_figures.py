@@ -1,0 +1,92 @@
+"""The figures of a machine come out of the times that this machine would give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.measure.figures import Peaks, figures, quartiles
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.machine import Machine
+
+LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
+
+
+def machine(name: str, **figures: Any) -> Machine:
+    found = Hardware.load(find_config(name, "hardware")).machine()
+    # Memory that is never the slowest part.
+    return replace(found, hbm_bandwidth=1e18, **figures)
+
+
+def gemms(of: Machine) -> list[dict[str, Any]]:
+    return [
+        {"layer": layer, "rows": rows, "inputs": inputs, "outputs": outputs,
+         "seconds": [of.gemm(rows, inputs, outputs)] * 3}
+        for layer, (inputs, outputs) in LAYERS.items()
+        for rows in (8192, 4096, 2048, 1024, 512, 256)
+    ]  # fmt: skip
+
+
+def test_gemms_of_tiles_give_efficiency_and_start() -> None:
+    npu = machine("ascend_910b_server", gemm_efficiency=0.7, gemm_start=2e-5)
+    peaks = Peaks(npu.cores, npu.cube_flops, 1e12, 2.8e10)
+    found = figures({"gemms": gemms(npu)}, peaks)
+    assert found["npu.gemm_efficiency"] == pytest.approx((0.7,) * 3, rel=1e-6)
+    assert found["npu.gemm_start"] == pytest.approx((2e-5,) * 3, rel=1e-4)
+    assert found["npu.cube_flops"] == (npu.cube_flops,) * 3
+
+
+def test_gemms_without_tiles_give_speed_and_half_rows() -> None:
+    cpu = machine("cpu_paced", cube_flops=5e10, half_rows=20.0)
+    found = figures({"gemms": gemms(cpu)}, Peaks(0, 0.0, 0.0, 0.0))
+    assert found["npu.cube_flops"] == pytest.approx((5e10,) * 3, rel=1e-6)
+    assert found["npu.half_rows"] == pytest.approx((20.0,) * 3, rel=1e-4)
+    assert found["npu.gemm_efficiency"] == (1.0, 1.0, 1.0)
+
+
+def test_links() -> None:
+    times = [
+        {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [3e-6, 1e-6, 2e-6]},
+        {"bytes": 1 << 20, "lanes": 1, "seconds": [1e-9] * 3},
+        {"bytes": 1 << 20, "lanes": 7, "seconds": [(1 << 20) / 1.4e10] * 3},
+    ]
+    npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 2.8e10))
+    assert npu["inside.latency"] == (1e-6, 2e-6, 3e-6)
+    assert npu["inside.efficiency"] == pytest.approx((0.5,) * 3)
+    cpu = figures({"links": times}, Peaks(0, 0.0, 0.0, 0.0))
+    assert cpu["inside.rate"] == pytest.approx((1.4e10,) * 3)
+
+
+def test_company() -> None:
+    def beside(both: float) -> dict[str, Any]:
+        seconds = {"gemm": 1e-3, "exchange": 2e-3, "gemm beside": 1.25e-3, "both": both}
+        return {"beside": [{"what": what, "seconds": [one]} for what, one in seconds.items()]}
+
+    peaks = Peaks(0, 0.0, 0.0, 0.0)
+    found = figures(beside(2.3e-3), peaks)
+    assert found["npu.transfer_slowdown"] == pytest.approx((0.2,) * 3)
+    assert found["inside.beside_work"] == pytest.approx((1.15,) * 3)
+    # How long the transfer took is not known where the GEMM outlasts it.
+    assert "inside.beside_work" not in figures(beside(1.26e-3), peaks)
+
+
+def test_memory_and_attention() -> None:
+    attention = {"queries": 4, "keys": 4, "heads": 2, "of": 8, "seconds": [1e-6]}
+    measured = {
+        "memory": [{"what": "copy", "numbers": 1000, "seconds": [1e-6]}],
+        "attention": [attention, {**attention, "queries": 2, "seconds": [1.0]}],
+    }
+    found = figures(measured, Peaks(20, 1e9, 8e9, 1e9))
+    assert found["npu.hbm_efficiency"] == pytest.approx((0.5,) * 3)
+    # 1 + 2 + 3 + 4 keys seen, a product before the softmax and one after it.
+    assert found["npu.attention_efficiency"] == pytest.approx((4 * 2 * 8 * 10 / 1e3,) * 3)
+    without_gemms = figures({"attention": [attention]}, Peaks(0, 0.0, 0.0, 0.0))
+    assert without_gemms == {}
+
+
+def test_quartiles_are_of_what_was_seen() -> None:
+    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)

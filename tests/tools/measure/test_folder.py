@@ -1,0 +1,45 @@
+"""What a folder of a measurement takes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.tools.measure.folder import Folder, FolderError
+
+ABOUT = {"device": "cpu", "ranks": 2}
+
+
+def test_steps_are_kept(tmp_path: Path) -> None:
+    Folder(tmp_path / "new", ABOUT, resume=False).keep("links", {"times": []})
+    again = Folder(tmp_path / "new", ABOUT, resume=True)
+    assert again.kept("links") == {"times": []}
+    assert again.kept("host") is None
+
+
+def test_a_run_is_gone_on_with_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    Folder(tmp_path, ABOUT, resume=False)
+    with pytest.raises(FolderError, match="holds a run already; go on with it by --resume"):
+        Folder(tmp_path, ABOUT, resume=False)
+
+
+def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    Folder(tmp_path, ABOUT, resume=False)
+    with pytest.raises(FolderError, match="ranks 2 there, 8 here; choose another folder"):
+        Folder(tmp_path, {**ABOUT, "ranks": 8}, resume=True)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(FolderError, match="is not empty; choose a new folder with --folder"):
+        Folder(tmp_path, ABOUT, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    folder = Folder(tmp_path, ABOUT, resume=False)
+    (tmp_path / "links.json").write_text(text)
+    with pytest.raises(FolderError, match=r"links\.json .*; remove it"):
+        folder.kept("links")
