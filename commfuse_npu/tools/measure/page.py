@@ -67,16 +67,12 @@ def measured_page(
     ]
     for step in STEPS:
         if step.name in failed:
-            sections.append(Section(step.question.capitalize(), (f"Failed: {failed[step.name]}",)))
+            sections.append(Section(step.name, (f"Failed: {failed[step.name]}",)))
         elif step.name in measured:
-            times = measured[step.name]
-            sections.append(
-                Section(
-                    step.question[0].upper() + step.question[1:],
-                    picture=_picture(step.name, times),
-                    tables=(_table(times),),
-                )
-            )
+            times, title = measured[step.name], step.question[0].upper() + step.question[1:]
+            drawn = _picture(step.name, times)
+            said = () if drawn is None else (drawn.title,)
+            sections.append(Section(title, said, drawn, (_table(times),)))
     about = {key: str(value) for key, value in facts.items() if value not in ([], None)}
     write_page(path, "Measured figures", verdict, sections, environment(command) | about)
 
@@ -87,7 +83,7 @@ def _picture(step: str, times: Sequence[Mapping[str, Any]]) -> Picture | None:
         return lines(
             "GFLOP/s of a GEMM, higher is better",
             "rows",
-            [Line(layer, tuple(_rate(one) for one in times if one["layer"] == layer))
+            [Line(layer, tuple(_rate(one) for one in reversed(times) if one["layer"] == layer))
              for layer in layers],
         )  # fmt: skip
     if step == "links":
