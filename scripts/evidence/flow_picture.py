@@ -22,11 +22,10 @@ from matplotlib.patches import Patch  # noqa: E402
 
 from commfuse_npu.tools.config_file import find_config  # noqa: E402
 from commfuse_npu.tools.model_config import ModelConfig  # noqa: E402
-from commfuse_npu.tools.simulate import flow  # noqa: E402
 from commfuse_npu.tools.simulate.group import Played  # noqa: E402
 from commfuse_npu.tools.simulate.hardware import Hardware  # noqa: E402
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE  # noqa: E402
-from commfuse_npu.tools.simulate.step import Part, Step  # noqa: E402
+from commfuse_npu.tools.simulate.step import Step  # noqa: E402
 from commfuse_npu.tools.simulate.sweep import (  # noqa: E402
     Layout,
     Options,
@@ -46,8 +45,6 @@ __all__ = ["Lanes", "forms", "lanes", "main", "step"]
 _HARDWARE, _MODEL, _TP, _TOKENS = "ascend_910b_server", "llama3_8b", 8, 8192
 _GEMMS, _OTHER, _LINKS, _WAITING = "#4c72b0", "#a9bfdd", "#dd8452", "#d62728"
 _PRODUCTS = ("qkv", "proj", "fc1", "fc2", "attention")
-_FIRST = {"forward": "qkv", "backward": "fc2 dgrad"}
-"""What a layer of a flow begins with."""
 
 Run = tuple[float, float]
 """From when to when, in seconds."""
@@ -92,39 +89,25 @@ def forms() -> dict[str, Variant]:
 
 def lanes(at: Step, variant: Variant) -> tuple[Lanes, Lanes]:
     """Forward and backward of a layer; of a flow of the second of three."""
-    return _part(at, variant, "forward"), _part(at, variant, "backward")
+    return _lanes(at.layer(variant, "forward")), _lanes(at.layer(variant, "backward"))
 
 
-def _part(at: Step, variant: Variant, part: Part) -> Lanes:
-    if variant.kind != "flow":
-        played = at.layer(variant, part)
-        return _between(played, 0.0, played.seconds)
-    build = flow.forward if part == "forward" else flow.backward
-    shape = at.training.shape
-    played = at.group.play(variant, lambda rank: build(rank, shape, variant.slices, 3), steady=True)
-    spans = played.timeline.spans
-    begins = [span.start for span in spans if span.operation.name == _FIRST[part]]
-    return _between(played, *sorted(begins)[variant.slices :: variant.slices][:2])
-
-
-def _between(played: Played, start: float, stop: float) -> Lanes:
-    middle = len(played.launches) // 2
+def _lanes(played: Played) -> Lanes:
     gemms: list[Run] = []
     other: list[Run] = []
     links: list[Run] = []
     for span in played.timeline.spans:
-        run = max(span.start, start) - start, min(span.end, stop) - start
-        one = span.operation
-        if span.rank != middle or one.engine == ASIDE or run[0] >= run[1]:
+        run, one = (span.start, span.end), span.operation
+        if span.rank != played.shown or one.engine == ASIDE or span.start >= span.end:
             continue
         product = any(word in one.name for word in _PRODUCTS) or "gemm" in one.name
         lane = gemms if product else other
         (lane if one.engine == COMPUTE else links).append(run)
     busy = list(_joined([*gemms, *other]))
-    ends = [(0.0, 0.0), *busy, (stop - start,) * 2]
+    ends = [(0.0, 0.0), *busy, (played.seconds,) * 2]
     waiting = ((a, b) for (_, a), (b, _) in pairwise(ends) if b > a)
     joined = (tuple(_joined(runs)) for runs in (gemms, other, links, waiting))
-    return Lanes(stop - start, *joined)
+    return Lanes(played.seconds, *joined)
 
 
 def _joined(runs: Iterable[Run]) -> Iterator[Run]:

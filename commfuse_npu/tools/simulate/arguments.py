@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--straggler-factor", type=float, default=1.2)
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=new_file, metavar="FILE")
-    out.add_argument("--all", action="store_true", help="all variants, not the five that matter")
+    out.add_argument("--all", action="store_true", help="all variants, not those that matter")
     out.add_argument(
         "--html", type=page, metavar="FILE", help="one page: verdict, pictures, a layer's Gantt"
     )

@@ -98,12 +98,15 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     print("\n" + scale(points))
     what = training(model, first, sequences[0], options)
     step = Step(hardware.machine(), what, options.disturbance)
-    launch = fusing(known[standing.ours], what) if standing.ours else ()
-    said = verdict(points, standing, ["--use-commfuse", *launch])
+    launches = {
+        name: ["--use-commfuse", *fusing(known[name], what)]
+        for name in (standing.ours, standing.alike)
+        if name
+    }
+    said = verdict(points, standing, launches)
     rows: list[Row] = []
     if given.plot or given.html:
-        chosen = [REFERENCE.name, standing.today, standing.ours]
-        rows = layer(step, [(name, known[name]) for name in chosen if name])
+        rows = layer(step, [(name, known[name]) for name in standing.compared])
     title = f"{model_path.stem} on {hardware.name}, {sizes}"
     written: list[str] = []
     if given.json:

@@ -13,8 +13,9 @@ Transfers are collectives of the group, in order.  Legend: see :mod:`.llama`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from commfuse_npu.tools.simulate.launches import Chunk
 from commfuse_npu.tools.simulate.linear import wgrad_seconds
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, LayerShape, elementwise
 from commfuse_npu.tools.simulate.rank import Rank
@@ -35,29 +36,36 @@ class _Chunks:
     Raises:
         ValueError: see :func:`divides`.
 
+    Args:
+        layers: their numbers, in the order in which they run.
+
     Attributes:
         here, everywhere: rows of a chunk, of this rank and of all.
         arriving, leaving: what to wait for, by chunk.
     """
 
-    def __init__(self, rank: Rank, shape: LayerShape, chunks: int) -> None:
+    def __init__(self, rank: Rank, shape: LayerShape, chunks: int, layers: Sequence[int]) -> None:
         if not divides(shape, chunks):
             raise ValueError(
                 f"{shape.sequence // shape.ranks} tokens per rank cannot be cut into {chunks} "
                 "equal chunks; choose a number of chunks that divides them"
             )
-        self.rank, self.shape, self.chunks = rank, shape, chunks
+        self.rank, self.shape, self.chunks, self.layers = rank, shape, chunks, layers
         self.here, self.everywhere = shape.block // chunks, shape.rows // chunks
         self.arriving: dict[int, tuple[int, ...]] = {}
         self.leaving: dict[int, tuple[int, ...]] = {}
 
-    def gather(self, name: str = "gather") -> tuple[int, ...]:
+    def at(self, part: int, chunk: int) -> None:
+        """What follows is of this chunk in a part, of which a layer has two."""
+        self.rank.launches.origin = Chunk(self.layers[part // 2], chunk)
+
+    def gather(self, name: str) -> tuple[int, ...]:
         """A chunk of hidden states, or of their gradients."""
         return self.rank.collective(name, self.here * self.shape.row_bytes)
 
-    def scatter(self) -> tuple[int, ...]:
+    def scatter(self, name: str) -> tuple[int, ...]:
         """The sum of a chunk."""
-        return self.rank.collective("scatter", self.here * self.shape.row_bytes, sums=True)
+        return self.rank.collective(name, self.here * self.shape.row_bytes, sums=True)
 
     def gemm(self, name: str, inner: int, outer: int) -> None:
         self.rank.compute(name, self.rank.machine.gemm(self.everywhere, inner, outer))
@@ -67,16 +75,19 @@ class _Chunks:
         seconds = wgrad_seconds(self.rank, self.everywhere, inputs, outputs, self.shape.rows)
         self.rank.compute(name, seconds)
 
-    def between(self, name: str, chunk: int, *widths: int, last: bool = False) -> None:
+    def between(self, name: str, chunk: int, part: int, gather: str, *widths: int) -> None:
         """A chunk leaves a part and enters the next one, through work on this rank's rows.
 
         Args:
-            last: there is no next one.
+            part: the number of that one.
+            gather: its first transfer; empty if there is no such part.
         """
+        self.at(max(0, part - 1), chunk)
         self.rank.need(self.leaving.pop(chunk, ()))
         elementwise(self.rank, name, self.here, *widths)
-        if not last:
-            self.arriving[chunk] = self.gather()
+        if gather:
+            self.at(part, chunk)
+            self.arriving[chunk] = self.gather(gather)
 
     def rows_of(self, chunk: int) -> slice:
         return slice(chunk * self.everywhere, (chunk + 1) * self.everywhere)
@@ -84,7 +95,8 @@ class _Chunks:
 
 def forward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
     """Add the forward of a stage of so many layers."""
-    c, n, h = _Chunks(rank, shape, chunks), shape.ranks, shape.hidden
+    c = _Chunks(rank, shape, chunks, range(1, layers + 1))
+    n, h = shape.ranks, shape.hidden
     f, qkv = shape.feed_forward // n, shape.qkv // n
     attend = shape.attention(rank.machine)
 
@@ -99,28 +111,32 @@ def forward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
         elementwise(rank, "SwiGLU", c.everywhere, 2 * f, f)
         c.gemm("fc2", f, h)
 
-    def pass_on(chunk: int, last: bool = False) -> None:
-        c.between("residual, norm", chunk, *[h] * 4, last=last)
+    parts = [(attention, "qkv", "proj"), (mlp, "fc1", "fc2")] * layers
+
+    def pass_on(chunk: int, part: int) -> None:
+        gather = f"{parts[part][1]} gather" if part < len(parts) else ""
+        c.between("residual, norm", chunk, part, gather, *[h] * 4)
 
     for chunk in range(chunks):
-        pass_on(chunk)
-    parts = [attention, mlp] * layers
-    for number, part in enumerate(parts, 1):
+        pass_on(chunk, 0)
+    for number, (part, _, row) in enumerate(parts):
         for chunk in range(chunks):
+            c.at(number, chunk)
             rank.need(c.arriving.pop(chunk))
             part(chunk)
-            scattered = c.scatter()
+            scattered = c.scatter(f"{row} scatter")
             if chunk:
-                pass_on(chunk - 1, last=number == len(parts))
-            elif number > 1:
-                pass_on(chunks - 1)
+                pass_on(chunk - 1, number + 1)
+            elif number:
+                pass_on(chunks - 1, number)
             c.leaving[chunk] = scattered
-    pass_on(chunks - 1, last=True)
+    pass_on(chunks - 1, len(parts))
 
 
 def backward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
     """Add the backward of a stage of so many layers."""
-    c, n, h = _Chunks(rank, shape, chunks), shape.ranks, shape.hidden
+    c = _Chunks(rank, shape, chunks, range(layers, 0, -1))
+    n, h = shape.ranks, shape.hidden
     f, qkv = shape.feed_forward // n, shape.qkv // n
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
 
@@ -135,23 +151,28 @@ def backward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
         elementwise(rank, "SwiGLU backward", c.everywhere, f, 2 * f, 2 * f)
         c.gemm("fc1 dgrad", 2 * f, h)
 
-    def pass_on(chunk: int, last: bool = False) -> None:
-        c.between("norm backward", chunk, *[h] * 5, last=last)
-
     parts = [(mlp, ("fc2", f), ("fc1", 2 * f)), (attention, ("proj", h // n), ("qkv", qkv))]
     parts *= layers
-    pass_on(chunks - 1)
-    for number, (part, (row, inputs), (column, outputs)) in enumerate(parts, 1):
+
+    def pass_on(chunk: int, part: int) -> None:
+        gather = f"{parts[part][1][0]} backward gather" if part < len(parts) else ""
+        c.between("norm backward", chunk, part, gather, *[h] * 5)
+
+    pass_on(chunks - 1, 0)
+    for number, (part, (row, inputs), (column, outputs)) in enumerate(parts):
         for chunk in reversed(range(chunks)):
-            if chunk or number < len(parts):
-                pass_on((chunk - 1) % chunks)
+            if chunk:
+                pass_on(chunk - 1, number)
+            elif number + 1 < len(parts):
+                pass_on(chunks - 1, number + 1)
+            c.at(number, chunk)
             rank.need(c.arriving.pop(chunk))
-            again = c.gather("gather again")
+            again = c.gather(f"{column} backward re-gather")
             part(chunk)
-            scattered = c.scatter()
+            scattered = c.scatter(f"{column} backward scatter")
             c.wgrad(f"{row} wgrad", inputs, h)
             rank.need(again)
             c.wgrad(f"{column} wgrad", h, outputs)
             c.leaving[chunk] = scattered
     for chunk in reversed(range(chunks)):
-        pass_on(chunk, last=True)
+        pass_on(chunk, len(parts))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
-from commfuse_npu.tools.simulate.launches import Launches, fold
+from commfuse_npu.tools.simulate.launches import Chunk, Launches, fold
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.rank import Rank
@@ -28,23 +28,49 @@ class Played:
     """A timeline with what it was made from.
 
     Attributes:
-        steady: whether it is one of many in a row.
+        host: seconds in which it is launched, if it is one of many in a row, else 0.
+        layer: which one of those it is.
     """
 
     timeline: Timeline
     launches: tuple[Launches, ...]
     links: Links
-    steady: bool = False
+    host: float = 0.0
+    layer: int = 1
 
     @property
     def seconds(self) -> float:
         """Of many in a row the device's time or the host's, whichever is longer."""
-        return max(self.timeline.seconds, self._host if self.steady else 0.0)
+        return max(self.timeline.seconds, self.host)
 
     @property
-    def _host(self) -> float:
-        launches = max(sum(one.launches for one in rank.operations) for rank in self.launches)
-        return launches * self.links.machine.launch_overhead
+    def shown(self) -> int:
+        """The rank in the middle, or the one that stands for all."""
+        return 0 if self.links.folded else len(self.launches) // 2
+
+    def one_of(self, layer: int, start: float, stop: float) -> Played:
+        """What happened between two moments, that is one layer of those that were played."""
+        spans = tuple(
+            replace(one, start=max(one.start, start) - start, end=min(one.end, stop) - start)
+            for one in self.timeline.spans
+            if one.start < stop and one.end > start
+        )
+        moved = tuple(
+            replace(one, start=max(one.start, start) - start, end=min(one.end, stop) - start)
+            for one in self.timeline.moved
+            if one.start < stop and one.end > start
+        )
+        most = max(
+            sum(
+                one.launches
+                for one in rank.operations
+                if isinstance(one.origin, Chunk) and one.origin.layer == layer
+            )
+            for rank in self.launches
+        )
+        host = most * self.links.machine.launch_overhead
+        timeline = Timeline(stop - start, spans, moved)
+        return replace(self, timeline=timeline, host=host, layer=layer)
 
     @property
     def waiting(self) -> float:
@@ -111,7 +137,9 @@ class Group:
             if not self.disturbance.none:
                 speeds = self.disturbance.speeds(launches)
         timeline = simulate(launches, links, speeds, launched=steady)
-        return Played(timeline, tuple(launches), links, steady)
+        most = max(sum(one.launches for one in rank.operations) for rank in launches)
+        host = most * self.machine.launch_overhead if steady else 0.0
+        return Played(timeline, tuple(launches), links, host)
 
     def build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
         """One rank, with what ``build`` adds to it."""

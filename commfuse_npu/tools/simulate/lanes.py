@@ -28,8 +28,7 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
     bits: list[Bit] = []
     offset = 0.0
     for part, played in parts:
-        rank = 0 if played.links.folded else len(played.launches) // 2
-        timeline = played.timeline
+        rank, timeline = played.shown, played.timeline
         work = [span for span in timeline.spans if span.rank == rank and span.end > span.start]
         for engine, lane in LANES.items():
             bits += [

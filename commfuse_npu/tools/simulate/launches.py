@@ -13,14 +13,24 @@ from typing import NamedTuple
 
 from commfuse_npu.plan.program import Program
 
-__all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "Origin", "fold"]
+__all__ = ["ASIDE", "COMPUTE", "Chunk", "Key", "Launches", "Message", "Operation", "Origin",
+           "fold"]  # fmt: skip
 
 COMPUTE, ASIDE = "compute", "aside"
 """The engines: a device's first stream, and the second one beside it."""
 
 Key = tuple[object, ...]
 
-Origin = tuple[Program, int]
+
+class Chunk(NamedTuple):
+    """Of a flow: which layer of those that are played, from 1, and which run of the sequence."""
+
+    layer: int
+    number: int
+
+
+Origin = tuple[Program, int] | Chunk
+"""A program and the place of an instruction there, or a chunk of a flow."""
 
 
 class Message(NamedTuple):
@@ -46,7 +56,7 @@ class Operation:
         sends, receives: messages; the operation is done when all of them are.
         after: indices of operations of the same rank that have to be done before.
         launches: how many launches of the host it takes; 0 inside a kernel or a collective.
-        origin: the program that it is of, and the place of its instruction there.
+        origin: what it is a part of.
     """
 
     name: str
@@ -65,11 +75,15 @@ class Launches:
     Args:
         batched: whether the send and the receive of a step complete as a unit (HCCL).  Without
             (gloo) a receive waits for no lane, and a send holds its lane until it is done.
+
+    Attributes:
+        origin: of what is added without one.
     """
 
     def __init__(self, batched: bool = True) -> None:
         self.batched = batched
         self.operations: list[Operation] = []
+        self.origin: Origin | None = None
         self._last: dict[str, int] = {}
         self._prefixes = 0
 
@@ -145,7 +159,7 @@ class Launches:
                 tuple(receives),
                 tuple(sorted(after)),
                 launches,
-                origin,
+                origin or self.origin,
             )
         )
         return len(self.operations) - 1

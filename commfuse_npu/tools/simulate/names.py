@@ -1,5 +1,7 @@
 """What is seen of an operation in a trace or a picture: ``fc1 dgrad, chunk 2 of rank 3``.
 
+In a flow, whose chunks are of all ranks, it is ``fc1 dgrad, chunk 2``.
+
 The simulator's own names say which operation something is of; which block of which rank it works
 on is read from its program: what arrives there, and what is sent off.
 """
@@ -11,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from commfuse_npu.plan.program import Compute, Copy, End, Post, Program, Span, accesses, overlap
-from commfuse_npu.tools.simulate.launches import Operation
+from commfuse_npu.tools.simulate.launches import Chunk, Operation
 
-__all__ = ["name"]
+__all__ = ["message", "name", "work"]
 
 _PIECE = re.compile(r"(block|partial for) (\d+)(?: chunk (\d+))?$")
 _LINEAR = re.compile(r"(qkv|proj|fc1|fc2|output)( backward)?(?: (.+))?$")
@@ -38,17 +40,28 @@ def name(operation: Operation) -> str:
     """In the field's words, with its chunk and its ranks where it has any."""
     if operation.origin is None:
         return _said(operation.name)
+    if isinstance(operation.origin, Chunk):
+        return f"{_said(operation.name)}, chunk {operation.origin.number}"
     program, place = operation.origin
     one = program.code[place]
     if isinstance(one, Post):
         end = one.send or one.receive
         assert end is not None
         piece = end.transfer.piece
-        again = program.rule[0] == "column_backward"
-        said = f"{operation.name.removesuffix(piece)}{_collective(piece, again)}"
-        return f"{_said(said)}, {_pieces([piece])}"
+        return message(operation.name.removesuffix(f" {piece}"), program, piece)
+    return work(operation.name, program, place)
+
+
+def message(operation: str, program: Program, piece: str) -> str:
+    """What carries a piece in the program of an operation, ``fc1 backward``."""
+    again = program.rule[0] == "column_backward"
+    return f"{_said(f'{operation} {_collective(piece, again)}')}, {_pieces([piece])}"
+
+
+def work(text: str, program: Program, place: int) -> str:
+    """Work, a sum or a copy in this place of a program: ``fc1 backward wgrad``."""
     found = _of(program, place)
-    return f"{_said(operation.name)}, {found}" if found else _said(operation.name)
+    return f"{_said(text)}, {found}" if found else _said(text)
 
 
 def _said(text: str) -> str:

@@ -30,8 +30,14 @@ _GANTT = (
 
 
 def layer(step: Step, shown: Sequence[tuple[str, Variant]]) -> list[Row]:
-    """Each of the variants as lanes over time."""
-    return [lanes(said, [(part, step.layer(one, part)) for part in PARTS]) for said, one in shown]
+    """Each of the variants as lanes over time; of a flow one of many layers."""
+    return [
+        lanes(
+            f"{said}, amid other layers" if one.kind == "flow" else said,
+            [(part, step.layer(one, part)) for part in PARTS],
+        )
+        for said, one in shown
+    ]
 
 
 def layer_picture(rows: Sequence[Row]) -> Picture:

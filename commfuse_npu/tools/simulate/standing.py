@@ -33,24 +33,34 @@ class Standing:
     """Names of the shortest steps over all points, by what they are; ``None`` without any.
 
     Attributes:
-        ours: among schedules that round as Megatron does, if there are any.
+        ours: of this project, whatever its rounding.
+        alike: of those, among what has Megatron's bits.
         rival: among those that exist besides Megatron's order.
         best: the shorter of that and Megatron's order.
         roles: of all variants.
+        other_rounding: see :attr:`~.variants.Variant.other_rounding`; of ``ours``.
     """
 
     ours: str | None
+    alike: str | None
     today: str | None
     rival: str | None
     best: str | None
     bound: str | None
     roles: Mapping[str, Role]
+    other_rounding: str
+
+    @property
+    def compared(self) -> list[str]:
+        """Plain, Megatron's order, and ours."""
+        found = (REFERENCE.name, self.today, self.alike, self.ours)
+        return list(dict.fromkeys(name for name in found if name is not None))
 
     def shown(self, names: Sequence[str], everything: bool) -> list[str]:
-        """Of these names the five that a reader needs first, in their order, or all of them."""
+        """Of these names those that a reader needs first, in their order, or all of them."""
         if everything:
             return list(names)
-        kept = {REFERENCE.name, self.today, self.rival, self.ours, self.bound}
+        kept = {*self.compared, self.rival, self.bound}
         return [name for name in names if name in kept]
 
 
@@ -63,17 +73,15 @@ def of(points: Sequence[Point], known: Mapping[str, Variant]) -> Standing:
             scores[one.variant] = scores.get(one.variant, 0.0) + one.step.typical / plain
     roles = {name: role(known[name]) for name in scores}
 
-    def best(*wanted: Role) -> str | None:
-        return min((n for n in scores if roles[n] in wanted), key=scores.__getitem__, default=None)
+    def best(*wanted: Role, alike: bool = False) -> str | None:
+        names = (n for n in scores if roles[n] in wanted)
+        kept = (n for n in names if not (alike and known[n].other_rounding))
+        return min(kept, key=scores.__getitem__, default=None)
 
-    alike = [
-        name
-        for name in scores
-        if (known[name].kind, known[name].wgrad, known[name].sums) == ("fused", "whole", "ordered")
-    ]
-    ours = min(alike, key=scores.__getitem__, default=best("ours"))
-    rivals = best("rival"), best("today", "rival")
-    return Standing(ours, best("today"), *rivals, best("bound"), roles)
+    ours = best("ours")
+    rivals = best("today"), best("rival"), best("today", "rival"), best("bound")
+    rounding = known[ours].other_rounding if ours else ""
+    return Standing(ours, best("ours", alike=True), *rivals, roles, rounding)
 
 
 def outcome(point: Point, name: str) -> Outcome:
@@ -81,13 +89,18 @@ def outcome(point: Point, name: str) -> Outcome:
     return next(one for one in point.outcomes if one.variant == name)
 
 
-def verdict(points: Sequence[Point], standing: Standing, options: Sequence[str]) -> list[str]:
-    """Two lines: the best schedule of ours and its options, and how it compares.
+def verdict(
+    points: Sequence[Point], standing: Standing, options: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Two lines: the best of ours and its options, and how it compares.
+
+    If its rounding is another one than Megatron's it says so, and has the best with Megatron's bits
+    beside it.
 
     Args:
-        options: of a launch with that schedule.
+        options: of a launch, by the name of the schedule.
     """
-    ours = standing.ours
+    ours, alike = standing.ours, standing.alike if standing.other_rounding else None
     bound = ""
     if standing.bound is not None:
         bound = (
@@ -101,40 +114,54 @@ def verdict(points: Sequence[Point], standing: Standing, options: Sequence[str])
             f"{first}, {_steps(first, points)}.",
             f"Nothing to compare.{bound}",
         ]
-    mine = [outcome(point, ours).step.typical for point in points]
 
-    def against(name: str) -> str:
-        theirs = [outcome(point, name).step.typical for point in points]
-        return change([one / other - 1 for one, other in zip(mine, theirs, strict=True)])
+    def steps(name: str) -> list[float]:
+        return [outcome(point, name).step.typical for point in points]
+
+    def against(other: str) -> str:
+        found = change(steps(ours), steps(other))
+        if alike:
+            found += f" ({change(steps(alike), steps(other))} with Megatron's bits)"
+        return found
 
     said = []
     if standing.today is not None and standing.today != standing.best:
         today = _steps(standing.today, points)
-        said.append(f"{against(standing.today)} Megatron's order, {today}")
+        said.append(f"{against(standing.today)} than Megatron's order, {today}")
     if standing.best is not None:
         name = f"{standing.best}, the best rival that exists"
         if standing.best == standing.today:
             name = "Megatron's order, which is the best rival that exists"
-        said.append(f"{against(standing.best)} {name}, {_steps(standing.best, points)}")
+        said.append(f"{against(standing.best)} than {name}, {_steps(standing.best, points)}")
     if not said:
-        said = [f"{against(REFERENCE.name)} plain collectives"]
+        said = [f"{against(REFERENCE.name)} than plain collectives"]
+
+    def launched(name: str) -> str:
+        layer = ""
+        if len(points) == 1:
+            layer = f", a layer in {seconds(outcome(points[0], name).layer.typical)}"
+        return f"**{name}**, a step in {_steps(name, points)}{layer}: `{' '.join(options[name])}`"
+
+    first = f"Best of ours: {launched(ours)}"
+    if standing.other_rounding:
+        first += f"; {standing.other_rounding} (other rounding)."
+    if alike:
+        first += f" With Megatron's bits: {launched(alike)}"
     compared = "; ".join(said)
-    return [
-        f"Best of ours: **{ours}**, a step in {_steps(ours, points)}: `{' '.join(options)}`",
-        f"{compared[0].upper()}{compared[1:]}.{bound}",
-    ]
+    return [first, f"{compared[0].upper()}{compared[1:]}.{bound}"]
 
 
-def change(shares: Sequence[float]) -> str:
-    """``8.7 % shorter than``; over several points from the worst to the best."""
+def change(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """``8.7 % shorter``; over several points from the worst to the best."""
+    shares = [one / other - 1 for one, other in zip(ours, theirs, strict=True)]
     worst, best = max(shares), min(shares)
 
     def said(share: float) -> str:
         return f"{abs(share):.1%} {'longer' if share > 0 else 'shorter'}".replace("%", " %")
 
     if said(worst) == said(best):
-        return f"{said(worst)} than"
-    return f"from {said(worst)} to {said(best)} than"
+        return said(worst)
+    return f"from {said(worst)} to {said(best)}"
 
 
 def seconds(value: float) -> str:

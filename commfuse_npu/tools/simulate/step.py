@@ -43,6 +43,8 @@ __all__ = ["PARTS", "LayerTime", "Layout", "Part", "Recompute", "Shared", "Step"
 Recompute = Literal["none", "full"]
 Part = Literal["forward", "backward"]
 PARTS: tuple[Part, Part] = ("forward", "backward")
+_FIRST = {"forward": "qkv", "backward": "fc2 dgrad"}
+"""The GEMM that a layer begins with."""
 
 _Found = TypeVar("_Found")
 
@@ -196,9 +198,13 @@ class Step:
         return Group(self.machine, self.training.tp, disturbance=self.disturbance)
 
     def layer(self, variant: Variant, part: Part) -> Played:
-        """Play one layer of one micro-batch; two where chunks flow from one to the next."""
+        """Play one layer of one micro-batch.
+
+        Where chunks flow from one layer to the next it is the second of three, from where its first
+        GEMM begins to where that of the layer after it does.
+        """
         if variant.kind == "flow":
-            return self._flow(variant, part, 2)
+            return self._amid_others(variant, part)
         attended = self._attended(variant)
         build = llama.forward if part == "forward" else llama.backward
         seconds = attended[part == "backward"] if attended else None
@@ -275,6 +281,14 @@ class Step:
         waiting = sum(more.waiting - less.waiting for less, more in pairs)
         ends = two[0].seconds - 2 * forward, two[1].seconds - 2 * backward
         return LayerTime(forward, backward, waiting, ends)
+
+    def _amid_others(self, variant: Variant, part: Part) -> Played:
+        if self.training.recompute == "full":
+            return self._flow(variant, part, 1)
+        three = self._flow(variant, part, 3)
+        of_one = [one for one in three.timeline.spans if one.rank == three.shown]
+        begins = sorted(one.start for one in of_one if one.operation.name == _FIRST[part])
+        return three.one_of(2, *begins[variant.slices :: variant.slices][:2])
 
     def _flow(self, variant: Variant, part: Part, layers: int) -> Played:
         build = flow.forward if part == "forward" else flow.backward

@@ -104,6 +104,15 @@ class Variant:
         """Whether it is this project's, and can be launched."""
         return self.kind in ("fused", "flow")
 
+    @property
+    def other_rounding(self) -> str:
+        """What is summed in another way than Megatron does; empty if it has Megatron's bits."""
+        if self.kind == "flow":
+            return "weight gradients are summed chunk by chunk"
+        found = ["weight gradients are summed block by block"] if self.wgrad != "whole" else []
+        found += ["partial sums are rounded once"] if self.sums == "once" else []
+        return ", ".join(found)
+
     def way(self, operation: str) -> Way:
         """That of one operation."""
         usual = self.slices if self.kind == "sliced" else self.schedule

@@ -10,7 +10,7 @@ from commfuse_npu.tools.simulate import plot, standing
 from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
 from commfuse_npu.tools.simulate.variants import Variant, variants
 
-KNOWN = {variant.name: variant for variant in variants(8, 8, 7)}
+KNOWN = {variant.name: variant for variant in variants(8, 8, 7, flows=(4,))}
 STEPS = {
     "plain-mesh": 20.0,
     "megatron": 18.0,
@@ -19,8 +19,13 @@ STEPS = {
     "kernel-ideal": 14.0,
     "commfuse-c4-l7": 16.2,
     "commfuse-c4-l7-wgrad": 15.5,
+    "commfuse-flow-4": 14.4,
 }
-OPTIONS = ["--use-commfuse", "--commfuse-chunks", "4"]
+ALIKE = {name: step for name, step in STEPS.items() if not name.endswith(("-wgrad", "flow-4"))}
+OPTIONS = {
+    "commfuse-c4-l7": ["--use-commfuse", "--commfuse-chunks", "4"],
+    "commfuse-flow-4": ["--use-commfuse", "--commfuse-flow", "4"],
+}
 
 
 def _point(steps: dict[str, float], sequence: int = 4096, npus: int = 8) -> Point:
@@ -28,7 +33,8 @@ def _point(steps: dict[str, float], sequence: int = 4096, npus: int = 8) -> Poin
 
     def made(name: str, step: float) -> Outcome:
         exposed = Range(step - 12, step - 12, step - 12)
-        return Outcome(name, Range(step, step, step), one, one, exposed, one, one, one, one, 0, 0)
+        layer = Range(step / 1e3, step / 1e3, step / 1e3)
+        return Outcome(name, Range(step, step, step), one, layer, exposed, one, one, one, one, 0, 0)
 
     return Point(sequence, npus, 1, one, tuple(made(*item) for item in steps.items()), 0.0)
 
@@ -43,22 +49,46 @@ def test_every_variant_has_a_role() -> None:
     assert {roles[name] for name in KNOWN if name.startswith("commfuse")} == {"ours"}
 
 
-def test_ours_is_the_fastest_that_rounds_alike() -> None:
+def test_ours_is_the_fastest_with_the_fastest_that_rounds_alike_beside_it() -> None:
     found = standing.of([_point(STEPS)], KNOWN)
-    assert (found.ours, found.today, found.rival) == ("commfuse-c4-l7", "megatron", "coc-4")
+    assert (found.ours, found.alike) == ("commfuse-flow-4", "commfuse-c4-l7")
+    assert (found.today, found.rival) == ("megatron", "coc-4")
     assert (found.best, found.bound) == ("coc-4", "kernel-ideal")
+    assert found.compared == ["plain-mesh", "megatron", "commfuse-c4-l7", "commfuse-flow-4"]
     five = ["plain-mesh", "megatron", "coc-4", "kernel-ideal", "commfuse-c4-l7"]
-    assert found.shown(list(STEPS), False) == five
+    assert found.shown(list(STEPS), False) == [*five, "commfuse-flow-4"]
     assert found.shown(list(STEPS), True) == list(STEPS)
+    found = standing.of([_point(ALIKE)], KNOWN)
+    assert found.ours == found.alike == "commfuse-c4-l7"
+    assert found.shown(list(ALIKE), False) == five
     alone = {name: STEPS[name] for name in ("plain-mesh", "commfuse-c4-l7-wgrad")}
-    assert standing.of([_point(alone)], KNOWN).ours == "commfuse-c4-l7-wgrad"
+    found = standing.of([_point(alone)], KNOWN)
+    assert (found.ours, found.alike) == ("commfuse-c4-l7-wgrad", None)
+    assert found.other_rounding == "weight gradients are summed block by block"
 
 
-def test_two_lines_with_the_bound_apart() -> None:
+def test_two_lines_name_the_flow_and_the_best_with_megatrons_bits() -> None:
     points = [_point(STEPS)]
     first, second = standing.verdict(points, standing.of(points, KNOWN), OPTIONS)
     assert first == (
-        "Best of ours: **commfuse-c4-l7**, a step in 16.20 s: `--use-commfuse --commfuse-chunks 4`"
+        "Best of ours: **commfuse-flow-4**, a step in 14.40 s, a layer in 14.4 ms: "
+        "`--use-commfuse --commfuse-flow 4`; weight gradients are summed chunk by chunk (other "
+        "rounding). With Megatron's bits: **commfuse-c4-l7**, a step in 16.20 s, a layer in "
+        "16.2 ms: `--use-commfuse --commfuse-chunks 4`"
+    )
+    assert second == (
+        "20.0 % shorter (10.0 % shorter with Megatron's bits) than Megatron's order, 18.00 s; "
+        "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best rival that "
+        "exists, 17.00 s. Ideal bound, which nobody can launch: kernel-ideal, 14.00 s."
+    )
+
+
+def test_two_lines_with_the_bound_apart() -> None:
+    points = [_point(ALIKE)]
+    first, second = standing.verdict(points, standing.of(points, KNOWN), OPTIONS)
+    assert first == (
+        "Best of ours: **commfuse-c4-l7**, a step in 16.20 s, a layer in 16.2 ms: "
+        "`--use-commfuse --commfuse-chunks 4`"
     )
     assert second == (
         "10.0 % shorter than Megatron's order, 18.00 s; 4.7 % shorter than coc-4, the best rival "
@@ -67,7 +97,7 @@ def test_two_lines_with_the_bound_apart() -> None:
 
 
 def test_where_ours_is_behind_it_says_so() -> None:
-    points = [_point({**STEPS, "commfuse-c4-l7": 18.9}), _point(STEPS, 8192)]
+    points = [_point({**ALIKE, "commfuse-c4-l7": 18.9}), _point(ALIKE, 8192)]
     _, second = standing.verdict(points, standing.of(points, KNOWN), OPTIONS)
     assert second.startswith(
         "From 5.0 % longer to 10.0 % shorter than Megatron's order, 18.00 s to"
@@ -86,7 +116,7 @@ def test_megatrons_order_may_be_the_best_rival() -> None:
 @pytest.mark.parametrize("names", [("plain-mesh",), ("plain-mesh", "kernel-ideal")])
 def test_without_ours_there_is_nothing_to_say(names: tuple[str, ...]) -> None:
     points = [_point({name: STEPS[name] for name in names})]
-    first, _ = standing.verdict(points, standing.of(points, KNOWN), [])
+    first, _ = standing.verdict(points, standing.of(points, KNOWN), {})
     assert first.startswith("Nothing of ours was simulated: --variants 'commfuse-*' would.")
 
 
