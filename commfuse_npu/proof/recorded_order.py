@@ -20,7 +20,7 @@ from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof.rendezvous import Group
 from commfuse_npu.runtime.order_log import VERSION
 
-__all__ = ["Event", "LogError", "Operation", "RankLog"]
+__all__ = ["Collective", "Event", "LogError", "Operation", "RankLog"]
 
 _LONGEST_LINE = 1 << 20
 _MOST_RANKS = 1 << 16
@@ -46,6 +46,14 @@ class Operation(NamedTuple):
     facts: dict[str, object]
 
 
+class Collective(NamedTuple):
+    """A collective of a group as a rank began it."""
+
+    group: Group
+    name: str
+    facts: dict[str, object]
+
+
 class Event(NamedTuple):
     """A line.  ``number`` is a slot, a transport or a thread, ``more`` a place or steps."""
 
@@ -53,14 +61,19 @@ class Event(NamedTuple):
     number: int = 0
     more: tuple[int, ...] = ()
     text: str = ""
-    operation: Operation | None = None
+    begun: Operation | Collective | None = None
 
 
 _EVENTS = {
-    "begin": "nn", "at": "nn", "rows": "nn+", "finish": "n", "meet": "nt", "fail": "nt",
-    "close": "n", "thread": "n", "forget": "", "end": "",
+    "begin": "nn", "at": "nn", "rows": "nn+", "finish": "n", "issue": "nn", "await": "n",
+    "meet": "nt", "fail": "nt", "close": "n", "thread": "n", "forget": "", "end": "",
 }  # fmt: skip
 """What follows each verb: numbers and texts."""
+
+_DEFINED = {"begin": ("program", Operation), "issue": ("collective", Collective)}
+"""What a verb begins."""
+_LASTS = {"at": "begin", "rows": "begin", "finish": "begin", "await": "issue"}
+"""By what that is under way was begun which a verb is about."""
 
 
 class RankLog:
@@ -70,8 +83,8 @@ class RankLog:
         rank, size: of the process in the job.
         groups: of its transports, by their numbers.
         lines: what was read since the last :meth:`cut`, the first of thread 0.
-        counts, before: operations and meetings so far, and before the cut.
-        under_way: the slots in use at the end of what was read.
+        counts, before: operations, collectives and meetings so far, and before the cut.
+        under_way: the slots in use at the end of what was read, with the verb that began them.
         over: whether the file was read to its end.
         ended: whether it says that the process came to its end.
         torn: whether its last line is cut off.
@@ -88,12 +101,12 @@ class RankLog:
         self.lines: list[bytes] = []
         self.counts: Counter[tuple[Group, str]] = Counter()
         self.before = self.counts.copy()
-        self.under_way: set[int] = set()
+        self.under_way: dict[int, str] = {}
         self.over = self.ended = self.torn = False
         self.failures: list[str] = []
         self.generation = 0
         self._batched: dict[int, bool] = {}
-        self._operations: dict[int, Operation] = {}
+        self._defined: dict[int, Operation | Collective] = {}
         # What a line says; the same lines come again and again.
         self.event = lru_cache(_MOST_KNOWN)(self._event)
         self._number = self._thread = 0
@@ -134,19 +147,19 @@ class RankLog:
             if self.ended:
                 raise self._wrong("a line after the end")
             self.lines.append(line)
-            verb, number, _, text, operation = self.event(line)
-            if verb in ("at", "rows", "finish"):
-                if number not in self.under_way:
-                    raise self._wrong(f"nothing is under way in slot {number}")
-                if verb == "finish":
-                    self.under_way.remove(number)
+            verb, number, _, text, begun = self.event(line)
+            if verb in _LASTS:
+                if self.under_way.get(number) != _LASTS[verb]:
+                    raise self._wrong(f"nothing is under way in slot {number} that can {verb}")
+                if verb in ("finish", "await"):
+                    del self.under_way[number]
                     if not self.under_way:
                         return
-            elif operation is not None:
+            elif begun is not None:
                 if number in self.under_way:
                     raise self._wrong(f"slot {number} is in use")
-                self.under_way.add(number)
-                self.counts[operation.group, "operation"] += 1
+                self.under_way[number] = verb
+                self.counts[begun.group, type(begun).__name__.lower()] += 1
             elif verb == "meet":
                 self.counts[self.groups[number], "meeting"] += 1
             elif verb == "thread":
@@ -156,7 +169,7 @@ class RankLog:
             elif verb == "forget":
                 if self.under_way:
                     raise self._wrong("definitions are forgotten while they are in use")
-                self._operations = {}
+                self._defined = {}
                 self.event.cache_clear()
                 self.generation += 1
             elif verb == "end":
@@ -199,10 +212,13 @@ class RankLog:
         text = rest.pop() if found.endswith("t") else ""
         if verb in ("meet", "fail", "close") and rest[0] not in self.groups:
             raise self._wrong(f"transport {rest[0]} is not defined")
-        if verb == "begin" and rest[1] not in self._operations:
-            raise self._wrong(f"program {rest[1]} is not defined")
-        operation = self._operations[rest[1]] if verb == "begin" else None
-        return Event(verb, rest[0] if rest else 0, tuple(rest[1:]), text, operation)
+        begun = None
+        if verb in _DEFINED:
+            what, kind = _DEFINED[verb]
+            begun = self._defined.get(rest[1])
+            if not isinstance(begun, kind):
+                raise self._wrong(f"{what} {rest[1]} is not defined")
+        return Event(verb, rest[0] if rest else 0, tuple(rest[1:]), text, begun)
 
     # ------------------------------------------------------------------ definitions
 
@@ -214,18 +230,29 @@ class RankLog:
         return [fields[name] for name in kinds]
 
     def _define(self, fields: dict[str, Any]) -> None:
-        if "program" in fields:
-            (number,) = self._fields(fields, program=int)
-            if number in self._operations:
-                raise self._wrong(f"program {number} is defined already")
-            self._operations[number] = self._operation(fields)
-            return
+        for what, _ in _DEFINED.values():
+            if what in fields:
+                (number,) = self._fields(fields, **{what: int})
+                if number in self._defined:
+                    raise self._wrong(f"{what} {number} is defined already")
+                make = self._operation if what == "program" else self._collective
+                self._defined[number] = make(fields)
+                return
         number, ranks, batched = self._fields(fields, transport=int, ranks=list, batched=bool)
         fits = all(type(rank) is int and 0 <= rank < self.size for rank in ranks)
         fits = fits and self.rank in ranks and len({*ranks}) == len(ranks)
         if number in self.groups or not fits:
             raise self._wrong(f"transport {number} of ranks {ranks} cannot be rank {self.rank}'s")
         self.groups[number], self._batched[number] = Group(number, tuple(ranks)), batched
+
+    def _collective(self, fields: dict[str, Any]) -> Collective:
+        number, name, *_ = self._fields(
+            fields, transport=int, name=str, kind=str, bytes=int, dtype=str
+        )
+        if number not in self.groups:
+            raise self._wrong(f"transport {number} is not defined")
+        facts = {fact: fields[fact] for fact in ("name", "kind", "bytes", "dtype")}
+        return Collective(self.groups[number], name, facts)
 
     def _operation(self, fields: dict[str, Any]) -> Operation:
         number, asked, given = self._fields(fields, transport=int, schedule=dict, arguments=list)

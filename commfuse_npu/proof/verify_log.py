@@ -3,11 +3,11 @@
 What is shown of the files that :mod:`commfuse_npu.runtime.order_log` wrote:
 
 1. *programs*: each rank carried out exactly the posts and waits of its programs, in order, to their
-   ends;
-2. *one job*: the ranks of a group began the same programs in the same order, and met at the same
-   places;
+   ends, and waited for each collective that it began;
+2. *one job*: the ranks of a group began the same programs in the same order, began the same
+   collectives of the same sizes, and met at the same places;
 3. *pairing*: on each lane, between each two ranks, the sends are the receives, in order and rows;
-4. *no deadlock*: with all programs under way that were, every rank gets to the end.
+4. *no deadlock*: with all programs and collectives under way that were, every rank gets to the end.
 
 3 and 4 are by HCCL's rules (:mod:`commfuse_npu.proof.rendezvous`), communicators there from the
 start or created at first use.  A run on gloo is played by gloo's rules as it was, and by HCCL's as
@@ -31,9 +31,9 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from commfuse_npu.plan.program import End, Instruction, Post, Wait, line
+from commfuse_npu.plan.program import End, Instruction, Post, Transfer, Wait, line
 from commfuse_npu.proof import rendezvous as play
-from commfuse_npu.proof.recorded_order import Event, LogError, Operation, RankLog
+from commfuse_npu.proof.recorded_order import Collective, Event, LogError, Operation, RankLog
 
 __all__ = ["Verdict", "files_of", "verify_logs"]
 
@@ -52,7 +52,8 @@ class Verdict:
     Attributes:
         faults: why the run does not hold; empty if nothing was found.
         notes: why nothing more than that is known of a part of it.
-        operations, messages: how many were judged, over all ranks; a message has two ends.
+        operations, messages: how many were judged, over all ranks, collectives of a flow among the
+            operations; a message has two ends.
     """
 
     ranks: int
@@ -246,7 +247,7 @@ _Links = set[tuple[play.Group, Hashable]]
 
 
 class _Name(NamedTuple):
-    """An operation or a meeting, the same on all its ranks."""
+    """An operation, a collective or a meeting, the same on all its ranks."""
 
     what: str
     group: play.Group
@@ -301,10 +302,14 @@ class _Rank:
         self.gloo = False
         self.operations = self.messages = self._thread = 0
         self._slots: dict[int, _Running] = {}
+        self._collectives: dict[int, tuple[_Name, tuple[play.End, ...]]] = {}
         self._posted: Counter[tuple[_Rules, play.Group]] = Counter()
         self._faulty: set[_Name] = set()
         for text in log.lines:
             self._take(log.event(text))
+        if log.ended:
+            for name, _ in self._collectives.values():
+                self.faults.append(f"rank {self.rank}, {name}: it began it and never waited for it")
 
     def _fault(self, running: _Running, what: str) -> None:
         # One per operation: what follows from it is noise.
@@ -313,12 +318,19 @@ class _Rank:
             self.faults.append(f"rank {self.rank}, {running.name}: it {what}")
 
     def _take(self, event: Event) -> None:
-        verb, number, more, text, operation = event
-        if operation is not None:
-            name = self._name("operation", operation.group, operation.name, operation.facts)
-            self._slots[number] = _Running(operation, name)
-            self.gloo |= not operation.program.batched
+        verb, number, more, text, begun = event
+        if isinstance(begun, Collective):
+            self._issue(number, begun)
             self.operations += 1
+        elif begun is not None:
+            name = self._name("operation", begun.group, begun.name, begun.facts)
+            self._slots[number] = _Running(begun, name)
+            self.gloo |= not begun.program.batched
+            self.operations += 1
+        elif verb == "await":
+            _, ends = self._collectives.pop(number)
+            for threads in self.actions.values():
+                threads[self._thread].append(play.Wait(ends))
         elif verb == "meet":
             name = self._name("meeting", self.log.groups[number], text, {"place": text})
             for threads in self.actions.values():
@@ -339,6 +351,21 @@ class _Rank:
             del self._slots[number]
             for other in self._slots.values():
                 self._go_on(other)
+
+    def _issue(self, slot: int, begun: Collective) -> None:
+        """Play it as a message to and from every other rank, which it waits for, on a lane of its
+        own: in order, and of one size."""
+        group = begun.group
+        name = self._name("collective", group, begun.name, begun.facts)
+        me, peers = group.ranks.index(self.rank), range(len(group.ranks))
+        piece = "{kind} ({bytes} bytes)".format(**begun.facts)
+        pairs = [pair for peer in peers if peer != me for pair in ((me, peer), (peer, me))]
+        ends = tuple(play.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
+        self._collectives[slot] = name, ends
+        for rules, threads in self.actions.items():
+            at = self._posted[rules, group]
+            threads[self._thread].append(play.Post(group, "of collectives", ends, at))
+            self._posted[rules, group] += 1
 
     def _name(self, what: str, group: play.Group, text: str, facts: dict[str, Any]) -> _Name:
         did = self.did[group, what]

@@ -37,11 +37,10 @@ from commfuse_npu.plan.program import (
     Record,
     Span,
     Wait,
-    line,
 )
 from commfuse_npu.runtime.scratch import Arena, view_of
 from commfuse_npu.runtime.second_stream import SecondStream, second_stream
-from commfuse_npu.runtime.trace import clock
+from commfuse_npu.runtime.trace import Event, Linear, Trace, clock
 
 if TYPE_CHECKING:
     from commfuse_npu.runtime.order_log import OperationLog
@@ -125,6 +124,7 @@ class Running:
         self._second: SecondStream | None = second_stream(device)
         self._events: dict[int, Any] = {}
         self._waited: set[tuple[int, bool]] = set()
+        self._linear: Linear | None = None
         # By step: [works, time, tensors...] until they are waited for, then [()]; a batch in both.
         self._receives: dict[int, list[Any]] = {}
         self._sends: dict[int, list[Any]] = {}
@@ -241,7 +241,7 @@ class Running:
                 else:
                     works[one[1]](*[views[span] for span in one[2]], one[3])
                 if trace is not None:
-                    trace.add("compute", line(self.program.code[at]), self.name, began, clock())
+                    self._worked(trace, began)
             elif kind < _RECORD:
                 if one[1] and self._second is not None:
                     with self._second:
@@ -272,7 +272,7 @@ class Running:
             out, source = rest
             _copy(views[out], views[source])
         if trace is not None:
-            trace.add("compute", line(self.program.code[self._at]), self.name, began, clock())
+            self._worked(trace, began)
 
     def _meet(self, one: tuple[Any, ...], second: SecondStream) -> None:
         """Where one stream waits for the other."""
@@ -335,6 +335,9 @@ class Running:
                 raise ValueError(
                     f"{self.name}: {buffer} of shape {tuple(tensor.shape)} is not contiguous"
                 )
+        trace = self._transport.trace
+        if trace is not None and tensor.data_ptr() in trace.linears:
+            self._linear = trace.linears[tensor.data_ptr()]
         for number in self.program.spans_of.get(buffer, ()):
             self._views[number] = view_of(tensor, self.program.spans[number])
 
@@ -375,16 +378,27 @@ class Running:
                 )
         return f"{self.name}: {' and '.join(parts)}"
 
+    def _worked(self, trace: Trace, began: int) -> None:
+        """Trace the instruction at which it is."""
+        at = self.program, self._at
+        event = Event("compute", "", self.name, began, clock(), 0, at, self._linear)
+        trace.add(event)
+
     def _traced(self, step: int, one: list[Any], began: int, *, sending: bool) -> None:
         trace, ended = self._transport.trace, clock()
         assert trace is not None
+
+        def event(row: str, piece: str, start: int, size: int = 0) -> Event:
+            about = self.program, piece
+            return Event(row, "", self.name, start, ended, size, about, self._linear)
+
         sent, received = self.program.transfers[step]
         ways = [(sent, f"link to rank {sent.target}")] if sending or self.program.batched else []
         if not sending or self.program.batched:
             ways.append((received, f"from rank {received.source}"))
         for (transfer, row), tensor in zip(ways, one[2:], strict=True):
-            trace.add_in_order(row, transfer.piece, self.name, one[1], ended, tensor.nbytes)
-        trace.add("waiting", ways[-1][0].piece, self.name, began, ended)
+            trace.add_in_order(event(row, transfer.piece, one[1], tensor.nbytes))
+        trace.add(event("waiting", ways[-1][0].piece, began))
 
 
 def _copy(out: torch.Tensor, source: torch.Tensor) -> None:

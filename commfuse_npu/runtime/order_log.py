@@ -5,15 +5,18 @@ Off unless an :class:`OrderLog` is given to :meth:`Transport.create`; the option
 happens, so that a run that hangs or is killed leaves all it did.  The first lines say who writes,
 others define what comes up again; the others are short::
 
-    {"order_log": 2, "rank": 0, "size": 2}
+    {"order_log": 3, "rank": 0, "size": 2}
     {"transport": 0, "ranks": [0, 1], "lanes": 2, "batched": false}
     {"program": 0, "transport": 0, "name": "all_gather_linear", "rule": "gather_gemm", ...}
+    {"collective": 1, "transport": 0, "name": "gather of chunk 0 before MLP of layer 1", ...}
 
     ["meet", transport, name]           the ranks of the group wait for each other
     ["begin", slot, program]            a program begins; slots are used again
     ["at", slot, place]                 about to carry out a post or a wait: the place in its code
     ["rows", slot, step, ...]           about to wait for what arrives in these steps
     ["finish", slot]                    the program came to its end
+    ["issue", slot, collective]         about to begin a collective of the group, for a flow
+    ["await", slot]                     about to wait for it
     ["fail", transport, why]            the transport is broken
     ["close", transport]                it was given up
     ["thread", number]                  the lines from here on are of another thread
@@ -22,7 +25,8 @@ others define what comes up again; the others are short::
 
 A program is compiled again by who reads the file, from its rule and the rule's arguments, for this
 rank's place in the transport's group; the ``ranks`` are those of the job.  What else the job does,
-collectives of other groups above all, is not in it.
+collectives of other groups above all, is not in it, and neither are plain collectives in the place
+of an op's program.
 
 A post costs a line of about 12 bytes, some microseconds.  If a line cannot be written (a full
 disk), recording ends with a warning and the job goes on.
@@ -35,7 +39,7 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -43,15 +47,16 @@ from typing import Any, cast
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
 
-__all__ = ["VERSION", "OperationLog", "OrderLog", "TransportLog", "shared_order_log"]
+__all__ = ["VERSION", "CollectiveLog", "OperationLog", "OrderLog", "TransportLog",
+           "shared_order_log"]  # fmt: skip
 
-VERSION = 2
+VERSION = 3
 
 _logger = logging.getLogger(__name__)
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 _MOST_DEFINED = 1000
-"""Programs that are remembered as defined; then they are defined anew."""
+"""Programs and collectives that are remembered as defined; then they are defined anew."""
 
 
 class OrderLog:
@@ -145,34 +150,62 @@ class TransportLog:
         options: Hashable = (),
     ) -> OperationLog:
         """A program begins; the arguments are those of :meth:`Transport.begin`."""
-        log, key = self._log, (self._transport, program, name, dtype, sum_dtype, options)
+
+        def definition() -> dict[str, object]:
+            rule, schedule, *arguments = program.rule
+            return {
+                "rule": rule,
+                "schedule": dataclasses.asdict(cast(Schedule, schedule)),
+                "arguments": arguments,
+                "dtype": str(dtype),
+                "sum_dtype": str(sum_dtype),
+                "options": repr(options),
+            }
+
+        key = program, name, dtype, sum_dtype, options
+        return OperationLog(self._log, self._begun("begin", "program", name, key, definition))
+
+    def collective(self, kind: str, name: str, size: int, dtype: Hashable) -> CollectiveLog:
+        """This rank is about to begin a collective of the group.
+
+        Args:
+            kind: ``all_gather`` or ``reduce_scatter``.
+            name: what is transferred.
+            size: bytes that this rank gives.
+        """
+
+        def definition() -> dict[str, object]:
+            return {"kind": kind, "bytes": size, "dtype": str(dtype)}
+
+        key = kind, name, size, dtype
+        return CollectiveLog(self._log, self._begun("issue", "collective", name, key, definition))
+
+    def _begun(
+        self,
+        verb: str,
+        what: str,
+        name: str,
+        key: Hashable,
+        definition: Callable[[], dict[str, object]],
+    ) -> int:
+        """Take a slot for what begins, which is defined before if it is not yet."""
+        log = self._log
         with log._lock:
             # With nothing under way, so that what is remembered stays within bounds.
             if len(log._defined) >= _MOST_DEFINED and not log._in_use:
                 log._defined.clear()
                 log._line(["forget"])
-            number = log._defined.get(key)
+            whole = self._transport, key
+            number = log._defined.get(whole)
             if number is None:
-                number = log._defined[key] = len(log._defined)
-                rule, schedule, *arguments = program.rule
-                log._line(
-                    {
-                        "program": number,
-                        "transport": self._transport,
-                        "name": name,
-                        "rule": rule,
-                        "schedule": dataclasses.asdict(cast(Schedule, schedule)),
-                        "arguments": arguments,
-                        "dtype": str(dtype),
-                        "sum_dtype": str(sum_dtype),
-                        "options": repr(options),
-                    }
-                )
+                number = log._defined[whole] = len(log._defined)
+                about = {what: number, "transport": self._transport, "name": name}
+                log._line(about | definition())
             # The lowest free one, so that what repeats itself leaves the same lines.
             slot = next(slot for slot in count() if slot not in log._in_use)
             log._in_use.add(slot)
-            log._write("begin", slot, number)
-        return OperationLog(log, slot)
+            log._write(verb, slot, number)
+        return slot
 
     def meet(self, name: str) -> None:
         """This rank is about to wait for the others of its group."""
@@ -185,12 +218,30 @@ class TransportLog:
         self._log._write("close", self._transport)
 
 
-class OperationLog:
-    """What one program under way does."""
+class _SlotLog:
+    """What one thing under way does."""
 
     def __init__(self, log: OrderLog, slot: int) -> None:
         self._log = log
         self._slot = slot
+
+    def _end(self, verb: str) -> None:
+        """Its last line: the slot is free."""
+        with self._log._lock:
+            self._log._in_use.discard(self._slot)
+            self._log._write(verb, self._slot)
+
+
+class CollectiveLog(_SlotLog):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """This rank is about to wait for it."""
+        self._end("await")
+
+
+class OperationLog(_SlotLog):
+    """A program under way."""
 
     def at(self, place: int) -> None:
         """It is about to carry out the post or the wait in this place of its code."""
@@ -202,9 +253,7 @@ class OperationLog:
 
     def finish(self) -> None:
         """It came to its end."""
-        with self._log._lock:
-            self._log._in_use.discard(self._slot)
-            self._log._write("finish", self._slot)
+        self._end("finish")
 
 
 _shared: dict[Path, OrderLog] = {}

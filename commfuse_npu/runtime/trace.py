@@ -12,6 +12,8 @@ viewer shows a process per rank with these rows, the same as for simulated steps
 ``from rank k``       a message from when its receive was posted to when it was waited for: it
                       arrived in between, and at the end of a wait that took any time
 ``link to rank k``    the same of a send
+``collectives``       of a flow: a collective of the group, from when it was begun to when it was
+                      waited for
 ====================  ==========================================================================
 
 On a device posts and waits return at once and what is shown is the host's time; use the device's
@@ -21,15 +23,35 @@ profiler for the streams.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["Event", "Trace", "clock"]
+from commfuse_npu.plan.program import Program
+
+__all__ = ["Event", "Linear", "Origin", "Trace", "clock"]
+
+
+class Linear(NamedTuple):
+    """A linear layer by its name, and the layer of the model that it is in."""
+
+    name: str
+    layer: int | None = None
+
+
+Origin = tuple[Program, int | str]
+"""A program, and the place of an instruction there or what a message of it carries."""
 
 
 class Event(NamedTuple):
-    """Something that took time on one rank; ``start`` and ``end`` in ns of :func:`clock`."""
+    """Something that took time on one rank.
+
+    Attributes:
+        name: empty if ``origin`` says what it is.
+        start, end: in ns of :func:`clock`.
+        linear: whose weight it is about, if that is known.
+        iteration: of the training, 0 if that is not known.
+    """
 
     row: str
     name: str
@@ -37,6 +59,9 @@ class Event(NamedTuple):
     start: int
     end: int
     bytes: int = 0
+    origin: Origin | None = None
+    linear: Linear | None = None
+    iteration: int = 0
 
 
 def clock() -> int:
@@ -49,37 +74,42 @@ class Trace:
 
     Args:
         limit: no more than so many; what comes later is counted only.
+        linears: by the address of the weight
+            (:func:`~commfuse_npu.tools.trace_file.linears_of`): what is about a weight is called
+            after it.
 
     Attributes:
         left_out: how many did not fit.
+        iteration: of the training, for whoever counts them.
     """
 
-    def __init__(self, limit: int = 1_000_000) -> None:
+    def __init__(self, limit: int = 1_000_000, linears: Mapping[int, Linear] | None = None) -> None:
         self.events: list[Event] = []
-        self.left_out = 0
+        self.left_out = self.iteration = 0
+        self.linears = linears or {}
         self._limit = limit
         self._free: dict[str, int] = {}
 
-    def add(self, row: str, name: str, operation: str, start: int, end: int, size: int = 0) -> None:
-        """Keep an event."""
+    def add(self, event: Event) -> None:
+        """Keep an event, of this iteration."""
         if len(self.events) < self._limit:
-            self.events.append(Event(row, name, operation, start, end, size))
+            self.events.append(event._replace(iteration=self.iteration))
         else:
             self.left_out += 1
 
-    def add_in_order(
-        self, row: str, name: str, operation: str, start: int, end: int, size: int
-    ) -> None:
+    def add_in_order(self, event: Event) -> None:
         """Keep a message of a link that carries one after the other: it begins after the last."""
-        start = max(start, self._free.get(row, start))
-        self._free[row] = end
-        self.add(row, name, operation, start, end, size)
+        start = max(event.start, self._free.get(event.row, event.start))
+        self._free[event.row] = event.end
+        self.add(event._replace(start=start))
 
     @contextmanager
-    def span(self, row: str, name: str, operation: str) -> Iterator[None]:
+    def span(
+        self, row: str, name: str, operation: str, linear: Linear | None = None
+    ) -> Iterator[None]:
         """Around work that takes its time on the host."""
         start = clock()
         try:
             yield
         finally:
-            self.add(row, name, operation, start, clock())
+            self.add(Event(row, name, operation, start, clock(), linear=linear))

@@ -6,17 +6,60 @@ of many: the answer was read half way) and shows everything on rank 0's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from commfuse_npu.runtime.trace import Event, Trace
+import torch
+
+from commfuse_npu.plan.program import Add, Compute, line
+from commfuse_npu.runtime.trace import Event, Linear, Trace
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.tools.simulate.names import message, work
 
-__all__ = ["events_of_viewer", "write"]
+__all__ = ["Shown", "events_of_viewer", "linears_of", "shown", "write"]
 
 _PINGS = 20
+_LAYER = re.compile(r" of layer (\d+)")
+
+
+class Shown(NamedTuple):
+    """An event as the viewer has it; ``args`` is what it shows beside the name."""
+
+    row: str
+    name: str
+    operation: str
+    start: int
+    end: int
+    args: dict[str, int | str]
+
+
+def linears_of(model: torch.nn.Module) -> dict[int, Linear]:
+    """The linear layers of a GPTModel by the address of their weights, for a :class:`Trace`.
+
+    Their names are Megatron's, without ``linear_`` and ``_layer``; layers are counted as there,
+    from 1 over all stages (``layer_number``).
+    """
+    layers: dict[str, int] = {}
+    found: dict[int, Linear] = {}
+    for path, module in model.named_modules():
+        above, _, name = path.rpartition(".")
+        number = getattr(module, "layer_number", None)
+        if isinstance(number, int):
+            layers[path] = number
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+            layer = next((layers[at] for at in _upwards(above) if at in layers), None)
+            name = name.removeprefix("linear_").removesuffix("_layer")
+            found[weight.data_ptr()] = Linear(name, layer)
+    return found
+
+
+def _upwards(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def write(transport: Transport, path: Path) -> int:
@@ -36,7 +79,8 @@ def write(transport: Transport, path: Path) -> int:
     """
     behind = transport.clock_behind(_PINGS)
     trace = transport.trace or Trace()
-    gathered = transport.share("trace", (trace.events, trace.left_out, behind))
+    mine = [shown(event) for event in trace.events]
+    gathered = transport.share("trace", (mine, trace.left_out, behind))
     events = [
         [event._replace(start=event.start + late, end=event.end + late) for event in found]
         for found, _, late in gathered
@@ -52,8 +96,41 @@ def write(transport: Transport, path: Path) -> int:
     return sum(map(len, events))
 
 
+def shown(event: Event) -> Shown:
+    """With the name that the same thing has in a simulated trace: ``fc1 dgrad, chunk 2 of rank 3``.
+
+    Without a known linear layer it is called after its operation.
+    """
+    said, args = event.name, dict[str, int | str]()
+    linear, layer = event.linear, _LAYER.search(event.name)
+    if event.iteration:
+        args["iteration"] = event.iteration
+    if linear is not None and linear.layer is not None:
+        args["layer"] = linear.layer
+    elif layer is not None:
+        args["layer"] = int(layer[1])
+    args["operation"] = event.operation
+    if event.origin is not None:
+        program, about = event.origin
+        called = event.operation
+        if linear is not None:
+            called = linear.name + (" backward" if called.endswith(" backward") else "")
+        if isinstance(about, str):
+            said = message(called, program, about)
+        else:
+            one = program.code[about]
+            what = (
+                one.work if isinstance(one, Compute) else "sum" if isinstance(one, Add) else "copy"
+            )
+            said = work(f"{called} {what}", program, about)
+            args["instruction"] = line(one)
+    if event.bytes:
+        args["bytes"] = event.bytes
+    return Shown(event.row, said, event.operation, event.start, event.end, args)
+
+
 def events_of_viewer(
-    of_ranks: Sequence[Sequence[Event]], names: Sequence[str]
+    of_ranks: Sequence[Sequence[Shown]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The Trace Event Format: a process per rank, a thread per row, times from the first event."""
     zero = min((event.start for events in of_ranks for event in events), default=0)
@@ -74,8 +151,7 @@ def events_of_viewer(
                     "tid": rows.index(event.row),
                     "ts": (event.start - zero) / 1e3,
                     "dur": (event.end - event.start) / 1e3,
-                    "args": {"operation": event.operation}
-                    | ({"bytes": event.bytes} if event.bytes else {}),
+                    "args": event.args,
                 }
             )
     return found

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from commfuse_npu.runtime.trace import Trace
-from commfuse_npu.tools.trace_file import write
+from commfuse_npu.tools.trace_file import linears_of, write
 
 from .checkpoint import FoundCheckpoint, load_state, save_state, shape_of_run
 from .data import Corpus, global_batch_samples
@@ -178,7 +178,7 @@ class _Loop:
     def _begin_trace(self) -> None:
         transport = self.linears.transport
         if self.args.trace and transport is not None and 0 in transport.ranks:
-            transport.trace = Trace()
+            transport.trace = Trace(linears=linears_of(self.trainee.model))
 
     def _end_trace(self, bar: Any) -> None:
         """Write what was traced, if it was; a collective of the traced group."""
@@ -208,6 +208,8 @@ class _Loop:
         trainee.model.train()
         trainee.model.zero_grad_buffer()
         trainee.optimizer.zero_grad()
+        if self.linears.transport is not None and self.linears.transport.trace is not None:
+            self.linears.transport.trace.iteration = self.iteration + 1
         loss = self._forward_backward("train", self.iteration * args.global_batch_size)
         blocked = self._blocked_seconds() - blocked_before
         self._check_finite("lm loss", loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu.ops.flow import Flow
 from commfuse_npu.plan.program import Add, Compute, Copy, line
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime import executor, trace, transport
-from commfuse_npu.runtime.trace import Event, Trace
-from commfuse_npu.tools.trace_file import events_of_viewer, write
+from commfuse_npu.runtime.trace import Event, Linear, Trace
+from commfuse_npu.tools.trace_file import events_of_viewer, linears_of, shown, write
+from tests.distributed import test_flow
 from tests.limits import PATIENT
 
 HOUR = 3600 * 10**9
@@ -36,7 +38,10 @@ def _traced(rank: int, path: str, batched: bool) -> int:
         weight = torch.ones(24, 16, requires_grad=True)
         back = torch.ones(16, 24, requires_grad=True)
         for traced in (False, True):
-            link.trace = Trace() if traced else None
+            linears = {weight.data_ptr(): Linear("fc1", 3), back.data_ptr(): Linear("fc2", 3)}
+            link.trace = Trace(linears=linears) if traced else None
+            if link.trace is not None:
+                link.trace.iteration = 7
             y = all_gather_linear(x, weight, transport=link, options=options)
             z = linear_reduce_scatter(y, back, transport=link, options=options)
             z.sum().backward()
@@ -74,8 +79,8 @@ def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
         for rank in range(3):
             program = compiled(Place(Schedule(lanes=2, chunks=2), rank, 3, batched))
             work = [line(one) for one in program.code if isinstance(one, Add | Compute | Copy)]
-            shown = [event["name"] for event in found[rank, "compute", operation]]
-            assert shown == work
+            pieces = found[rank, "compute", operation]
+            assert [event["args"]["instruction"] for event in pieces] == work
             for peer in {0, 1, 2} - {rank}:
                 sent = found[rank, f"link to rank {peer}", operation]
                 came = found[peer, f"from rank {rank}", operation]
@@ -95,9 +100,57 @@ def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
                     assert abs(into["ts"] - out["ts"]) < 60e6
     for rank in range(3):
         first, *_ = found[rank, "compute", "all_gather_linear"]
-        assert f"out[{8 * rank}:{8 * rank + 8}] = gemm(shard" in first["name"], "own block first"
+        assert first["name"] == "fc1 GEMM, own block", "own block first"
+        assert (first["args"]["iteration"], first["args"]["layer"]) == (7, 3)
         for wait in found[rank, "waiting", "all_gather_linear"]:
             assert wait["ts"] >= first["ts"]
+    said = {(event["pid"], event["name"]) for event in spans}
+    assert {
+        (0, "fc1 all-gather, chunk 1 of rank 2"),
+        (0, "fc1 GEMM, chunk 0 of ranks 1-2"),
+        (1, "fc2 reduce-scatter, chunk 0 for rank 2"),
+        (1, "fc2 all-gather of the gradient, chunk 1 of rank 0"),
+        (2, "fc1 all-gather of the input, again, block of rank 1"),
+        (2, "fc1 dgrad, chunk 1 for ranks 0-1"),
+        (2, "fc1 wgrad"),
+    } <= said
+    assert all(event["args"]["layer"] == 3 for event in spans)
+
+
+def _flow(rank: int, path: str) -> None:
+    link, chunks = Transport.create(lanes=1, timeout=PATIENT), 3
+    given, mine, _ = test_flow.setting(rank, link.size, chunks)
+    names = {one[name].data_ptr(): Linear(name) for one in given for name in one if name != "norm"}
+    link.trace = Trace(linears=names)
+    test_flow.step(
+        given,
+        mine,
+        lambda hidden, parts: test_flow.flowed(Flow(link, chunks), hidden, parts),
+        chunks,
+        link.size,
+    )
+    write(link, Path(path))
+    link.close()
+
+
+def test_a_trace_shows_the_collectives_and_the_work_of_a_flow(ranks, tmp_path) -> None:
+    path = tmp_path / "trace.json"
+    ranks(2).run(_flow, str(path))
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    content = json.loads(path.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in content if e["name"] == "thread_name"}
+    for event in content:
+        if event["ph"] == "X" and event["pid"] == 0:
+            found[rows[event["tid"]]].append(event)
+    # Two layers of two parts, three chunks: two transfers forward, three backward.
+    assert len(found["collectives"]) == len(found["waiting"]) == 2 * 2 * 3 * (2 + 3)
+    # Two GEMMs forward, four backward.
+    work = Counter(event["name"] for event in found["compute"])
+    assert work.total() == 2 * 2 * 3 * (2 + 4)
+    assert {name for name in work if "dgrad" not in name and "chunk 1" in name} >= {
+        "qkv GEMM, chunk 1", "fc1 GEMM, chunk 1", "fc1 wgrad, chunk 1", "fc2 wgrad, chunk 1"
+    }  # fmt: skip
+    assert work["fc1 dgrad, chunk 2"] == 2
 
 
 def _untraced(rank: int) -> list[object]:
@@ -118,15 +171,44 @@ def test_without_a_trace_nobody_looks_at_the_clock(ranks) -> None:
 def test_a_full_trace_counts_what_it_leaves_out() -> None:
     full = Trace(limit=2)
     for start in range(5):
-        full.add("compute", "piece", "op", start, start + 1)
+        full.add(Event("compute", "piece", "op", start, start + 1))
     assert (len(full.events), full.left_out) == (2, 3)
 
 
 def test_rows_of_the_viewer_begin_with_the_work() -> None:
     rows = ["link to rank 1", "waiting", "compute", "from rank 1"]
     events = [Event(row, "a", "op", 5_000, 7_500) for row in rows]
-    shown = events_of_viewer([events, []], ["rank 0", "rank 1"])
-    order = [e["args"]["name"] for e in shown if e["name"] == "thread_name"]
+    found = events_of_viewer([list(map(shown, events)), []], ["rank 0", "rank 1"])
+    order = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
     assert order == ["compute", "waiting", "from rank 1", "link to rank 1"]
-    assert {(e["ts"], e["dur"]) for e in shown if e["ph"] == "X"} == {(0.0, 2.5)}
-    assert [e["args"]["name"] for e in shown if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+    assert {(e["ts"], e["dur"]) for e in found if e["ph"] == "X"} == {(0.0, 2.5)}
+    assert [e["args"]["name"] for e in found if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+
+
+def test_what_has_no_name_is_called_after_its_operation() -> None:
+    program = gather_gemm(Place(Schedule(lanes=2, chunks=2), 0, 3, True), 8, 16, 24, False, None, 0)
+    own = next(at for at, one in enumerate(program.code) if isinstance(one, Compute))
+    for about, name in (
+        (own, "all_gather_linear gemm, own block"),
+        ("block 2 chunk 1", "all_gather_linear all-gather, chunk 1 of rank 2"),
+    ):
+        event = Event("compute", "", "all_gather_linear", 0, 1, 0, (program, about))
+        assert shown(event).name == name
+        assert shown(event).args["operation"] == "all_gather_linear"
+        assert not {"layer", "iteration"} & shown(event).args.keys()
+
+
+def test_weights_have_the_names_and_numbers_of_their_layers() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for number, layer in enumerate(layers, 5):
+        layer.layer_number = number
+        layer.mlp = torch.nn.Module()
+        layer.mlp.linear_fc1 = torch.nn.Linear(2, 2)
+        layer.norm = torch.nn.LayerNorm(2)
+    model = torch.nn.Module()
+    model.layers, model.output_layer = layers, torch.nn.Linear(2, 2)
+    assert linears_of(model) == {
+        layers[0].mlp.linear_fc1.weight.data_ptr(): Linear("fc1", 5),
+        layers[1].mlp.linear_fc1.weight.data_ptr(): Linear("fc1", 6),
+        model.output_layer.weight.data_ptr(): Linear("output"),
+    }

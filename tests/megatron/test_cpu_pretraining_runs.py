@@ -105,11 +105,19 @@ def test_two_iterations_are_traced(
     assert [int(line.group(1)) for line in short if line] == [1, 2, 3, 4, 5, 6]
     events = json.loads(file.read_text())["traceEvents"]
     assert f"trace: {sum(e['ph'] == 'X' for e in events)} events in {file}" in done.out
+    said = {(e["args"]["iteration"], e["args"].get("layer"), e["name"]) for e in events
+            if e["ph"] == "X"}  # fmt: skip
+    assert {iteration for iteration, _, _ in said} == {2, 3}
+    for layer in (1, 2):
+        assert {(2, layer, "fc2 dgrad, own block"), (3, layer, "qkv GEMM, own block"),
+                (3, layer, "qkv wgrad")} <= said  # fmt: skip
+    assert (2, None, "output wgrad") in said
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["rank 0, measured", "rank 1, measured"]
     work = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     for operation, layers in (("all_gather_linear", 5), ("linear_reduce_scatter", 4)):
-        pieces = [e for e in work if e["cat"] == operation and " = gemm(" in e["name"]]
+        mine = [e for e in work if e["cat"] == operation]
+        pieces = [e for e in mine if " = gemm(" in e["args"]["instruction"]]
         # 2 ranks, 2 iterations of 4 micro-batches, the own block and the other one.
         assert len(pieces) == 2 * 2 * 4 * layers * 2
     # Watching changes nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from commfuse_npu.plan.program import Post, Program, Wait
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof import verify_log
-from commfuse_npu.runtime.order_log import OperationLog, OrderLog, TransportLog
+from commfuse_npu.runtime.order_log import CollectiveLog, OperationLog, OrderLog, TransportLog
 from commfuse_npu.tools import cli
 
-HEADER = {"order_log": 2, "rank": 0, "size": 1}
+HEADER = {"order_log": 3, "rank": 0, "size": 1}
 TRANSPORT = {"transport": 0, "ranks": [0], "lanes": 2, "batched": True}
 SCHEDULE = {"shape": "shifted", "lanes": 2, "chunks": 1}
 TAPERED = {"chunks": 2000, "taper": 8.0}  # shares that no number can hold
@@ -36,6 +37,14 @@ PROGRAM: dict[str, Any] = {
 GROUP = {**TRANSPORT, "ranks": [0, 1]}
 ONCE = [["begin", 0, 0], ["at", 0, 0], ["at", 0, 2], ["finish", 0]]
 """The program among two ranks: a batch, its mark, a wait."""
+COLLECTIVE: dict[str, Any] = {
+    "collective": 0,
+    "transport": 0,
+    "name": "gather of chunk 0",
+    "kind": "all_gather",
+    "bytes": 64,
+    "dtype": "torch.float32",
+}
 
 
 def write(folder: Path, *lines: Any, rank: int = 0) -> Path:
@@ -69,7 +78,7 @@ def test_a_rank_alone(tmp_path, capsys) -> None:
         (["{"], r"line 1: not JSON, .*: '{"),
         (["[" * 100_000], "line 1: not JSON"),
         (["\x00\x01"], "line 1: not JSON"),
-        ([{"order_log": 7, "rank": 0, "size": 1}], "version 7, this reads 2; use the version"),
+        ([{"order_log": 7, "rank": 0, "size": 1}], "version 7, this reads 3; use the version"),
         ([[1]], "does not begin with the line of an order log"),
         ([{**HEADER, "rank": 5}], "line 1: there is no rank 5 of 1"),
         ([{**HEADER, "rank": True}], "rank is True, not of type int"),
@@ -118,6 +127,19 @@ def test_a_rank_alone(tmp_path, capsys) -> None:
         ([HEADER, TRANSPORT, ["at", 3, 0]], "line 3: nothing is under way in slot 3"),
         ([HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["forget"]], "are forgotten while"),
         ([HEADER, TRANSPORT, PROGRAM, ["forget"], ["begin", 0, 0]], "program 0 is not defined"),
+        ([HEADER, TRANSPORT, ["issue", 0, 0]], "line 3: collective 0 is not defined"),
+        ([HEADER, TRANSPORT, PROGRAM, ["issue", 0, 0]], "line 4: collective 0 is not defined"),
+        ([HEADER, COLLECTIVE], "line 2: transport 0 is not defined"),
+        ([HEADER, TRANSPORT, {**COLLECTIVE, "bytes": "64"}], "bytes is '64', not of type int"),
+        ([HEADER, TRANSPORT, PROGRAM, COLLECTIVE], "line 4: collective 0 is defined already"),
+        (
+            [HEADER, TRANSPORT, ["await", 0]],
+            "line 3: nothing is under way in slot 0 that can await",
+        ),
+        (
+            [HEADER, TRANSPORT, COLLECTIVE, ["issue", 0, 0], ["finish", 0]],
+            "line 5: nothing is under way in slot 0 that can finish",
+        ),
         ([HEADER, ["end"], ["end"]], "line 3: a line after the end"),
         ([HEADER, "x" * (2 << 20)], "it is longer than 1048576 bytes"),
     ],
@@ -259,6 +281,9 @@ class Host:
         program = RULES[rule](self._place, *arguments)
         return Begun(program, self._transport.begin(program, rule, "torch.float32"))
 
+    def issue(self, kind: str, name: str, size: int = 64) -> CollectiveLog:
+        return self._transport.collective(kind, name, size, "torch.float32")
+
 
 class Begun:
     def __init__(self, program: Program, log: OperationLog) -> None:
@@ -394,6 +419,82 @@ def test_what_gloo_forgives_is_found(tmp_path) -> None:
     assert run(tmp_path, False, ahead, ahead).faults == []
     (fault,) = run(tmp_path, False, ahead, behind).faults
     assert re.match(r"wrong data: rank . sends block . \(8 rows\) .* expects block .", fault)
+
+
+# ---------------------------------------------------------------------- collectives of a flow
+
+
+def chunks(host: Host, *, size: int = 64, turns: int = 2) -> None:
+    """Two chunks on their way at once, as in a flow, and an operation behind them."""
+    for _ in range(turns):
+        first = host.issue("all_gather", "gather of chunk 0")
+        second = host.issue("reduce_scatter", "scatter of chunk 1", size)
+        first.wait()
+        host.begin("gather_use", 8, 4, False).finish()
+        second.wait()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_collectives_of_a_flow_are_proved(tmp_path, batched: bool) -> None:
+    found = run(tmp_path, batched, chunks, chunks, chunks)
+    assert (found.faults, found.notes) == ([], [])
+    assert found.operations == 3 * 2 * 3
+
+
+def in_another_order(host: Host) -> None:
+    second = host.issue("reduce_scatter", "scatter of chunk 1")
+    first = host.issue("all_gather", "gather of chunk 0")
+    first.wait()
+    host.begin("gather_use", 8, 4, False).finish()
+    second.wait()
+    chunks(host, turns=1)
+
+
+def never_waited_for(host: Host) -> None:
+    chunks(host)
+    host.issue("all_gather", "gather of chunk 0")
+
+
+def one_is_missing(host: Host) -> None:
+    chunks(host, turns=1)
+    host.issue("all_gather", "gather of chunk 0").wait()
+    host.begin("gather_use", 8, 4, False).finish()
+
+
+def waited_for_before_an_operation(host: Host) -> None:
+    """Which the others finish before they begin the collective."""
+    gather = host.issue("all_gather", "gather of chunk 0")
+    gather.wait()
+    host.begin("gather_use", 8, 4, False).finish()
+
+
+def begun_after_an_operation(host: Host) -> None:
+    host.begin("gather_use", 8, 4, False).finish()
+    host.issue("all_gather", "gather of chunk 0").wait()
+
+
+@pytest.mark.parametrize(
+    ("others", "wrong", "words"),
+    [
+        (chunks, in_another_order, r"same as collective 0 \(gather of chunk 0\) of .*: name gather "
+         "of chunk 0 on rank 0, scatter of chunk 1 on rank 1; kind all_gather on rank 0, "),
+        (chunks, in_another_order, r"wrong data: rank \d sends .* of collective 0 \("),
+        (chunks, partial(chunks, size=32), r"same as collective 1 \(scatter of chunk 1\) of .*: "
+         "bytes 64 on rank 0, 32 on rank 1"),
+        (chunks, one_is_missing, r"rank 1 lacks collective 3 \(scatter of chunk 1\)"),
+        (chunks, never_waited_for, r"rank 1, collective 4 \(gather of chunk 0\) of .*: it began it "
+         "and never waited for it"),
+        (begun_after_an_operation, waited_for_before_an_operation, "deadlock .*waits on lane "
+         r"of collectives to \w+ all_gather \(64 bytes\) from rank \d .*round to rank"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_ranks_do_not_do_alike_is_named(
+    tmp_path, batched: bool, others: Callable[[Host], None], wrong: Callable[[Host], None],
+    words: str,
+) -> None:  # fmt: skip
+    faults = run(tmp_path, batched, others, wrong, others).faults
+    assert any(re.search(words, fault) for fault in faults), faults
 
 
 def test_a_run_on_gloo_is_played_with_batches_of_the_same_work() -> None:

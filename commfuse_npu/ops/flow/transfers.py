@@ -26,9 +26,11 @@ it is that of the model.
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,10 +40,14 @@ from torch.autograd.function import once_differentiable
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.weight_gradient import WeightGradient
 from commfuse_npu.runtime.collectives import Begun, begin_all_gather, begin_reduce_scatter
+from commfuse_npu.runtime.order_log import CollectiveLog
+from commfuse_npu.runtime.trace import Event, clock
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["Arriving", "Flow", "Leaving", "Weight", "in_backward", "token"]
 
+
+_CHUNK = re.compile(r"chunk \d+")
 
 Collective = Callable[[torch.Tensor], Begun]
 """Begins the transfer of a tensor."""
@@ -110,11 +116,17 @@ class Transfer:
     """One transfer of a chunk, forward and then backward.
 
     Args:
-        name: for errors.
+        name: for errors, order logs and traces.
+
+    Attributes:
+        log: where its end is to be written down.
+        since: when it was begun, for a trace.
     """
 
     def __init__(self, flow: Flow, name: str) -> None:
         self.flow, self.name = flow, name
+        self.log: CollectiveLog | None = None
+        self.since = 0
         self._begun: Begun | None = None
         self._kept: torch.Tensor | None = None
 
@@ -321,6 +333,13 @@ class Flow:
         if self.transport.broken:
             raise self.transport.error()
         self._open[transfer] = forward and in_backward()
+        if self.transport.order_log is not None:
+            kind = collective.__name__
+            transfer.log = self.transport.order_log.collective(
+                kind, transfer.name, tensor.nbytes, tensor.dtype
+            )
+        if self.transport.trace is not None:
+            transfer.since = clock()
         return collective(tensor)
 
     def all_gather(self, shard: torch.Tensor) -> Begun:
@@ -337,7 +356,11 @@ class Flow:
             self.transport.fail(f"flow: {transfer.name} was waited for before it was begun")
             raise self.transport.error()
         result, work = begun
-        start = time.perf_counter()
+        if transfer.log is not None:
+            transfer.log.wait()
+            transfer.log = None
+        trace, start = self.transport.trace, time.perf_counter()
+        came = 0 if trace is None else clock()
         try:
             self.transport.wait_for(work)
         except RuntimeError as error:
@@ -346,7 +369,29 @@ class Flow:
         finally:
             self.transport.blocked_seconds += time.perf_counter() - start
             self._open.pop(transfer, None)
+        if trace is not None:
+            now, about = clock(), (transfer.name, "flow")
+            trace.add(Event("waiting", *about, came, now))
+            if transfer.since:
+                trace.add(Event("collectives", *about, transfer.since, now, result.nbytes))
+                transfer.since = 0
         return result
+
+    def working(
+        self, what: str, weight: Weight, transfer: Transfer
+    ) -> AbstractContextManager[object]:
+        """Around work on a chunk, for a trace."""
+        trace = self.transport.trace
+        if trace is None:
+            return nullcontext()
+        chunk, linear = _CHUNK.search(transfer.name), trace.linears.get(weight.alias.data_ptr())
+        return trace.span(
+            "compute",
+            f"{what if linear is None else f'{linear.name} {what}'}, "
+            f"{transfer.name if chunk is None else chunk[0]}",
+            "flow",
+            linear,
+        )
 
 
 def in_backward() -> bool:
@@ -403,7 +448,9 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(shard if ctx.gathers_again else None)
         ctx.call = transfer, again, weight
         again.of(ctx)
-        y = torch.matmul(transfer.end(), alias.t())
+        whole = transfer.end()
+        with transfer.flow.working("GEMM", weight, transfer):
+            y = torch.matmul(whole, alias.t())
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -414,14 +461,18 @@ class _Column(torch.autograd.Function):
         grad = grad.contiguous()
         back = None
         if needs_x:
-            full = torch.matmul(grad, weight.get())
+            with transfer.flow.working("dgrad", weight, transfer):
+                full = torch.matmul(grad, weight.get())
             transfer.begin(transfer.flow.reduce_scatter, full)
             back = token(full, (full.shape[0] // transfer.ranks, *full.shape[1:]))
         # Behind what was just begun: the weight gradient of the layer after this one, and its own.
         if again.after is not None:
-            again.after.flush()
+            with transfer.flow.working("wgrad", again.after, transfer):
+                again.after.flush()
         if needs_weight:
-            weight.add(grad, again.end())
+            x = again.end()
+            with transfer.flow.working("wgrad", weight, transfer):
+                weight.add(grad, x)
         grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
         return back, None, None, grad_bias, None, None, None
 
@@ -440,7 +491,8 @@ class _Row(torch.autograd.Function):
         ctx.call = transfer, again, weight
         if again is not None:
             again.after = weight
-        full = torch.matmul(x, alias.t())
+        with transfer.flow.working("GEMM", weight, transfer):
+            full = torch.matmul(x, alias.t())
         transfer.begin(transfer.flow.reduce_scatter, full, forward=True)
         return token(full, full.shape)
 
@@ -452,7 +504,10 @@ class _Row(torch.autograd.Function):
         whole = transfer.end()
         if again is not None:
             again.begin()
-        grad_x = torch.matmul(whole, weight.get()) if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            with transfer.flow.working("dgrad", weight, transfer):
+                grad_x = torch.matmul(whole, weight.get())
         if ctx.needs_input_grad[1]:
             (x,) = ctx.saved_tensors
             weight.add_later(whole, x)
