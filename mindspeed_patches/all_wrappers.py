@@ -46,7 +46,8 @@ def register_wrappers(
         form,
         min_rows=options.min_rows,
         described=options.described,
-        rows=options.rows,
+        # A flow runs at any length, unless a limit was given.
+        rows=None if options.flow is not None and options.min_rows is None else options.rows,
     )
     lanes: list[Lanes] = []
     if linears:
@@ -56,7 +57,7 @@ def register_wrappers(
         if options.attention:
             AttentionWrappers(wrappers).register(manager)
         if options.flow is not None:
-            FlowWrappers(wrappers, options.flow, form).register(manager)
+            FlowWrappers(wrappers, options.flow, form, options.min_rows or 0).register(manager)
         lanes.append(TensorParallelLanes(wrappers, options.linear.schedule.lanes))
     if options.ulysses is not None:
         ulysses = UlyssesWrappers(wrappers, options.ulysses, form)

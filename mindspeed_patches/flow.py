@@ -11,9 +11,10 @@ which rows a rank has (:mod:`commfuse_npu.ops.flow`):
 ``ColumnParallelLinear``, ``RowParallelLinear``   a chunk's part of the flow
 ======================  ==========================================================================
 
-A sequence that ranks times chunks do not divide runs as without the flag, which every stage decides
-by the length alone.  Models whose layers are not Megatron's own attention
-and MLP are refused by the class that is in the way.
+A sequence that ranks times chunks do not divide, or that is shorter than a given
+``--commfuse-min-rows``, runs as without the flag, which every stage decides by the shape alone.
+Models whose layers are not Megatron's own attention and MLP are refused by the class that is in the
+way.
 """
 
 from __future__ import annotations
@@ -51,10 +52,14 @@ class FlowWrappers:
         chunks: how many runs the sequence is cut into.
         form: ``fused``; or ``plain``, the same chunks one after the other, over blocking
             collectives.
+        min_rows: a sequence of which a rank's block has fewer rows does not flow.
     """
 
-    def __init__(self, linears: LinearWrappers, chunks: int, form: str = "fused") -> None:
+    def __init__(
+        self, linears: LinearWrappers, chunks: int, form: str = "fused", min_rows: int = 0
+    ) -> None:
         self._linears, self._chunks, self._form = linears, chunks, form
+        self._min_rows = min_rows
         # Of the call that runs; ``None`` between calls.
         self._striped: bool | None = None
         # What a layer left to the next one: what that is handed, the stage, its first part.
@@ -87,7 +92,7 @@ class FlowWrappers:
                         f"--commfuse-flow: {reason}; leave the option out"
                     )
                 self._linears.leave("flow", reason)
-            striped = reason is None and self._divides(_rows(model, given, self._ranks))
+            striped = reason is None and self._takes(*_sizes(model, given, self._ranks))
             for name in ("input_ids", "position_ids", "labels"):
                 if striped and given.get(name) is not None:
                     given[name] = stripe(given[name], self._ranks, self._chunks, dim=1)
@@ -106,15 +111,18 @@ class FlowWrappers:
     def _ranks(self) -> int:
         return self._linears.lanes().size
 
-    def _divides(self, rows: int) -> bool:
-        """Whether a sequence can be cut into stripes."""
-        if rows % (self._ranks * self._chunks) == 0:
+    def _takes(self, rows: int, batch: int) -> bool:
+        """Whether sequences can be cut into stripes, and should be."""
+        if rows % (self._ranks * self._chunks):
+            reason = (
+                f"a sequence of {rows} cannot be cut into {self._chunks} chunks for {self._ranks} "
+                "ranks"
+            )
+        elif rows * batch // self._ranks < self._min_rows:
+            reason = f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows"
+        else:
             return True
-        self._linears.leave(
-            "flow",
-            f"a sequence of {rows} cannot be cut into {self._chunks} chunks for {self._ranks} "
-            "ranks",
-        )
+        self._linears.leave("flow", reason)
         return False
 
     @staticmethod
@@ -162,7 +170,8 @@ class FlowWrappers:
             given = dict(zip(("hidden_states", "attention_mask"), args, strict=False)) | kwargs
             hidden = given["hidden_states"]
             # A layer that is recomputed runs inside a backward, without the model around it.
-            again = in_backward() and self._divides(hidden.shape[0] * self._ranks)
+            rows, batch, _ = hidden.shape
+            again = in_backward() and self._takes(rows * self._ranks, batch)
             if not self._striped and not again:
                 return forward(*args, **kwargs)
             signature.bind(*args, **kwargs)
@@ -358,12 +367,14 @@ def layer_obstacle(layer: Any) -> str | None:
     return None
 
 
-def _rows(model: Any, given: dict[str, Any], ranks: int) -> int:
-    """Length of the sequence; later stages know it from what the one before sent."""
+def _sizes(model: Any, given: dict[str, Any], ranks: int) -> tuple[int, int]:
+    """Length of the sequences, and how many; later stages know them by what the one before sent."""
     ids = given.get("input_ids")
     if ids is not None:
-        return ids.shape[1]
-    return model.decoder.input_tensor.shape[0] * ranks
+        batch, rows = ids.shape
+        return rows, batch
+    rows, batch, _ = model.decoder.input_tensor.shape
+    return rows * ranks, batch
 
 
 def _exists(module: str) -> bool:

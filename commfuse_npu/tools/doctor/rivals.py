@@ -13,11 +13,13 @@ from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.fuse_options import min_rows_of
 from commfuse_npu.tools.doctor.launch import Launch, value_of
 from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.refused import FLOW_REFUSED, refused_value
 from commfuse_npu.tools.simulate.cover import covering_outputs
+from commfuse_npu.tools.simulate.flow import divides
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import Variant, fused, variants
+from commfuse_npu.tools.simulate.variants import FLOWS, Variant, flowing, fused, variants
 
 __all__ = ["check_rivals"]
 
@@ -25,6 +27,8 @@ _about = partial(Finding, "launch", "rivals")
 
 _DESCRIBED = {"910B": "ascend_910b_server", "Ascend910": "ascend_910c_supernode"}
 """Descriptions by how npu-smi's name of the NPU begins."""
+
+_IMPL = "--transformer-impl"
 
 _FLAGS = {
     "megatron": ("Megatron's own order", "leave --use-commfuse out"),
@@ -41,6 +45,9 @@ _FLAGS = {
 def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterator[Finding]:
     """A layer of the launch beside Megatron's order, CoC and MC2, at typical figures.
 
+    Beside these, operator by operator stands a flow, if the launch would start with one, and beside
+    a flow operator by operator.
+
     Nothing is said of groups that span nodes, of experts and of NPUs that are not described.
     Without any the server with Ascend 910B is assumed.
     """
@@ -54,10 +61,12 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
         launch.options, "--num-experts"
     ):
         return
-    if config.block_rows < min_rows_of(config, launch.fuse):
-        ours = Variant("megatron", "megatron")
-    else:
-        ours = fused(
+    one = Options(micro_batches=1)
+    sequence = config.seq_length // config.context_parallel_size
+    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, one))
+    operators = Variant("megatron", "megatron")
+    if config.block_rows >= min_rows_of(config, launch.fuse):
+        operators = fused(
             replace(schedule, lanes=None, chunks=1, taper=1.0),
             schedule.lanes_for(tp),
             schedule.chunks,
@@ -65,9 +74,21 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
             attention=launch.fuse.attention,
             collectives_from=covering_outputs(figures, tp),
         )
-    one = Options(micro_batches=1)
-    sequence = config.seq_length // config.context_parallel_size
-    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, one))
+    chunks = [launch.fuse.flow] if launch.fuse.flow is not None else FLOWS
+    flows = [flowing(k) for k in chunks if _flows(launch, step, k)]
+    local = "" if value_of(launch.options, _IMPL) else f" {_IMPL} local"
+    named = {
+        **_FLAGS,
+        **{
+            flow.name: (f"a flow of {flow.slices} chunks", f"--commfuse-flow {flow.slices}{local}")
+            for flow in flows
+        },
+    }
+    if launch.fuse.flow is not None and flows:
+        ours, others = flows[0], [operators]
+        named[operators.name] = "operator by operator", "leave --commfuse-flow out"
+    else:
+        ours, others = operators, flows
 
     def seconds(variant: Variant) -> float:
         return sum(step.layer(variant, half).seconds for half in ("forward", "backward"))
@@ -75,21 +96,34 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
     mine = seconds(ours)
     # The fastest of each kind.
     best: dict[str, tuple[float, str]] = {}
-    for variant in variants(tp, tp, 1):
-        if variant.name in _FLAGS:
+    for variant in [*others, *variants(tp, tp, 1)]:
+        if variant.name in named:
             timed = seconds(variant), variant.name
             best[variant.kind] = min(best.get(variant.kind, timed), timed)
     ahead = sorted(one for one in best.values() if one[0] < mine)
     if not ahead:
         yield _about("ok", f"none has shorter layers (simulated, {described})")
         return
-    names = [f"{_FLAGS[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
-    flags = [_FLAGS[name][1] for _, name in ahead]
+    names = [f"{named[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
+    flags = [named[name][1] for _, name in ahead]
     yield _about(
         "note",
         f"shorter layers (simulated, {described}): {', '.join(names)}",
         action=f"measure, too: {'; '.join(flags)}",
     )
+
+
+def _flows(launch: Launch, step: Step, chunks: int) -> bool:
+    """Whether a launch with so many chunks would start, and its layers be in the flow.
+
+    One that does not choose an implementation of layers may choose the local one besides.
+    """
+    config, least, asked = launch.config, launch.fuse.min_rows, launch.fuse.flow is not None
+    refused = {name for name in FLOW_REFUSED if refused_value(launch.options, name) is not None}
+    if not asked and value_of(launch.options, _IMPL) is None:
+        refused.discard(_IMPL)
+    fits = divides(step.training.shape, chunks)
+    return fits and not refused and (least == "auto" or config.block_rows >= least)
 
 
 def _description(machine: Machine) -> str | None:
