@@ -38,7 +38,8 @@ setup(
     # or bring in CUDA.  Take it from an extra or from the system.
     install_requires=["pyyaml"],
     extras_require={
-        "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "packaging", "tqdm"],
+        # megatron-core needs numpy, and does not name it.
+        "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "numpy", "packaging", "tqdm"],
         "npu": ["torch==2.7.1", "torch-npu==2.7.1"],
         "plot": ["vl-convert-python>=1.9"],
         "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],

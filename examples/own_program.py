@@ -1,6 +1,6 @@
 """A program of one's own on the transport: its order is proved, its times are drawn.
 
-pip install -e . torch numpy
+pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/own_program.py
 """
 

@@ -1,6 +1,6 @@
 """A small Llama in plain PyTorch, trained fully sharded over the data-parallel ranks.
 
-pip install -e . torch numpy
+pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/sharded_llama.py
 """
 

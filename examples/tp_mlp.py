@@ -1,6 +1,6 @@
 """A tensor-parallel MLP, trained with hidden collectives and with plain ones: the same bits.
 
-pip install -e . torch numpy
+pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/tp_mlp.py
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from commfuse_npu.plan import Place, PlanError, Program, Schedule, rules
@@ -11,6 +12,7 @@ from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
+from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
@@ -157,25 +159,36 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
         return refuse("plan", error, code=1)
     tell("")
     print(report(found, model, path, hardware))
-    written: list[str] = []
     title = f"{path.stem}, {found.best.layout.npus} NPUs of {hardware.name}"
-    if given.json:
-        write_json(given.json, as_json(found, model), indent=1)
-        written.append(f"{given.json}: all figures")
-    if given.plot:
-        drawn = plan_pictures(found, hardware)
-        draw(drawn, f"{title} (simulated)", given.plot)
-        written.append(f"{given.plot}: pictures")
     launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
-    if given.html:
-        launches = {
-            "Options of pretrain_gpt.py:": " ".join(options(model, found.best)),
-            "On every node, with what `--write FILE` writes:": launcher,
-        }
-        plan_page(given.html, title, ["commfuse-npu", "plan", *words], hardware, found, launches)
-        written.append(f"{given.html}: a page for a browser")
-    if given.write:
-        write_plan(given.write, found, model, hardware)
-        written.append(f"{given.write}. On every node:\n\n    {launcher}")
-    print("".join(f"\nWritten: {line}" for line in written), end="\n" if written else "")
-    return 0
+    launches = {
+        "Options of pretrain_gpt.py:": " ".join(options(model, found.best)),
+        "On every node, with what `--write FILE` writes:": launcher,
+    }
+
+    def picture_file(path: Path) -> None:
+        draw(plan_pictures(found, hardware), f"{title} (simulated)", path)
+
+    def page_file(path: Path) -> None:
+        plan_page(path, title, ["commfuse-npu", "plan", *words], hardware, found, launches)
+
+    # First what a launch needs: the page names it.
+    return write_outputs(
+        "plan",
+        [
+            Output(
+                "--write",
+                given.write,
+                f". On every node:\n\n    {launcher}",
+                lambda path: write_plan(path, found, model, hardware),
+            ),
+            Output(
+                "--json",
+                given.json,
+                ": all figures",
+                lambda path: write_json(path, as_json(found, model), indent=1),
+            ),
+            Output("--plot", given.plot, ": pictures", picture_file),
+            Output("--html", given.html, ": a page for a browser", page_file),
+        ],
+    )

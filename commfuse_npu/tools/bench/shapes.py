@@ -77,7 +77,8 @@ class Shape:
     def of_model(cls, config: Path, ranks: int, scale: float, sequence: int | None) -> Shape:
         """A model's layer with every width divided by ``scale``; heads keep their width.
 
-        Rounded so that ``ranks`` share everything evenly, in blocks of whole cache lines.
+        Rounded down so that ``ranks`` share everything evenly, in blocks of whole cache lines, and
+        up to one such block where it is less.
 
         Args:
             config: ``configs/<model>.yaml``.

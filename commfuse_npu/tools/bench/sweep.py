@@ -165,6 +165,11 @@ class Group:
         conditions, progress = self._conditions, self._progress
         scale = conditions.scale or default_scale(work)
         shape = Shape.of_model(conditions.config, self._size, scale, conditions.sequence)
+        if conditions.sequence not in (None, shape.sequence):
+            conditions.note(
+                f"--sequence {conditions.sequence}: {shape.sequence} rows on {self._size} ranks, "
+                "where a rank's block is a multiple of 16"
+            )
         label = label_of(sweep, work)
         if progress.over():
             conditions.note_left_out(label)

@@ -14,6 +14,7 @@ from commfuse_npu.runtime.whole_file import whole_file, write_json
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import refuse
+from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.report.charts import Row
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.arguments import parser
@@ -108,30 +109,40 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     if given.plot or given.html:
         rows = layer(step, [(name, known[name]) for name in standing.compared])
     title = f"{model_path.stem} on {hardware.name}, {sizes}"
-    written: list[str] = []
-    if given.json:
-        write_json(given.json, _as_json(given.model, hardware, points), indent=1)
-        written.append(f"{given.json}: all figures")
-    if given.plot:
+    name = given.trace_variant or standing.ours or REFERENCE.name
+
+    def picture_file(path: Path) -> None:
         drawn = [*pictures(points, standing, names), layer_picture(rows)]
-        draw(drawn, f"{title} (simulated)", given.plot)
-        written.append(f"{given.plot}: pictures")
-    if given.html:
+        draw(drawn, f"{title} (simulated)", path)
+
+    def page_file(path: Path) -> None:
         command = ["commfuse-npu", "simulate", *words]
-        sweep_page(given.html, title, command, hardware, points, standing, names, said, rows)
-        written.append(f"{given.html}: a page for a browser")
-    if given.trace:
-        name = given.trace_variant or standing.ours or REFERENCE.name
-        variant = known[name]
-        played = [(part, step.layer(variant, part)) for part in PARTS]
+        sweep_page(path, title, command, hardware, points, standing, names, said, rows)
+
+    def trace_file(path: Path) -> None:
+        played = [(part, step.layer(known[name], part)) for part in PARTS]
         about = {"variant": name, "simulated": True, "model": model_path.stem,
                  "hardware": hardware.name, "sequence": sequences[0], "layout": sizes}  # fmt: skip
         trace = chrome_trace(played, sum(what.layers), about)
-        write_json(given.trace, trace if measured is None else beside(trace, measured))
-        written.append(f"{given.trace}: {name}, for https://ui.perfetto.dev")
-    print("".join(f"\nWritten: {line}" for line in written))
+        write_json(path, trace if measured is None else beside(trace, measured))
+
+    code = write_outputs(
+        "simulate",
+        [
+            Output(
+                "--json",
+                given.json,
+                ": all figures",
+                lambda path: write_json(path, _as_json(given.model, hardware, points), indent=1),
+            ),
+            Output("--plot", given.plot, ": pictures", picture_file),
+            Output("--html", given.html, ": a page for a browser", page_file),
+            Output("--trace", given.trace, f": {name}, for https://ui.perfetto.dev", trace_file),
+        ],
+    )
+    print()
     print("\n".join(said).replace("**", "").replace("`", ""))
-    return 0
+    return code
 
 
 def _own_options(problem: str) -> str:

@@ -68,7 +68,9 @@ def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch,
 
     monkeypatch.setattr(sweep, "Ranks", borrowed)
     monkeypatch.setattr(sweep, "_QUIET_TRIES", 0)  # whatever else the machine does
-    _run(tmp_path, capsys)
+    _run(tmp_path, capsys, "--sequence", "70")
+    notes = json.loads((tmp_path / "bench.json").read_text())["machine"]["notes"]
+    assert "--sequence 70: 64 rows on 2 ranks, where a rank's block is a multiple of 16" in notes
 
 
 @pytest.mark.long

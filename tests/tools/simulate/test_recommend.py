@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -316,7 +317,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words += ["--sequence-length", "2048", "--json", str(file), "--write", str(plan)]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
-    assert out.endswith(f"    CONFIG={plan} bash scripts/launch_pretraining.sh\n")
+    launch = f"Written: {plan}. On every node:\n\n    CONFIG={plan} bash scripts/launch_"
+    assert launch in out
+    assert out.endswith(f"\nWritten: {file}: all figures\n")
     assert ModelConfig.load(plan).tensor_model_parallel_size == 4
     assert "Recommended: TP 4, CP 1, PP 1, DP 1, commfuse-" in out
     assert "--use-commfuse" in out
@@ -324,6 +327,28 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert content["simulated"] is True
     assert content["layouts"][0]["layout"] == Layout(4, 1, 1, 1)._asdict()
     assert len(content["layouts"][0]["step_seconds_on_all_machines"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("writer", "option"), [("write_plan", "--write"), ("write_json", "--json")]
+)
+def test_a_file_that_fails_keeps_none_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    writer: str, option: str,
+) -> None:  # fmt: skip
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"commfuse_npu.tools.plan_command.{writer}", full)
+    files = {"--write": tmp_path / "plan.yaml", "--json": tmp_path / "plan.json"}
+    words = ["plan", "--model", "llama3_8b", "--npus", "4", "--tp", "4", "--cp", "1", "--pp", "1"]
+    words += ["--sequence-length", "2048"]
+    assert cli.main([*words, *(str(word) for item in files.items() for word in item)]) == 2
+    captured = capsys.readouterr()
+    assert f"error: {option} {files[option]} was not written: No space left" in captured.err
+    for one, file in files.items():
+        assert file.exists() == (one != option)
+        assert (f"Written: {file}" in captured.out) == (one != option)
 
 
 @pytest.mark.parametrize(
