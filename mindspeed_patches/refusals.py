@@ -1,17 +1,24 @@
-"""With what CommFuse cannot be combined, what its options need, why, and what to do instead.
+"""What the feature refuses, by the table of :mod:`commfuse_npu.tools.refusals`.
 
-Asked twice: at patch time, because features that replace Megatron's linear classes do so before
-any argument is checked, and again with the real arguments.  At patch time options that nobody typed
-are absent and values are strings.
+At patch time options that nobody typed are absent and values are strings.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
+from commfuse_npu.tools.refusals import (
+    ATTENTION_REFUSALS,
+    DATA_PARALLEL_REFUSALS,
+    FLOW_REFUSALS,
+    REFUSALS,
+    ULYSSES_REFUSALS,
+    Refusal,
+    data_parallel_obstacle,
+    flow_obstacle,
+    ulysses_obstacle,
+)
 from mindspeed_patches.layout import parallel_size
 
 __all__ = [
@@ -32,264 +39,6 @@ __all__ = [
 
 class IncompatibleOptionsError(AssertionError):
     """Options that exclude each other; an AssertionError as in MindSpeed's own checks."""
-
-
-def _set(value: Any) -> bool:
-    """Given and not switched off; an option that takes a list may be an empty one."""
-    return bool(value) and value not in ("False", "false", "0")
-
-
-def _more_than_one(value: Any) -> bool:
-    return int(value or 1) > 1
-
-
-def _one_of(*values: str) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-def _other_than(*numbers: int) -> Callable[[Any], bool]:
-    return lambda value: value is not None and int(value) not in numbers
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An option that excludes ``--use-commfuse``, or another option of CommFuse.
-
-    Attributes:
-        option: how a user writes it.
-        why: what it does that does not go together.
-        instead: the way out.
-        applies: whether a value of it is one that is meant.
-        also: another attribute in a namespace that means the same.
-        ours: the option of CommFuse.
-    """
-
-    option: str
-    why: str
-    instead: str = "leave one of the two out"
-    applies: Callable[[Any], bool] = _set
-    also: tuple[str, ...] = ()
-    ours: str = "--use-commfuse"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its attributes in a namespace."""
-        return self.option.split()[0].removeprefix("--").replace("-", "_"), *self.also
-
-    def given(self, args: argparse.Namespace) -> bool:
-        return any(self.applies(getattr(args, name, None)) for name in self.names)
-
-    def __str__(self) -> str:
-        instead = self.instead.format(ours=self.ours)
-        return f"{self.ours} and {self.option} exclude each other: {self.why}; {instead}"
-
-
-def _with(ours: str, *refusals: Refusal) -> tuple[Refusal, ...]:
-    return tuple(replace(refusal, ours=ours) for refusal in refusals)
-
-
-_REPLACES = "it replaces Megatron's column- and row-parallel linear layers by its own"
-_NO_WGRAD = "it takes the weight gradients out of the backward of the linear layers"
-
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal("--use-ascend-mc2", _REPLACES),
-    Refusal("--use-ascend-coc", _REPLACES),
-    Refusal("--unaligned-linear", _REPLACES),
-    Refusal(
-        "--tp-2d", "it splits each linear layer over two dimensions with collectives of its own"
-    ),
-    Refusal(
-        "--moe-fb-overlap",
-        "it takes the backward of the linear layers apart to overlap it with expert transfers",
-    ),
-    Refusal("--use-nanopipe", _NO_WGRAD),
-    Refusal(
-        "--schedules-method dualpipev",
-        _NO_WGRAD,
-        "leave {ours} out or choose another pipeline schedule",
-        _one_of("dualpipev"),
-    ),
-    Refusal("--qat-scheme", "quantization-aware training quantizes inside the linear layers"),
-    Refusal(
-        "--fp8-format",
-        "the fused layers compute in fp32, bf16 and fp16 only",
-        "leave one of the two out and train in --bf16",
-        also=("fp8",),
-    ),
-    Refusal(
-        "--lora-target-modules", "LoRA wraps the linear layers and trains adapters beside them"
-    ),
-    Refusal("--tp-comm-overlap", "it is Transformer Engine's own overlap of the same transfers"),
-    Refusal(
-        "--output-layer-slice-num",
-        "it runs the output layer slice by slice with collectives of its own",
-        applies=_more_than_one,
-    ),
-    Refusal(
-        "--use-legacy-models",
-        "legacy models do not use Megatron core's linear layers",
-        "leave one of the two out; --use-mcore-models has the layers that are fused",
-    ),
-)
-"""Every option that excludes CommFuse (MindSpeed's and MindSpeed-LLM's feature sources, read)."""
-
-
-_WINDOW = "a query sees a window of the keys only"
-
-ATTENTION_REFUSALS = _with(
-    "--commfuse-attention",
-    Refusal(
-        "--reset-attention-mask",
-        "attention stops at the ends of documents, which a split of the queries ignores",
-    ),
-    Refusal(
-        "--attention-dropout",
-        "the fused attention has no dropout",
-        "pass --attention-dropout 0.0 or leave {ours} out",
-        lambda value: float(value or 0) > 0,
-    ),
-    Refusal(
-        "--multi-latent-attention",
-        "its queries and keys are not those of Megatron's SelfAttention",
-    ),
-    Refusal(
-        "--context-parallel-size", "a rank has a part of the sequence only", applies=_more_than_one
-    ),
-    Refusal(
-        "--position-embedding-type alibi",
-        "alibi adds a bias to the scores",
-        applies=_one_of("alibi"),
-    ),
-    Refusal("--sliding-window", _WINDOW),
-    Refusal("--interleave-sliding-window", _WINDOW),
-    Refusal(
-        "--pre-tockens",
-        _WINDOW,
-        "leave one of the two out, or pass the default",
-        # MindSpeed's default and MindSpeed-LLM's: more than any sequence that they expect.
-        _other_than(65536, 1048576),
-    ),
-    Refusal(
-        "--next-tockens",
-        "queries see later keys, too",
-        "leave one of the two out, or pass 0",
-        _other_than(0),
-    ),
-    Refusal(
-        "--sparse-mode",
-        "other modes than 0 and 2 have other masks than causal and none",
-        "leave one of the two out, or choose 0 or 2",
-        _other_than(0, 2),
-    ),
-    Refusal(
-        "--shape-order TND",
-        "sequences are packed one after the other, and a split of the queries ignores their ends",
-        "leave one of the two out, or choose SBH",
-        _one_of("TND"),
-    ),
-    Refusal("--query-pre-attn-scalar", "it scales the scores otherwise"),
-    Refusal("--attn-logit-softcapping", "it bends the scores before the softmax"),
-)
-"""Every option that excludes ``--commfuse-attention``."""
-
-
-ULYSSES_REFUSALS = _with(
-    "--commfuse-ulysses",
-    *(other for other in ATTENTION_REFUSALS if other.option != "--context-parallel-size"),
-    Refusal(
-        "--context-parallel-kv-cache-policy",
-        "it exchanges the heads inside the local attention, and again in the backward",
-    ),
-    Refusal("--use-ulysses-allgather-kv", "it gathers keys and values instead of exchanging heads"),
-    Refusal(
-        "--attention-mask-type general",
-        "queries then see what the mask of the data says",
-        "leave one of the two out, or choose causal",
-        _one_of("general"),
-    ),
-)
-"""Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
-
-
-_OWN_LAYERS = "chunks flow through Megatron's own attention and MLP, which it replaces"
-_OWN_RECOMPUTE = "chunks recompute whole layers or nothing"
-
-FLOW_REFUSALS = _with(
-    "--commfuse-flow",
-    *ATTENTION_REFUSALS,
-    Refusal("--commfuse-attention", "a flow runs attention by itself, chunk after chunk"),
-    Refusal(
-        "--hidden-dropout",
-        "chunks have no dropout",
-        "pass --hidden-dropout 0.0 or leave {ours} out",
-        lambda value: float(value or 0) > 0,
-    ),
-    Refusal(
-        "--attention-mask-type general",
-        "queries then see what the mask of the data says",
-        "leave one of the two out, or choose causal",
-        _one_of("general"),
-    ),
-    Refusal(
-        "--transformer-impl transformer_engine",
-        "its layers have the norm in the linear layer, and chunks are gathered in between",
-        "leave one of the two out, or choose local",
-        _one_of("transformer_engine"),
-    ),
-    Refusal("--num-experts", _OWN_LAYERS, applies=_more_than_one),
-    Refusal("--mtp-num-layers", "it shifts the tokens, of which a rank has stripes"),
-    Refusal("--enable-mhc", _OWN_LAYERS),
-    Refusal("--scale-depth", "it scales what layers add to the residual"),
-    Refusal("--share-kvstates", _OWN_LAYERS),
-    Refusal("--is-instruction-dataset", "it shifts labels behind the order of the sequence"),
-    Refusal("--recompute-activation-function", _OWN_RECOMPUTE),
-    Refusal("--recompute-norm", _OWN_RECOMPUTE),
-    Refusal("--recompute-in-advance", _OWN_RECOMPUTE),
-    Refusal("--recompute-in-bubble", _OWN_RECOMPUTE),
-    Refusal("--adaptive-memory-optimization", _OWN_RECOMPUTE),
-    Refusal("--swap-attention", "it prefetches what a layer saved in the order of whole layers"),
-    Refusal("--enable-cuda-graph", "a graph cannot wait for transfers of another layer"),
-)
-"""Every option that excludes ``--commfuse-flow``; the layers' classes are looked at when they are
-made (:mod:`mindspeed_patches.flow`)."""
-
-
-_OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
-
-DATA_PARALLEL_REFUSALS = _with(
-    "--commfuse-dp",
-    Refusal(
-        "--num-distributed-optimizer-instances",
-        "gradients are then reduced in two steps, over two groups",
-        applies=_more_than_one,
-    ),
-    Refusal("--use-custom-fsdp", _OWN_BUFFERS),
-    Refusal("--use-torch-fsdp2", _OWN_BUFFERS),
-    Refusal("--layerzero", _OWN_BUFFERS),
-    Refusal(
-        "--quant-grads",
-        "the ranks agree on scales of the quantized gradients before they sum them",
-    ),
-    Refusal(
-        "--enable-high-availability",
-        "it all-reduces gradients, so that ranks hold replicas of each other's shards",
-    ),
-    Refusal(
-        "--ttp-enabled",
-        "after a fault it goes on with repaired process groups, and lanes are not repaired",
-    ),
-    Refusal(
-        "--optimizer muon",
-        "it shards whole layers and gathers them in transfers of its own",
-        "leave {ours} out or choose another optimizer",
-        _one_of("muon", "dist_muon"),
-    ),
-    Refusal(
-        "--layerwise-disaggregated-training",
-        "its first pipeline stage does not reduce gradients",
-    ),
-)
-"""Every option that excludes ``--commfuse-dp``."""
 
 
 def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
@@ -326,11 +75,7 @@ def check_data_parallel(args: argparse.Namespace) -> None:
     Raises:
         IncompatibleOptionsError: no distributed optimizer.
     """
-    if not getattr(args, "use_distributed_optimizer", None):
-        raise IncompatibleOptionsError(
-            "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
-            "and parameters never gathered; add it, or leave --commfuse-dp out"
-        )
+    _refuse(data_parallel_obstacle(bool(getattr(args, "use_distributed_optimizer", None))))
 
 
 def check_flow_layout(args: argparse.Namespace, chunks: int) -> None:
@@ -343,18 +88,8 @@ def check_flow_layout(args: argparse.Namespace, chunks: int) -> None:
         IncompatibleOptionsError: no sequence parallelism, or a length that is not cut evenly.
     """
     size, length = parallel_size(args, "tensor_model"), getattr(args, "seq_length", None)
-    if size < 2 or not getattr(args, "sequence_parallel", None):
-        raise IncompatibleOptionsError(
-            f"--commfuse-flow {chunks} needs --sequence-parallel and --tensor-model-parallel-size "
-            "of at least 2: it hides what they gather and scatter; add them, or leave "
-            "--commfuse-flow out"
-        )
-    if length is not None and length % (size * chunks):
-        raise IncompatibleOptionsError(
-            f"--commfuse-flow {chunks}: --seq-length {length} is not divisible by {chunks} chunks "
-            f"times --tensor-model-parallel-size {size}; choose chunks that divide "
-            f"{length / size:g}, or leave --commfuse-flow out"
-        )
+    sequence_parallel = bool(getattr(args, "sequence_parallel", None))
+    _refuse(flow_obstacle(chunks, size, sequence_parallel, length))
 
 
 def check_ulysses_layout(args: argparse.Namespace) -> None:
@@ -366,29 +101,12 @@ def check_ulysses_layout(args: argparse.Namespace) -> None:
     Raises:
         IncompatibleOptionsError: no Ulysses context parallelism, or sizes that do not divide.
     """
-    size, tensor_parallel = parallel_size(args, "context"), parallel_size(args, "tensor_model")
-    if size < 2:
-        raise IncompatibleOptionsError(
-            "--commfuse-ulysses needs --context-parallel-size of at least 2: a context-parallel "
-            "group of one exchanges no heads; leave one of the two out"
-        )
-    algorithm = getattr(args, "context_parallel_algo", None)
-    if algorithm != "ulysses_cp_algo":
-        raise IncompatibleOptionsError(
-            f"--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not {algorithm}: "
-            "others do not exchange heads, or do so over a part of the group; choose it, or leave "
-            "--commfuse-ulysses out"
-        )
-    heads = getattr(args, "num_attention_heads", None)
-    if heads is not None and heads % (tensor_parallel * size):
-        raise IncompatibleOptionsError(
-            f"--commfuse-ulysses: --num-attention-heads {heads} is not divisible by "
-            f"--tensor-model-parallel-size {tensor_parallel} times --context-parallel-size {size}; "
-            f"choose sizes whose product divides {heads}"
-        )
-    length = getattr(args, "seq_length", None)
-    if length is not None and length % size:
-        raise IncompatibleOptionsError(
-            f"--commfuse-ulysses: --seq-length {length} is not divisible by "
-            f"--context-parallel-size {size}; choose {-(-length // size) * size}"
-        )
+    sizes = parallel_size(args, "context"), parallel_size(args, "tensor_model")
+    names = ("context_parallel_algo", "num_attention_heads", "seq_length")
+    algorithm, heads, length = (getattr(args, name, None) for name in names)
+    _refuse(ulysses_obstacle(*sizes, algorithm, heads, length))
+
+
+def _refuse(obstacle: str) -> None:
+    if obstacle:
+        raise IncompatibleOptionsError(obstacle)

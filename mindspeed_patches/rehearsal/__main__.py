@@ -30,9 +30,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_patches.rehearsal import UsageError, report
+from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script.launch import Launch
+from mindspeed_patches.rehearsal import report
 from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, write_cann_stubs
-from mindspeed_patches.rehearsal.command_line import Launch, read_launch
+from mindspeed_patches.rehearsal.command_line import read_launch
 from mindspeed_patches.rehearsal.compare import (
     degeneracies,
     differences,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_patches.rehearsal.command_line import Options
+from commfuse_npu.tools.launch_script.options import Options
 
 __all__ = ["MOCK_VOCABULARY", "commfuse_run", "prepare", "reference_run"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mindspeed_patches.rehearsal import UsageError
-from mindspeed_patches.rehearsal.command_line import Options
+from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script.options import Options
 
 __all__ = ["Layout", "layout_of", "scale_down"]
 

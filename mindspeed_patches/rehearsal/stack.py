@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_patches.rehearsal import UsageError
+from commfuse_npu.tools.launch_script import UsageError
 
 __all__ = ["BRANCHES", "Stack", "find_stack"]
 

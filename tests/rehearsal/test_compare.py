@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from commfuse_npu.tools.launch_script.options import Options
 from mindspeed_patches.rehearsal import __main__ as rehearse
 from mindspeed_patches.rehearsal import report
-from mindspeed_patches.rehearsal.command_line import Options
 from mindspeed_patches.rehearsal.compare import (
     bucket_collectives,
     collectives_in,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_patches.rehearsal.command_line import Options
+from commfuse_npu.tools.launch_script.options import Options
 from mindspeed_patches.rehearsal.rewrite import (
     MOCK_VOCABULARY,
     commfuse_run,

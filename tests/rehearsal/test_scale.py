@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_patches.rehearsal import UsageError
-from mindspeed_patches.rehearsal.command_line import Options
+from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script.options import Options
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 
 LLAMA3_70B = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_patches.rehearsal import UsageError
+from commfuse_npu.tools.launch_script import UsageError
 from mindspeed_patches.rehearsal.__main__ import main
 from mindspeed_patches.rehearsal.stack import find_stack
 

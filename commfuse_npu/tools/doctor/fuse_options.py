@@ -13,13 +13,12 @@ from typing import Literal, get_args
 
 from commfuse_npu.plan import Schedule, Shape, least_rows, usual_chunks
 from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.linear_layers import LAYERS
 from commfuse_npu.tools.model_config import ModelConfig, OptionParser
 
-__all__ = ["LAYERS", "FuseOptions", "chunks_of", "min_rows_of", "schedule_of"]
+__all__ = ["FuseOptions", "chunks_of", "min_rows_of", "schedule_of"]
 
 _Chosen = Literal["auto", "shifted", "two_level"]
-
-LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,15 @@ def chunks_of(config: ModelConfig, options: FuseOptions) -> int:
     return options.chunks or (1 if options.tuning == "on" else usual)
 
 
-def min_rows_of(config: ModelConfig, options: FuseOptions) -> int:
-    """With fewer rows per block layers stay Megatron's, on an NPU that is described."""
+def min_rows_of(size: int, options: FuseOptions) -> int:
+    """With fewer rows per block layers stay Megatron's, on an NPU that is described.
+
+    Args:
+        size: of the tensor-parallel group.
+    """
     if options.min_rows != "auto":
         return options.min_rows
-    chosen = options.chunks or options.tuning == "on"
-    return 0 if chosen else least_rows(config.tensor_model_parallel_size)
+    return 0 if options.chunks or options.tuning == "on" else least_rows(size)
 
 
 def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:

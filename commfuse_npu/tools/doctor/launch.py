@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commfuse_npu.tools.doctor.fuse_options import FuseOptions
+from commfuse_npu.tools.launch_script.options import value_of
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = ["ASSUMED_VOCABULARY", "Launch", "read_launch", "value_of"]
+__all__ = ["ASSUMED_VOCABULARY", "Launch", "read_launch"]
 
 # What scripts/launch_pretraining.sh sets unless it is set.
 _LAUNCHER_VARIABLES = {
@@ -93,14 +94,3 @@ def read_launch(
         registers=True,
         knows_vocabulary=True,
     )
-
-
-def value_of(options: Sequence[str], option: str) -> str | None:
-    """The last value of an option; empty for a flag, ``None`` if it is not there."""
-    found = None
-    for i, word in enumerate(options):
-        name, equals, value = word.partition("=")
-        if name == option:
-            follows = options[i + 1] if i + 1 < len(options) else ""
-            found = value if equals else "" if follows.startswith("--") else follows
-    return found

@@ -9,17 +9,18 @@ from commfuse_npu.plan import least_rows
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.fuse_options import min_rows_of
-from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch, value_of
+from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch
 from commfuse_npu.tools.doctor.layers import attention_obstacle, recomputes_attention
-from commfuse_npu.tools.doctor.refused import (
-    ATTENTION_REFUSED,
-    DATA_PARALLEL_REFUSED,
-    FLOW_REFUSED,
-    REFUSED,
-    ULYSSES_REFUSED,
-    refused_value,
-)
+from commfuse_npu.tools.launch_script.options import value_of
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.refusals import (
+    ATTENTION_REFUSALS,
+    DATA_PARALLEL_REFUSALS,
+    FLOW_REFUSALS,
+    REFUSALS,
+    ULYSSES_REFUSALS,
+    Refusal,
+)
 
 __all__ = ["check_launch"]
 
@@ -84,18 +85,18 @@ def _check_options(launch: Launch) -> Iterator[Finding]:
             "at least 2: a group of one transfers nothing, and --use-commfuse is refused",
             "choose TP of at least 2, or leave --use-commfuse out",
         )
-    yield from _check_refused(launch, REFUSED, "--use-commfuse")
+    yield from _check_refused(launch, REFUSALS)
     if fuse.attention:
-        yield from _check_refused(launch, ATTENTION_REFUSED, "--commfuse-attention")
+        yield from _check_refused(launch, ATTENTION_REFUSALS)
         yield _check_attention(launch)
     if fuse.flow is not None:
-        yield from _check_refused(launch, FLOW_REFUSED, "--commfuse-flow")
+        yield from _check_refused(launch, FLOW_REFUSALS)
         yield _check_flow(config, fuse.flow)
     if fuse.ulysses:
-        yield from _check_refused(launch, ULYSSES_REFUSED, "--commfuse-ulysses")
+        yield from _check_refused(launch, ULYSSES_REFUSALS)
         yield _check_ulysses(config)
     if fuse.dp:
-        yield from _check_refused(launch, DATA_PARALLEL_REFUSED, "--commfuse-dp")
+        yield from _check_refused(launch, DATA_PARALLEL_REFUSALS)
         yield _check_data_parallel(launch)
     if config.tensor_model_parallel_size > 1 and not config.uses_sequence_parallel:
         yield _about(
@@ -140,7 +141,7 @@ def _check_rows(launch: Launch) -> Iterator[Finding]:
     """Where blocks are too short to be fused, or so short that it does not pay."""
     config, fuse = launch.config, launch.fuse
     rows, least = config.block_rows, least_rows(config.tensor_model_parallel_size)
-    limit = min_rows_of(config, fuse)
+    limit = min_rows_of(config.tensor_model_parallel_size, fuse)
     about = partial(_about, "rows of a block", "warning", f"{rows} (tokens of a micro-batch / TP)")
     if rows < limit:
         why = ", whose own order is faster then (simulated)" if fuse.min_rows == "auto" else ""
@@ -156,15 +157,16 @@ def _check_rows(launch: Launch) -> Iterator[Finding]:
         )
 
 
-def _check_refused(launch: Launch, options: Sequence[str], ours: str) -> Iterator[Finding]:
-    for option in options:
-        value = refused_value(launch.options, option)
+def _check_refused(launch: Launch, refusals: Sequence[Refusal]) -> Iterator[Finding]:
+    for refusal in refusals:
+        value = refusal.value_in(launch.options)
         if value is not None:
-            instead = "leave one of the two out"
-            if option == "--attention-dropout":
-                instead = f"pass --attention-dropout 0.0 or leave {ours} out"
             yield _about(
-                option, "error", value, f"not together with {ours}, which is refused then", instead
+                refusal.option.split()[0],
+                "error",
+                value,
+                f"not together with {refusal.ours}, which is refused then: {refusal.why}",
+                refusal.way_out,
             )
 
 

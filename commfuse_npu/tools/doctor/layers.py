@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commfuse_npu.tools.doctor.fuse_options import chunks_of, min_rows_of
-from commfuse_npu.tools.doctor.launch import Launch, value_of
+from commfuse_npu.tools.doctor.launch import Launch
+from commfuse_npu.tools.launch_script.options import value_of
+from commfuse_npu.tools.linear_layers import judge
 
 __all__ = [
     "ATTENTION_OPERATOR",
@@ -27,6 +29,7 @@ ATTENTION_OPERATOR = "attention_linear_reduce_scatter"
 """What runs in place of ``proj`` where attention is fused with it."""
 
 _COLUMN_PARALLEL = ("qkv", "fc1", "output")
+_ABSENT = "this model has experts or other layers in its place"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
     # What one rank has to give to, or gets from, each other: s*B rows of H numbers.
     block_rows = config.block_rows
     row_bytes = hidden * (2 if config.bf16 or "--fp16" in launch.options else 4)
+    judged = {one.layer: one.reason for one in judge(launch.options, fuse.layers)}
     found = []
     for layer, (inputs, outputs) in features.items():
         if layer in _COLUMN_PARALLEL:
@@ -86,7 +90,7 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
         else:
             operator = "linear_reduce_scatter" if sequence else "linear_all_reduce"
             shapes = ((rows, batch, inputs // tp), (outputs, inputs // tp), (shard, batch, outputs))
-        reason = _obstacle(layer, launch)
+        reason = judged.get(layer, _ABSENT) or _too_few(launch)
         # Two halves: a reduce-scatter, and a gather of its result.
         halves = 2 if operator == "linear_all_reduce" else 1
         chunks = chunks_of(config, fuse)
@@ -122,17 +126,9 @@ def attention_obstacle(launch: Launch) -> str:
     return ""
 
 
-def _obstacle(layer: str, launch: Launch) -> str:
-    """Why Megatron's forward stays; empty if it does not."""
-    if layer in _COLUMN_PARALLEL and not launch.config.uses_sequence_parallel:
-        return "without sequence parallelism the forward has no transfer"
-    if layer not in launch.fuse.layers:
-        return f"{layer} is not in the list of layers to fuse"
-    if layer in ("fc1", "fc2") and value_of(launch.options, "--num-experts") is not None:
-        return "expert layers communicate by their own rules"
-    if launch.config.tensor_model_parallel_size == 1:
-        return "a tensor-parallel group of one has nothing to transfer"
-    limit = min_rows_of(launch.config, launch.fuse)
+def _too_few(launch: Launch) -> str:
+    """Why blocks keep Megatron's forward for their length; empty if they do not."""
+    limit = min_rows_of(launch.config.tensor_model_parallel_size, launch.fuse)
     if launch.config.block_rows < limit:
         return f"a block has fewer rows than the {limit} of --commfuse-min-rows"
     return ""

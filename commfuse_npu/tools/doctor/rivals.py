@@ -11,9 +11,10 @@ from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.fuse_options import min_rows_of
-from commfuse_npu.tools.doctor.launch import Launch, value_of
+from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.doctor.refused import FLOW_REFUSED, refused_value
+from commfuse_npu.tools.launch_script.options import value_of
+from commfuse_npu.tools.refusals import FLOW_REFUSALS
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.flow import divides
 from commfuse_npu.tools.simulate.hardware import Hardware
@@ -65,7 +66,7 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
     sequence = config.seq_length // config.context_parallel_size
     step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, one))
     operators = Variant("megatron", "megatron")
-    if config.block_rows >= min_rows_of(config, launch.fuse):
+    if config.block_rows >= min_rows_of(config.tensor_model_parallel_size, launch.fuse):
         operators = fused(
             replace(schedule, lanes=None, chunks=1, taper=1.0),
             schedule.lanes_for(tp),
@@ -119,7 +120,8 @@ def _flows(launch: Launch, step: Step, chunks: int) -> bool:
     One that does not choose an implementation of layers may choose the local one besides.
     """
     config, least, asked = launch.config, launch.fuse.min_rows, launch.fuse.flow is not None
-    refused = {name for name in FLOW_REFUSED if refused_value(launch.options, name) is not None}
+    given = (one for one in FLOW_REFUSALS if one.value_in(launch.options) is not None)
+    refused = {one.option.split()[0] for one in given}
     if not asked and value_of(launch.options, _IMPL) is None:
         refused.discard(_IMPL)
     fits = divides(step.training.shape, chunks)

@@ -8,9 +8,10 @@ from functools import partial
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.launch import Launch, value_of
+from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.layers import FusedLayer
 from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.launch_script.options import value_of
 
 __all__ = ["check_transfers"]
 

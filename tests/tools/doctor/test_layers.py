@@ -135,7 +135,7 @@ def test_transfers_of_attention_are_those_of_its_schedule(chunks: int) -> None:
 def test_experts_are_left_alone() -> None:
     report = diagnose(machine(), launch(*FUSED.split(), "--num-experts", "8"))
     reasons = {layer.layer: layer.reason for layer in report.layers if layer.reason}
-    said = "expert layers communicate by their own rules"
+    said = "this model has experts or other layers in its place"
     assert reasons == {"fc1": said, "fc2": said}
 
 

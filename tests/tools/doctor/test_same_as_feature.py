@@ -18,34 +18,12 @@ from commfuse_npu.tools.doctor.layers import (
     attention_obstacle,
     fused_layers,
 )
-from commfuse_npu.tools.doctor.refused import (
-    ATTENTION_REFUSED,
-    DATA_PARALLEL_REFUSED,
-    FLOW_REFUSED,
-    REFUSED,
-    ULYSSES_REFUSED,
-    refused_value,
-)
 from commfuse_npu.tools.model_config import ModelConfig
 from mindspeed_patches import refusals, wrappers
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options, schedule_for
 from mindspeed_patches.attention import AttentionWrappers
 from tests.tools.doctor.launches import FUSED, SIZES, launch
 from tests.tools.doctor.machines import CONFIG, only
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (REFUSED, "REFUSALS"),
-        (ATTENTION_REFUSED, "ATTENTION_REFUSALS"),
-        (ULYSSES_REFUSED, "ULYSSES_REFUSALS"),
-        (DATA_PARALLEL_REFUSED, "DATA_PARALLEL_REFUSALS"),
-        (FLOW_REFUSED, "FLOW_REFUSALS"),
-    ],
-)
-def test_refused_options_are_those_of_the_feature(ours: tuple[str, ...], theirs: str) -> None:
-    assert tuple(refusal.option.split()[0] for refusal in getattr(refusals, theirs)) == ours
 
 
 @pytest.mark.parametrize(
@@ -117,46 +95,6 @@ def test_what_hides_under_ulysses_depends_on_the_layout(words: str, hides: str) 
     assert hides in only(found, "--commfuse-ulysses").action
 
 
-EVERY_REFUSAL = (
-    *refusals.REFUSALS,
-    *refusals.ULYSSES_REFUSALS,
-    *refusals.ATTENTION_REFUSALS,
-    *refusals.DATA_PARALLEL_REFUSALS,
-    *refusals.FLOW_REFUSALS,
-)
-VALUES: dict[str, list[object]] = {
-    "--schedules-method": ["dualpipev", "other"],
-    "--output-layer-slice-num": [0, 1, 2],
-    "--context-parallel-size": [1, 2],
-    "--attention-dropout": [0, 0.0, 0.1, 1],
-    "--position-embedding-type": ["alibi", "rope"],
-    "--pre-tockens": [65536, 1048576, 4096],
-    "--next-tockens": [0, 1],
-    "--sparse-mode": [0, 2, 3, 4],
-    "--shape-order": ["SBH", "TND"],
-    "--reset-attention-mask": [True],
-    "--use-legacy-models": [True],
-    "--attention-mask-type": ["general", "causal"],
-    "--use-ulysses-allgather-kv": [True],
-    "--num-distributed-optimizer-instances": [1, 2],
-    "--optimizer": ["adam", "muon", "dist_muon"],
-    "--quant-grads": [True],
-    "--hidden-dropout": [0, 0.0, 0.1],
-    "--transformer-impl": ["local", "transformer_engine"],
-    "--num-experts": [1, 8],
-}
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [(option, value) for option in VALUES for value in VALUES[option]]
-)
-def test_values_are_refused_as_by_the_feature(option: str, value: object) -> None:
-    refused = next(one for one in EVERY_REFUSAL if one.option.split()[0] == option)
-    given = argparse.Namespace(**{refused.names[0]: value})
-    words = [option] if value is True else [option, str(value)]
-    assert (refused_value(words, option) is not None) == refused.given(given)
-
-
 def test_defaults_are_those_of_the_feature() -> None:
     ours = vars(FuseOptions())
     known = {name: DEFAULTS.get(f"commfuse_{name}", DEFAULTS.get(name)) for name in ours}
@@ -224,7 +162,8 @@ def wrapped(monkeypatch, made: Launch) -> tuple[wrappers.LinearWrappers, list[tu
 
         monkeypatch.setattr(wrappers, name, operator)
     found = wrappers.LinearWrappers(
-        layers=made.fuse.layers, min_rows=min_rows_of(made.config, made.fuse)
+        layers=made.fuse.layers,
+        min_rows=min_rows_of(made.config.tensor_model_parallel_size, made.fuse),
     )
     tp = made.config.tensor_model_parallel_size
     found.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]

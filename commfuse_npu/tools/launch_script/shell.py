@@ -1,10 +1,10 @@
 """Learns from a launch script what it would start, without starting it.
 
-The script runs in bash with a search path of its own.  ``torchrun`` and ``python`` are recorders,
-which write down their arguments and end; a few programs that only read are the real ones; every
-other program is a noted no-op.  A Python that is called by its path finds ``PYTHONHOME`` broken
-and ends at once.  What is left are the shell's own means: assignments, ``source``, ``cd``,
-redirections.
+The script runs in bash with a search path of its own.  ``torchrun``, ``python`` and MindSpore's
+``msrun`` are recorders, which write down their arguments and end; a few programs that only read are
+the real ones; every other program is a noted no-op.  A Python that is called by its path finds
+``PYTHONHOME`` broken and ends at once.  What is left are the shell's own means (assignments,
+``source``, ``cd``, redirections) and programs that are called by their paths.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindspeed_patches.rehearsal import UsageError
+from commfuse_npu.tools.launch_script import UsageError
 
-__all__ = ["Command", "capture_commands"]
+__all__ = ["Captured", "Command", "capture_commands"]
 
-_RECORDED = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}")
+_RECORDED = ("torchrun", "msrun", "python", "python3", f"python3.{sys.version_info.minor}")
 _READING = (
     *(
         "bash",
@@ -48,6 +50,9 @@ _NOT_THE_LAUNCHS = {
     *("LD_LIBRARY_PATH", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 }
+_BACKGROUND_SECONDS = 2.0
+"""What a script leaves in the background has so long to be written down."""
+_LONGEST_PRINTED = 1 << 20
 # Our own launch scripts have a Python program read their configuration: that one does run.
 _OWN_READER = "commfuse_npu.tools.model_config"
 _RECORDER = """\
@@ -57,8 +62,9 @@ if words[1:3] == ["-m", reader]:
     os.environ.pop("PYTHONHOME")
     os.execv(sys.executable, [sys.executable, *words[1:]])
 name = os.path.join(folder, f"{time.time_ns():020d}.json")
-with open(name, "w", encoding="utf-8") as file:
+with open(name + ".part", "w", encoding="utf-8") as file:
     json.dump({"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}, file)
+os.replace(name + ".part", name)
 """
 
 
@@ -77,19 +83,38 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Captured:
+    """What came of a script.
+
+    Attributes:
+        commands: that it would have started, in their order.
+        printed: by it, the first MB.
+        code: with which it ended.
+    """
+
+    commands: Sequence[Command]
+    printed: str
+    code: int
+
+
 def capture_commands(
-    script: Sequence[str], folder: Path, environ: Mapping[str, str], timeout: float = 60.0
-) -> tuple[list[Command], str]:
+    script: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str],
+    timeout: float = 60.0,
+    inside: Sequence[str] = (),
+    beside: Path | None = None,
+) -> Captured:
     """Run a shell script with recorders in the place of programs.
 
     Args:
         script: its path and its arguments.
         folder: where it is started.
         environ: its environment, but for the search path.
-        timeout: in seconds.
-
-    Returns:
-        the recorded commands in their order, and what the script printed.
+        timeout: in seconds; then it is killed, with what it has started.
+        inside: a program, by its path, with arguments, that starts the shell in a sandbox.
+        beside: where files may be written, if not in the usual folder of temporary files.
 
     Raises:
         UsageError: there is no bash, or the script does not end in time.
@@ -97,7 +122,7 @@ def capture_commands(
     bash = shutil.which("bash")
     if bash is None:
         raise UsageError("a launch script needs bash, which is not on PATH; give its command line")
-    with tempfile.TemporaryDirectory(prefix="commfuse_capture_") as temporary:
+    with tempfile.TemporaryDirectory(prefix="commfuse_capture_", dir=beside) as temporary:
         programs, records = Path(temporary, "bin"), Path(temporary, "records")
         records.mkdir()
         _write_programs(programs, records)
@@ -107,25 +132,47 @@ def capture_commands(
             "BASH_ENV": str(_write_functions(Path(temporary), programs)),
             "PYTHONHOME": str(Path(temporary, "no-python-is-started")),
         }
-        try:
-            done = subprocess.run(
-                [bash, *script],
+        # Not a pipe: whoever holds its other end could keep us waiting.
+        printed = Path(temporary, "printed")
+        with printed.open("wb") as file:
+            process = subprocess.Popen(
+                [*inside, bash, *script],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=file,
                 stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout,
-                check=False,
+                start_new_session=True,
             )
+        try:
+            code = process.wait(timeout)
+            _wait_for_background(process.pid)
         except subprocess.TimeoutExpired as error:
             raise UsageError(
-                f"{script[0]} did not end within {timeout:.0f} s although it starts nothing here; "
+                f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
                 "give the command line that it runs"
             ) from error
+        finally:
+            _kill_group(process.pid, signal.SIGKILL)
+            process.wait()
         commands = [_command(path, environment) for path in sorted(records.glob("*.json"))]
-        return commands, done.stdout
+        with printed.open("rb") as file:
+            return Captured(commands, file.read(_LONGEST_PRINTED).decode("utf-8", "replace"), code)
+
+
+def _kill_group(leader: int, what: int) -> bool:
+    """Whether there still was somebody in the group of a process to get the signal."""
+    try:
+        os.killpg(leader, what)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_for_background(leader: int) -> None:
+    end = time.monotonic() + _BACKGROUND_SECONDS
+    while time.monotonic() < end and _kill_group(leader, 0):
+        time.sleep(0.01)
 
 
 def _command(path: Path, before: Mapping[str, str]) -> Command:
@@ -162,7 +209,8 @@ def _write_program(path: Path, line: str) -> None:
 
 def _write_functions(folder: Path, programs: Path) -> Path:
     """Functions go before any search path, also one that a sourced file has extended."""
-    lines = [f'{name}() {{ {shlex.quote(str(programs / name))} "$@"; }}' for name in _RECORDED]
+    replaced = (*_RECORDED, *_SKIPPED, "tee")
+    lines = [f'{name}() {{ {shlex.quote(str(programs / name))} "$@"; }}' for name in replaced]
     lines.append('command_not_found_handle() { echo "not run: $*" >&2; }')
     path = folder / "functions.sh"
     path.write_text("\n".join(lines) + "\n", "utf-8")

@@ -1,0 +1,110 @@
+"""The options of a command line as data: what follows ``--name`` up to the next one.
+
+Without a parser for a script's options that is all that can be known, and it is how MindSpeed-LLM
+reads them early itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from commfuse_npu.tools.launch_script import UsageError
+
+__all__ = ["Options", "value_of"]
+
+
+def value_of(options: Sequence[str], option: str) -> str | None:
+    """The last value of an option; empty for a flag, ``None`` if it is not there."""
+    found = None
+    for i, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        if name == option:
+            follows = options[i + 1] if i + 1 < len(options) else ""
+            found = value if equals else "" if follows.startswith("--") else follows
+    return found
+
+
+class Options:
+    """The options of a script in their order, and a note of every change to them.
+
+    Attributes:
+        changes: a line per change, ``--option old -> new``.
+    """
+
+    def __init__(self, words: Iterable[str] = ()) -> None:
+        self.changes: list[str] = []
+        self._items: list[tuple[str, list[str]]] = []
+        for word in words:
+            if word.startswith("--"):
+                name, has_value, value = word.partition("=")
+                self._items.append((name, [value] if has_value else []))
+            elif self._items:
+                self._items[-1][1].append(word)
+            else:
+                raise UsageError(
+                    f"the script's arguments begin with {word!r} where an option is expected"
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return any(name == given for given, _ in self._items)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self._items]
+
+    @property
+    def words(self) -> list[str]:
+        return [word for name, values in self._items for word in (name, *values)]
+
+    def values(self, name: str) -> list[str]:
+        """The values of an option; of the last one if it is repeated, as in argparse."""
+        return next((list(values) for given, values in reversed(self._items) if given == name), [])
+
+    def text(self, name: str) -> str | None:
+        """The values as one text; ``None`` if the option is not there or has none."""
+        return " ".join(self.values(name)) or None
+
+    def number(self, name: str, default: int) -> int:
+        """The value as a whole number.
+
+        Raises:
+            UsageError: it is none.
+        """
+        text = self.text(name)
+        try:
+            return default if text is None else int(text)
+        except ValueError as error:
+            raise UsageError(f"{name} is {text!r}; it has to be a whole number") from error
+
+    def set(self, name: str, *values: object, why: str = "") -> None:
+        """Give an option these values, where it stands or at the end, and note the change."""
+        new = [str(value) for value in values]
+        if name in self and self.values(name) == new:
+            return
+        old = " ".join(self.values(name)) if name in self else "(not given)"
+        self._note(name, old, " ".join(new) or "given", why)
+        self._remove(name, keep=1)
+        self._items = [(n, new if n == name else v) for n, v in self._items]
+        if name not in self:
+            self._items.append((name, new))
+
+    def drop(self, *names: str, why: str = "") -> None:
+        """Take options away, and note those that were there."""
+        for name in names:
+            if name in self:
+                self._note(name, " ".join(self.values(name)), "(dropped)", why)
+                self._remove(name)
+
+    def copy(self) -> Options:
+        """The same options, with no changes noted."""
+        return Options(self.words)
+
+    def _note(self, name: str, old: str, new: str, why: str) -> None:
+        self.changes.append(
+            " ".join(filter(None, (name, old, "->", new))) + (f"   ({why})" if why else "")
+        )
+
+    def _remove(self, name: str, keep: int = 0) -> None:
+        places = [place for place, (given, _) in enumerate(self._items) if given == name]
+        removed = set(places[keep:])
+        self._items = [item for place, item in enumerate(self._items) if place not in removed]
