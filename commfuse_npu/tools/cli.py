@@ -16,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "prepare": {
         "doctor": ("doctor.command", "is this machine, and this launch, ready?"),
+        "coverage": ("coverage.command", "what would it fuse in each of your launch scripts?"),
         "plan": ("plan_command", "a layout and a schedule for a model and a cluster"),
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 QUESTIONS = (
     (
         "frobnicate",
-        "invalid choice: 'frobnicate' (choose from 'doctor', 'plan', 'simulate', 'bench'",
+        "invalid choice: 'frobnicate' (choose from 'doctor', 'coverage', 'plan', 'simulate'",
     ),
     ("''", "invalid choice: '' (choose from"),
     ("--frobnicate", "commfuse-npu: error: "),
@@ -30,6 +30,17 @@ QUESTIONS = (
     ("doctor --config bad.yaml", "bad.yaml: unknown option 'a'; did you mean"),
     ("doctor -- pretrain_gpt.py --num-layers x", "--num-layers: 'x' is not a whole number from 1"),
     ("doctor -- ls", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
+    ("coverage", "the following arguments are required: folder (see commfuse-npu coverage --help)"),
+    ("coverage nowhere", "'nowhere' is no folder; give one with launch scripts"),
+    ("coverage file", "'file' is no folder; give one with launch scripts"),
+    (
+        "coverage there",
+        "'there' has no launch scripts, *.sh, in it or below it; give a folder that",
+    ),
+    ("coverage there --timeout 0", "--timeout: '0' is not a number above 0"),
+    ("coverage there --chunks 1", "--chunks: '1' is not a whole number from 2"),
+    ("coverage there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
+    ("coverage there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan", "give a rule to see its program, or --model to get a recommendation"),
     ("plan reduce_scatter --ranks 4 --lanes 9", "'reduce_scatter' (choose from 'bucket_gather'"),
     ("plan gemm_scatter --ranks 4 --lanes 9", "--lanes 9: 4 ranks have 3 peers; choose 1 to 3"),

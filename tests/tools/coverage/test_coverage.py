@@ -1,0 +1,304 @@
+"""``commfuse-npu coverage``: what is said of launches, of scripts that misbehave, and in sum."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commfuse_npu.tools import cli
+from commfuse_npu.tools.coverage import sandbox
+from tests.limits import LIMIT
+from tests.tools.coverage.launches import EXPERTS, MODEL, SCRIPTS, TP, script
+
+Asked = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Asked:
+    """Asks about scripts, by their names, and returns the exit code and the JSON."""
+
+    def ask(scripts: dict[str, str], *words: str) -> tuple[int, dict[str, Any]]:
+        for name, text in scripts.items():
+            path = tmp_path / "scripts" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        page = tmp_path / "found.json"
+        code = cli.main(["coverage", str(tmp_path / "scripts"), "--json", str(page), *words])
+        return code, json.loads(page.read_text("utf-8"))
+
+    return ask
+
+
+def only(found: dict[str, Any]) -> dict[str, Any]:
+    (launch,) = found["launches"]
+    assert isinstance(launch, dict)
+    return launch
+
+
+def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = asked(SCRIPTS)
+    assert code == 0
+    verdicts = {one["script"]: (one["verdict"], one["kind"]) for one in found["launches"]}
+    assert verdicts == {
+        "dense/full.sh": ("full", ""),
+        "dense/partial.sh": ("partial", ""),
+        "dense/coc.sh": ("refused", "another overlap"),
+        "dense/coc_mtp.sh": ("refused", "another overlap"),
+        "dense/alone.sh": ("refused", "TP 1"),
+        "dense/ulysses.sh": ("full", ""),
+        "dense/lora.sh": ("refused", "LoRA"),
+        "dense/short.sh": ("full", ""),
+        "dense/own.sh": ("full", ""),
+        "experts/full.sh": ("full", ""),
+        "experts/mla.sh": ("partial", ""),
+        "experts/without_dispatch.sh": ("partial", ""),
+    }
+    assert found["others"] == {
+        "more/convert.sh": "generation, evaluation, conversion or data",
+        "more/generate.sh": "generation, evaluation, conversion or data",
+        "more/fsdp2.sh": "trains without Megatron's options",
+        "more/mindspore.sh": "trains with MindSpore",
+        "more/nothing.sh": "starts nothing",
+    }
+    assert not found["unread"]
+    said = capsys.readouterr().out
+    assert "| dense | 9 | 4 | 1 | 4 | 1 | 1 | 2 | 0 | 0 | 1 |\n" in said
+    assert "| experts | 3 | 1 | 2 | 0 | 0 | 0 | 0 | 0 | 3 | 0 |\n" in said
+    assert "| all | 12 | 5 | 3 | 4 | 1 | 1 | 2 | 0 | 3 | 1 |\n" in said
+    assert "TP above 1 and neither LoRA nor another overlap: 8, in full 5\n" in said
+    assert "refused for TP 1 only, with --commfuse-dp alone: 1\n" in said
+    assert "--commfuse-ulysses fits 1 of 1 Ulysses launches\n" in said
+    assert "of the 8 that are not refused --commfuse-attention passes in 6, " in said
+    assert "left to Megatron's order by default: 1\n" in said
+    assert "  full without --use-ascend-coc\n" in said
+    assert "  partial without --use-ascend-coc\n" in said
+    assert "no such training: 2 scripts: generation, evaluation, conversion or data\n" in said
+
+
+def test_a_launch_is_described(asked: Asked) -> None:
+    launch = only(asked({"it.sh": script(f"{TP} {EXPERTS} --first-k-dense-replace 1", 16)})[1])
+    layout = {"tensor": 4, "pipeline": 1, "context": 1, "expert": 4, "algorithm": "", "data": 4}
+    assert launch["layout"] == layout | {
+        "sequence_parallel": True,
+        "experts": True,
+        "mla": False,
+        "lora": False,
+    }
+    states = {one["layer"]: one["state"] for one in launch["layers"]}
+    assert states == dict.fromkeys(("qkv", "proj", "fc1", "fc2", "output"), "fused") | {
+        "experts": "silent"
+    }
+    assert launch["flags"]["--commfuse-dp"] == ""
+    assert launch["flags"]["--commfuse-attention"] == ""
+    assert launch["flags"]["--commfuse-flow 4"] == "--num-experts 8"
+    assert launch["flags"]["--commfuse-ulysses"].startswith("needs --context-parallel-size")
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "alone"),
+    [
+        ("", 8, True),
+        ("", 1, False),
+        ("--use-ascend-coc", 8, False),
+        ("--use-custom-fsdp", 8, False),
+    ],
+)
+def test_at_tp_1_data_parallelism_alone(
+    asked: Asked, options: str, processes: int, alone: bool
+) -> None:
+    launch = only(asked({"it.sh": script(options, processes)})[1])
+    assert (launch["verdict"], launch["data_parallel_alone"]) == ("refused", alone)
+
+
+def test_without_the_distributed_optimizer_nothing_is_taken_alone(asked: Asked) -> None:
+    text = script("").replace("--use-distributed-optimizer", "")
+    launch = only(asked({"it.sh": text})[1])
+    assert launch["flags"]["--commfuse-dp"].startswith("needs --use-distributed-optimizer")
+    assert not launch["data_parallel_alone"]
+
+
+def test_megatrons_defaults_count(asked: Asked) -> None:
+    text = script(TP).replace("--attention-dropout 0.0", "")
+    said = only(asked({"it.sh": text})[1])["flags"]["--commfuse-attention"]
+    assert said == "--attention-dropout 0.1, Megatron's default"
+
+
+def test_short_blocks_do_not_hide_that_a_layer_can_be_fused(asked: Asked) -> None:
+    launch = only(asked({"it.sh": script(f"{TP} --seq-length 1024")})[1])
+    assert (launch["verdict"], launch["short"]) == ("full", True)
+    assert launch["notes"][0].startswith("its blocks have 256 rows, and with fewer than 512")
+    launch = only(asked({"it.sh": script(f"{TP} --seq-length 1024 --commfuse-min-rows 0")})[1])
+    assert (launch["verdict"], launch["short"]) == ("full", False)
+
+
+def test_a_model_of_ones_own_is_not_read(asked: Asked) -> None:
+    launch = only(asked({"it.sh": SCRIPTS["dense/own.sh"]})[1])
+    assert launch["notes"] == [
+        "--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel"
+    ]
+
+
+def test_two_trainings_of_a_script_are_two_launches(asked: Asked) -> None:
+    code, found = asked({"it.sh": script(TP) + script("")})
+    assert code == 0
+    assert [one["verdict"] for one in found["launches"]] == ["full", "refused"]
+
+
+def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) -> None:
+    """As its examples want it; and from there they source others."""
+    root = tmp_path / "scripts"
+    (root / "examples").mkdir(parents=True)
+    (root / "pretrain_gpt.py").touch()
+    (root / "sizes.sh").write_text("TP=4\n", "utf-8")
+    (root / "examples" / "it.sh").write_text(
+        f"source sizes.sh\ncd $(dirname $0)/..\ntorchrun pretrain_gpt.py {MODEL} "
+        "--sequence-parallel --tensor-model-parallel-size $TP\n",
+        "utf-8",
+    )
+    page = tmp_path / "page.json"
+    assert cli.main(["coverage", str(root / "examples"), "--json", str(page)]) == 0
+    assert only(json.loads(page.read_text("utf-8")))["layout"]["tensor"] == 4
+
+
+# ------------------------------------------------------------------ scripts that misbehave
+
+
+def test_others_are_counted_when_some_cannot_be_read(
+    asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = asked(
+        {
+            "hangs.sh": "while :; do :; done\n",
+            "ends.sh": "echo set DATA_PATH first >&2\nexit 3\n",
+            "torchrun.sh": f"torchrun --frobnicate 4 pretrain_gpt.py {MODEL}\n",
+            "size.sh": script("--tensor-model-parallel-size four"),
+            "option.sh": script(f"{TP} --commfuse-lanes 0"),
+            "large.sh": "#" * (1 << 20) + "\n",
+            "fine.sh": script(TP),
+        },
+        *("--timeout", "3"),
+    )
+    assert code == 1
+    assert only(found)["script"] == "fine.sh"
+    assert found["unread"]["hangs.sh"].startswith("it did not end within 3 s")
+    assert found["unread"]["ends.sh"] == (
+        "it ended with code 3 before it started anything; it printed last: set DATA_PATH first"
+    )
+    assert "unrecognized arguments: --frobnicate" in found["unread"]["torchrun.sh"]
+    assert found["unread"]["size.sh"].startswith("--tensor-model-parallel-size is 'four'")
+    assert found["unread"]["option.sh"].startswith("--commfuse-lanes is 0; give a whole number")
+    assert "at most 1 MB" in found["unread"]["large.sh"]
+    assert "not read: ends.sh: it ended with code 3" in capsys.readouterr().out
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> None:
+    """Nor does a script see what another one has written."""
+    folder = tmp_path / "scripts"
+    writing = "echo spoiled > b.sh; echo TP=1 > sizes.conf; /bin/mkdir -p made; > $PWD/x.log\n"
+    scripts = {
+        "a.sh": f"cd $(dirname $0)\n{writing}source sizes.conf\nexit 5\n",
+        "b.sh": f"source sizes.conf\n[ -e made ] && exit 6\n{script('$TP')}",
+        "sizes.conf": f"TP='{TP}'\n",
+    }
+    code, found = asked(scripts)
+    assert code == 1
+    assert list(found["unread"]) == ["a.sh"]
+    assert only(found)["layout"]["tensor"] == 4
+    assert sorted(content(folder)) == sorted(str(folder / name) for name in scripts)
+    assert (folder / "b.sh").read_text("utf-8") == scripts["b.sh"]
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0.5)
+        yield listening
+
+
+def reaching(listener: socket.socket) -> str:
+    return f"echo x > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}\n{script(TP)}"
+
+
+def test_neither_the_network_nor_the_folder_by_its_path_is_reached(
+    asked: Asked, tmp_path: Path, listener: socket.socket
+) -> None:
+    written = tmp_path / "scripts" / "written"
+    code, found = asked({"it.sh": f"echo x > {written}\n{reaching(listener)}"})
+    assert code == 0
+    assert only(found)["verdict"] == "full"
+    if "without network" not in found["sandbox"]:
+        pytest.skip("this machine allows neither bwrap nor unshare")
+    assert not written.exists()
+    with pytest.raises(TimeoutError):
+        listener.accept()
+
+
+def test_where_no_sandbox_works_it_is_said(
+    asked: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    listener: socket.socket,
+) -> None:
+    refusing = sandbox.Sandbox("refusing", lambda scratch, copy, place: ["/bin/false"])
+    absent = sandbox.Sandbox("absent", lambda scratch, copy, place: ["/no/such/program"])
+    monkeypatch.setattr(sandbox, "_ways", lambda: [absent, refusing])
+    code, found = asked({"it.sh": f"echo x > written\n{reaching(listener)}"})
+    assert code == 0
+    assert only(found)["verdict"] == "full"
+    assert "not kept from the network" in capsys.readouterr().out
+    assert not (tmp_path / "scripts" / "written").exists()
+    listener.accept()[0].close()
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "it.sh").write_text(script(TP), "utf-8")
+    program = (
+        "import sys; from commfuse_npu.tools import cli; "
+        f"code = cli.main(['coverage', {str(tmp_path)!r}]); "
+        "sys.exit(code or 9 * bool({'torch', 'mindspeed_patches'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+# ------------------------------------------------------------------ real examples
+
+HOME = os.environ.get("MINDSPEED_LLM_HOME")
+
+
+@pytest.mark.skipif(not HOME, reason="MINDSPEED_LLM_HOME is not set: a checkout of MindSpeed-LLM")
+def test_the_real_examples(tmp_path: Path) -> None:
+    folder = Path(str(HOME), "examples", "mcore")
+    before = {str(path) for path in folder.rglob("*")}
+    page = tmp_path / "found.json"
+    assert cli.main(["coverage", str(folder), "--json", str(page)]) == 0
+    found = json.loads(page.read_text("utf-8"))
+    counts = found["counts"]
+    assert counts["launches"] == len(found["launches"]) >= 90
+    assert counts["launches"] == sum(counts[name] for name in ("full", "partial", "refused"))
+    kinds = ("LoRA", "another overlap", "else", "TP 1")
+    assert counts["refused"] == sum(counts[name] for name in kinds)
+    # One of each is there in every version from 2.3.0 on.
+    assert all(counts[name] for name in ("full", "partial", "LoRA", "another overlap", "TP 1"))
+    trained = {one["script"] for one in found["launches"]}
+    assert not [
+        name for name in trained if Path(name).name.startswith(("generate", "ckpt", "data"))
+    ]
+    missed = [name for name in found["others"] if Path(name).name.startswith(("pretrain", "tune"))]
+    assert not missed
+    assert {str(path) for path in folder.rglob("*")} == before
