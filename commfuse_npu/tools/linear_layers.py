@@ -27,6 +27,8 @@ __all__ = [
 LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
 """By which names ``--commfuse-layers`` knows them."""
 
+_UNKNOWN = "it is not among the layers that can be fused"
+
 Words = Sequence[str]
 State = Literal["fused", "left", "silent"]
 
@@ -85,7 +87,7 @@ def _judged(layer: LinearLayer, words: Words, layers: Collection[str]) -> Judged
         return Judged(layer.name, "silent", reason)
     if layer.known_as not in layers:
         unlisted = f"{layer.known_as} is not in the list of layers to fuse"
-        return Judged(layer.name, "left", unlisted if layer.known_as else "not fused yet")
+        return Judged(layer.name, "left", unlisted if layer.known_as else _UNKNOWN)
     if reason := layer.own(words):
         return Judged(layer.name, "left", reason)
     if size_of(words, "tensor-model") == 1:
@@ -102,8 +104,7 @@ def size_of(words: Words, kind: str) -> int:
 
     What is no number counts as 1.
     """
-    value = value_of(words, f"--{kind}-parallel-size") or ""
-    return max(1, int(value)) if value.isdecimal() else 1
+    return max(1, _number(words, f"--{kind}-parallel-size"))
 
 
 def sequence_parallel(words: Words) -> bool:
@@ -116,8 +117,13 @@ def _has(words: Words, option: str) -> bool:
 
 
 def _number(words: Words, option: str) -> int:
-    value = (value_of(words, option) or "").removeprefix("-")
-    return int(value) if value.isdecimal() else 0
+    value = value_of(words, option) or ""
+    return int(value) if value.isdecimal() and len(value) <= 18 else 0
+
+
+def _part(words: Words, option: str) -> bool:
+    """Whether a ratio of layers is given that is not 0."""
+    return (value_of(words, option) or "").strip("0.") != ""
 
 
 def _spec(name: str) -> Callable[[Words], bool]:
@@ -137,7 +143,7 @@ def _delta_net(words: Words) -> bool:
 
 
 def _attends(words: Words) -> bool:
-    return not _mamba(words) or float(value_of(words, "--hybrid-attention-ratio") or 0) > 0
+    return not _mamba(words) or _part(words, "--hybrid-attention-ratio")
 
 
 def _usual_attention(words: Words) -> bool:
@@ -152,7 +158,7 @@ def _experts(words: Words) -> bool:
 def _dense(words: Words) -> bool:
     """With experts, the first layers only, if asked for (MindSpeed-LLM's transformer_block.py)."""
     if not _experts(words) or _longcat(words):
-        return not _mamba(words) or float(value_of(words, "--hybrid-mlp-ratio") or 0) > 0
+        return not _mamba(words) or _part(words, "--hybrid-mlp-ratio")
     return _number(words, "--first-k-dense-replace") > 0
 
 

@@ -281,6 +281,7 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
 HOME = os.environ.get("MINDSPEED_LLM_HOME")
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not HOME, reason="MINDSPEED_LLM_HOME is not set: a checkout of MindSpeed-LLM")
 def test_the_real_examples(tmp_path: Path) -> None:
     folder = Path(str(HOME), "examples", "mcore")
