@@ -25,7 +25,7 @@ from typing import Any
 
 from commfuse_npu.tools.bench import namespaces
 
-__all__ = ["Ranks", "RanksError"]
+__all__ = ["Ranks", "RanksError", "die_with_parent"]
 
 _START_SECONDS = 180.0
 _PR_SET_PDEATHSIG = 1
@@ -157,7 +157,8 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent is gone (Linux)."""
     if sys.platform.startswith("linux"):
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -167,7 +168,7 @@ def _die_with_parent() -> None:
 
 def _serve(pipe: Connection, start: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
+    die_with_parent()
     try:
         worker = _join(**start)
         pipe.send((True, None))

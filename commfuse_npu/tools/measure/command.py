@@ -14,8 +14,9 @@ from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.measure.description import description
 from commfuse_npu.tools.measure.folder import Folder, FolderError
+from commfuse_npu.tools.measure.layer import layer_times
 from commfuse_npu.tools.measure.page import compared, measured_page
-from commfuse_npu.tools.measure.steps import STEPS, Scale, Step
+from commfuse_npu.tools.measure.steps import STEPS, Scale, Step, Times
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
 from commfuse_npu.tools.report.drawing import lacking
@@ -120,9 +121,14 @@ def _measure(options: argparse.Namespace, scale: Scale, folder: Folder) -> list[
                 continue
             print(f"{step.name}: {step.question}", flush=True)
             try:
-                if ranks is None:
-                    ranks = _started(options, folder)
-                _one(step, ranks, scale, folder)
+                if step.ask is None:
+                    # They would be in the way of others.
+                    _end(ranks)
+                    ranks = None
+                    _layer(step, options, scale, folder)
+                else:
+                    ranks = ranks or _started(options, folder)
+                    _keep(step, folder, step.ask(ranks.ask, scale))
             except RanksError as error:
                 # They have been ended; the next step begins with new ones.
                 ranks = None
@@ -130,9 +136,13 @@ def _measure(options: argparse.Namespace, scale: Scale, folder: Folder) -> list[
                 print(f"{step.name}: failed: {str(error).splitlines()[-1]}", file=sys.stderr)
                 left.append(step.name)
     finally:
-        if ranks is not None:
-            ranks.close()
+        _end(ranks)
     return left
+
+
+def _end(ranks: Ranks | None) -> None:
+    if ranks is not None:
+        ranks.close()
 
 
 def _started(options: argparse.Namespace, folder: Folder) -> Ranks:
@@ -145,12 +155,15 @@ def _started(options: argparse.Namespace, folder: Folder) -> Ranks:
     return ranks
 
 
-def _one(step: Step, ranks: Ranks, scale: Scale, folder: Folder) -> None:
-    start = time.monotonic()
-    times = step.ask(ranks.ask, scale)
-    seconds = time.monotonic() - start
-    folder.keep(step.name, {"question": step.question, "seconds": seconds, "times": times})
-    print(f"{step.name}: {len(times)} times in {seconds:.0f} s", flush=True)
+def _layer(step: Step, options: argparse.Namespace, scale: Scale, folder: Folder) -> None:
+    limit = options.timeout or step.seconds
+    times, said = layer_times(scale, options.config, options.device, limit)
+    _keep(step, folder, times, said)
+
+
+def _keep(step: Step, folder: Folder, times: Times, said: Sequence[str] = ()) -> None:
+    folder.keep(step.name, {"question": step.question, "times": times, "said": list(said)})
+    print(f"{step.name}: {len(times)} times", flush=True)
 
 
 def _write(options: argparse.Namespace, folder: Folder, base: str, command: Sequence[str]) -> None:
@@ -176,7 +189,8 @@ def _write(options: argparse.Namespace, folder: Folder, base: str, command: Sequ
         return
     page = folder.path / "measured.html"
     rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
-    measured_page(page, command, facts, measured, failed, rows, str(path))
+    said = (folder.kept("layer") or {}).get("said", [])
+    measured_page(page, command, facts, measured, failed, rows, str(path), said)
     print(f"Written: {page}")
 
 

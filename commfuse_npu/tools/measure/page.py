@@ -45,6 +45,7 @@ def measured_page(
     failed: Mapping[str, str],
     figures: Sequence[tuple[str, str, str, str]],
     described: str,
+    said: Sequence[str],
 ) -> None:
     """Write the page.
 
@@ -52,9 +53,11 @@ def measured_page(
         failed: why, by step.
         figures: from :func:`compared`.
         described: the file that ``simulate --hardware`` takes.
+        said: of the forms of a layer, by the benchmark.
     """
     outside = [row[0] for row in figures if row[3] != "in the range"]
     verdict = [
+        *said,
         f"{len(figures)} figures were measured, {len(outside)} of them outside of the range that "
         f"was assumed{': ' if outside else ''}{', '.join(f'`{name}`' for name in outside)}.",
         f"What they say of a training: `commfuse-npu simulate --hardware {described}`",

@@ -69,13 +69,14 @@ class Step:
         name: of its file.
         question: what it answers.
         seconds: after which it is given up, on a machine that is as slow as it may be.
-        ask: the answer; of each call the time of the rank that took longest.
+        ask: the answer; of each call the time of the rank that took longest.  ``None``: it is not
+            for the ranks (:mod:`commfuse_npu.tools.measure.layer`).
     """
 
     name: str
     question: str
     seconds: float
-    ask: Callable[[Ask, Scale], Times]
+    ask: Callable[[Ask, Scale], Times] | None
 
 
 def _links(ask: Ask, scale: Scale) -> Times:
@@ -168,6 +169,7 @@ STEPS = (
     Step("gemms", "what do GEMMs of a layer take, whole and cut by rows?", 600, _gemms),
     Step("host", "what does posting a transfer cost the host?", 120, _host),
     Step("beside", "do GEMMs and transfers slow each other down?", 300, _beside),
+    Step("layer", "how long do two layers take, in Megatron's order, CoC's, and ours?", 900, None),
     Step("groups", "what do GEMMs take, cut by columns?", 600, _groups),
     Step("memory", "what do copies take, and sums in order and in one pass?", 300, _memory),
     Step("attention", "what does attention take, run of queries by run of queries?", 300,

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure import command
+from commfuse_npu.tools.measure.layer import layer_times
 from commfuse_npu.tools.measure.steps import STEPS, Ask, Scale, Step
+from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.command import main as simulate
 from commfuse_npu.tools.simulate.hardware import Hardware
 from tests.limits import PATIENT
@@ -32,8 +35,12 @@ def times(folder: Path, step: str) -> list[dict[str, Any]]:
 
 def test_everything_is_measured_described_and_shown(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "measured"
-    assert command.main([*SMALL, "--folder", str(folder)]) == 0
+    words = [*SMALL, "--folder", str(folder)]
+    names = [step.name for step in STEPS if step.ask is not None]
+    assert command.main([*words, "--steps", ",".join(names)]) == 0
     for step in STEPS:
+        if step.ask is None:
+            continue
         found = times(folder, step.name)
         assert found
         assert all(seconds > 0 for one in found for seconds in one["seconds"]), step.name
@@ -57,8 +64,30 @@ def test_everything_is_measured_described_and_shown(tmp_path: Path, capsys: Any)
     assert "<svg" in page
     # Nothing is left to do.
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
-    assert command.main([*SMALL, "--folder", str(folder), "--resume"]) == 0
+    assert command.main([*words, "--steps", ",".join(names), "--resume"]) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.json")} == before
+
+
+@pytest.mark.long
+def test_layers_are_measured_and_the_best_named(tmp_path: Path) -> None:
+    words = [*SMALL, "--folder", str(tmp_path / "measured"), "--steps", "host,layer"]
+    assert command.main(words) == 0
+    forms = {one["form"] for one in times(tmp_path / "measured", "layer")}
+    assert forms >= {"collective", "megatron", "coc-4", "auto", "flow-4-coll"}
+    page = (tmp_path / "measured" / "measured.html").read_text()
+    assert "Best of ours" in page or "Nothing can be concluded" in page
+
+
+def test_layers_that_take_too_long_are_given_up() -> None:
+    scale = Scale.of(ModelConfig.load(find_config("llama3_8b")), 2, "cpu")
+    with pytest.raises(RanksError, match="bench did not end within 0 s"):
+        layer_times(scale, "llama3_8b", "cpu", 0.1)
+
+
+def test_layers_that_fail_say_why() -> None:
+    scale = Scale.of(ModelConfig.load(find_config("llama3_8b")), 2, "cpu")
+    with pytest.raises(RanksError, match=r"--config nowhere .*'nowhere' is neither a file nor one"):
+        layer_times(scale, "nowhere", "cpu", LIMIT)
 
 
 @pytest.fixture

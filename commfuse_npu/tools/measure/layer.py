@@ -1,0 +1,64 @@
+"""Two layers of the model, forward and backward: Megatron's order, CoC's slices, ours.
+
+By ``commfuse-npu bench`` over the links as they are, in a process of its own: its ranks are not
+those that were asked before.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from commfuse_npu.tools.bench.processes import RanksError, die_with_parent
+from commfuse_npu.tools.bench.standing import verdict
+from commfuse_npu.tools.bench.stored import load
+from commfuse_npu.tools.measure.steps import Scale, Times
+
+__all__ = ["layer_times"]
+
+_VARIANTS = "collective,megatron,coc-*,auto,flow-4-coll"
+"""What can be launched; ``collective`` is what nobody overlaps."""
+
+
+def layer_times(scale: Scale, config: str, device: str, limit: float) -> tuple[Times, list[str]]:
+    """The times of each form, their quartiles and median, and the benchmark's verdict.
+
+    Args:
+        limit: in seconds.
+
+    Raises:
+        RanksError: it failed, or took longer.
+    """
+    with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as temporary:
+        path = Path(temporary, "bench.json")
+        words = ["--works", "layers", "--ranks", str(scale.ranks), "--device", device]
+        words += ["--variants", _VARIANTS, "--config", config, "--json", str(path)]
+        words += ["--links", "unpaced" if device == "cpu" else "mesh", "--ratios", "1"]
+        words += ["--dtypes", "bf16", "--scale", str(scale.shrink), "--sequence", str(scale.rows)]
+        words += ["--rounds", "3" if device == "cpu" else "10"]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "commfuse_npu", "bench", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=limit,
+                check=False,
+                preexec_fn=die_with_parent,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RanksError(f"commfuse-npu bench did not end within {limit:.0f} s") from error
+        if done.returncode:
+            raise RanksError(f"commfuse-npu bench {' '.join(words)}: {done.stderr.strip()[-2000:]}")
+        _, results, _ = load(path)
+    times: Times = []
+    for one in results:
+        low, high = one.quartiles_ms
+        seconds = [ms / 1e3 for ms in (low, one.median_ms, high)]
+        of: dict[str, Any] = {"form": one.variant, "disturbed": one.inconclusive}
+        times.append({**of, "seconds": seconds})
+    return times, [line.replace("**", "") for line in verdict(results)]
