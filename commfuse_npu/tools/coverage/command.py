@@ -2,7 +2,8 @@
 
 Each script, *.sh, is run by bash, in a copy of its folder: torchrun and python are stand-ins that
 write down what they are asked to start, most other programs do nothing. What a script calls by an
-absolute path does run; give folders whose scripts you would run.
+absolute path does run, without network where bubblewrap or unshare is allowed: give folders whose
+scripts you would run.
 """
 
 from __future__ import annotations

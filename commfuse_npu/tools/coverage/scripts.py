@@ -63,9 +63,10 @@ class Reader:
         if not folder.is_dir():
             raise UsageError(f"{str(folder)!r} is no folder; give one with launch scripts")
         self._folder, self._timeout = folder.resolve(), timeout
-        found = (path.relative_to(self._folder) for path in self._folder.rglob("*.sh"))
+        found = (path for path in self._folder.rglob("*.sh") if not path.is_dir())
+        below = (path.relative_to(self._folder) for path in found)
         self.scripts = sorted(
-            path for path in found if not any(part.startswith(".") for part in path.parts)
+            path for path in below if not any(part.startswith(".") for part in path.parts)
         )
         if not self.scripts:
             raise UsageError(
@@ -125,11 +126,16 @@ class Reader:
 def _understood(name: str, captured: Captured) -> Script:
     trainings, others = [], []
     for command in captured.commands:
-        other = _other(command)
-        launch = None if other else launch_of(command)
+        if other := _other(command):
+            others.append(other)
+            continue
+        launch = launch_of(command)
         if launch is None:
-            others.append(other or _NO_TRAINING)
-        elif "--skip-train" in launch.options:
+            raise UsageError(
+                f"it starts a training by {' '.join(command.words[:4])!r} ..., which is not "
+                "understood; start the Python script by torchrun or python"
+            )
+        if "--skip-train" in launch.options:
             others.append(_NO_TRAINING)
         else:
             trainings.append(launch)

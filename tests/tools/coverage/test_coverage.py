@@ -179,6 +179,7 @@ def test_others_are_counted_when_some_cannot_be_read(
             "hangs.sh": "while :; do :; done\n",
             "ends.sh": "echo set DATA_PATH first >&2\nexit 3\n",
             "torchrun.sh": f"torchrun --frobnicate 4 pretrain_gpt.py {MODEL}\n",
+            "module.sh": f"python -m pdb pretrain_gpt.py {MODEL}\n",
             "size.sh": script("--tensor-model-parallel-size four"),
             "option.sh": script(f"{TP} --commfuse-lanes 0"),
             "large.sh": "#" * (1 << 20) + "\n",
@@ -193,6 +194,7 @@ def test_others_are_counted_when_some_cannot_be_read(
         "it ended with code 3 before it started anything; it printed last: set DATA_PATH first"
     )
     assert "unrecognized arguments: --frobnicate" in found["unread"]["torchrun.sh"]
+    assert "by 'python -m pdb pretrain_gpt.py' ..., which is not" in found["unread"]["module.sh"]
     assert found["unread"]["size.sh"].startswith("--tensor-model-parallel-size is 'four'")
     assert found["unread"]["option.sh"].startswith("--commfuse-lanes is 0; give a whole number")
     assert "at most 1 MB" in found["unread"]["large.sh"]
@@ -287,8 +289,11 @@ def test_the_real_examples(tmp_path: Path) -> None:
     folder = Path(str(HOME), "examples", "mcore")
     before = {str(path) for path in folder.rglob("*")}
     page = tmp_path / "found.json"
-    assert cli.main(["coverage", str(folder), "--json", str(page)]) == 0
+    code = cli.main(["coverage", str(folder), "--json", str(page)])
     found = json.loads(page.read_text("utf-8"))
+    # Up to 26.0.0 one is no shell: MASTER_ADDR=<master_addr>.
+    assert set(found["unread"]) <= {"llama2/pretrain_llama2_70b_128k_C_ptd.sh"}
+    assert code == bool(found["unread"])
     counts = found["counts"]
     assert counts["launches"] == len(found["launches"]) >= 90
     assert counts["launches"] == sum(counts[name] for name in ("full", "partial", "refused"))
