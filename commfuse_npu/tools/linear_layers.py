@@ -19,7 +19,9 @@ __all__ = [
     "LINEAR_LAYERS",
     "Judged",
     "LinearLayer",
+    "attention_obstacle",
     "judge",
+    "recomputes_attention",
     "sequence_parallel",
     "size_of",
 ]
@@ -97,6 +99,24 @@ def _judged(layer: LinearLayer, words: Words, layers: Collection[str]) -> Judged
         reason = "cpu_offloading needs Transformer Engine's layers"
         return Judged(layer.name, "left", reason)
     return Judged(layer.name, "fused")
+
+
+def recomputes_attention(words: Words) -> bool:
+    """Whether the core attention is recomputed by itself.
+
+    MindSpeed's attention does so at this granularity whatever ``--recompute-modules`` lists.
+    """
+    selective = value_of(words, "--recompute-granularity") == "selective"
+    return selective or _has(words, "--recompute-activations")
+
+
+def attention_obstacle(words: Words) -> str:
+    """Why no attention waits for its projection (``--commfuse-attention``); empty if it does."""
+    if recomputes_attention(words):
+        return "selective recomputation runs the core attention by itself"
+    if not sequence_parallel(words):
+        return "without sequence parallelism nothing is split"
+    return ""
 
 
 def size_of(words: Words, kind: str) -> int:

@@ -9,8 +9,14 @@ from typing import Literal
 from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.doctor.fuse_options import FuseOptions, min_rows_of
 from commfuse_npu.tools.launch_script.launch import Launch
-from commfuse_npu.tools.launch_script.options import Options, value_of
-from commfuse_npu.tools.linear_layers import Judged, judge, sequence_parallel, size_of
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.linear_layers import (
+    Judged,
+    attention_obstacle,
+    judge,
+    sequence_parallel,
+    size_of,
+)
 from commfuse_npu.tools.refusals import (
     ATTENTION_REFUSALS,
     DATA_PARALLEL_REFUSALS,
@@ -206,8 +212,9 @@ def _flags(
     names = "--seq-length", "--num-attention-heads"
     length, heads = (options.number(name, 0) or None for name in names)
     algorithm = layout.algorithm or _USUAL_ALGORITHM
+    unchosen = "" if "proj" in fuse.layers else "proj is not in the list of layers to fuse"
     obstacles = {
-        "--commfuse-attention": (ATTENTION_REFUSALS, _does_not_wait(words, layout, fuse)),
+        "--commfuse-attention": (ATTENTION_REFUSALS, unchosen or attention_obstacle(words)),
         f"--commfuse-flow {chunks}": (
             FLOW_REFUSALS,
             flow_obstacle(chunks, layout.tensor, layout.sequence_parallel, length),
@@ -237,20 +244,6 @@ def _flags(
         )
         for flag, (refusals, why) in obstacles.items()
     }
-
-
-def _does_not_wait(words: Sequence[str], layout: Layout, fuse: FuseOptions) -> str:
-    """Why no attention would be fused with its projection though nothing refuses it."""
-    if layout.tensor == 1:
-        return "a tensor-parallel group of one has nothing to transfer"
-    if "proj" not in fuse.layers:
-        return "proj is not in the list of layers to fuse"
-    if not layout.sequence_parallel:
-        return "without sequence parallelism nothing is split"
-    selective = value_of(words, "--recompute-granularity") == "selective"
-    if selective or value_of(words, "--recompute-activations") is not None:
-        return "selective recomputation runs the core attention by itself"
-    return ""
 
 
 def _short_blocks(launch: Launch, layout: Layout, fuse: FuseOptions) -> str:

@@ -10,8 +10,8 @@ from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.fuse_options import min_rows_of
 from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch
-from commfuse_npu.tools.doctor.layers import attention_obstacle, recomputes_attention
 from commfuse_npu.tools.launch_script.options import value_of
+from commfuse_npu.tools.linear_layers import attention_obstacle, recomputes_attention
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.refusals import (
     ATTENTION_REFUSALS,
@@ -172,7 +172,7 @@ def _check_refused(launch: Launch, refusals: Sequence[Refusal]) -> Iterator[Find
 
 def _check_attention(launch: Launch) -> Finding:
     about = partial(_about, "--commfuse-attention")
-    layers, obstacle = launch.fuse.layers, attention_obstacle(launch)
+    layers, obstacle = launch.fuse.layers, attention_obstacle(launch.options)
     if "proj" not in layers:
         return about(
             "error",
@@ -186,7 +186,7 @@ def _check_attention(launch: Launch) -> Finding:
             f"given, but {obstacle}",
             "attention that can wait for its projection",
             "leave --recompute-activations and --recompute-granularity selective out"
-            if recomputes_attention(launch)
+            if recomputes_attention(launch.options)
             else "add --sequence-parallel",
         )
     return about(

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 
 from commfuse_npu.tools.doctor.fuse_options import chunks_of, min_rows_of
 from commfuse_npu.tools.doctor.launch import Launch
-from commfuse_npu.tools.launch_script.options import value_of
-from commfuse_npu.tools.linear_layers import judge
+from commfuse_npu.tools.linear_layers import attention_obstacle, judge
 
 __all__ = [
     "ATTENTION_OPERATOR",
     "FusedLayer",
-    "attention_obstacle",
     "fused_layers",
-    "recomputes_attention",
 ]
 
 ATTENTION_OPERATOR = "attention_linear_reduce_scatter"
@@ -95,7 +92,7 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
         halves = 2 if operator == "linear_all_reduce" else 1
         chunks = chunks_of(config, fuse)
         chunk_rows = -(-block_rows // chunks)
-        if layer == "proj" and fuse.attention and not attention_obstacle(launch):
+        if layer == "proj" and fuse.attention and not attention_obstacle(launch.options):
             # Queries are split, not rows of s*B: no chunk has less than one of them.
             operator, chunks = ATTENTION_OPERATOR, min(chunks, shard)
             chunk_rows = -(-shard // chunks) * batch
@@ -106,24 +103,6 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
             longest = block_rows * row_bytes if layer in _COLUMN_PARALLEL else largest
             found.append(FusedLayer(layer, operator, "", *shapes, sent, largest, longest))
     return found
-
-
-def recomputes_attention(launch: Launch) -> bool:
-    """Whether the core attention is recomputed by itself.
-
-    MindSpeed's attention does so at this granularity whatever ``--recompute-modules`` lists.
-    """
-    selective = value_of(launch.options, "--recompute-granularity") == "selective"
-    return selective or value_of(launch.options, "--recompute-activations") is not None
-
-
-def attention_obstacle(launch: Launch) -> str:
-    """Why no attention waits for its projection (``--commfuse-attention``); empty if it does."""
-    if recomputes_attention(launch):
-        return "selective recomputation runs the core attention by itself"
-    if not launch.config.uses_sequence_parallel:
-        return "without sequence parallelism nothing is split"
-    return ""
 
 
 def _too_few(launch: Launch) -> str:

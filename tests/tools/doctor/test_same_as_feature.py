@@ -15,9 +15,9 @@ from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.doctor.layers import (
     ATTENTION_OPERATOR,
     FusedLayer,
-    attention_obstacle,
     fused_layers,
 )
+from commfuse_npu.tools.linear_layers import attention_obstacle
 from commfuse_npu.tools.model_config import ModelConfig
 from mindspeed_patches import refusals, wrappers
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options, schedule_for
@@ -263,6 +263,6 @@ def test_attention_waits_where_the_wrappers_let_it(monkeypatch, change: str) -> 
 
     assert [operator for operator, *_ in called] == ([found.operator] if found.operator else [])
     together = found.operator == ATTENTION_OPERATOR
-    said = attention_obstacle(made) or found.reason or "fused"
+    said = attention_obstacle(made.options) or found.reason or "fused"
     assert linears.calls["attention", said] == 1
     assert together == (said == "fused")
