@@ -20,6 +20,9 @@ from commfuse_npu.tools.refusals import (
     REFUSALS,
     ULYSSES_REFUSALS,
     Refusal,
+    data_parallel_obstacle,
+    flow_obstacle,
+    ulysses_obstacle,
 )
 
 __all__ = ["check_launch"]
@@ -110,24 +113,17 @@ def _check_options(launch: Launch) -> Iterator[Finding]:
         yield from _check_rows(launch)
 
 
+def _obstacle(option: str, given: str, why: str) -> Finding:
+    """What the feature would end with, which begins with the option and ends with a way out."""
+    needs, _, way_out = why.removeprefix(option).lstrip(": ").partition("; ")
+    return _about(option, "error", given, needs, way_out)
+
+
 def _check_flow(config: ModelConfig, chunks: int) -> Finding:
     size, length = config.tensor_model_parallel_size, config.seq_length
-    if size < 2 or not config.uses_sequence_parallel:
-        return _about(
-            "--commfuse-flow",
-            "error",
-            str(chunks),
-            "TP of at least 2 with --sequence-parallel, whose transfers it hides",
-            "add them, or leave --commfuse-flow out",
-        )
-    if length % (size * chunks):
-        return _about(
-            "--commfuse-flow",
-            "error",
-            str(chunks),
-            f"chunks that divide {length / size:g} rows per rank",
-            "choose another number, or leave --commfuse-flow out",
-        )
+    why = flow_obstacle(chunks, size, config.uses_sequence_parallel, length)
+    if why:
+        return _obstacle("--commfuse-flow", str(chunks), why)
     return _about(
         "--commfuse-flow",
         "note",
@@ -200,21 +196,10 @@ def _check_attention(launch: Launch) -> Finding:
 def _check_ulysses(config: ModelConfig) -> Finding:
     about = partial(_about, "--commfuse-ulysses")
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-    if cp == 1:
-        return about(
-            "error",
-            "given, with --context-parallel-size 1",
-            "at least 2: a context-parallel group of one exchanges no heads",
-            "choose CP of at least 2, or leave --commfuse-ulysses out",
-        )
-    if config.context_parallel_algo != "ulysses_cp_algo":
-        return about(
-            "error",
-            f"given, with --context-parallel-algo {config.context_parallel_algo}",
-            "ulysses_cp_algo: others do not exchange heads, or not over the whole group",
-            "choose it, or leave --commfuse-ulysses out",
-        )
     # Whether heads and sequence can be shared out is checked with the layout, for every launch.
+    why = ulysses_obstacle(cp, tp, config.context_parallel_algo, None, None)
+    if why:
+        return _obstacle("--commfuse-ulysses", f"given, CP {cp}", why)
     hides = "all-to-alls hide behind attention and its projections"
     if tp > 1:
         hides = (
@@ -237,13 +222,9 @@ def _check_ulysses(config: ModelConfig) -> Finding:
 def _check_data_parallel(launch: Launch) -> Finding:
     about = partial(_about, "--commfuse-dp")
     replicas = launch.config.data_parallel_size * launch.config.context_parallel_size
-    if value_of(launch.options, "--use-distributed-optimizer") is None:
-        return about(
-            "error",
-            "given, without --use-distributed-optimizer",
-            "the flag: without it gradients are all-reduced and parameters never gathered",
-            "add --use-distributed-optimizer, or leave --commfuse-dp out",
-        )
+    sharded = value_of(launch.options, "--use-distributed-optimizer") is not None
+    if why := data_parallel_obstacle(sharded):
+        return _obstacle("--commfuse-dp", "given", why)
     if replicas == 1:
         return about(
             "warning",
