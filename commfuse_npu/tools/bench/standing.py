@@ -83,8 +83,11 @@ def _verdict(results: Sequence[Result]) -> list[str]:
     )
     options = " ".join(["--use-commfuse", *(_options(schedule) if schedule else ())])
     compared = "; ".join(said)
+    rounding = ""
+    if schedule is not None and schedule.kind == "flow":
+        rounding = "; weight gradients are summed chunk by chunk (other rounding)"
     return [
-        f"Best of ours over {_settings(len(pairs['rival']))}: **{ours}**: `{options}`",
+        f"Best of ours over {_settings(len(pairs['rival']))}: **{ours}**: `{options}`{rounding}",
         f"{compared[0].upper()}{compared[1:]}. The bound of each setting, max(compute, wire), is "
         "for nobody to launch.",
     ]
@@ -111,10 +114,10 @@ def _said(share: float) -> str:
 
 
 def _options(variant: Variant) -> Iterator[str]:
-    if variant.tuned:
-        yield "--commfuse-tuning on"
-    elif variant.kind == "flow":
+    if variant.kind == "flow":
         yield f"--commfuse-flow {variant.slices}"
+    elif variant.tuned:
+        yield "--commfuse-tuning on"
     elif variant.schedule is not None:
         yield f"--commfuse-lanes {variant.schedule.lanes} --commfuse-chunks"
         yield str(variant.schedule.chunks)

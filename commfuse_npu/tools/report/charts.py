@@ -217,7 +217,7 @@ def lines(
     if whole:
         ticks |= {"tickMinStep": 1, "format": "d"}
     if len(steps) <= _FEW:
-        ticks["values"] = steps
+        ticks |= {"values": steps, "format": "d" if whole else "~g"}
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
                 "axis": {"labelAngle": 0, "labelOverlap": True}}  # fmt: skip
     if numbers:
@@ -328,7 +328,10 @@ def _quantity(field: str, title: str) -> Chart:
 def _name_above() -> Chart:
     """What a bar is, above it."""
     mark = {"type": "text", "align": "left", "yOffset": -8, "x": 0}
-    return {"mark": mark, "encoding": {"text": {"field": "said"}}}
+    # On paper, where a line crosses it.
+    paper = mark | {"stroke": color("paper"), "strokeWidth": 4, "strokeJoin": "round"}
+    text = {"text": {"field": "said"}}
+    return {"layer": [{"mark": paper, "encoding": text}, {"mark": mark, "encoding": text}]}
 
 
 def _reference(line: tuple[str, float], *, vertical: bool) -> Chart:

@@ -160,11 +160,11 @@ _RULES = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);line-height:1.5;
  font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif}
-main{max-width:1060px;margin:0 auto;padding:16px 20px 48px}
+main{max-width:1240px;margin:0 auto;padding:16px 20px 48px}
 h1{text-wrap:balance;font-size:1.6rem;line-height:1.25;margin:.6em 0}
 h2{font-size:1.2rem;margin:2em 0 .4em}
 p{margin:.4em 0;max-width:44em}
-.verdict p{max-width:none}
+.verdict p{max-width:66em}
 code{font:.875em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 .verdict{border-left:5px solid var(--blue);background:var(--shade);padding:.2em 1em .6em}
 .verdict h2{margin-top:.5em}
@@ -172,12 +172,12 @@ figure{margin:1em 0}
 .chart{width:100%}
 .chart svg{display:block;max-width:100%}
 .wide{overflow-x:auto;margin:.3em 0 .8em}
-table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
+table{border-collapse:collapse;font-size:.8125rem;font-variant-numeric:tabular-nums}
 .caption{color:var(--faint);font-size:.875rem;margin:1em 0 0;max-width:none}
 code span{display:inline-block;max-width:100%}
 th,td{padding:.3em .8em .3em 0;border-bottom:1px solid var(--grid);text-align:left;
- vertical-align:top;white-space:nowrap}
-thead th{border-bottom:2px solid var(--faint)}
+ vertical-align:top}
+thead th{border-bottom:2px solid var(--faint);vertical-align:bottom}
 tbody th{font-weight:normal}
 summary{cursor:pointer;color:var(--blue);padding:.3em 0}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.2em 1em;margin:0}
@@ -190,7 +190,6 @@ dd{margin:0;min-width:0}
 #vg-tooltip-element.visible{visibility:visible}
 #vg-tooltip-element td{white-space:normal;border:0;padding:0 .4em 0 0}
 #vg-tooltip-element td.key{color:var(--faint)}
-@media (min-width:601px){td{white-space:normal}}
 @media (max-width:600px){main{padding:8px 14px 32px}dl{grid-template-columns:1fr}
  dd{margin-bottom:.5em}}
 """

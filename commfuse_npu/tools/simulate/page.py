@@ -25,19 +25,15 @@ __all__ = ["layer", "layer_picture", "plan_page", "plan_pictures", "sources", "s
 _TITLE = "One layer of one micro-batch, forward then backward"
 _GANTT = (
     "Of the rank in the middle of the tensor-parallel group. Red is where its compute engine "
-    "waits, in ms; hover over a bar for its name. Transfers to several peers at once are one bar."
+    "waits, in ms; hover over a bar for its name. Transfers to several peers at once are one bar. "
+    "Layers of a flow overlap: of those the second of three is shown, from its first GEMM to that "
+    "of the next one."
 )
 
 
 def layer(step: Step, shown: Sequence[tuple[str, Variant]]) -> list[Row]:
-    """Each of the variants as lanes over time; of a flow one of many layers."""
-    return [
-        lanes(
-            f"{said}, amid other layers" if one.kind == "flow" else said,
-            [(part, step.layer(one, part)) for part in PARTS],
-        )
-        for said, one in shown
-    ]
+    """Each of the variants as lanes over time."""
+    return [lanes(said, [(part, step.layer(one, part)) for part in PARTS]) for said, one in shown]
 
 
 def layer_picture(rows: Sequence[Row]) -> Picture:

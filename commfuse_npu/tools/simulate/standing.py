@@ -104,7 +104,7 @@ def verdict(
     bound = ""
     if standing.bound is not None:
         bound = (
-            f" Ideal bound, which nobody can launch: {standing.bound}, "
+            f" Ideal bound operator by operator, which nobody can launch: {standing.bound}, "
             f"{_steps(standing.bound, points)}."
         )
     if ours is None:

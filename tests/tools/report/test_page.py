@@ -76,6 +76,14 @@ def test_each_picture_has_its_numbers_as_a_table() -> None:
     assert len(of_gantt.rows) == 3
 
 
+def test_few_figures_of_an_axis_are_named_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.5, 3.0)))])
+    draw([quarter], "", tmp_path / "few.svg")
+    drawn = (tmp_path / "few.svg").read_text(encoding="utf-8")
+    assert all(f">{said}</text>" in drawn for said in ("0.25", "0.5", "1.5"))
+
+
 def test_the_same_pictures_as_files(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     draw(PICTURES, "All of them", tmp_path / "all.png")

@@ -79,7 +79,8 @@ def test_two_lines_name_the_flow_and_the_best_with_megatrons_bits() -> None:
     assert second == (
         "20.0 % shorter (10.0 % shorter with Megatron's bits) than Megatron's order, 18.00 s; "
         "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best rival that "
-        "exists, 17.00 s. Ideal bound, which nobody can launch: kernel-ideal, 14.00 s."
+        "exists, 17.00 s. Ideal bound operator by operator, which nobody can launch: "
+        "kernel-ideal, 14.00 s."
     )
 
 
@@ -92,7 +93,8 @@ def test_two_lines_with_the_bound_apart() -> None:
     )
     assert second == (
         "10.0 % shorter than Megatron's order, 18.00 s; 4.7 % shorter than coc-4, the best rival "
-        "that exists, 17.00 s. Ideal bound, which nobody can launch: kernel-ideal, 14.00 s."
+        "that exists, 17.00 s. Ideal bound operator by operator, which nobody can launch: "
+        "kernel-ideal, 14.00 s."
     )
 
 
