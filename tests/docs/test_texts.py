@@ -90,6 +90,25 @@ def test_the_simulated_figures_are_the_same_everywhere() -> None:
     assert len(rows[0]) == 6
 
 
+def test_the_first_lines_name_the_versions_of_setup_py() -> None:
+    setup = (ROOT / "setup.py").read_text("utf-8")
+
+    def pinned(extra: str, *packages: str) -> str:
+        (line,) = re.findall(rf'"{extra}": \[(.*)\]', setup)
+        found = dict(re.findall(r'"([\w-]+)==([\d.]+)"', line))
+        return ", ".join(f"{package} {found[package]}" for package in packages)
+
+    (python,) = re.findall(r'python_requires="(.+)"', setup)
+    (licence,) = re.findall(r'license="(.+)"', setup)
+    assert "Apache License" in (ROOT / "LICENSE").read_text("utf-8")[:200]
+    said = (
+        f"`Python {python}` `NPU: {pinned('npu', 'torch', 'torch-npu')}` "
+        f"`CPU: {pinned('cpu', 'torch', 'megatron-core')}` `{licence}`"
+    )
+    for file in ("README.md", "docs/readme_zh.md"):
+        assert (ROOT / file).read_text("utf-8").splitlines()[4] == said
+
+
 def _headings(text: str) -> list[int]:
     fenced = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return [len(found) for found in re.findall(r"^(#+) ", fenced, flags=re.MULTILINE)]
