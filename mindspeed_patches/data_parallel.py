@@ -143,7 +143,7 @@ class BucketWrappers:
 
         @functools.wraps(start)
         def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> None:
-            reason = self._obstacle(group, self.gradients)
+            reason = self.obstacle(group, self.gradients)
             if reason is not None:
                 self._linears.leave(self.gradients.name, reason, len(group.buckets))
                 return start(group, *args, **kwargs)
@@ -183,7 +183,7 @@ class BucketWrappers:
 
         @functools.wraps(start)
         def start_param_sync(group: Any, force_sync: bool = False) -> None:
-            reason = self._obstacle(group, self.parameters)
+            reason = self.obstacle(group, self.parameters)
             if reason is not None:
                 self._linears.leave(self.parameters.name, reason, len(group.buckets))
                 return start(group, force_sync=force_sync)
@@ -240,7 +240,7 @@ class BucketWrappers:
         else:
             plain_all_gather_bucket(parameters, group=self.parameters.lanes().group)
 
-    def _obstacle(self, group: Any, direction: Direction) -> str | None:
+    def obstacle(self, group: Any, direction: Direction) -> str | None:
         """Why a bucket group keeps its own transfers, or ``None``."""
         config = group.ddp_config
         if not config.use_distributed_optimizer:

@@ -19,7 +19,11 @@ __all__ = ["LAYERS", "FuseOptions", "chunks_of", "min_rows_of", "schedule_of"]
 
 _Chosen = Literal["auto", "shifted", "two_level"]
 
-LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
+LAYERS = (
+    *("qkv", "q_down", "q_up", "kv_down", "kv_up", "proj"),
+    *("fc1", "fc2", "shared_fc1", "shared_fc2", "eh_proj", "output"),
+)
+"""Names of the linear layers that can be fused."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ REFUSED = (
     "--lora-target-modules",
     "--tp-comm-overlap",
     "--output-layer-slice-num",
+    "--enable-high-availability",
+    "--ttp-enabled",
     "--use-legacy-models",
 )
 """Options that exclude ``--use-commfuse``."""
@@ -88,8 +90,6 @@ DATA_PARALLEL_REFUSED = (
     "--use-torch-fsdp2",
     "--layerzero",
     "--quant-grads",
-    "--enable-high-availability",
-    "--ttp-enabled",
     "--optimizer",
     "--layerwise-disaggregated-training",
 )
