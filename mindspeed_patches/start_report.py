@@ -115,18 +115,11 @@ class StartReport:
             if reason:
                 self._linears.was_said(name, reason)
         counts = _of_all_stages(here)
-        lines = list(_lines(counts))
+        if all(reason for _, reason in counts) and not self._allow_nothing:
+            raise IncompatibleOptionsError(_nothing(counts))
         if dist.get_rank() == 0:
-            for line in lines:
+            for line in _lines(counts):
                 print(f"CommFuse: {line}", flush=True)
-        if self._allow_nothing or any(not reason for _, reason in counts):
-            return
-        raise IncompatibleOptionsError(
-            "--use-commfuse would fuse nothing:\n"
-            + "".join(f"  {line}\n" for line in lines or ["the model has no layer for it"])
-            + "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train "
-            "without it all the same"
-        )
 
     def _count(self, chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
         if self._tensor_parallel:
@@ -193,13 +186,41 @@ def _of_all_stages(here: Counts) -> Counts:
     return sum(everywhere, Counter())
 
 
-def _lines(counts: Counts) -> Iterator[str]:
-    """A line per kind, in the order of :data:`LAYERS`, the others after them."""
+def _kinds(counts: Counts) -> dict[str, dict[str, int]]:
+    """How many of each kind for each reason, in the order of :data:`LAYERS`, others after them."""
     kinds = dict.fromkeys((*LAYERS, *(name for name, _ in counts)))
-    for kind in kinds:
-        found = {reason: count for (name, reason), count in counts.items() if name == kind}
-        if not found:
-            continue
+    of_kinds = {
+        kind: {reason: count for (name, reason), count in counts.items() if name == kind}
+        for kind in kinds
+    }
+    return {kind: found for kind, found in of_kinds.items() if found}
+
+
+def _lines(counts: Counts) -> Iterator[str]:
+    """A line per kind; the way out where its reason comes first."""
+    said: set[str] = set()
+    for kind, found in _kinds(counts).items():
         total, fused = sum(found.values()), found.pop("", 0)
-        left = "".join(f"; {count} not: {told(reason)}" for reason, count in found.items())
-        yield f"{kind}: {fused} of {total} fused{left}"
+        line = f"{kind}: {fused} of {total} fused"
+        for reason, count in found.items():
+            line += f"; {count} not: {str(reason) if reason in said else told(reason)}"
+            said.add(reason)
+        yield line
+
+
+def _nothing(counts: Counts) -> str:
+    """That nothing is fused, with a line per reason."""
+    kinds = _kinds(counts)
+    reasons = {reason: None for found in kinds.values() for reason in found}
+    lines = [
+        f"  {', '.join(kind for kind, found in kinds.items() if reason in found)}: {told(reason)}"
+        for reason in reasons
+    ]
+    return "\n".join(
+        (
+            "--use-commfuse would fuse nothing:",
+            *(lines or ["  the model has no layer for it"]),
+            "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train "
+            "without it all the same",
+        )
+    )
