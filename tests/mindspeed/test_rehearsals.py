@@ -263,6 +263,16 @@ def test_a_flow_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
     assert calls == {"fused"}, printed
 
 
+def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> None:
+    launch = f"pretrain_gpt.py {MODEL} {LOCAL} {PLAIN_WGRAD} --commfuse-min-rows 100000"
+    code, printed = rehearse(tmp_path, "--only", "commfuse", "--", *launch.split())
+    assert code == 1, printed
+    said = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
+    assert said.count("IncompatibleOptionsError: --use-commfuse would fuse nothing:") == 2
+    assert "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 100000 of" in said
+    assert "iteration        1/" not in said
+
+
 def test_other_bits_are_noticed(tmp_path: Path) -> None:
     """Partial sums in fp32 are rounded once, which is not what the collective does."""
     options = f"{LOCAL} {PLAIN_WGRAD} --commfuse-reduce-dtype float32 --tensor-model-parallel-size"
