@@ -241,17 +241,19 @@ class BucketWrappers:
             plain_all_gather_bucket(parameters, group=self.parameters.lanes().group)
 
     def obstacle(self, group: Any, direction: Direction) -> str | None:
-        """Why a bucket group keeps its own transfers, or ``None``."""
+        """Why a bucket group keeps its own transfers, or ``None``.
+
+        That of experts is sharded over what expert parallelism leaves, often over one rank.
+        """
         config = group.ddp_config
         if not config.use_distributed_optimizer:
             return "without the distributed optimizer gradients are all-reduced"
         if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
             return "several instances of the distributed optimizer reduce over two groups"
-        lanes = direction.lanes()
-        if group.intra_distributed_optimizer_instance_group is not lanes.group:
-            return "these parameters are sharded over another group than the dense ones"
-        if lanes.size == 1:
+        if group.intra_distributed_optimizer_instance_size == 1:
             return "a data-parallel group of one has nothing to transfer"
+        if group.intra_distributed_optimizer_instance_group is not direction.lanes().group:
+            return "these parameters are sharded over another group than the dense ones"
         return None
 
     def _count(self, direction: Direction, buckets: list[Any]) -> None:
