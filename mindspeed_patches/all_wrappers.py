@@ -14,6 +14,7 @@ from mindspeed_patches.lanes import (
     Lanes,
     TensorParallelLanes,
 )
+from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
 from mindspeed_patches.wrappers import Form, LinearWrappers
 
@@ -28,7 +29,7 @@ def register_wrappers(
     linears: bool = True,
     transformer_engine: bool = False,
     ulysses_attention: str = MINDSPEED_ULYSSES,
-) -> tuple[LinearWrappers, list[Lanes]]:
+) -> tuple[LinearWrappers, list[Lanes], StartReport]:
     """Register with MindSpeed's patch manager, or with our stand-in.
 
     Args:
@@ -38,7 +39,8 @@ def register_wrappers(
         ulysses_attention: the class that exchanges heads.
 
     Returns:
-        What counts the calls, and lanes that are to be made when Megatron's groups exist.
+        What counts the calls; lanes that are to be made when Megatron's groups exist; and what
+        says what is fused when the model is made.
     """
     wrappers = LinearWrappers(
         options.linear,
@@ -63,6 +65,7 @@ def register_wrappers(
         ulysses = UlyssesWrappers(wrappers, options.ulysses, form)
         ulysses.register(manager, ulysses_attention)
         lanes.append(ContextParallelLanes(ulysses, options.ulysses.schedule.lanes))
+    buckets = None
     if options.data_parallel is not None:
         buckets = BucketWrappers(wrappers, options.data_parallel, form)
         buckets.register(manager)
@@ -70,4 +73,12 @@ def register_wrappers(
             lanes.append(DataParallelLanes(direction, options.data_parallel.schedule.lanes))
     for one in lanes:
         one.order_log = options.order_log if form == "fused" else None
-    return wrappers, lanes
+    report = StartReport(
+        wrappers,
+        tensor_parallel=linears,
+        attention=options.attention,
+        ulysses=options.ulysses is not None,
+        buckets=buckets,
+        allow_nothing=options.allow_nothing,
+    )
+    return wrappers, lanes, report

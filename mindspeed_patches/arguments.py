@@ -168,6 +168,9 @@ _OPTIONS = {
         type=_number_or("auto", minimum=0),
         metavar="ROWS",
     ),
+    "commfuse_allow_nothing": _option(
+        False, "train although nothing would be fused, which is an error at the start otherwise"
+    ),
     "commfuse_order_log": _option(
         None,
         "write what each rank posts and waits for, in order, for commfuse-npu verify --log",
@@ -201,6 +204,7 @@ class CommFuseOptions:
         ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
         data_parallel: of the distributed optimizer's buckets; ``None`` leaves them alone.
         order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
+        allow_nothing: train also where nothing is fused.
     """
 
     linear: LinearOptions
@@ -213,6 +217,7 @@ class CommFuseOptions:
     ulysses: LinearOptions | None
     data_parallel: BucketOptions | None
     order_log: str | None
+    allow_nothing: bool
 
 
 def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
@@ -264,6 +269,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         else None,
         data_parallel=_bucket_options(given, args) if given.commfuse_dp else None,
         order_log=given.commfuse_order_log,
+        allow_nothing=given.commfuse_allow_nothing,
     )
 
 

@@ -143,7 +143,7 @@ class BucketWrappers:
 
         @functools.wraps(start)
         def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> None:
-            reason = self._obstacle(group, self.gradients)
+            reason = self.obstacle(group, self.gradients)
             if reason is not None:
                 self._linears.leave(self.gradients.name, reason, len(group.buckets))
                 return start(group, *args, **kwargs)
@@ -183,7 +183,7 @@ class BucketWrappers:
 
         @functools.wraps(start)
         def start_param_sync(group: Any, force_sync: bool = False) -> None:
-            reason = self._obstacle(group, self.parameters)
+            reason = self.obstacle(group, self.parameters)
             if reason is not None:
                 self._linears.leave(self.parameters.name, reason, len(group.buckets))
                 return start(group, force_sync=force_sync)
@@ -240,18 +240,20 @@ class BucketWrappers:
         else:
             plain_all_gather_bucket(parameters, group=self.parameters.lanes().group)
 
-    def _obstacle(self, group: Any, direction: Direction) -> str | None:
-        """Why a bucket group keeps its own transfers, or ``None``."""
+    def obstacle(self, group: Any, direction: Direction) -> str | None:
+        """Why a bucket group keeps its own transfers, or ``None``.
+
+        That of experts is sharded over what expert parallelism leaves, often over one rank.
+        """
         config = group.ddp_config
         if not config.use_distributed_optimizer:
             return "without the distributed optimizer gradients are all-reduced"
         if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
             return "several instances of the distributed optimizer reduce over two groups"
-        lanes = direction.lanes()
-        if group.intra_distributed_optimizer_instance_group is not lanes.group:
-            return "these parameters are sharded over another group than the dense ones"
-        if lanes.size == 1:
+        if group.intra_distributed_optimizer_instance_size == 1:
             return "a data-parallel group of one has nothing to transfer"
+        if group.intra_distributed_optimizer_instance_group is not direction.lanes().group:
+            return "these parameters are sharded over another group than the dense ones"
         return None
 
     def _count(self, direction: Direction, buckets: list[Any]) -> None:

@@ -67,7 +67,7 @@ class CommFuseFeature(MindSpeedFeature):
             ValueError: an option has no sense.
         """
         options = checked_options(args)
-        self.wrappers, self._lanes = register_wrappers(
+        self.wrappers, self._lanes, report = register_wrappers(
             patch_manager,
             options,
             linears=not _elsewhere(options) or parallel_size(args, "tensor_model") > 1,
@@ -75,6 +75,8 @@ class CommFuseFeature(MindSpeedFeature):
         )
         for lanes in self._lanes:
             lanes.register(patch_manager)
+        if _has_training():
+            report.register(patch_manager)
         _use_mindspeeds_matmul_add()
 
     def validate_args(self, args: argparse.Namespace) -> None:
@@ -96,10 +98,10 @@ class CommFuseFeature(MindSpeedFeature):
             )
         options = complete_options(args)
         alone = parallel_size(args, "tensor_model") == 1
-        if alone and not _elsewhere(options):
+        if alone and not _elsewhere(options) and not options.allow_nothing:
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a "
-                "tensor-parallel group of one transfers nothing; leave one of the two out"
+                "tensor-parallel group of one transfers nothing; " + _instead_of_linears(args)
             )
         if alone and options.attention:
             raise IncompatibleOptionsError(
@@ -119,6 +121,29 @@ class CommFuseFeature(MindSpeedFeature):
 def _elsewhere(options: CommFuseOptions) -> bool:
     """Whether something is fused that needs no tensor parallelism."""
     return options.ulysses is not None or options.data_parallel is not None
+
+
+def _instead_of_linears(args: argparse.Namespace) -> str:
+    """What a launch at TP 1 can have fused, as the end of a sentence."""
+    ways = []
+    by_ulysses = getattr(args, "context_parallel_algo", None) == "ulysses_cp_algo"
+    if by_ulysses and parallel_size(args, "context") > 1:
+        ways.append("--commfuse-ulysses for the exchange of heads")
+    missing = (
+        ""
+        if getattr(args, "use_distributed_optimizer", None)
+        else (" with --use-distributed-optimizer")
+    )
+    ways.append(f"--commfuse-dp{missing} for gradients and parameters")
+    return f"add {', '.join(ways)}, or leave --use-commfuse out"
+
+
+def _has_training() -> bool:
+    """Whether there is more of Megatron than its core, which makes no model by itself."""
+    try:
+        return importlib.util.find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _use_mindspeeds_matmul_add() -> None:

@@ -157,6 +157,7 @@ class FlowWrappers:
                         f"{obstacle}; leave the option out"
                     )
                 layer.forward = self._flowing(layer, following, layer.forward)
+                layer.commfuse_flows = True
 
         return block_init
 

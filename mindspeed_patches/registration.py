@@ -10,10 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from commfuse_npu.tools.doctor.machine import find_package
+from commfuse_npu.tools.doctor.versions import WHY_WITHOUT, WITHOUT_MINDSPEED, numbers
 
 if TYPE_CHECKING:
     from mindspeed_patches.feature import CommFuseFeature
@@ -39,10 +43,11 @@ def install() -> CommFuseFeature:
         the feature, the same at every call.
 
     Raises:
-        RuntimeError: MindSpeed is missing, or it or MindSpeed-LLM is too old.
+        RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new.
         IncompatibleOptionsError: called late, with options that exclude CommFuse.
     """
     _check_llm()
+    _check_megatron()
     manager = _features_manager()
     feature = _the_feature()
     if getattr(manager.set_features_list, "keeps", None) is feature:
@@ -84,6 +89,15 @@ def _check_llm() -> None:
         raise RuntimeError(
             f"the MindSpeed-LLM in {next(iter(folders))} is 2.1.0 or older: it has no feature "
             f"manager, so that features cannot be added to it; use {_SUPPORTED}"
+        )
+
+
+def _check_megatron() -> None:
+    """Refuse a Megatron core whose layers MindSpeed leaves to others, without importing it."""
+    found = find_package("megatron", os.environ)
+    if found is not None and found.version and numbers(found.version) >= WITHOUT_MINDSPEED:
+        raise RuntimeError(
+            f"Megatron core {found.version} in {found.folders[0]}: {WHY_WITHOUT}; use {_SUPPORTED}"
         )
 
 

@@ -26,7 +26,6 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.ops import (
     LinearOptions,
@@ -45,12 +44,14 @@ from commfuse_npu.reference import (
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.lanes import OverLanes
+from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
 from mindspeed_patches.machine import described_machine
+from mindspeed_patches.obstacles import Obstacle, told
 
-__all__ = ["LAYERS", "LinearWrappers"]
+__all__ = ["EXPERTS", "LAYERS", "LinearWrappers"]
 
-LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
-"""The linear layers of a GPTModel, by the name that Megatron gives their communication buffer."""
+EXPERTS = "expert layers communicate by their own rules"
+"""Why no layer of an expert is fused."""
 
 Form = Literal["fused", "plain"]
 
@@ -87,8 +88,7 @@ class LinearWrappers(OverLanes):
         min_rows: layers of which a rank's block has fewer rows keep Megatron's forward; ``None``:
             :func:`~commfuse_npu.plan.least_rows` on an NPU that is described, else 0.
         described: take ``collectives_from`` from the description of the NPU, if there is one.
-        rows: of the blocks of this launch, if they are known; it is said at the start where they
-            are too few.
+        rows: of the blocks of this launch, if they are known.
 
     Attributes:
         transport: lanes of the tensor-parallel group.
@@ -127,11 +127,11 @@ class LinearWrappers(OverLanes):
         self._rows, self._min_rows = rows, min_rows or 0
         self._described, self._limited = described, min_rows is None
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
-        self._said: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
         self.chunk: Chunk | None = None
 
     def opened(self) -> None:
-        """Set what the machine's description is to say, and tell what stays Megatron's by it."""
+        """Set what the machine's description is to say."""
         size = self.lanes().size
         machine = described_machine(self.lanes()) if self._described or self._limited else None
         if self._described:
@@ -140,21 +140,14 @@ class LinearWrappers(OverLanes):
                 self._options[fusion] = replace(options, collectives_from=least)
         if self._limited:
             self._min_rows = least_rows(size) if machine else 0
-        if self._rows is None or self._rows >= self._min_rows:
-            return
-        self._said.add(self._too_few)
-        if dist.get_rank() == 0:
-            _logger.warning(
-                "CommFuse leaves all tensor-parallel layers to Megatron, whose own order is faster "
-                "(simulated) for blocks of fewer than %d rows: those of this launch have %d; "
-                "--commfuse-min-rows 0 fuses them, a smaller TP or longer sequences lengthen them",
-                self._min_rows,
-                self._rows,
-            )
 
     @property
-    def _too_few(self) -> str:
-        return f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows"
+    def _too_few(self) -> Obstacle:
+        why = "Megatron's own order is faster then (simulated); " if self._limited else ""
+        return Obstacle(
+            f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows",
+            f"{why}--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it",
+        )
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
@@ -162,8 +155,9 @@ class LinearWrappers(OverLanes):
             ("ColumnParallelLinear", self.column_forward_wrapper),
             ("RowParallelLinear", self.row_forward_wrapper),
         ):
-            manager.register_patch(f"{_MODULE}.{name}.__init__", self.named_init_wrapper)
+            manager.register_patch(f"{_MODULE}.{name}.__init__", named_init_wrapper)
             manager.register_patch(f"{_MODULE}.{name}.forward", forward_wrapper)
+        register_names(manager)
 
     def register_transformer_engine(self, manager: Any) -> None:
         """Register for the layer that ``--transformer-impl transformer_engine`` uses, too.
@@ -176,21 +170,9 @@ class LinearWrappers(OverLanes):
             self.norm_column_init_wrapper,
         )
 
-    def named_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Remember which layer this is: the name of its communication buffer."""
-
-        @functools.wraps(init)
-        def init_and_name(layer: Any, *args: Any, **kwargs: Any) -> None:
-            init(layer, *args, **kwargs)
-            # Only the output layer says whether its weight is shared with the embedding.
-            unnamed = "output" if "skip_weight_param_allocation" in kwargs else "unnamed"
-            layer.commfuse_layer = kwargs.get("tp_comm_buffer_name") or unnamed
-
-        return init_and_name
-
     def norm_column_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
         """Remember which layer this is, and take over its linear part; its norm stays."""
-        init_and_name = self.named_init_wrapper(init)
+        init_and_name = named_init_wrapper(init)
 
         @functools.wraps(init)
         def norm_column_init(layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -204,13 +186,14 @@ class LinearWrappers(OverLanes):
                 bias: torch.Tensor | None,
                 **keywords: Any,
             ) -> torch.Tensor:
-                reason = self._column_obstacle(layer, input, weight, None)
+                reason = self._column_call_obstacle(layer, input, weight, None)
                 if reason is None:
                     return self._column_linear(layer, input, weight, bias)
-                self.leave(_name(layer), reason)
+                self.leave(layer_name(layer), reason)
                 return linear(input=input, weight=weight, bias=bias, **keywords)
 
             layer._linear_forward_impl = linear_forward
+            layer.commfuse_linear_forward = True
 
         return norm_column_init
 
@@ -228,9 +211,9 @@ class LinearWrappers(OverLanes):
                 output = self.chunk.column(None if layer.skip_bias_add else layer.bias)
                 return output, layer.bias if layer.skip_bias_add else None
             used = layer.weight if weight is None else weight
-            reason = self._column_obstacle(layer, input_, used, runtime_gather_output)
+            reason = self._column_call_obstacle(layer, input_, used, runtime_gather_output)
             if reason is not None:
-                self.leave(_name(layer), reason)
+                self.leave(layer_name(layer), reason)
                 return forward(layer, input_, weight, runtime_gather_output)
             bias = None if layer.skip_bias_add else layer.bias
             output = self._column_linear(layer, input_, used, bias)
@@ -241,7 +224,7 @@ class LinearWrappers(OverLanes):
     def _column_linear(
         self, layer: Any, input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        self.calls[_name(layer), self._form] += 1
+        self.calls[layer_name(layer), self._form] += 1
         if bias is not None and not weight.requires_grad:
             # As in Megatron: beside a frozen weight the bias gets no gradient either.
             bias = bias.detach()
@@ -261,16 +244,16 @@ class LinearWrappers(OverLanes):
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             if self.chunk is not None:
                 return self.chunk.row(input_), layer.bias
-            reason = self._row_obstacle(layer, input_)
+            reason = self._row_call_obstacle(layer, input_)
             if isinstance(input_, DeferredAttention):
                 if reason is None and layer.sequence_parallel:
                     return self._attention_and_row(layer, input_)
                 self.leave("attention", reason or "without sequence parallelism nothing is split")
                 input_ = input_.value()
             if reason is not None:
-                self.leave(_name(layer), reason)
+                self.leave(layer_name(layer), reason)
                 return forward(layer, input_)
-            self.calls[_name(layer), self._form] += 1
+            self.calls[layer_name(layer), self._form] += 1
             bias = None if layer.skip_bias_add else layer.bias
             options = self._options[layer.gradient_accumulation_fusion]
             if self._form == "fused":
@@ -298,7 +281,7 @@ class LinearWrappers(OverLanes):
         self, layer: Any, attention: DeferredAttention
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The attention that waited, and the projection of its output."""
-        self.calls[_name(layer), self._form] += 1
+        self.calls[layer_name(layer), self._form] += 1
         self.calls["attention", self._form] += 1
         arguments: dict[str, Any] = {
             "bias": None if layer.skip_bias_add else layer.bias,
@@ -315,58 +298,115 @@ class LinearWrappers(OverLanes):
             )
         return output, layer.bias if layer.skip_bias_add else None
 
-    def _obstacle(self, layer: Any, rows: int) -> str | None:
+    def standing_obstacle(self, layer: Any) -> str | None:
+        """Why no call of a tensor-parallel layer is fused in this launch, or ``None``.
+
+        Args:
+            layer: column- or row-parallel, of whatever class.
+        """
+        from megatron.core.tensor_parallel import layers
+
+        forward = type(layer).forward
+        if forward is layers.RowParallelLinear.forward:
+            obstacle = self._row_obstacle(layer)
+        elif forward is layers.ColumnParallelLinear.forward or hasattr(
+            layer, "commfuse_linear_forward"
+        ):
+            obstacle = self._column_obstacle(layer, layer.gather_output)
+        else:
+            return f"{type(layer).__name__} is not Megatron's linear layer"
+        return obstacle or (None if self._rows is None else self._length_obstacle(self._rows))
+
+    def _column_obstacle(self, layer: Any, gather: bool) -> str | None:
+        if not layer.sequence_parallel:
+            return Obstacle(
+                "without sequence parallelism the forward has no transfer",
+                "Megatron hides that of the backward behind wgrad; --sequence-parallel has both",
+            )
+        if gather:
+            return "gather_output needs the whole output"
+        if getattr(layer, "disable_grad_reduce", False):
+            return "disable_grad_reduce leaves the reduction to others"
+        if layer.config.defer_embedding_wgrad_compute and layer.commfuse_layer == "output":
+            return Obstacle(
+                "defer_embedding_wgrad_compute keeps the gradients for later",
+                "leave --defer-embedding-wgrad-compute out",
+            )
+        if layer_name(layer) in ("q_up", "kv_up") and getattr(
+            layer.config, "mla_up_proj_tp_overlap", False
+        ):
+            return Obstacle(
+                "mla_up_proj_tp_overlap gathers its input before the call",
+                "leave --mla-up-proj-tp-overlap out",
+            )
+        return self._obstacle(layer)
+
+    def _row_obstacle(self, layer: Any) -> str | None:
+        if not layer.input_is_parallel:
+            return "the input has to be scattered first"
+        return self._obstacle(layer)
+
+    def _obstacle(self, layer: Any) -> str | None:
         """Why a layer of either kind keeps Megatron's forward, or ``None``."""
-        if _name(layer) not in self.layers:
-            return f"{_name(layer)} is not in the list of layers to fuse"
-        if layer.is_expert or getattr(layer, "explicit_expert_comm", False):
-            return "expert layers communicate by their own rules"
+        name = layer_name(layer)
+        if name == "experts":
+            return EXPERTS
+        if name not in self.layers:
+            return Obstacle(
+                f"{name} is not in the list of layers to fuse",
+                f"add {name} to --commfuse-layers" if name in LAYERS else "",
+            )
+        if getattr(layer, "explicit_expert_comm", False):
+            return Obstacle(
+                "moe_shared_expert_overlap gathers and scatters outside of the layer",
+                "leave --moe-shared-expert-overlap out",
+            )
         if self.lanes().size == 1:
             return "a tensor-parallel group of one has nothing to transfer"
         if getattr(layer.config, "cpu_offloading", False):
             return "cpu_offloading needs Transformer Engine's layers"
+        return None
+
+    def _length_obstacle(self, rows: int) -> str | None:
         # By the shape, which is the same on all ranks.
         return self._too_few if rows < self._min_rows else None
 
-    def _column_obstacle(
+    def _column_call_obstacle(
         self,
         layer: Any,
         input_: torch.Tensor,
         weight: torch.Tensor | None,
         runtime_gather_output: bool | None,
     ) -> str | None:
-        gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
         if weight is None or tuple(weight.shape) != (
             layer.output_size_per_partition,
             layer.input_size,
         ):
             return "the weight is missing or has another shape"  # Megatron's error says it best
-        if not layer.sequence_parallel:
-            return "without sequence parallelism the forward has no transfer"
-        if gather:
-            return "gather_output needs the whole output"
-        if getattr(layer, "disable_grad_reduce", False):
-            return "disable_grad_reduce leaves the reduction to others"
-        if layer.config.defer_embedding_wgrad_compute and layer.commfuse_layer == "output":
-            return "defer_embedding_wgrad_compute keeps the gradients for later"
-        return self._obstacle(layer, input_.shape[:-1].numel())
+        gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
+        return self._column_obstacle(layer, gather) or self._length_obstacle(
+            input_.shape[:-1].numel()
+        )
 
-    def _row_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
-        if not layer.input_is_parallel:
-            return "the input has to be scattered first"
+    def _row_call_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
         ranks = self.lanes().size
-        obstacle = self._obstacle(layer, input_.shape[:-1].numel() // ranks)
+        obstacle = self._row_obstacle(layer) or self._length_obstacle(
+            input_.shape[:-1].numel() // ranks
+        )
         if obstacle is None and layer.sequence_parallel and input_.shape[0] % ranks:
             return f"sequence length {input_.shape[0]} is not divisible by {ranks}"
         return obstacle
 
     def leave(self, name: str, reason: str, count: int = 1) -> None:
-        """Count calls that Megatron does itself; the reason is logged once."""
+        """Count calls that Megatron does itself; a reason that was not said yet is logged."""
         self.calls[name, reason] += count
-        line = f"CommFuse leaves {name} to Megatron: {reason}"
-        if not self._said & {line, reason}:
-            self._said.add(line)
-            _logger.warning(line)
+        if (name, reason) not in self._said:
+            self._said.add((name, reason))
+            _logger.warning("CommFuse leaves %s to Megatron: %s", name, told(reason))
+
+    def was_said(self, name: str, reason: str) -> None:
+        """A reason that :meth:`leave` need not log."""
+        self._said.add((name, reason))
 
     def describe(self) -> list[str]:
         """A line per layer and path: how many calls took it."""
@@ -375,8 +415,3 @@ class LinearWrappers(OverLanes):
             f"{path if path in ('fused', 'plain') else f'by Megatron, because {path}'}"
             for (name, path), count in sorted(self.calls.items())
         ]
-
-
-def _name(layer: Any) -> str:
-    """One of :data:`LAYERS`, or ``unnamed``, as what was made before the patches is, too."""
-    return getattr(layer, "commfuse_layer", "unnamed")

@@ -28,12 +28,13 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 # What the processes get besides; each can be set otherwise.
 ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_NPU_ALLOC_CONF HCCL_CONNECT_TIMEOUT
-    HCCL_EXEC_TIMEOUT TASK_QUEUE_ENABLE)
+    HCCL_EXEC_TIMEOUT TASK_QUEUE_ENABLE CPU_AFFINITY_CONF)
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}"
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}"
 export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
+export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-1}"
 
 launch_pretraining() {
     local config="${CONFIG:-$ROOT/configs/$1.yaml}" model words word name
@@ -109,6 +110,8 @@ launch_pretraining() {
         [ "$CKPT_LOAD_DIR" = "${CKPT_SAVE_DIR:-}" ] || OUTPUT_ARGS+=(--no-load-optim --no-load-rng)
     fi
 
+    warn_of_learning_rate "$config" "$@"
+
     OPTIMIZE_ARGS=(
         --transformer-impl local
         --use-flash-attn
@@ -167,6 +170,25 @@ launch_pretraining() {
 
 complain() {
     echo "pretrain: error: $*" >&2
+}
+
+# warn_of_learning_rate CONFIG ARGUMENT...: weights are loaded, and trained on as if from scratch.
+warn_of_learning_rate() {
+    local config="$1" rate word previous=""
+    shift
+    ! given --lr "$@" || return 0
+    if [ -z "${CKPT_LOAD_DIR:-}" ]; then
+        given --load "$@" && given --finetune "$@" || return 0
+    elif [ "$CKPT_LOAD_DIR" = "${CKPT_SAVE_DIR:-}" ]; then
+        return 0
+    fi
+    for word in "${GPT_ARGS[@]}"; do
+        [ "$previous" != --lr ] || rate="$word"
+        previous="$word"
+    done
+    echo "pretrain: warning: weights are loaded, and --lr $rate of $config is a peak for training" \
+        "from scratch; MindSpeed-LLM's launches go on with 1.25e-6 (7B, 8B) and 1e-6 (13B, 70B):" \
+        "pass --lr and --min-lr" >&2
 }
 
 # is_switch NAME VALUE

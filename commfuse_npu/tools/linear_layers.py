@@ -26,7 +26,10 @@ __all__ = [
     "size_of",
 ]
 
-LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
+LAYERS = (
+    *("qkv", "q_down", "q_up", "kv_down", "kv_up", "proj"),
+    *("fc1", "fc2", "shared_fc1", "shared_fc2", "eh_proj", "output"),
+)
 """By which names ``--commfuse-layers`` knows them."""
 
 _UNKNOWN = "it is not among the layers that can be fused"
@@ -219,6 +222,12 @@ def _dispatched(words: Words) -> str:
 _EXPERT_TP = "--expert-tensor-parallel-size"
 
 
+def _gathered_before(words: Words) -> str:
+    if _has(words, "--mla-up-proj-tp-overlap"):
+        return "mla_up_proj_tp_overlap gathers its input before the call"
+    return ""
+
+
 def _of_experts(words: Words) -> str:
     return "expert layers communicate by their own rules"
 
@@ -231,8 +240,9 @@ def _deferred(words: Words) -> str:
 
 LINEAR_LAYERS = (
     LinearLayer("qkv", True, _usual_attention, "qkv"),
-    LinearLayer("MLA's up-projections", True, _latent, None),
-    LinearLayer("q, k, v apart", True, _delta_net, None),
+    LinearLayer("q_up", True, _latent, "q_up", _gathered_before),
+    LinearLayer("kv_up", True, _latent, "kv_up", _gathered_before),
+    LinearLayer("q, k, v apart", True, _delta_net, "qkv"),
     LinearLayer("delta-net in", True, _delta_net, "fc1"),
     LinearLayer("delta-net out", False, _delta_net, "fc2"),
     LinearLayer("CSA's q_up, o_down", True, _compressed, None),
@@ -242,10 +252,10 @@ LINEAR_LAYERS = (
     LinearLayer("proj", False, lambda words: _attends(words) and not _compressed(words), "proj"),
     LinearLayer("fc1", True, _dense, "fc1"),
     LinearLayer("fc2", False, _dense, "fc2"),
-    LinearLayer("shared experts' fc1", True, _shared_experts, "fc1", _overlapped),
-    LinearLayer("shared experts' fc2", False, _shared_experts, "fc2", _overlapped),
+    LinearLayer("shared_fc1", True, _shared_experts, "shared_fc1", _overlapped),
+    LinearLayer("shared_fc2", False, _shared_experts, "shared_fc2", _overlapped),
     LinearLayer("experts", False, _experts, "fc2", _of_experts, _dispatched),
-    LinearLayer("MTP's eh_proj", True, lambda words: _has(words, "--mtp-num-layers"), None),
+    LinearLayer("eh_proj", True, lambda words: _has(words, "--mtp-num-layers"), "eh_proj"),
     LinearLayer("output", True, lambda words: True, "output", _deferred),
 )
 """A line per kind: where another kind is fused, or no longer, its line changes."""

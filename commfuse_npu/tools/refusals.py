@@ -106,6 +106,7 @@ def _with(ours: str, *refusals: Refusal) -> tuple[Refusal, ...]:
 
 
 _REPLACES = "it replaces Megatron's column- and row-parallel linear layers by its own"
+_REPAIRED = "after a fault it goes on with process groups made anew, and lanes are not made anew"
 _NO_WGRAD = "it takes the weight gradients out of the backward of the linear layers"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -142,6 +143,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "it runs the output layer slice by slice with collectives of its own",
         applies=_more_than_one,
     ),
+    Refusal("--enable-high-availability", _REPAIRED),
+    Refusal("--ttp-enabled", _REPAIRED),
     Refusal(
         "--use-legacy-models",
         "legacy models do not use Megatron core's linear layers",
@@ -289,14 +292,6 @@ DATA_PARALLEL_REFUSALS = _with(
     Refusal(
         "--quant-grads",
         "the ranks agree on scales of the quantized gradients before they sum them",
-    ),
-    Refusal(
-        "--enable-high-availability",
-        "it all-reduces gradients, so that ranks hold replicas of each other's shards",
-    ),
-    Refusal(
-        "--ttp-enabled",
-        "after a fault it goes on with repaired process groups, and lanes are not repaired",
     ),
     Refusal(
         "--optimizer muon",

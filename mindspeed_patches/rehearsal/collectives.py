@@ -42,7 +42,8 @@ class Site(NamedTuple):
     """Where a collective comes from, what it is, and which group runs it.
 
     Attributes:
-        layer: the last part of the layer's name (``linear_qkv``); empty outside of linear layers.
+        layer: the last part of the layer's name (``linear_qkv``), with what holds it if that is
+            experts (``shared_experts.linear_fc1``); empty outside of linear layers.
         where: the function, with its class.
         operation: the function of ``torch.distributed``.
         group: Megatron's name of the group, ``world``, or ``other``.
@@ -85,7 +86,9 @@ class CollectiveCounter:
         for chunk in chunks:
             for name, module in chunk.named_modules():
                 if type(module).__name__.endswith("ParallelLinear"):
-                    layer = name.rpartition(".")[2]
+                    *outer, layer = name.split(".")
+                    for held_by in {"shared_experts", "experts"} & set(outer):
+                        layer = f"{held_by}.{layer}"
                     self._modules[id(module)] = layer
                     for parameter in module.parameters(recurse=False):
                         self._parameters[id(parameter)] = layer, type(module).__name__

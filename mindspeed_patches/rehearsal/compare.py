@@ -26,9 +26,18 @@ __all__ = [
 
 LAYER_NAMES = {
     "linear_qkv": "qkv",
+    "linear_q_up_proj": "q_up",
+    "linear_qk_nope": "q_up",
+    "linear_qk_rope": "q_up",
+    "linear_kv_up_proj": "kv_up",
+    "linear_kv_nope": "kv_up",
+    "linear_v": "kv_up",
     "linear_proj": "proj",
     "linear_fc1": "fc1",
     "linear_fc2": "fc2",
+    "shared_experts.linear_fc1": "shared_fc1",
+    "shared_experts.linear_fc2": "shared_fc2",
+    "eh_proj": "eh_proj",
     "output_layer": "output",
 }
 """CommFuse's names of the layers that Megatron's modules are."""
@@ -123,7 +132,8 @@ def count_collectives(records: Sequence[Record]) -> Counter[Site]:
 
 def fused_layers(records: Sequence[Record]) -> list[str]:
     """The linear layers that took CommFuse's path at least once, by CommFuse's names."""
-    return [name for name in LAYER_NAMES.values() if name in fused_paths(records)]
+    paths = fused_paths(records)
+    return [name for name in dict.fromkeys(LAYER_NAMES.values()) if name in paths]
 
 
 def fused_paths(records: Sequence[Record]) -> set[str]:

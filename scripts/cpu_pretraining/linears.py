@@ -6,11 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from commfuse_npu import Schedule, Transport
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.lanes import DataParallelLanes, Lanes
+from mindspeed_patches.refusals import IncompatibleOptionsError
+from mindspeed_patches.start_report import StartReport
+
+from .usage_error import UsageError
 
 __all__ = ["LinearsInUse", "tensor_parallel_linears"]
 
@@ -24,11 +30,25 @@ class LinearsInUse:
         schedule: Schedule,
         wrappers: LinearWrappers | None = None,
         lanes: Sequence[Lanes] = (),
+        report: StartReport | None = None,
     ) -> None:
         self._mode = mode
         self._schedule = schedule
         self._wrappers = wrappers
         self._lanes = lanes
+        self._report = report
+
+    def tell(self, model: torch.nn.Module) -> None:
+        """Print what is fused of it. Collective.
+
+        Raises `UsageError` if nothing is.
+        """
+        if self._report is None or self._mode != "commfuse":
+            return
+        try:
+            self._report.tell([model])
+        except IncompatibleOptionsError as error:
+            raise UsageError(str(error)) from error
 
     def blocked_seconds(self) -> float:
         """Time that this rank was blocked in transfers of fused layers since the start.
@@ -72,7 +92,7 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
         yield LinearsInUse(mode, schedule)
         return
     manager = PatchManager()
-    wrappers, all_lanes = register_wrappers(
+    wrappers, all_lanes, report = register_wrappers(
         manager,
         options,
         form="fused" if mode == "commfuse" else "plain",
@@ -82,7 +102,7 @@ def tensor_parallel_linears(mode: str, args: argparse.Namespace) -> Iterator[Lin
         lanes.open(args.distributed_timeout_minutes)
     manager.apply_patches()
     try:
-        yield LinearsInUse(mode, schedule, wrappers, all_lanes)
+        yield LinearsInUse(mode, schedule, wrappers, all_lanes, report)
     finally:
         manager.remove_patches()
         for lanes in all_lanes:

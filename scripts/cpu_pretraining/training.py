@@ -73,11 +73,13 @@ def train(
     `megatron_on_cpu()`. Collective: all ranks call it with the same arguments.
 
     Raises `TrainingDiverged` if the loss becomes infinite or not a number, and `UsageError` if the
-    connections cannot have the `--link-rate` that was asked for.
+    connections cannot have the `--link-rate` that was asked for, or if nothing would be fused.
     """
     model_parallel_cuda_manual_seed(args.seed)
     with tensor_parallel_linears(mode, args) as linears, measure_exposed_time() as collectives:
-        loop = _Loop(args, corpus, build_trainee(args), linears, collectives, folder)
+        trainee = build_trainee(args)
+        linears.tell(trainee.model)
+        loop = _Loop(args, corpus, trainee, linears, collectives, folder)
         if resume_from is not None:
             loop.restore(resume_from)
         # Not before: what sets the model up is not part of the training and needs no wire.

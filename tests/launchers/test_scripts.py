@@ -34,7 +34,7 @@ MODEL = (
     "--untie-embeddings-and-output-weights --init-method-std --make-vocab-size-divisible-by "
     "--tokenizer-type --micro-batch-size --global-batch-size --train-iters --lr --min-lr "
     "--lr-decay-style --lr-warmup-fraction --weight-decay --clip-grad --adam-beta1 --adam-beta2 "
-    "--bf16 {tokenizer}"
+    "--bf16 {further}{tokenizer}"
 )
 DATA = "--data-path --split"
 OUTPUT = (
@@ -55,6 +55,9 @@ def options_of(model: str, commfuse: bool) -> list[str]:
         stages="--num-layer-list " if model == "llama3_70b" else "",
         groups="--group-query-attention --num-query-groups "
         if large or model == "llama3_8b"
+        else "",
+        further="--num-layers-per-virtual-pipeline-stage --adam-eps "
+        if model == "llama2_70b"
         else "",
         tokenizer="--tokenizer-name-or-path" if model.startswith("llama3") else "--tokenizer-model",
     )
@@ -122,10 +125,13 @@ def test_the_environment_is_set_and_can_be_set_otherwise() -> None:
         "HCCL_CONNECT_TIMEOUT=3600",
         "HCCL_EXEC_TIMEOUT=3600",
         "TASK_QUEUE_ENABLE=2",
+        "CPU_AFFINITY_CONF=1",
     ]
-    assert assignments(TASK_QUEUE_ENABLE="1", HCCL_EXEC_TIMEOUT="60")[-2:] == [
+    others = {"TASK_QUEUE_ENABLE": "1", "HCCL_EXEC_TIMEOUT": "60", "CPU_AFFINITY_CONF": "2"}
+    assert assignments(**others)[-3:] == [
         "HCCL_EXEC_TIMEOUT=60",
         "TASK_QUEUE_ENABLE=1",
+        "CPU_AFFINITY_CONF=2",
     ]
 
 
@@ -175,6 +181,42 @@ def test_paths_with_blanks_and_quotes_survive() -> None:
 def test_only_loading_what_was_saved_here_brings_the_optimizer_back() -> None:
     assert "--no-load-optim" in dry_run("llama3_8b", CKPT_LOAD_DIR="/a", CKPT_SAVE_DIR="/b")
     assert "--no-load-optim" not in dry_run("llama3_8b", CKPT_LOAD_DIR="/a", CKPT_SAVE_DIR="/a")
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "folders", "rate"),
+    [
+        ("llama3_8b", "", {"CKPT_LOAD_DIR": "/a"}, "0.0003"),
+        ("llama2_70b", "", {"CKPT_LOAD_DIR": "/a", "CKPT_SAVE_DIR": "/b"}, "0.00015"),
+        ("llama3_8b", "--load /a --finetune", {}, "0.0003"),
+        ("llama3_8b", "", {"CKPT_LOAD_DIR": "/a", "CKPT_SAVE_DIR": "/a"}, None),
+        ("llama3_8b", "--lr 1.25e-6 --min-lr 1e-7", {"CKPT_LOAD_DIR": "/a"}, None),
+        ("llama3_8b", "--lr=1.25e-6 --min-lr=1e-7", {"CKPT_LOAD_DIR": "/a"}, None),
+        ("llama3_8b", "--load /a", {}, None),
+        ("llama3_8b", "", {}, None),
+    ],
+)
+def test_a_peak_rate_for_loaded_weights_is_warned_of(model, arguments, folders, rate) -> None:
+    run = launch(model, *arguments.split(), DRY_RUN="1", **folders)
+    assert run.returncode == 0
+    warnings = [line for line in run.stderr.splitlines() if "warning" in line]
+    if rate is None:
+        assert warnings == []
+    else:
+        (line,) = warnings
+        assert f"weights are loaded, and --lr {rate} of {ROOT}/configs/{model}.yaml is" in line
+        assert line.endswith("1.25e-6 (7B, 8B) and 1e-6 (13B, 70B): pass --lr and --min-lr")
+
+
+def test_the_layout_without_tensor_parallelism_of_the_7b() -> None:
+    theirs = ("--micro-batch-size", "1", "--overlap-grad-reduce")
+    for more, variables in (((), {"USE_COMMFUSE": "0"}), (("--commfuse-dp",), {})):
+        words = dry_run("llama2_7b", *theirs, *more, TP="1", PP="2", **variables)
+        assert value(words, "--tensor-model-parallel-size") == "1"
+        assert value(words, "--pipeline-model-parallel-size") == "2"
+        assert "--sequence-parallel" not in words
+        assert ("--use-commfuse" in words) == bool(more)
+        assert words[-len([*theirs, *more]) :] == [*theirs, *more]
 
 
 def test_the_options_of_commfuse_are_passed_when_they_are_set() -> None:

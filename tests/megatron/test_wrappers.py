@@ -295,7 +295,7 @@ def experts_and_deferred_wgrad(rank: int) -> None:
 
         def obstacle(gather: bool | None = None) -> str | None:
             x = torch.ones(4, 2, SIZES["hidden"])
-            return wrappers._column_obstacle(layer, x, layer.weight, gather)
+            return wrappers._column_call_obstacle(layer, x, layer.weight, gather)
 
         layer.is_expert = True
         assert "expert" in obstacle()
@@ -306,9 +306,9 @@ def experts_and_deferred_wgrad(rank: int) -> None:
         layer.commfuse_layer = "output"
         assert "defer_embedding" in obstacle()
         row = build(ROW)
-        assert "not divisible by 2" in wrappers._row_obstacle(row, torch.ones(3, 2, 64))
+        assert "not divisible by 2" in wrappers._row_call_obstacle(row, torch.ones(3, 2, 64))
         row.input_is_parallel = False
-        assert "scattered" in wrappers._row_obstacle(row, torch.ones(4, 2, 64))
+        assert "scattered" in wrappers._row_call_obstacle(row, torch.ones(4, 2, 64))
 
 
 def test_what_keeps_a_layer_from_being_fused(ranks) -> None:
@@ -435,5 +435,5 @@ def test_lanes_have_to_exist(ranks) -> None:
 
 
 def test_unknown_layers_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, proj, fc1, fc2"):
+    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
         LinearWrappers(layers=("fc1", "fc3"))

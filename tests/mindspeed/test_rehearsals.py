@@ -7,6 +7,7 @@ Each case is rehearsed as a user does it, in processes of their own.  It needs c
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from mindspeed_patches.rehearsal.compare import (
     largest_loss_difference,
 )
 from mindspeed_patches.rehearsal.records import Record, read_records
-from mindspeed_patches.wrappers import LAYERS
+
+LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
+"""Of a Llama."""
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(f"{os.environ.get('COMMFUSE_VENV') or ROOT / '.venv'}-npu")
@@ -82,12 +85,44 @@ FLOW_CASES = {
 """Processes, and what is added to the model's options in fp32."""
 
 
+LATENT = (
+    "--spec mindspeed_llm.tasks.models.spec.deepseek_spec layer_spec --multi-latent-attention "
+    "--qk-layernorm --qk-pos-emb-head-dim 16 --qk-head-dim 32 --q-lora-rank 32 --kv-lora-rank 32 "
+    "--v-head-dim 32 --shape-order BNSD"
+)
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --n-shared-experts 1 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
+    "--first-k-dense-replace 1 --moe-layer-freq 1"
+)
+OF_LATENT = ["q_up", "kv_up", "proj", "fc1", "fc2", "output"]
+OF_EXPERTS = ["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "output"]
+
+OTHER_MODELS = {
+    "latent": (f"{LOCAL} {PLAIN_WGRAD} {LATENT}", OF_LATENT),
+    "latent_split": (f"{LOCAL} {PLAIN_WGRAD} {LATENT} --mla-mm-split", OF_LATENT),
+    "latent_zero_memory": (f"{LOCAL} {LATENT} --mla-zero-memory", OF_LATENT),
+    "shared_experts": (f"{LOCAL} {PLAIN_WGRAD} {EXPERTS}", OF_EXPERTS),
+    "shared_experts_recomputed": (f"{LOCAL} {EXPERTS} {RECOMPUTE}", OF_EXPERTS),
+}
+"""What is added to the options of two processes, and every kind of layer that is fused."""
+
+
 REPLICAS = "--use-distributed-optimizer --commfuse-dp"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000"
 
 DATA_PARALLEL_CASES = {
     "replicas": (2, f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} {ALONE}"),
     "replicas_overlapped": (2, f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} {OVERLAP} {ALONE}"),
+    "replicas_of_experts": (
+        2,
+        f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} {EXPERTS} --expert-model-parallel-size 2 {ALONE}",
+    ),
+    "replicas_of_sequences": (
+        2,
+        f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} --context-parallel-size 2 "
+        f"--context-parallel-algo ulysses_cp_algo {ALONE}",
+    ),
     "replicas_and_tensor_parallel": (4, f"{LOCAL} {PLAIN_WGRAD} {REPLICAS} {OVERLAP}"),
 }
 """Processes, and what is added to the model's options; two replicas each."""
@@ -151,6 +186,26 @@ def test_commfuse_changes_no_bit_and_leaves_no_collective(case: str, tmp_path: P
         assert collectives_in(commfuse, [layer]) == 0
 
 
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_other_models_change_no_bit_and_leave_no_collective(case: str, tmp_path: Path) -> None:
+    options, fused = OTHER_MODELS[case]
+    launch = f"torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} {options}"
+    code, printed = rehearse(tmp_path, "--iterations", "5", "--", *launch.split())
+    assert code == 0, printed
+    assert printed.endswith("identical: True\n")
+
+    reference, commfuse = records(tmp_path)
+    assert differences(reference, commfuse) == []
+    assert degeneracies(commfuse) == []
+    assert set(fused_layers(commfuse)) == set(fused)
+    assert {path for r in commfuse for name, path, _ in r.calls if name in fused} == {"fused"}
+    assert collectives_in(reference, fused) > 0
+    assert collectives_in(commfuse, fused) == 0
+    said = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
+    for name in fused:
+        assert re.search(rf"^CommFuse: {name}: (\d+) of \1 fused$", said, re.MULTILINE), said
+
+
 @pytest.mark.parametrize("case", DATA_PARALLEL_CASES)
 def test_buckets_change_no_bit_and_leave_no_collective(case: str, tmp_path: Path) -> None:
     processes, options = DATA_PARALLEL_CASES[case]
@@ -163,8 +218,12 @@ def test_buckets_change_no_bit_and_leave_no_collective(case: str, tmp_path: Path
     reference, commfuse = records(tmp_path)
     assert differences(reference, commfuse) == []
     assert degeneracies(commfuse) == []
+    # Experts are sharded over other groups than the dense parameters.
+    paths = 2 if EXPERTS in options else 1
     for name in ("gradients", "parameters"):
-        assert {path for r in commfuse for what, path, _ in r.calls if what == name} == {"fused"}
+        found = {path for r in commfuse for what, path, _ in r.calls if what == name}
+        assert "fused" in found
+        assert len(found) == paths
     assert bucket_collectives(reference) > 0
     assert bucket_collectives(commfuse) == 0
 
@@ -202,6 +261,16 @@ def test_a_flow_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
     assert largest_loss_difference(reference, commfuse) <= 1e-6
     calls = {path for r in commfuse for name, path, _ in r.calls if name == "flow"}
     assert calls == {"fused"}, printed
+
+
+def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> None:
+    launch = f"pretrain_gpt.py {MODEL} {LOCAL} {PLAIN_WGRAD} --commfuse-min-rows 100000"
+    code, printed = rehearse(tmp_path, "--only", "commfuse", "--", *launch.split())
+    assert code == 1, printed
+    said = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
+    assert said.count("IncompatibleOptionsError: --use-commfuse would fuse nothing:") == 2
+    assert "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 100000 of" in said
+    assert "iteration        1/" not in said
 
 
 def test_other_bits_are_noticed(tmp_path: Path) -> None:

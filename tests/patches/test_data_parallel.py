@@ -162,6 +162,7 @@ def bucket_group(**changes: Any) -> Any:
     state = {
         "ddp_config": SimpleNamespace(**config),
         "intra_distributed_optimizer_instance_group": GROUP,
+        "intra_distributed_optimizer_instance_size": 2,
         "buckets": [
             SimpleNamespace(
                 grad_data=torch.ones(4), param_data=torch.ones(4), gradient_scaling_factor=0.5
@@ -222,7 +223,14 @@ OBSTACLES = [
         2,
         "these parameters are sharded over another group than the dense ones",
     ),
-    (bucket_group(), 1, "a data-parallel group of one has nothing to transfer"),
+    (
+        bucket_group(
+            intra_distributed_optimizer_instance_group=object(),
+            intra_distributed_optimizer_instance_size=1,
+        ),
+        2,
+        "a data-parallel group of one has nothing to transfer",
+    ),
 ]
 
 

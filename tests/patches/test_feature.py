@@ -17,7 +17,7 @@ from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.wrappers import LAYERS
-from tests.patches.launches import real_arguments
+from tests.patches.launches import ULYSSES, Registered, real_arguments
 
 
 class TestNeeds:
@@ -34,6 +34,39 @@ class TestNeeds:
             match="--use-commfuse needs --tensor-model-parallel-size of at least 2",
         ):
             CommFuseFeature().validate_args(args)
+
+    @pytest.mark.parametrize(
+        ("arguments", "ways"),
+        [
+            ({}, "--commfuse-dp with --use-distributed-optimizer for gradients and parameters"),
+            (
+                {"use_distributed_optimizer": True},
+                "--commfuse-dp for gradients and parameters",
+            ),
+            (
+                {"use_distributed_optimizer": True, **ULYSSES},
+                "--commfuse-ulysses for the exchange of heads, --commfuse-dp for gradients and "
+                "parameters",
+            ),
+            (
+                {"context_parallel_size": 4, "context_parallel_algo": "megatron_cp_algo"},
+                "--commfuse-dp with --use-distributed-optimizer for gradients and parameters",
+            ),
+        ],
+    )
+    def test_what_there_is_without_tensor_parallelism(self, arguments: Any, ways: str) -> None:
+        args = real_arguments(tensor_model_parallel_size=1, **arguments)
+        with pytest.raises(IncompatibleOptionsError) as error:
+            CommFuseFeature().validate_args(args)
+        assert str(error.value).endswith(
+            f"transfers nothing; add {ways}, or leave --use-commfuse out"
+        )
+
+    def test_who_allows_it_may_have_nothing_fused(self) -> None:
+        args = real_arguments("--commfuse-allow-nothing", tensor_model_parallel_size=1)
+        CommFuseFeature().validate_args(args)
+        assert commfuse_options(args).allow_nothing
+        assert not commfuse_options(real_arguments()).allow_nothing
 
     def test_a_level_that_leaves_the_feature_out(self) -> None:
         args = real_arguments(optimization_level=1)
@@ -229,6 +262,12 @@ class TestHooks:
         finally:
             manager.remove_patches()
         assert owners() == before
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_model_is_looked_at_where_megatron_trains(self, monkeypatch, training) -> None:
+        monkeypatch.setattr("mindspeed_patches.feature._has_training", lambda: training)
+        registered = Registered(real_arguments(transformer_impl="local"))
+        assert registered.times("megatron.training.training.get_model") == training
 
     def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(
         self, monkeypatch: pytest.MonkeyPatch

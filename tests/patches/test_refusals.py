@@ -103,6 +103,8 @@ OPTIONS = {
             "lora_target_modules": ["linear_qkv"],
             "tp_comm_overlap": True,
             "output_layer_slice_num": 2,
+            "enable_high_availability": True,
+            "ttp_enabled": True,
             "use_legacy_models": True,
         },
         {
@@ -146,8 +148,6 @@ OPTIONS = {
             "use_torch_fsdp2": True,
             "layerzero": True,
             "quant_grads": True,
-            "enable_high_availability": True,
-            "ttp_enabled": True,
             "optimizer": "muon",
             "layerwise_disaggregated_training": True,
         },

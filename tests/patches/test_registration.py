@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.tensor_parallel import layers
 
+from commfuse_npu.tools.doctor.machine import Package
 from mindspeed_patches import launch, registration
 from mindspeed_patches.refusals import IncompatibleOptionsError
 
@@ -73,6 +74,17 @@ def test_installed_before_or_after_mindspeed_llm(command, when: str) -> None:
     assert wrapped() == 1
     assert features() == ["own_of_llm", "use_commfuse"]
     assert registration.install() is first
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.0rc1", "1.0"])
+def test_a_megatron_that_others_adapt_is_refused(command, monkeypatch, version: str) -> None:
+    found = Package(version, (Path("/megatron"),))
+    monkeypatch.setattr(registration, "find_package", lambda *_: found)
+    with pytest.raises(RuntimeError) as error:
+        registration.install()
+    assert str(error.value).startswith(f"Megatron core {version} in /megatron: from 0.17 on its ")
+    assert "MegatronAdaptor and TransformerEngineNPU" in str(error.value)
+    assert "use MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master" in str(error.value)
 
 
 def test_mindspeed_llm_wipes_what_was_appended_before(command) -> None:

@@ -23,6 +23,7 @@ def check_variables(machine: Machine, launch: Launch | None = None) -> Iterator[
     yield from _check_times(variables, on_npu=bool(listed_npus(machine)))
     yield from _check_buffers(variables)
     yield from _check_harmful(variables)
+    yield _check_streams(variables)
     yield _check_determinism(variables)
 
 
@@ -80,6 +81,21 @@ def _check_harmful(variables: Mapping[str, str]) -> Iterator[Finding]:
             yield _about(name, "warning", value, f"not {harmful}: {why}", fix)
         else:
             yield _about(name, "ok", value or "unset")
+
+
+def _check_streams(variables: Mapping[str, str]) -> Finding:
+    """torch_npu takes streams in turn from a pool of 32 or 8 (its documentation of 7.2.0)."""
+    name = "STREAMS_PER_DEVICE"
+    value = variables.get(name)
+    if value in (None, "32"):
+        return _about(name, "ok", value or "unset (32 from torch_npu 7.2.0 on)")
+    expected = (
+        "32: streams come from a pool in turn, and with 8 of them lanes share one sooner and wait "
+        "for each other"
+        if value == "8"
+        else "32 or 8: torch_npu takes 32 for anything else"
+    )
+    return _about(name, "warning", str(value), expected, f"export {name}=32")
 
 
 def _check_determinism(variables: Mapping[str, str]) -> Finding:

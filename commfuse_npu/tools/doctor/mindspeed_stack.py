@@ -7,7 +7,14 @@ from functools import partial
 
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import Machine, Package
-from commfuse_npu.tools.doctor.versions import MEGATRON, SUPPORTED_LLM, TOGETHER, numbers
+from commfuse_npu.tools.doctor.versions import (
+    MEGATRON,
+    SUPPORTED_LLM,
+    TOGETHER,
+    WHY_WITHOUT,
+    WITHOUT_MINDSPEED,
+    numbers,
+)
 
 __all__ = ["check_stack"]
 
@@ -85,10 +92,11 @@ def _check_megatron(package: Package | None, required: bool) -> Finding:
         )
     version = package.version or "unknown"
     if numbers(version) != numbers(MEGATRON):
+        why = f": {WHY_WITHOUT}" if numbers(version) >= WITHOUT_MINDSPEED else ""
         return about(
             "error",
             version,
-            f"{MEGATRON} (core_v0.12.1)",
+            f"{MEGATRON} (core_v0.12.1){why}",
             "check the tag core_v0.12.1 out, or pip install megatron-core==0.12.1 for the CPU",
         )
     core, training = package.folder_with("core"), package.folder_with("training")

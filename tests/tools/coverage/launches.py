@@ -33,9 +33,9 @@ torchrun $DISTRIBUTED_ARGS {program} $MODEL_ARGS --data-path your data path | te
 
 SCRIPTS = {
     "dense/full.sh": script(TP),
-    "dense/partial.sh": script(f"{TP} --mtp-num-layers 1"),
+    "dense/partial.sh": script(f"{TP} --defer-embedding-wgrad-compute"),
     "dense/coc.sh": script(f"{TP} --use-ascend-coc"),
-    "dense/coc_mtp.sh": script(f"{TP} --use-ascend-coc --mtp-num-layers 1"),
+    "dense/coc_partial.sh": script(f"{TP} --use-ascend-coc --defer-embedding-wgrad-compute"),
     "dense/alone.sh": script("--tensor-model-parallel-size 1"),
     "dense/ulysses.sh": script(
         f"{TP} --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"

@@ -51,14 +51,14 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
         "dense/full.sh": ("full", ""),
         "dense/partial.sh": ("partial", ""),
         "dense/coc.sh": ("refused", "another overlap"),
-        "dense/coc_mtp.sh": ("refused", "another overlap"),
+        "dense/coc_partial.sh": ("refused", "another overlap"),
         "dense/alone.sh": ("refused", "TP 1"),
         "dense/ulysses.sh": ("full", ""),
         "dense/lora.sh": ("refused", "LoRA"),
         "dense/short.sh": ("full", ""),
         "dense/own.sh": ("full", ""),
         "experts/full.sh": ("full", ""),
-        "experts/mla.sh": ("partial", ""),
+        "experts/mla.sh": ("full", ""),
         "experts/without_dispatch.sh": ("partial", ""),
     }
     assert found["others"] == {
@@ -71,9 +71,9 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert not found["unread"]
     said = capsys.readouterr().out
     assert "| dense | 9 | 4 | 1 | 4 | 1 | 1 | 2 | 0 | 0 | 1 |\n" in said
-    assert "| experts | 3 | 1 | 2 | 0 | 0 | 0 | 0 | 0 | 3 | 0 |\n" in said
-    assert "| all | 12 | 5 | 3 | 4 | 1 | 1 | 2 | 0 | 3 | 1 |\n" in said
-    assert "TP above 1 and neither LoRA nor another overlap: 8, in full 5\n" in said
+    assert "| experts | 3 | 2 | 1 | 0 | 0 | 0 | 0 | 0 | 3 | 0 |\n" in said
+    assert "| all | 12 | 6 | 2 | 4 | 1 | 1 | 2 | 0 | 3 | 1 |\n" in said
+    assert "TP above 1 and neither LoRA nor another overlap: 8, in full 6\n" in said
     assert "refused for TP 1 only, with --commfuse-dp alone: 1\n" in said
     assert "--commfuse-ulysses fits 1 of 1 Ulysses launches\n" in said
     assert "of the 8 that are not refused --commfuse-attention passes in 6, " in said

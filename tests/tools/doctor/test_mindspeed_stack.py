@@ -75,6 +75,10 @@ def test_megatrons_that_do_not_go_together(tmp_path) -> None:
     both = {"mindspeed_llm": llm, "mindspeed": mindspeed}
     old = dataclasses.replace(packages["megatron"], version="0.8.0")
     assert megatron(old, **both) == ("error", "0.8.0")
+    new = dataclasses.replace(packages["megatron"], version="0.17.0")
+    found = only(check_stack(machine(packages={"megatron": new, **both})), "Megatron-LM")
+    assert summary(found) == ("error", "0.17.0")
+    assert "MegatronAdaptor and TransformerEngineNPU" in found.expected
     wheel = tmp_path / "wheel"
     (wheel / "core").mkdir(parents=True)
     of_pypi = Package("0.12.1", (wheel,))

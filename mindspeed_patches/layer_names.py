@@ -1,0 +1,115 @@
+"""By which names linear layers are known: on the command line, in counts and in reports.
+
+Most layers are told apart by the name that their constructor gets for its communication buffer;
+others get none, or the same one as another kind of layer, and are named by the module around them.
+
+========================  ===========================================  ==========================
+name                      Megatron's and MindSpeed-LLM's attribute     buffer
+========================  ===========================================  ==========================
+``qkv``                   ``linear_qkv``; where q, k and v are apart:  ``qkv``; ``q_proj``,
+                          ``linear_q_proj``, ...                       ``k_proj``, ``v_proj``
+``q_down``, ``kv_down``   ``linear_q_down_proj``, ...                  none
+``q_up``                  ``linear_q_up_proj``; ``--mla-mm-split``:    ``qb``; ``qk_nope``,
+                          ``linear_qk_nope``, ``linear_qk_rope``       ``qk_rope``
+``kv_up``                 ``linear_kv_up_proj``; ``linear_kv_nope``,   ``kvb``; ``kv_nope``,
+                          ``linear_v``                                 ``v``
+``proj``                  ``linear_proj``                              ``proj``
+``fc1``, ``fc2``          ``mlp.linear_fc1``, ...                      ``fc1``, ``fc2``
+``shared_fc1``, ...       ``mlp.shared_experts.linear_fc1``, ...       ``fc1``, ``fc2``
+``eh_proj``               ``eh_proj`` of multi-token prediction        none
+``output``                ``output_layer``                             none
+========================  ===========================================  ==========================
+
+(Read in Megatron-LM core_v0.12.1, MindSpeed and MindSpeed-LLM 26.1.0.)  The down-projections of
+MindSpeed-LLM's latent attention have whole weights and transfer nothing; Megatron's own are
+column-parallel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from commfuse_npu.tools.linear_layers import LAYERS
+
+__all__ = ["LAYERS", "layer_name", "named_init_wrapper", "register_names"]
+
+_OF_BUFFERS = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "qb": "q_up",
+    "qk_nope": "q_up",
+    "qk_rope": "q_up",
+    "kvb": "kv_up",
+    "kv_nope": "kv_up",
+    "v": "kv_up",
+}
+
+_INSIDE = {
+    "megatron.core.transformer.moe.shared_experts.SharedExpertMLP": {
+        "linear_fc1": "shared_fc1",
+        "linear_fc2": "shared_fc2",
+    },
+    "megatron.core.transformer.multi_latent_attention.MLASelfAttention": {
+        "linear_q_proj": "q_up",
+        "linear_q_down_proj": "q_down",
+        "linear_q_up_proj": "q_up",
+        "linear_kv_down_proj": "kv_down",
+        "linear_kv_up_proj": "kv_up",
+    },
+    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer": {
+        "eh_proj": "eh_proj"
+    },
+}
+
+Init = Callable[..., None]
+
+
+def layer_name(layer: Any) -> str:
+    """One of :data:`LAYERS`, ``experts``, another buffer's name, or ``unnamed``.
+
+    What was made before the patches is unnamed, too.
+    """
+    if getattr(layer, "is_expert", False):
+        return "experts"
+    return getattr(layer, "commfuse_layer", "unnamed")
+
+
+def named_init_wrapper(init: Init) -> Init:
+    """Remember which layer this is: by the name of its communication buffer."""
+
+    @functools.wraps(init)
+    def init_and_name(layer: Any, *args: Any, **kwargs: Any) -> None:
+        init(layer, *args, **kwargs)
+        # Only the output layer says whether its weight is shared with the embedding.
+        unnamed = "output" if "skip_weight_param_allocation" in kwargs else "unnamed"
+        buffer = kwargs.get("tp_comm_buffer_name") or unnamed
+        layer.commfuse_layer = _OF_BUFFERS.get(buffer, buffer)
+
+    return init_and_name
+
+
+def register_names(manager: Any) -> None:
+    """Register what names layers by the module around them.
+
+    With MindSpeed's patch manager, or with our stand-in.
+    """
+    for module, names in _INSIDE.items():
+        manager.register_patch(f"{module}.__init__", _naming_wrapper(names))
+
+
+def _naming_wrapper(names: dict[str, str]) -> Callable[[Init], Init]:
+    def naming_init_wrapper(init: Init) -> Init:
+        @functools.wraps(init)
+        def init_and_name(module: Any, *args: Any, **kwargs: Any) -> None:
+            init(module, *args, **kwargs)
+            for attribute, name in names.items():
+                layer = getattr(module, attribute, None)
+                if layer is not None:
+                    layer.commfuse_layer = name
+
+        return init_and_name
+
+    return naming_init_wrapper

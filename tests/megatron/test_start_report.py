@@ -1,0 +1,373 @@
+"""What is said at the start, of real models of Megatron: latent attention, experts, buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from mindspeed_patches import PatchManager
+from mindspeed_patches.all_wrappers import register_wrappers
+from mindspeed_patches.arguments import commfuse_options
+from mindspeed_patches.refusals import IncompatibleOptionsError
+from mindspeed_patches.start_report import StartReport
+from tests.megatron.in_ranks import megatron
+from tests.patches.launches import real_arguments
+
+LENGTH, BATCH, VOCABULARY = 16, 2, 64
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none",
+}
+RULES = "expert layers communicate by their own rules"
+
+
+class Core(torch.nn.Module):
+    """Causal attention with heads of two sizes, which Megatron's local one has not."""
+
+    def __init__(self, *_: Any, softmax_scale: float, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any):
+        rows = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(*rows, is_causal=True, scale=self.scale).permute(2, 0, 1, 3).flatten(2)
+
+
+def build(**config: Any) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from scripts.cpu_pretraining.model import RMSNorm
+
+    latent = config.get("multi_latent_attention", False)
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "normalization": "RMSNorm",
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    torch.manual_seed(1)
+    with mock.patch.object(gpt_layer_specs, "WrappedTorchNorm", RMSNorm):
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=config.get("num_moe_experts"),
+            qk_layernorm=latent,
+            multi_latent_attention=latent,
+            normalization="RMSNorm",
+        )
+    if latent:
+        layer.submodules.self_attention.submodules.core_attention = Core
+    made = (MLATransformerConfig if latent else TransformerConfig)(**settings | config)
+    return GPTModel(
+        config=made,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * made.num_layers, layer_norm=RMSNorm
+        ),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="none" if latent else "rope",
+    )
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The loss and all gradients of one step."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    loss = model(tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+class Wrapped:
+    """The wrappers that options ask for, in force, and their lanes."""
+
+    def __init__(self, *options: str, **arguments: Any) -> None:
+        self.manager = PatchManager()
+        args = real_arguments(*options, transformer_impl="local", **arguments)
+        self.linears, self._lanes, self.report = register_wrappers(
+            self.manager, commfuse_options(args)
+        )
+
+    def __enter__(self) -> Wrapped:
+        for lanes in self._lanes:
+            lanes.open(1)
+        self.manager.apply_patches()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.remove_patches()
+        for lanes in self._lanes:
+            lanes.close()
+
+    def told(self, model: Any) -> list[str]:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            self.report.tell([model])
+        return out.getvalue().splitlines()
+
+
+def same_model(rank: int, config: dict[str, Any], lines: list[str]) -> None:
+    """The lines of rank 0, Megatron's bits, and nothing that was left without having been said."""
+    with megatron(2):
+        reference = gradients(build(**config))
+        with Wrapped() as wrapped:
+            model = build(**config)
+            assert wrapped.told(model) == (lines if rank == 0 else [])
+            with mock.patch("mindspeed_patches.wrappers._logger") as logger:
+                ours = gradients(model)
+            assert not logger.warning.called
+        # But for the experts, which are said to be left.
+        fused = {line.split(": ")[1] for line in lines if "0 of" not in line}
+        assert {name for name, path in wrapped.linears.calls if path == "fused"} == fused
+        assert ours.keys() == reference.keys()
+        for name, value in reference.items():
+            assert torch.equal(ours[name], value), name
+
+
+DENSE = [f"CommFuse: {name}: 2 of 2 fused" for name in ("qkv", "proj", "fc1", "fc2")]
+OUTPUT = "CommFuse: output: 1 of 1 fused"
+
+
+@pytest.mark.parametrize(
+    ("config", "lines"),
+    [
+        ({}, [*DENSE, OUTPUT]),
+        (
+            LATENT,
+            [
+                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("q_down", "q_up", "kv_down")),
+                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("kv_up", "proj", "fc1", "fc2")),
+                OUTPUT,
+            ],
+        ),
+        (
+            LATENT | {"q_lora_rank": None},
+            [
+                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("q_up", "kv_down", "kv_up")),
+                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("proj", "fc1", "fc2")),
+                OUTPUT,
+            ],
+        ),
+        (
+            EXPERTS,
+            [
+                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("qkv", "proj")),
+                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("shared_fc1", "shared_fc2")),
+                OUTPUT,
+                f"CommFuse: experts: 0 of 2 fused; 2 not: {RULES}",
+            ],
+        ),
+    ],
+    ids=["dense", "latent", "latent_without_q_lora", "shared_experts"],
+)
+def test_lines_are_what_is_fused_and_its_bits_megatrons(ranks, config, lines) -> None:
+    ranks(2).run(same_model, config, lines)
+
+
+class Alien(torch.nn.Module):
+    """A tensor-parallel layer of somebody else's, under the name of Megatron's attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output_size_per_partition = 4
+
+
+def reasons(rank: int) -> dict[str, list[str]]:
+    """By case, the lines of rank 0 that say more than how many are fused."""
+    found = {}
+    with megatron(2):
+
+        def case(name: str, *options: str, arguments: Any = {}, change: Any = None, **config: Any):  # noqa: B006
+            with Wrapped(*options, **arguments) as wrapped:
+                model = build(**config)
+                if change is not None:
+                    change(model)
+                lines = wrapped.told(model)
+            found[name] = [line for line in lines if " not: " in line]
+
+        def own_linear(model: Any) -> None:
+            model.decoder.layers[1].mlp.linear_fc1 = Alien()
+
+        def gathering(model: Any) -> None:
+            for layer in model.decoder.layers:
+                layer.self_attention.config.mla_up_proj_tp_overlap = True
+
+        case("list", "--commfuse-layers", "qkv,fc1,fc2")
+        case("no sequence parallelism", sequence_parallel=False)
+        case("own class", change=own_linear)
+        case("gathered ahead", change=gathering, **LATENT)
+        overlap = {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}
+        with mock.patch.object(torch.cuda, "Stream"):
+            case("overlapped", **EXPERTS | overlap)
+        case(
+            "short", "--commfuse-min-rows", "17", "--commfuse-allow-nothing",
+            arguments={"seq_length": LENGTH, "micro_batch_size": BATCH},
+        )  # fmt: skip
+    return found
+
+
+def test_each_reason_comes_with_the_way_out(ranks) -> None:
+    found = ranks(2).run(reasons)
+    assert not any(found[1].values()), "rank 0 alone speaks"
+    assert found[0]["list"] == [
+        "CommFuse: proj: 0 of 2 fused; 2 not: proj is not in the list of layers to fuse (add proj "
+        "to --commfuse-layers)",
+        "CommFuse: output: 0 of 1 fused; 1 not: output is not in the list of layers to fuse (add "
+        "output to --commfuse-layers)",
+    ]
+    assert [line.split(":")[1] for line in found[0]["no sequence parallelism"]] == [
+        " qkv",
+        " fc1",
+        " output",
+    ]
+    # The way out at the first mention.
+    first, *others = found[0]["no sequence parallelism"]
+    assert first.endswith("--sequence-parallel has both)")
+    assert all(line.endswith("the forward has no transfer") for line in others)
+    assert found[0]["own class"] == [
+        "CommFuse: linear_fc1: 0 of 1 fused; 1 not: Alien is not Megatron's linear layer"
+    ]
+    ahead = "mla_up_proj_tp_overlap gathers its input before the call (leave --mla-up-proj-tp-"
+    assert found[0]["gathered ahead"] == [
+        f"CommFuse: q_up: 0 of 2 fused; 2 not: {ahead}overlap out)",
+        f"CommFuse: kv_up: 0 of 2 fused; 2 not: {ahead.partition(' (')[0]}",
+    ]
+    outside = "moe_shared_expert_overlap gathers and scatters outside of the layer"
+    assert found[0]["overlapped"][:2] == [
+        f"CommFuse: shared_fc1: 0 of 2 fused; 2 not: {outside} (leave --moe-shared-expert-overlap "
+        "out)",
+        f"CommFuse: shared_fc2: 0 of 2 fused; 2 not: {outside}",
+    ]
+    short = "2 not: a block has fewer rows than the 17 of --commfuse-min-rows"
+    assert [short in line for line in found[0]["short"]] == [True] * 4 + [False]
+    assert "--commfuse-min-rows 0 fuses it" in found[0]["short"][0]
+
+
+def nothing(rank: int) -> str:
+    sizes = {"seq_length": LENGTH, "micro_batch_size": BATCH}
+    short = ("--commfuse-min-rows", "17")
+    with megatron(2), Wrapped(*short, **sizes) as wrapped:
+        model = build()
+        with pytest.raises(IncompatibleOptionsError) as caught:
+            wrapped.told(model)
+        assert wrapped.told(model) == []  # once
+    with megatron(2), Wrapped(*short, "--commfuse-allow-nothing", **sizes) as wrapped:
+        assert len(wrapped.told(build())) == (5 if rank == 0 else 0)
+    return str(caught.value)
+
+
+def test_where_nothing_is_fused_all_ranks_end(ranks) -> None:
+    found = ranks(2).run(nothing)
+    assert found[0] == found[1]
+    assert found[0].splitlines() == [
+        "--use-commfuse would fuse nothing:",
+        "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 17 of --commfuse-min-rows "
+        "(--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it)",
+        "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train without "
+        "it all the same",
+    ]
+
+
+def pipeline(rank: int) -> list[str]:
+    """Two stages of which the second one has no layer: it must not end alone."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(1, pipeline_model_parallel_size=2)
+    try:
+        linears = SimpleNamespace(was_said=lambda name, reason: said.append((name, reason)))
+        said: list[tuple[str, str]] = []
+        report = StartReport(linears)  # type: ignore[arg-type]
+        here = {0: [("qkv", ""), ("fc1", "why")], 1: [("fc1", "why")]}[rank]
+        with (
+            mock.patch.object(report, "_count", return_value=here),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+        ):
+            report.tell([torch.nn.Module()])
+        assert said == [("fc1", "why")]
+        return out.getvalue().splitlines()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_stages_are_counted_together(ranks) -> None:
+    assert ranks(2).run(pipeline) == [
+        ["CommFuse: qkv: 1 of 1 fused", "CommFuse: fc1: 0 of 2 fused; 2 not: why"],
+        [],
+    ]
+
+
+def buckets(rank: int) -> list[str]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    dense = ("--commfuse-dp", "--commfuse-min-rows", "0")
+    with megatron(1), Wrapped(*dense, tensor_model_parallel_size=1) as wrapped:
+        wrapped.report._tensor_parallel = False
+        model = build(tensor_model_parallel_size=1, sequence_parallel=False, **EXPERTS)
+        for name, parameter in model.named_parameters():
+            parameter.allreduce = ".experts." not in name
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        return wrapped.told(DistributedDataParallel(model.config, config, model))
+
+
+def test_buckets_of_experts_are_told_apart(ranks) -> None:
+    other = "these parameters are sharded over another group than the dense ones"
+    assert ranks(2).run(buckets) == [
+        [
+            f"CommFuse: gradients: 1 of 2 fused; 1 not: {other}",
+            f"CommFuse: parameters: 1 of 2 fused; 1 not: {other}",
+        ],
+        [],
+    ]
+
+
+def test_only_models_to_train_are_looked_at() -> None:
+    report = StartReport(SimpleNamespace())  # type: ignore[arg-type]
+    told: list[Any] = []
+    with mock.patch.object(report, "tell", told.append):
+        get_model = report.get_model_wrapper(lambda *_, **__: ["chunk"])
+        assert get_model("provider", "type") == ["chunk"]
+        get_model("provider", wrap_with_ddp=True)
+        assert told == [["chunk"]] * 2
+        get_model("provider", "type", False)
+        get_model("provider", wrap_with_ddp=False)
+        assert len(told) == 2
