@@ -36,7 +36,6 @@ REFUSED = (
 """Options that exclude ``--use-commfuse``."""
 
 ATTENTION_REFUSED = (
-    "--reset-attention-mask",
     "--attention-dropout",
     "--multi-latent-attention",
     "--context-parallel-size",
@@ -46,7 +45,6 @@ ATTENTION_REFUSED = (
     "--pre-tockens",
     "--next-tockens",
     "--sparse-mode",
-    "--shape-order",
     "--query-pre-attn-scalar",
     "--attn-logit-softcapping",
 )
@@ -56,13 +54,14 @@ ULYSSES_REFUSED = (
     *(option for option in ATTENTION_REFUSED if option != "--context-parallel-size"),
     "--context-parallel-kv-cache-policy",
     "--use-ulysses-allgather-kv",
-    "--attention-mask-type",
 )
 """Options that exclude ``--commfuse-ulysses``."""
 
 FLOW_REFUSED = (
     *ATTENTION_REFUSED,
     "--commfuse-attention",
+    "--reset-attention-mask",
+    "--shape-order",
     "--hidden-dropout",
     "--attention-mask-type",
     "--transformer-impl",
