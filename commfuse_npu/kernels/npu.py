@@ -91,18 +91,18 @@ class _Masking(NamedTuple):
     mask: torch.Tensor | None
     mode: int
     after: int
-    """How far behind a query the last key is that it sees."""
+    """How far behind a query the last key is that it sees, both counted from the last."""
 
 
-def _masking(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, hidden: torch.Tensor | None
-) -> _Masking:
+def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) -> _Masking:
     if hidden is not None:
-        # Here the operator counts queries and keys from the first.
-        after = k.shape[0] - q.shape[0] if causal else _ALL_BEFORE
-        return _Masking(hidden.contiguous(), _AS_GIVEN, after)
+        if causal:  # in the mask, whose rows are a part of a whole one and copied anyway
+            queries, keys = hidden.shape[2:]
+            later = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
+            hidden = hidden | later.triu_(keys - queries + 1)
+        return _Masking(hidden.contiguous(), _AS_GIVEN, _ALL_BEFORE)
     if causal:
-        return _Masking(_causal_mask(q.device), _BOTTOM_RIGHT, 0)
+        return _Masking(_causal_mask(device), _BOTTOM_RIGHT, 0)
     return _Masking(None, _AS_GIVEN, _ALL_BEFORE)
 
 
@@ -120,10 +120,13 @@ def attention_forward(
 
     The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]``, with
     pieces ``[B * Sq, A, 8]``, and what the operator reserves.
+
+    What a device gives for a query that sees nothing was not found in the operator's documentation,
+    and MindSpeed asks for it in the same way; the emulation gives zeros.
     """
     check_attention(q, k, v, causal=causal)
     check_hidden(q, k, hidden)
-    run, masking = layout_of(pieces, q.shape[1]), _masking(q, k, causal, hidden)
+    run, masking = layout_of(pieces, q.shape[1]), _masking(q.device, causal, hidden)
     out, maximum, total, reserved, *_ = torch.ops.npu.npu_fusion_attention(
         run.queries(q),
         run.keys(k),
@@ -166,7 +169,7 @@ def attention_backward(
     check_hidden(q, k, hidden)
     check_sums(k, grad_k, grad_v)
     maximum, total, reserved = statistics
-    run, masking = layout_of(pieces, q.shape[1]), _masking(q, k, causal, hidden)
+    run, masking = layout_of(pieces, q.shape[1]), _masking(q.device, causal, hidden)
     grad_q, new_k, new_v, *_ = torch.ops.npu.npu_fusion_attention_grad(
         run.queries(q),
         run.keys(k),

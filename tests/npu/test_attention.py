@@ -110,8 +110,8 @@ def future_of_the_data() -> object:
     """The mask of the data alone, without the causal one."""
     masking = kernels._masking
 
-    def seen(q, k, causal, hidden):
-        return masking(q, k, causal and hidden is None, hidden)
+    def seen(device, causal, hidden):
+        return masking(device, causal and hidden is None, hidden)
 
     return kernels, "_masking", seen
 
