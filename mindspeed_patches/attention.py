@@ -3,7 +3,8 @@
 The core attention of each layer is asked to wait (:mod:`.deferred_attention`), and the
 row-parallel projection after it, whose ``forward`` :class:`LinearWrappers` wraps, runs both in one
 operation.  Which class the core attention has does not matter, as long as what it computes is
-``softmax(q k^T) v``, causal or full; whatever is more than that keeps its own forward.
+``softmax(q k^T) v`` over keys that :mod:`.softmax_attention` can tell; whatever is more than that
+keeps its own forward.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ from typing import Any
 
 import torch
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from mindspeed_patches.deferred_attention import DeferredAttention
-from mindspeed_patches.softmax_attention import call_arguments, mask_type, softmax_obstacle
+from mindspeed_patches.softmax_attention import (
+    call_arguments,
+    mask_of_call,
+    mask_type,
+    softmax_obstacle,
+)
 from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["AttentionWrappers"]
@@ -65,18 +72,20 @@ class AttentionWrappers:
                 return attend(query, key, value, attention_mask, *args, **kwargs)
 
             given = call_arguments(args, kwargs)
-            mask = mask_type(layer, given)
-            reason = softmax_obstacle(
-                layer.config, layer.training, query, key, value, mask, given
+            kind = mask_type(layer, given)
+            seen: AttentionMask | str | None = softmax_obstacle(
+                layer.config, layer.training, query, key, value, kind, given
             ) or _cannot_wait(layer)
-            if reason is not None:
-                self._linears.leave("attention", reason)
+            if seen is None:
+                seen = mask_of_call(layer.config, kind, given, attention_mask, *query.shape[:2])
+            if isinstance(seen, str):
+                self._linears.leave("attention", seen)
                 return attention()
             return DeferredAttention.of(
                 query,
                 key,
                 value,
-                causal=mask == "causal",
+                mask=seen,
                 scale=getattr(layer.config, "softmax_scale", None),
                 attend=attention,
             )

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from commfuse_npu.layers.attention_mask import AttentionMask
+
 __all__ = ["DeferredAttention"]
 
 _NEEDS_NO_VALUE = {
@@ -29,14 +31,14 @@ class DeferredAttention(torch.Tensor):
 
     Attributes:
         q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
-        causal: whether a query sees the keys up to its own position only.
+        mask: which keys a query sees.
         scale: of the scores; ``None`` for ``D ** -0.5``.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    causal: bool
+    mask: AttentionMask
     scale: float | None
     _attend: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
@@ -47,7 +49,7 @@ class DeferredAttention(torch.Tensor):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        causal: bool,
+        mask: AttentionMask,
         scale: float | None,
         attend: Callable[[], torch.Tensor],
         ranks: int = 1,
@@ -60,7 +62,7 @@ class DeferredAttention(torch.Tensor):
             device=q.device,
         )
         deferred.q, deferred.k, deferred.v = q, k, v
-        deferred.causal, deferred.scale = causal, scale
+        deferred.mask, deferred.scale = mask, scale
         deferred._attend, deferred._value = attend, None
         return deferred
 
@@ -86,7 +88,7 @@ class DeferredAttention(torch.Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"DeferredAttention(shape={tuple(self.shape)}, causal={self.causal})"
+        return f"DeferredAttention(shape={tuple(self.shape)}, causal={self.mask.causal})"
 
 
 def _value(x: Any) -> Any:

@@ -24,7 +24,9 @@ A chain with both, and what is counted of it::
 
 Norms and rotary embedding are per row and head, so they give the same bits on either side of an
 exchange.  Behind it they need the positions of the whole sequence, which are gathered once per
-tensor that Megatron computes them into (:mod:`.whole_positions`).
+tensor that Megatron computes them into (:mod:`.whole_positions`).  Of packed documents MindSpeed
+has the embeddings of the whole sequence on every rank, and picks those of its rows' positions in
+each layer; there the positions are gathered, and the picking is done here.
 
 What a layer has to be like is in :mod:`.ulysses_layer`: whole weights (a tensor-parallel group of
 one), and for q, k and v as many query groups as can be shared out.  Else the reason is counted
@@ -43,12 +45,14 @@ from typing import Any
 
 import torch
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import LinearOptions, attention_all_to_all_linear, linear_all_to_all
 from commfuse_npu.reference import plain_attention_all_to_all_linear, plain_linear_all_to_all
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.softmax_attention import (
     call_arguments,
     call_obstacle,
+    mask_of_call,
     mask_type,
     softmax_obstacle,
 )
@@ -159,7 +163,14 @@ class UlyssesWrappers(UlyssesExchange):
             What ``forward`` is to be given.
         """
         size, layers = self.lanes().size, self._linears.layers
+        packed = given.get("packed_seq_params")
         both = layer_obstacle(layer, given)
+        if both is None:
+            config = innermost(layer.core_attention.local_attn).config
+            kind, of_data = mask_type(layer, {}), given.get("attention_mask")
+            length, batch = hidden.shape[0] * size, hidden.shape[1]
+            mask = mask_of_call(config, kind, given, of_data, length, batch)
+            both = mask if isinstance(mask, str) else None
         reasons = {
             "qkv": both or qkv_obstacle(layer, hidden.shape[0], size, given, layers),
             "proj": both or proj_obstacle(layer, layers),
@@ -169,7 +180,7 @@ class UlyssesWrappers(UlyssesExchange):
                 self._linears.leave(f"{name} of ulysses", reason)
         exchanged, joins = reasons["qkv"] is None, reasons["proj"] is None
         if exchanged or joins:
-            attend = self._attention_between(layer.core_attention, exchanged, joins)
+            attend = self._attention_between(layer.core_attention, packed, exchanged, joins)
             stack.enter_context(replaced(layer.core_attention, forward=attend))
         if joins:
             project = self._projection_of_heads(layer.linear_proj)
@@ -179,7 +190,15 @@ class UlyssesWrappers(UlyssesExchange):
             stack.enter_context(replaced(layer.linear_qkv, **{method: project_out}))
             fewer = {name: getattr(layer, name) // size for name in _HEADS}
             stack.enter_context(replaced(layer, **fewer))
-            given = given | {"rotary_pos_emb": self._whole(given.get("rotary_pos_emb"))}
+            positions = given.get("rotary_pos_emb")
+            if packed is None:
+                return given | {"rotary_pos_emb": self._whole(positions)}
+            if getattr(layer.config, "reset_position_ids", False):
+                positions = _picked(
+                    positions, self._positions.of(packed.position_ids, self.lanes().group)
+                )
+            # Without documents Megatron takes embeddings of all rows as they are.
+            given = given | {"rotary_pos_emb": positions, "packed_seq_params": None}
         return given
 
     def _whole(self, positions: Any) -> Any:
@@ -215,11 +234,12 @@ class UlyssesWrappers(UlyssesExchange):
         return method, column_forward if method == "forward" else product
 
     def _attention_between(
-        self, attention: Any, exchanged: bool, joins: bool
+        self, attention: Any, packed: Any, exchanged: bool, joins: bool
     ) -> Callable[..., torch.Tensor]:
         """Core attention between two projections.
 
         Args:
+            packed: ``packed_seq_params`` of the layer.
             exchanged: q, k and v have all rows of this rank's heads already.
             joins: the projection of the output waits for attention.
         """
@@ -234,28 +254,33 @@ class UlyssesWrappers(UlyssesExchange):
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
+            if packed is not None:
+                kwargs["packed_seq_params"] = packed
             given = call_arguments(args[1:], kwargs)
-            mask, scale = mask_type(core, given), scale_of(core)
-            reason = softmax_obstacle(
-                core.config, attention.training, query, key, value, mask, given
+            kind, scale = mask_type(core, given), scale_of(core)
+            mask: AttentionMask | str | None = softmax_obstacle(
+                core.config, attention.training, query, key, value, kind, given
             )
-            if reason is not None:
+            if mask is None:
+                of_data = args[0] if args else kwargs.get("attention_mask")
+                length = query.shape[0] * (1 if exchanged else lanes.size)
+                mask = mask_of_call(core.config, kind, given, of_data, length, query.shape[1])
+            if isinstance(mask, str):
                 if not exchanged:
                     return own(query, key, value, *args, **kwargs)
-                self._linears.leave("ulysses", reason)
+                self._linears.leave("ulysses", mask)
                 attended = attention.local_attn(query, key, value, *args, **kwargs)
                 return heads_to_rows(attended, lanes.group)
             heads = query, key, value
             if not exchanged:
                 heads = rows_to_heads(query, key, value, lanes.group)
-            causal = mask == "causal"
             if not joins:
-                return self._attend(heads, causal, scale)
+                return self._attend(heads, mask, scale)
             return DeferredAttention.of(
                 *heads,
-                causal=causal,
+                mask=mask,
                 scale=scale,
-                attend=lambda: self._attend(heads, causal, scale),
+                attend=lambda: self._attend(heads, mask, scale),
                 ranks=lanes.size,
             )
 
@@ -273,7 +298,7 @@ class UlyssesWrappers(UlyssesExchange):
             lanes = self.lanes()
             arguments: dict[str, Any] = {
                 "bias": None if linear.skip_bias_add else linear.bias,
-                "causal": input_.causal,
+                **input_.mask._asdict(),
                 "scale": input_.scale,
                 "options": self._options[linear.gradient_accumulation_fusion],
             }
@@ -287,3 +312,12 @@ class UlyssesWrappers(UlyssesExchange):
             return output, linear.bias if linear.skip_bias_add else None
 
         return forward
+
+
+def _picked(embeddings: Any, positions: torch.Tensor) -> Any:
+    """``[S, 1, 1, D]``, one or a tuple or none, of positions ``[S, B]``: ``[S, B, 1, D]``."""
+    if isinstance(embeddings, tuple):
+        return tuple(_picked(part, positions) for part in embeddings)
+    if embeddings is None:
+        return None
+    return embeddings[positions.flatten()].view(*positions.shape, 1, -1)

@@ -16,11 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import LinearOptions, attention_all_to_all
 from commfuse_npu.reference import plain_attention_all_to_all
 from commfuse_npu.reference.collective_functions import all_to_all
 from mindspeed_patches.lanes import OverLanes
-from mindspeed_patches.softmax_attention import call_arguments, mask_type, softmax_obstacle
+from mindspeed_patches.softmax_attention import (
+    call_arguments,
+    mask_of_call,
+    mask_type,
+    softmax_obstacle,
+)
 from mindspeed_patches.wrappers import Form, LinearWrappers
 
 __all__ = ["UlyssesExchange", "heads_to_rows", "innermost", "rows_to_heads", "scale_of"]
@@ -76,24 +82,28 @@ class UlyssesExchange(OverLanes):
         ) -> torch.Tensor:
             core = innermost(attention.local_attn)
             given = call_arguments(args[1:], kwargs)  # the first one is the mask
-            mask = mask_type(core, given)
-            reason = softmax_obstacle(
-                core.config, attention.training, query, key, value, mask, given
+            kind = mask_type(core, given)
+            seen: AttentionMask | str | None = softmax_obstacle(
+                core.config, attention.training, query, key, value, kind, given
             ) or self._obstacle(
                 attention, query.shape[0], query.shape[2], key.shape[2], args, kwargs
             )
-            if reason is not None:
-                self._linears.leave("ulysses", reason)
+            if seen is None:
+                length, batch = query.shape[0] * self.lanes().size, query.shape[1]
+                of_data = args[0] if args else kwargs.get("attention_mask")
+                seen = mask_of_call(core.config, kind, given, of_data, length, batch)
+            if isinstance(seen, str):
+                self._linears.leave("ulysses", seen)
                 return forward(attention, query, key, value, *args, **kwargs)
             heads = rows_to_heads(query, key, value, self.lanes().group)
-            return self._attend(heads, mask == "causal", scale_of(core))
+            return self._attend(heads, seen, scale_of(core))
 
         return ulysses_forward
 
     def _attend(
         self,
         heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        causal: bool,
+        mask: AttentionMask,
         scale: float | None,
     ) -> torch.Tensor:
         """From q, k, v ``[S, B, heads of this rank, D]`` to ``[s, B, A * D]``."""
@@ -101,12 +111,12 @@ class UlyssesExchange(OverLanes):
         self._linears.calls["ulysses", self._form] += 1
         if self._form == "fused":
             return attention_all_to_all(
-                *heads, transport=lanes, causal=causal, scale=scale, options=options
+                *heads, **mask._asdict(), transport=lanes, scale=scale, options=options
             )
         return plain_attention_all_to_all(
             *heads,
+            **mask._asdict(),
             group=lanes.group,
-            causal=causal,
             scale=scale,
             options=options,
             same_blocks=True,

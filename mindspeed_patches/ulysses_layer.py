@@ -123,7 +123,14 @@ def qkv_obstacle(
     weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
     if any(weight.numel() != head for weight in weights):
         return "queries or keys are normalized over several heads"
-    return _positions_obstacle(rows, given)
+    packed = given.get("packed_seq_params")
+    if packed is None:
+        return _positions_obstacle(rows, given)
+    resets = getattr(layer.config, "reset_position_ids", False)
+    if resets and packed.position_ids.shape[0] != rows:
+        return f"its position ids are {tuple(packed.position_ids.shape)} for {rows} rows"
+    # Embeddings of all positions, of which rows pick theirs.
+    return _positions_obstacle(rows * size, given)
 
 
 def _positions_obstacle(rows: int, given: dict[str, Any]) -> str | None:

@@ -285,7 +285,7 @@ class LinearWrappers(OverLanes):
         self.calls["attention", self._form] += 1
         arguments: dict[str, Any] = {
             "bias": None if layer.skip_bias_add else layer.bias,
-            "causal": attention.causal,
+            **attention.mask._asdict(),
             "scale": attention.scale,
             "options": self._options[layer.gradient_accumulation_fusion],
         }

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 
 from commfuse_npu.kernels import cpu
+from commfuse_npu.kernels.attention_arguments import Piece
 
-__all__ = ["Kernels", "MatmulAdd", "gemm_into", "kernels_for", "use_matmul_add"]
+__all__ = ["Kernels", "MatmulAdd", "Piece", "gemm_into", "kernels_for", "use_matmul_add"]
 
 MatmulAdd = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``f(total_input, grad_output, main_grad)``: ``main_grad += grad_output^T @ total_input``.
@@ -81,6 +82,8 @@ class Kernels(Protocol):
         *,
         causal: bool,
         scale: float | None = None,
+        pieces: Sequence[Piece] | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Attention of a chunk of queries against all the keys it may see.
 
@@ -89,7 +92,13 @@ class Kernels(Protocol):
             scores = q @ k^T * scale
             if causal:
                 scores[i, j] = -inf where j > i + (Sk - Sq)
-            out = softmax(scores) @ v
+            if hidden:
+                scores[i, j] = -inf where hidden[i, j]
+            out = softmax(scores) @ v                   # zero for a query that sees nothing
+
+        and with pieces, per piece::
+
+            out[queries, sample] = causal attention(q[queries, sample], k[keys, sample], ...)
 
         So ``q[q0:q1]`` against ``k[:q1], v[:q1]`` gives the rows ``q0:q1`` of causal attention: the
         last query sees the last key.
@@ -99,6 +108,11 @@ class Kernels(Protocol):
             k, v: ``[Sk, B, G, D]``, the dtype of ``q``.
             causal: needs ``Sq <= Sk``.
             scale: ``D ** -0.5`` by default.
+            pieces: of packed documents, instead of ``hidden``, and only if causal.  All queries of
+                sample 0, one piece after the other, then those of the next; and the keys of a
+                sample from those of its first piece to the last, without a gap.
+            hidden: bool, ``[B, 1, Sq, Sk]`` or ``[1, 1, Sq, Sk]``, True where a query does not see
+                a key.
 
         Returns:
             The output like ``q``, and tensors with the statistics of the softmax, which
@@ -122,6 +136,8 @@ class Kernels(Protocol):
         *,
         causal: bool,
         scale: float | None = None,
+        pieces: Sequence[Piece] | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradients of q, k and v for one call of :meth:`attention_forward`.
 

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-__all__ = ["check_attention", "check_sums"]
+__all__ = ["Piece", "check_attention", "check_hidden", "check_sums"]
+
+
+class Piece(NamedTuple):
+    """Queries of one document in one sample of a batch, and the keys of it that they see.
+
+    The keys begin with the document and end with the last of the queries.  A query sees those up to
+    its own position: causal, both counted from their ends.
+
+    Attributes:
+        sample: of the batch.
+        queries, keys: rows of what a kernel is given; not empty.
+    """
+
+    sample: int
+    queries: slice
+    keys: slice
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
@@ -32,6 +50,22 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal
         raise ValueError(
             f"attention: {q.shape[0]} causal queries end with the last of {k.shape[0]} keys, so "
             f"the first {q.shape[0] - k.shape[0]} see none; pass the keys up to the last query"
+        )
+
+
+def check_hidden(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None) -> None:
+    """``hidden`` is ``[B, 1, Sq, Sk]`` or ``[1, 1, Sq, Sk]``, bool, if it is given.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if hidden is None:
+        return
+    one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
+    if hidden.dtype != torch.bool or hidden.shape not in (one, whole):
+        raise ValueError(
+            f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be torch.bool "
+            f"{whole} or {one}, True where a query does not see a key"
         )
 
 

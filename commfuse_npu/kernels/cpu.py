@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from commfuse_npu.kernels.attention_arguments import check_attention, check_sums
+from commfuse_npu.kernels.attention_arguments import (
+    Piece,
+    check_attention,
+    check_hidden,
+    check_sums,
+)
 
 __all__ = [
     "accumulate_weight_gradient",
@@ -66,6 +71,8 @@ def attention_forward(
     *,
     causal: bool,
     scale: float | None = None,
+    pieces: Sequence[Piece] | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """See :meth:`Kernels.attention_forward`.  Computed in fp32 (fp64 stays), rounded once.
 
@@ -73,12 +80,17 @@ def attention_forward(
     ``[B, G, A/G * Sq, 1]``: their logarithm in one number would lose digits to the score.
     """
     check_attention(q, k, v, causal=causal)
+    check_hidden(q, k, hidden)
     groups = k.shape[2]
-    scores = _scores(q, k, causal, scale)
+    scores = _scores(q, k, causal, scale, pieces, hidden)
     # No keys, no rows: torch has no largest of nothing.
     highest = scores.amax(-1, keepdim=True) if k.shape[0] else scores.sum(-1, keepdim=True)
+    if hidden is not None:
+        highest.clamp_(min=torch.finfo(highest.dtype).min)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
+    if hidden is not None:  # a row of zeros for who sees nothing
+        total.masked_fill_(total == 0, 1)
     out = weights.div_(total) @ _fold(v, groups)
     return _unfold(out, q), (highest, total)
 
@@ -95,16 +107,19 @@ def attention_backward(
     *,
     causal: bool,
     scale: float | None = None,
+    pieces: Sequence[Piece] | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :meth:`Kernels.attention_backward`.
 
     ``grad_k`` and ``grad_v`` are added to without rounding to the dtype of ``k`` before.
     """
     check_attention(q, k, v, causal=causal)
+    check_hidden(q, k, hidden)
     check_sums(k, grad_k, grad_v)
     groups = k.shape[2]
     highest, total = statistics
-    weights = _scores(q, k, causal, scale).sub_(highest).exp_().div_(total)
+    weights = _scores(q, k, causal, scale, pieces, hidden).sub_(highest).exp_().div_(total)
     grad_out = _fold(grad, groups)
     # What a row of weights loses because they always sum to one.
     common = (grad_out * _fold(out, groups)).sum(-1, keepdim=True)
@@ -133,12 +148,32 @@ def _unfold(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return spread.flatten(2, 3).to(like.dtype).contiguous()
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    pieces: Sequence[Piece] | None,
+    hidden: torch.Tensor | None,
+) -> torch.Tensor:
     """``[B, G, A/G * Sq, Sk]``, ``-inf`` where a query may not look."""
     groups, queries, keys = k.shape[2], q.shape[0], k.shape[0]
     scores = (_fold(q, groups) @ _fold(k, groups).mT).mul_(_scale(q, scale))
-    if causal:
+    per_head = scores.unflatten(2, (q.shape[2] // groups, queries))
+    if pieces is not None:
+        hidden = _outside(pieces, q, keys)
+    elif causal:
         later = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        per_head = scores.unflatten(2, (q.shape[2] // groups, queries))
         per_head.masked_fill_(later.triu_(keys - queries + 1), -torch.inf)
+    if hidden is not None:
+        per_head.masked_fill_(hidden.unsqueeze(1), -torch.inf)
     return scores
+
+
+def _outside(pieces: Sequence[Piece], q: torch.Tensor, keys: int) -> torch.Tensor:
+    """``[B, 1, Sq, Sk]``, True where no piece lets a query look."""
+    hidden = torch.ones(q.shape[1], 1, q.shape[0], keys, dtype=torch.bool, device=q.device)
+    for sample, rows, columns in pieces:
+        piece = hidden[sample, 0, rows, columns]
+        piece.triu_(piece.shape[1] - piece.shape[0] + 1)
+    return hidden

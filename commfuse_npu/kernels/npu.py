@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from commfuse_npu.kernels import cpu
-from commfuse_npu.kernels.attention_arguments import check_attention, check_sums
+from commfuse_npu.kernels.attention_arguments import (
+    Piece,
+    check_attention,
+    check_hidden,
+    check_sums,
+)
 
 # The same on every device: torch.mm writes into its result, additions are one kernel each.
 from commfuse_npu.kernels.cpu import gemm_into, sum_parts
+from commfuse_npu.kernels.npu_layouts import layout_of
 
 if TYPE_CHECKING:
     from commfuse_npu.kernels import MatmulAdd
@@ -34,9 +40,9 @@ __all__ = [
     "sum_parts",
 ]
 
-_LAYOUT = "SBH"
-_NO_MASK, _BOTTOM_RIGHT = 0, 3
-"""Values of ``sparse_mode``: the mask as given, none here; causal, the last query at the last key.
+_AS_GIVEN, _BOTTOM_RIGHT = 0, 3
+"""Values of ``sparse_mode``: the mask as given, or none; causal, the last query at the last key, of
+each document if there are several.
 
 Mode 2 is causal too, but from the first query and key on: wrong for every chunk but the first.
 """
@@ -79,6 +85,27 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
+class _Masking(NamedTuple):
+    """Which keys a query sees, as both operators are told."""
+
+    mask: torch.Tensor | None
+    mode: int
+    after: int
+    """How far behind a query the last key is that it sees, both counted from the last."""
+
+
+def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) -> _Masking:
+    if hidden is not None:
+        if causal:  # in the mask, whose rows are a part of a whole one and copied anyway
+            queries, keys = hidden.shape[2:]
+            later = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
+            hidden = hidden | later.triu_(keys - queries + 1)
+        return _Masking(hidden.contiguous(), _AS_GIVEN, _ALL_BEFORE)
+    if causal:
+        return _Masking(_causal_mask(device), _BOTTOM_RIGHT, 0)
+    return _Masking(None, _AS_GIVEN, _ALL_BEFORE)
+
+
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,27 +113,36 @@ def attention_forward(
     *,
     causal: bool,
     scale: float | None = None,
+    pieces: Sequence[Piece] | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """See :meth:`Kernels.attention_forward`; ``npu_fusion_attention``.
 
-    The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]``, and what
-    the operator reserves.
+    The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]``, with
+    pieces ``[B * Sq, A, 8]``, and what the operator reserves.
+
+    What a device gives for a query that sees nothing was not found in the operator's documentation,
+    and MindSpeed asks for it in the same way; the emulation gives zeros.
     """
     check_attention(q, k, v, causal=causal)
+    check_hidden(q, k, hidden)
+    run, masking = layout_of(pieces, q.shape[1]), _masking(q.device, causal, hidden)
     out, maximum, total, reserved, *_ = torch.ops.npu.npu_fusion_attention(
-        q.flatten(2),
-        k.flatten(2),
-        v.flatten(2),
+        run.queries(q),
+        run.keys(k),
+        run.keys(v),
         q.shape[2],
-        _LAYOUT,
-        atten_mask=_causal_mask(q.device) if causal else None,
+        run.layout,
+        atten_mask=masking.mask,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         keep_prob=1.0,
         pre_tockens=_ALL_BEFORE,
-        next_tockens=0 if causal else _ALL_BEFORE,
-        sparse_mode=_BOTTOM_RIGHT if causal else _NO_MASK,
+        next_tockens=masking.after,
+        actual_seq_qlen=run.query_ends,
+        actual_seq_kvlen=run.key_ends,
+        sparse_mode=masking.mode,
     )
-    return out.view(q.shape), (maximum, total, reserved)
+    return run.like_queries(out, q), (maximum, total, reserved)
 
 
 def attention_backward(
@@ -121,6 +157,8 @@ def attention_backward(
     *,
     causal: bool,
     scale: float | None = None,
+    pieces: Sequence[Piece] | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :meth:`Kernels.attention_backward`; ``npu_fusion_attention_grad``.
 
@@ -128,26 +166,30 @@ def attention_backward(
     ``grad_k`` and ``grad_v`` is rounded to it before it is added.
     """
     check_attention(q, k, v, causal=causal)
+    check_hidden(q, k, hidden)
     check_sums(k, grad_k, grad_v)
     maximum, total, reserved = statistics
+    run, masking = layout_of(pieces, q.shape[1]), _masking(q.device, causal, hidden)
     grad_q, new_k, new_v, *_ = torch.ops.npu.npu_fusion_attention_grad(
-        q.flatten(2),
-        k.flatten(2),
-        v.flatten(2),
-        grad.flatten(2),
+        run.queries(q),
+        run.keys(k),
+        run.keys(v),
+        run.queries(grad),
         q.shape[2],
-        _LAYOUT,
-        atten_mask=_causal_mask(q.device) if causal else None,
+        run.layout,
+        atten_mask=masking.mask,
         softmax_max=maximum,
         softmax_sum=total,
         softmax_in=reserved,
-        attention_in=out.flatten(2),
+        attention_in=run.queries(out),
         scale_value=q.shape[-1] ** -0.5 if scale is None else scale,
         keep_prob=1.0,
         pre_tockens=_ALL_BEFORE,
-        next_tockens=0 if causal else _ALL_BEFORE,
-        sparse_mode=_BOTTOM_RIGHT if causal else _NO_MASK,
+        next_tockens=masking.after,
+        actual_seq_qlen=run.query_ends,
+        actual_seq_kvlen=run.key_ends,
+        sparse_mode=masking.mode,
     )
-    grad_k.add_(new_k.view(k.shape))
-    grad_v.add_(new_v.view(v.shape))
-    return grad_q.view(q.shape)
+    run.add_to_keys(grad_k, new_k)
+    run.add_to_keys(grad_v, new_v)
+    return run.like_queries(grad_q, q)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from commfuse_npu.kernels import kernels_for
+from commfuse_npu.layers.attention_mask import AttentionMask
 
 __all__ = ["AttentionRuns", "run_of_gemm"]
 
@@ -24,7 +25,7 @@ class AttentionRuns:
     Args:
         q: ``[S, B, A, D]``.
         k, v: ``[S, B, G, D]``.
-        causal: a query sees the keys up to its own position; else all of them.
+        mask: which keys a query sees.
         scale: of the scores, ``D ** -0.5`` by default.
         keep: what a backward needs.
 
@@ -37,13 +38,13 @@ class AttentionRuns:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        causal: bool,
+        mask: AttentionMask,
         scale: float | None,
         *,
         keep: bool = False,
     ) -> None:
         self._q, self._k, self._v = q, k, v
-        self._causal, self._scale = causal, scale
+        self._mask, self._scale = mask, scale
         self._kernels = kernels_for(q.device)
         self.attended = torch.empty_like(q) if keep else None
         # Of all runs, in the order in which they ran, and where those of a run are, by its start.
@@ -52,13 +53,17 @@ class AttentionRuns:
 
     def _keys(self, run: slice) -> slice:
         """Which keys a run of queries may see."""
-        return slice(0, run.stop) if self._causal else slice(None)
+        return self._mask.keys(run)
 
     def forward(self, run: slice) -> torch.Tensor:
         """The output for these queries, ``[rows, B, A, D]``."""
         keys = self._keys(run)
         attended, statistics = self._kernels.attention_forward(
-            self._q[run], self._k[keys], self._v[keys], causal=self._causal, scale=self._scale
+            self._q[run],
+            self._k[keys],
+            self._v[keys],
+            scale=self._scale,
+            **self._mask.keywords(run),
         )
         if self.attended is not None:
             self.attended[run] = attended
@@ -70,14 +75,14 @@ class AttentionRuns:
     def save(self, ctx: Any, *others: torch.Tensor | None) -> None:
         """Save the ``others``, and behind them what the backward needs, ``attended`` first."""
         ctx.save_for_backward(*others, self.attended, self._q, self._k, self._v, *self._statistics)
-        ctx.attention = self._causal, self._scale, self._where
+        ctx.attention = self._mask, self._scale, self._where
 
     @classmethod
     def saved(cls, ctx: Any, tensors: Sequence[torch.Tensor]) -> AttentionRuns:
         """For the backward; ``tensors`` are what was saved behind the others."""
         attended, q, k, v, *statistics = tensors
-        causal, scale, where = ctx.attention
-        found = cls(q, k, v, causal, scale)
+        mask, scale, where = ctx.attention
+        found = cls(q, k, v, mask, scale)
         found.attended, found._statistics, found._where = attended, statistics, where
         found._begin_backward()
         return found
@@ -105,8 +110,8 @@ class AttentionRuns:
             self._kept(run),
             self._grad_k[keys],
             self._grad_v[keys],
-            causal=self._causal,
             scale=self._scale,
+            **self._mask.keywords(run),
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

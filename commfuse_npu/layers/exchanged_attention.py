@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_runs import AttentionRuns, run_of_gemm
 from commfuse_npu.layers.exchanged_linear import Exchange
 from commfuse_npu.layers.head_linear import LinearOfHeads
@@ -23,7 +24,7 @@ __all__ = ["AttentionExchanged", "AttentionLinearExchanged"]
 
 def _attend(
     ctx: Any,
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool, float | None],
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask, float | None],
     use: Work,
     exchange: Exchange,
     **received: Any,
@@ -31,14 +32,14 @@ def _attend(
     """Attend, block of queries by block, and ``use`` what comes back for the own rows.
 
     Args:
-        given: q, k, v, causal and scale; what their backward needs is saved.
+        given: q, k, v, mask and scale; what their backward needs is saved.
         received: ``[S, B * F]``, filled and saved in front, if given; block g gets the heads of
             rank g.
     """
-    q, k, v, causal, scale = given
+    q, k, v, mask, scale = given
     keep = any(ctx.needs_input_grad[:3])
     heads = q.contiguous(), k.contiguous(), v.contiguous()
-    attention = AttentionRuns(*heads, causal, scale, keep=keep)
+    attention = AttentionRuns(*heads, mask, scale, keep=keep)
     tensors = {name: tensor for name, tensor in received.items() if tensor is not None}
     if attention.attended is not None:
         tensors["blocks"] = _by_sequence(attention.attended)
@@ -66,7 +67,7 @@ class AttentionExchanged(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        causal: bool,
+        mask: AttentionMask,
         scale: float | None,
         exchange: Exchange,
     ) -> torch.Tensor:
@@ -79,7 +80,7 @@ class AttentionExchanged(torch.autograd.Function):
             group, start = divmod(run.start, block_rows)
             y[start : start + len(piece), :, group] = piece.view(-1, batch, features)
 
-        _attend(ctx, (q, k, v, causal, scale), use, exchange)
+        _attend(ctx, (q, k, v, mask, scale), use, exchange)
         return y.flatten(2)
 
     @staticmethod
@@ -114,7 +115,7 @@ class AttentionLinearExchanged(torch.autograd.Function):
         v: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        causal: bool,
+        mask: AttentionMask,
         scale: float | None,
         exchange: Exchange,
     ) -> torch.Tensor:
@@ -128,7 +129,7 @@ class AttentionLinearExchanged(torch.autograd.Function):
         def use(piece: torch.Tensor, run: slice) -> None:
             linear.forward(_flat(piece, batch), run_of_gemm(run, batch))
 
-        _attend(ctx, (q, k, v, causal, scale), use, exchange, received=received)
+        _attend(ctx, (q, k, v, mask, scale), use, exchange, received=received)
         ctx.weight = SavedWeight(weight)
         return linear.output().view(block_rows, batch, weight.shape[0])
 

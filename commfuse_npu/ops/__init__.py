@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from commfuse_npu.layers.documents import Documents
 from commfuse_npu.layers.options import LinearOptions, ShardedOptions
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
@@ -17,6 +18,7 @@ __all__ = [
     "BucketExchange",
     "BucketOptions",
     "Buckets",
+    "Documents",
     "LinearOptions",
     "ShardedLinear",
     "ShardedOptions",

@@ -7,9 +7,9 @@ projection and its transfer are one operation (CommFuse, arXiv 2604.24013: query
 Legend: ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G`` key heads of
 this rank, ``D`` features of a head, ``H`` hidden, ``N`` ranks, ``q_SBAD`` a tensor of that shape.
 
-Under a causal mask the queries of later ranks see more keys, so that blocks cost differently; the
-program then takes them in the order in which the ranks wait least for the links
-(:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
+Under a causal mask, unless it is one of packed documents, the queries of later ranks see more keys,
+so that blocks cost differently; the program then takes them in the order in which the ranks wait
+least for the links (:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
 
 The plain form, reference and fallback, is in :mod:`commfuse_npu.reference.attention`.  The front of
 the layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gather_linear`.
@@ -23,12 +23,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_options import (
     check_self_attention,
     options_for_scattered_attention,
 )
 from commfuse_npu.layers.attention_runs import AttentionRuns
 from commfuse_npu.layers.differentiable import differentiable
+from commfuse_npu.layers.documents import Documents
 from commfuse_npu.layers.linear_arguments import check_divisible, check_linear
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
@@ -51,6 +53,8 @@ def attention_linear_reduce_scatter(
     transport: Transport,
     causal: bool,
     scale: float | None = None,
+    documents: Documents | None = None,
+    hidden: torch.Tensor | None = None,
     dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
@@ -80,6 +84,9 @@ def attention_linear_reduce_scatter(
         bias: ``[H]``, whole and the same on every rank; added after the sum.
         causal: a query sees the keys up to its own position; else all of them.
         scale: of the scores, ``D ** -0.5`` by default.
+        documents: packed in the sequence, for a causal mask; a query sees keys of its own only.
+        hidden: bool, ``[B, 1, S, S]`` or ``[1, 1, S, S]``, True where a query (third dimension)
+            does not see a key (fourth), for any mask but documents.  Who sees nothing gets zeros.
         dropout: has to be 0.
         options: as for :func:`~commfuse_npu.ops.linear.linear_reduce_scatter`.
 
@@ -93,16 +100,17 @@ def attention_linear_reduce_scatter(
     """
     name = "attention_linear_reduce_scatter"
     check_self_attention(name, q, k, v, dropout)
+    mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_linear(name, q.flatten(2), weight, bias, transport, options)
     check_divisible(name, q, transport.size)
     if takes_plain_path(name, q, transport, rows=q.shape[0] * q.shape[1]):
         return plain_attention_linear_reduce_scatter(
-            q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
+            q, k, v, weight, bias, group=transport.group, **mask._asdict(), scale=scale,
             options=options,
         )  # fmt: skip
-    options = options_for_scattered_attention(options, transport.size, causal)
+    options = options_for_scattered_attention(options, transport.size, mask.costs_rise)
     job = Job.of(transport, options, name)
-    y = differentiable(_AttentionLinearReduceScatter, q, k, v, weight, job, causal, scale)
+    y = differentiable(_AttentionLinearReduceScatter, q, k, v, weight, job, mask, scale)
     return y if bias is None else y + bias
 
 
@@ -115,11 +123,11 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
         v: torch.Tensor,
         weight: torch.Tensor,
         job: Job,
-        causal: bool,
+        mask: AttentionMask,
         scale: float | None,
     ) -> torch.Tensor:
         heads = q.contiguous(), k.contiguous(), v.contiguous()
-        attention = AttentionRuns(*heads, causal, scale, keep=any(ctx.needs_input_grad[:4]))
+        attention = AttentionRuns(*heads, mask, scale, keep=any(ctx.needs_input_grad[:4]))
         rows, batch, hidden = q.shape[0] // job.transport.size, q.shape[1], weight.shape[0]
         y = weight.new_empty((rows, batch * hidden))
         transposed = weight.t()

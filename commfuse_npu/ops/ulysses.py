@@ -14,19 +14,21 @@ whatever is done per head (rotary embedding, norms).  The plain forms of all are
 Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G``
 key heads of this rank, ``D`` features of a head, ``F = A * D``, ``H`` hidden.
 
-Under a causal mask the queries of later ranks see more keys.  Where attention feeds the transfers,
-or is fed by them alone, the program takes its blocks in the order in which the ranks wait least for
-the links (:mod:`~commfuse_npu.plan.block_order`).  The backward of
-:func:`attention_all_to_all_linear` keeps the order of distance: there the dgrad comes first, which
-costs the same for every block.
+Under a causal mask, unless it is one of packed documents, the queries of later ranks see more keys.
+Where attention feeds the transfers, or is fed by them alone, the program takes its blocks in the
+order in which the ranks wait least for the links (:mod:`~commfuse_npu.plan.block_order`).  The
+backward of :func:`attention_all_to_all_linear` keeps the order of distance: there the dgrad comes
+first, which costs the same for every block.
 """
 
 from __future__ import annotations
 
 import torch
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_options import check_self_attention, options_for_attention
 from commfuse_npu.layers.differentiable import differentiable
+from commfuse_npu.layers.documents import Documents
 from commfuse_npu.layers.exchanged_attention import AttentionExchanged, AttentionLinearExchanged
 from commfuse_npu.layers.linear_arguments import autocast, check_sequence
 from commfuse_npu.layers.options import LinearOptions
@@ -52,6 +54,8 @@ def attention_all_to_all(
     transport: Transport,
     causal: bool,
     scale: float | None = None,
+    documents: Documents | None = None,
+    hidden: torch.Tensor | None = None,
     dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
@@ -80,6 +84,9 @@ def attention_all_to_all(
         transport: lanes of the context-parallel group.
         causal: a query sees the keys up to its own position; else all of them.
         scale: of the scores, ``D ** -0.5`` by default.
+        documents: packed in the sequence, for a causal mask; a query sees keys of its own only.
+        hidden: bool, ``[B, 1, S, S]`` or ``[1, 1, S, S]``, True where a query (third dimension)
+            does not see a key (fourth), for any mask but documents.  Who sees nothing gets zeros.
         dropout: has to be 0.
         options: the schedule counts.
 
@@ -94,6 +101,7 @@ def attention_all_to_all(
     """
     name = "attention_all_to_all"
     check_self_attention(name, q, k, v, dropout)
+    mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], transport.size)
     if q.device.type != transport.device_type:
         raise ValueError(
@@ -102,10 +110,10 @@ def attention_all_to_all(
         )
     if takes_plain_path(name, q, transport, rows=_rows(q)):
         return plain_attention_all_to_all(
-            q, k, v, group=transport.group, causal=causal, scale=scale, options=options
+            q, k, v, group=transport.group, **mask._asdict(), scale=scale, options=options
         )
-    job = Job.of(transport, options_for_attention(options, transport.size, causal), name)
-    return differentiable(AttentionExchanged, q, k, v, causal, scale, fused_exchange(job))
+    job = Job.of(transport, options_for_attention(options, transport.size, mask.costs_rise), name)
+    return differentiable(AttentionExchanged, q, k, v, mask, scale, fused_exchange(job))
 
 
 # ----------------------------------------------- attention to rows, projected
@@ -121,6 +129,8 @@ def attention_all_to_all_linear(
     transport: Transport,
     causal: bool,
     scale: float | None = None,
+    documents: Documents | None = None,
+    hidden: torch.Tensor | None = None,
     dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
@@ -147,7 +157,8 @@ def attention_all_to_all_linear(
                   links    |        | -> r+1 | -> r+2   |                  |          |          |
 
     Args:
-        q, k, v, transport, causal, scale, dropout: as for :func:`attention_all_to_all`.
+        q, k, v, transport, causal, scale, documents, hidden, dropout: as for
+            :func:`attention_all_to_all`.
         weight: ``[H, N * A * D]``, whole and the same on every rank.
         bias: ``[H]``.
         options: as for :func:`~commfuse_npu.ops.head_exchange.all_to_all_linear`.
@@ -160,19 +171,20 @@ def attention_all_to_all_linear(
     """
     name = "attention_all_to_all_linear"
     check_self_attention(name, q, k, v, dropout)
+    mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], transport.size)
     check_projection(name, q.flatten(2), weight, bias, transport, options)
     q, weight, bias = autocast(q, weight, bias)
     k, v = k.to(q.dtype), v.to(q.dtype)
     if takes_plain_path(name, q, transport, rows=_rows(q)):
         return plain_attention_all_to_all_linear(
-            q, k, v, weight, bias, group=transport.group, causal=causal, scale=scale,
+            q, k, v, weight, bias, group=transport.group, **mask._asdict(), scale=scale,
             options=options,
         )  # fmt: skip
-    by_cost = options_for_attention(options, transport.size, causal)
+    by_cost = options_for_attention(options, transport.size, mask.costs_rise)
     back = options_for_attention(options, transport.size, False).schedule
     job = Job(transport, by_cost, name, by_cost.schedule, back)
-    arguments = q, k, v, weight, bias, causal, scale, fused_exchange(job)
+    arguments = q, k, v, weight, bias, mask, scale, fused_exchange(job)
     return differentiable(AttentionLinearExchanged, *arguments)
 
 

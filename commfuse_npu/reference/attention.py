@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_options import (
     check_self_attention,
     options_for_scattered_attention,
 )
 from commfuse_npu.layers.attention_runs import run_of_gemm
+from commfuse_npu.layers.documents import Documents
 from commfuse_npu.layers.linear_arguments import check_divisible
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.plan.rules import made_pieces, used_pieces
@@ -33,6 +35,8 @@ def plain_attention_linear_reduce_scatter(
     group: dist.ProcessGroup,
     causal: bool,
     scale: float | None = None,
+    documents: Documents | None = None,
+    hidden: torch.Tensor | None = None,
     dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
@@ -40,8 +44,9 @@ def plain_attention_linear_reduce_scatter(
     """The plain form of :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`."""
     name = "plain_attention_linear_reduce_scatter"
     check_self_attention(name, q, k, v, dropout)
+    mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_divisible(name, q, group.size())
-    options = options_for_scattered_attention(options, group.size(), causal)
+    options = options_for_scattered_attention(options, group.size(), mask.costs_rise)
     sources = None
     runs: dict[str, Any] = {}
     gemms: dict[str, Any] = {}
@@ -54,7 +59,7 @@ def plain_attention_linear_reduce_scatter(
             gemms["wgrad"] = [piece for piece, _ in gemms["dgrad"]]
         if place.schedule.shape != "shifted" or place.schedule.costs is not None:
             sources = sources_of(place)  # else the collective's own order
-    attended = blocked_attention(q, k, v, causal=causal, scale=scale, **runs).flatten(2)
+    attended = blocked_attention(q, k, v, **mask._asdict(), scale=scale, **runs).flatten(2)
     full = blocked_linear(attended, weight, main_grad=options.main_grad, **gemms)
     y = reduce_scatter(full, group, options.reduce_dtype, sources)
     return y if bias is None else y + bias

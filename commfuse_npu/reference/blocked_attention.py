@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_runs import AttentionRuns
+from commfuse_npu.layers.documents import Documents
 
 __all__ = ["blocked_attention"]
 
@@ -20,6 +22,8 @@ def blocked_attention(
     *,
     causal: bool,
     scale: float | None = None,
+    documents: Documents | None = None,
+    hidden: torch.Tensor | None = None,
     rows: Sequence[slice] | None = None,
     grad_rows: Sequence[slice] | None = None,
 ) -> torch.Tensor:
@@ -29,6 +33,7 @@ def blocked_attention(
         q: ``[S, B, A, D]``.
         k, v: ``[S, B, G, D]``; ``A`` is a multiple of ``G``.
         causal: a query sees the keys up to its own position.
+        documents, hidden: see :class:`~commfuse_npu.layers.attention_mask.AttentionMask`.
         rows: runs of queries for the forward; all at once by default.
         grad_rows: the same runs in the order of the backward.
 
@@ -38,8 +43,9 @@ def blocked_attention(
     # Kernels take no empty tensors.
     everything = [slice(0, q.shape[0])] if q.numel() else []
     runs = everything if rows is None else list(rows)
+    mask = AttentionMask(causal, documents, hidden).checked("blocked_attention", q)
     out: torch.Tensor = _BlockedAttention.apply(
-        q.contiguous(), k.contiguous(), v.contiguous(), causal, scale, runs, grad_rows or runs
+        q.contiguous(), k.contiguous(), v.contiguous(), mask, scale, runs, grad_rows or runs
     )
     return out
 
@@ -51,12 +57,12 @@ class _BlockedAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        causal: bool,
+        mask: AttentionMask,
         scale: float | None,
         rows: Sequence[slice],
         grad_rows: Sequence[slice],
     ) -> torch.Tensor:
-        attention = AttentionRuns(q, k, v, causal, scale, keep=True)
+        attention = AttentionRuns(q, k, v, mask, scale, keep=True)
         for run in rows:
             attention.forward(run)
         attention.save(ctx)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_options import check_self_attention, options_for_attention
 from commfuse_npu.layers.differentiable import differentiable
+from commfuse_npu.layers.documents import Documents
 from commfuse_npu.layers.exchanged_attention import AttentionExchanged, AttentionLinearExchanged
 from commfuse_npu.layers.exchanged_linear import (
     Exchange,
@@ -96,6 +98,8 @@ def plain_attention_all_to_all(
     group: dist.ProcessGroup,
     causal: bool,
     scale: float | None = None,
+    documents: Documents | None = None,
+    hidden: torch.Tensor | None = None,
     dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
@@ -103,13 +107,14 @@ def plain_attention_all_to_all(
     """The plain form of :func:`~commfuse_npu.ops.ulysses.attention_all_to_all`."""
     name = "plain_attention_all_to_all"
     check_self_attention(name, q, k, v, dropout)
+    mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], group.size())
     size, block_rows = group.size(), q.shape[0] // group.size()
     if same_blocks:
-        by_cost = options_for_attention(options, size, causal).schedule
+        by_cost = options_for_attention(options, size, mask.costs_rise).schedule
         exchange = _exchange(name, group, options, by_cost)
-        return differentiable(AttentionExchanged, q, k, v, causal, scale, exchange)
-    attended = blocked_attention(q, k, v, causal=causal, scale=scale)
+        return differentiable(AttentionExchanged, q, k, v, mask, scale, exchange)
+    attended = blocked_attention(q, k, v, **mask._asdict(), scale=scale)
     # As ``[S * B, A * D]``.
     joined = beside(all_to_all(attended.flatten(2).flatten(0, 1), group), size)
     return joined.view(block_rows, q.shape[1], joined.shape[1])
@@ -125,6 +130,8 @@ def plain_attention_all_to_all_linear(
     group: dist.ProcessGroup,
     causal: bool,
     scale: float | None = None,
+    documents: Documents | None = None,
+    hidden: torch.Tensor | None = None,
     dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
     same_blocks: bool = False,
@@ -132,18 +139,19 @@ def plain_attention_all_to_all_linear(
     """The plain form of :func:`~commfuse_npu.ops.ulysses.attention_all_to_all_linear`."""
     name = "plain_attention_all_to_all_linear"
     check_self_attention(name, q, k, v, dropout)
+    mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], group.size())
     q, weight, bias = autocast(q, weight, bias)
     k, v = k.to(q.dtype), v.to(q.dtype)
     if not same_blocks:
-        attended = plain_attention_all_to_all(q, k, v, group=group, causal=causal, scale=scale)
+        attended = plain_attention_all_to_all(q, k, v, group=group, **mask._asdict(), scale=scale)
         return blocked_linear(attended, weight, bias, main_grad=options.main_grad)
     forth, back = (
         options_for_attention(options, group.size(), by_cost).schedule
-        for by_cost in (causal, False)
+        for by_cost in (mask.costs_rise, False)
     )
     exchange = _exchange(name, group, options, forth, back)
-    arguments = q, k, v, weight, bias, causal, scale, exchange
+    arguments = q, k, v, weight, bias, mask, scale, exchange
     return differentiable(AttentionLinearExchanged, *arguments)
 
 

@@ -159,10 +159,6 @@ _WINDOW = "a query sees a window of the keys only"
 ATTENTION_REFUSALS = _with(
     "--commfuse-attention",
     Refusal(
-        "--reset-attention-mask",
-        "attention stops at the ends of documents, which a split of the queries ignores",
-    ),
-    Refusal(
         "--attention-dropout",
         "the fused attention has no dropout",
         "pass --attention-dropout 0.0 or leave {ours} out",
@@ -202,12 +198,6 @@ ATTENTION_REFUSALS = _with(
         "leave one of the two out, or choose 0 or 2",
         _other_than(0, 2),
     ),
-    Refusal(
-        "--shape-order TND",
-        "sequences are packed one after the other, and a split of the queries ignores their ends",
-        "leave one of the two out, or choose SBH",
-        _one_of("TND"),
-    ),
     Refusal("--query-pre-attn-scalar", "it scales the scores otherwise"),
     Refusal("--attn-logit-softcapping", "it bends the scores before the softmax"),
 )
@@ -222,12 +212,6 @@ ULYSSES_REFUSALS = _with(
         "it exchanges the heads inside the local attention, and again in the backward",
     ),
     Refusal("--use-ulysses-allgather-kv", "it gathers keys and values instead of exchanging heads"),
-    Refusal(
-        "--attention-mask-type general",
-        "queries then see what the mask of the data says",
-        "leave one of the two out, or choose causal",
-        _one_of("general"),
-    ),
 )
 """Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
 
@@ -239,6 +223,16 @@ FLOW_REFUSALS = _with(
     "--commfuse-flow",
     *ATTENTION_REFUSALS,
     Refusal("--commfuse-attention", "a flow runs attention by itself, chunk after chunk"),
+    Refusal(
+        "--reset-attention-mask",
+        "attention stops at the ends of documents, which chunks of the sequence ignore",
+    ),
+    Refusal(
+        "--shape-order TND",
+        "sequences are packed one after the other, and chunks of the sequence ignore their ends",
+        "leave one of the two out, or choose SBH",
+        _one_of("TND"),
+    ),
     Refusal(
         "--hidden-dropout",
         "chunks have no dropout",

@@ -350,6 +350,12 @@ def _attention_call(
                 "npu_fusion_attention: TND needs actual_seq_qlen and actual_seq_kvlen, the ends of "
                 "the packed sequences"
             )
+        for ends, rows in ((actual_seq_qlen, q.shape[2]), (actual_seq_kvlen, k.shape[2])):
+            if not ends or ends[-1] != rows:
+                raise ValueError(
+                    f"npu_fusion_attention: the packed sequences end at {list(ends)[-1:]}, the "
+                    f"tensor has {rows} rows; what is behind would be left as it is in memory"
+                )
         segments = [
             (slice(*rows), slice(*columns))
             for rows, columns in zip(

@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.layers.attention_runs import AttentionRuns
-from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.plan import Schedule
 from commfuse_npu.reference import plain_attention_linear_reduce_scatter
 from commfuse_npu.runtime.transport import Transport
+from tests.attention_masks import MASKS, attention, mask_arguments, seen
 from tests.limits import PATIENT
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
@@ -52,6 +52,12 @@ class Case:
     main_grad: torch.dtype | None = None
     recompute: bool = False
     batched: bool = False
+    mask: str | None = None
+    """Of :mod:`tests.attention_masks`, instead of ``causal``."""
+
+    @property
+    def kind(self) -> str:
+        return self.mask or ("causal" if self.causal else "full")
 
 
 def draw(seed: int, case: Case, *shape: int) -> torch.Tensor:
@@ -86,7 +92,8 @@ def run(case: Case, given: dict[str, torch.Tensor], call: Callable[..., torch.Te
 
     def forward(q: torch.Tensor) -> torch.Tensor:
         others = {name: tensor for name, tensor in tensors.items() if name != "q"}
-        return call(q * 1, **others, causal=case.causal, scale=case.scale, options=case.options)
+        mask = mask_arguments(case.kind, case.length, case.batch)
+        return call(q * 1, **others, **mask, scale=case.scale, options=case.options)
 
     if case.recompute:
         y = checkpoint(forward, tensors["q"], use_reentrant=False)
@@ -116,16 +123,14 @@ def plain(case: Case, same_blocks: bool) -> Callable[..., torch.Tensor]:
 
 
 def single(rank: int, size: int, case: Case) -> Result:
-    """What one process computes in fp64 with torch's own attention from the tensors of all."""
+    """What one process computes in fp64 from the tensors of all."""
     every = [inputs(r, size, replace(case, main_grad=None)) for r in range(size)]
     wide = [{n: t.detach().double().requires_grad_() for n, t in of.items()} for of in every]
     parts = []
     for of in wide:
-        q, k, v = (of[name].permute(1, 2, 0, 3) for name in ("q", "k", "v"))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=case.causal, scale=case.scale, enable_gqa=True
-        )
-        parts.append(out.permute(2, 0, 1, 3).flatten(2) @ of["weight"].t())
+        heads = (of[name] for name in ("q", "k", "v"))
+        out = attention(*heads, seen(case.kind, case.length, case.batch), case.scale)
+        parts.append(out.flatten(2) @ of["weight"].t())
     y = sum(parts)
     grad = torch.cat([of["grad"] for of in wide]).detach()
     y.backward(grad)
@@ -208,6 +213,35 @@ def test_options(ranks, size: int) -> None:
         options = replace(base.options, main_grad=True)
         cases.append(replace(half, main_grad=main_grad, options=options))
     ranks(size).run(compared, cases)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_packed_documents_and_masks_of_the_data(ranks, size: int) -> None:
+    cases = [Case(heads, mask=mask) for heads in ("GQA", "MHA") for mask in MASKS]
+    cases += [replace(case, batch=1) for case in cases]
+    documents = Case(mask="documents")
+    cases += [
+        replace(documents, recompute=True, bias=True),
+        replace(documents, attention_grad=False),
+        replace(documents, options=LinearOptions(Schedule(lanes=2, chunks=50))),
+        replace(documents, dtype=torch.bfloat16),
+        replace(documents, mask="hidden", dtype=torch.bfloat16),
+    ]
+    ranks(size).run(compared, cases)
+
+
+def like_causal(rank: int) -> None:
+    """One document per sample is the causal mask, bit for bit."""
+    found = [
+        run(case, inputs(rank, 4, case), fused(case))
+        for case in (Case(), Case(mask="one document"))
+    ]
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+def test_one_document_is_the_causal_mask(ranks) -> None:
+    ranks(4).run(like_causal)
 
 
 def without_gradients(rank: int) -> None:
@@ -305,6 +339,34 @@ FAULTS = {
     "all keys": lambda self, run: slice(None),
     "keys from the first query on": lambda self, run: slice(run.start, run.stop),
 }
+
+
+def bad_masks(rank: int) -> None:
+    case = Case()
+    given = inputs(rank, 2, case)
+    tensors = [given[name] for name in ("q", "k", "v", "weight")]
+    hidden = torch.zeros(2, 1, 24, 24, dtype=torch.bool)
+    for mask, words in (
+        ({"causal": True, "documents": Documents([24], 24)}, "documents of 1 samples of 24 are"),
+        ({"causal": False, "documents": Documents([24, 48], 24, 2)}, "documents are causal"),
+        (
+            {"causal": True, "documents": Documents([24, 48], 24, 2), "hidden": hidden},
+            "have no other mask",
+        ),
+        ({"causal": True, "hidden": hidden[:, 0]}, r"hidden is torch.bool \(2, 24, 24\) on cpu"),
+        ({"causal": True, "hidden": hidden.float()}, r"hidden is torch.float32 \(2, 1, 24, 24\)"),
+    ):
+        for op, where in (
+            (attention_linear_reduce_scatter, {"transport": transport()}),
+            (plain_attention_linear_reduce_scatter, {"group": transport().group}),
+        ):
+            with pytest.raises(ValueError, match=words):
+                op(*tensors, **mask, **where)
+    compared(rank, [case])
+
+
+def test_masks_that_do_not_fit_are_refused(ranks) -> None:
+    ranks(2).run(bad_masks)
 
 
 def noticed(rank: int, fault: str) -> bool:

@@ -30,6 +30,7 @@ from commfuse_npu.reference.blocked_attention import blocked_attention
 from commfuse_npu.runtime.agreement import MismatchError
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
+from tests.attention_masks import MASKS, attention, mask_arguments, seen
 from tests.distributed.programs import watch_posts
 from tests.limits import PATIENT
 
@@ -73,6 +74,12 @@ class Case:
     main_grad: torch.dtype | None = None
     recompute: bool = False
     batched: bool = False
+    mask: str | None = None
+    """Of :mod:`tests.attention_masks`, instead of ``causal``."""
+
+    @property
+    def kind(self) -> str:
+        return self.mask or ("causal" if self.causal else "full")
 
 
 def key_heads(case: Case, size: int, rank: int) -> range:
@@ -149,7 +156,7 @@ def heads_of(y: torch.Tensor) -> list[torch.Tensor]:
 def layer(case: Case, size: int, form: Callable[[str], Callable[..., Any]], **t: Any) -> Any:
     """The ops of a case one after the other; ``form`` gives the fused or the plain one."""
     given = {"options": case.options}
-    attend = given | {"causal": case.causal, "scale": case.scale}
+    attend = given | mask_arguments(case.kind, case.shard * size, BATCH) | {"scale": case.scale}
     qkv, proj = ((t.get(n), t.get(f"{n}_bias")) for n in ("qkv", "proj"))
     if case.op == "c":
         return form("all_to_all_linear")(t["o"], *proj, **given)
@@ -203,14 +210,6 @@ def run(case: Case, given: dict[str, torch.Tensor], form: Callable[[str], Any]) 
     return found
 
 
-def attention(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    heads = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        *heads, is_causal=case.causal, scale=case.scale, enable_gqa=True
-    )
-    return out.permute(2, 0, 1, 3).flatten(2)
-
-
 def single(rank: int, size: int, case: Case) -> Result:
     """What one process computes in fp64 from the tensors of all ranks, each with own weights."""
     every = [inputs(r, size, case) for r in range(size)]
@@ -236,7 +235,8 @@ def single(rank: int, size: int, case: Case) -> Result:
         if case.op == "c":
             attended = [of["o"] for of in wide]
         else:
-            attended = [attention(case, *three) for three in heads]
+            shown = seen(case.kind, case.shard * size, BATCH)
+            attended = [attention(*three, shown, case.scale).flatten(2) for three in heads]
         values = [torch.cat([o[r * s : (r + 1) * s] for o in attended], -1) for r in everyone]
     if "c" in case.op:
         values = [
@@ -327,6 +327,19 @@ ALONE = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_one_process_and_the_plain_form(ranks: Any, size: int, dtype: torch.dtype) -> None:
     cases = [replace(case, dtype=dtype) for case in (*LAYERS, *ALONE)]
+    ranks(size).run(compared, cases)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_packed_documents_and_masks_of_the_data(ranks: Any, size: int) -> None:
+    cases = [Case(op, mask=mask) for op in ("a-bc", "b") for mask in MASKS]
+    cases += [
+        Case("a-b", "MQA", mask="documents"),
+        Case("bc", "MHA", mask="documents", recompute=True),
+        Case("bc", "MHA", mask="documents", options=LinearOptions(Schedule(lanes=3, chunks=4))),
+        Case("a-bc", mask="documents", dtype=torch.bfloat16),
+        Case("a-bc", mask="hidden and causal", dtype=torch.bfloat16),
+    ]
     ranks(size).run(compared, cases)
 
 

@@ -8,6 +8,8 @@ from itertools import accumulate, pairwise
 import torch
 
 from commfuse_npu.kernels import Kernels
+from commfuse_npu.layers.attention_mask import AttentionMask
+from tests.attention_masks import MASKS, attention, mask_arguments, seen
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -21,6 +23,9 @@ class Case:
     causal: bool = True
     dtype: torch.dtype = torch.float32
     scale: float | None = None
+    mask: str | None = None
+    """Of :mod:`tests.attention_masks`, instead of ``causal``."""
+    batch: int = 2
     longer: int = 0
     """How many keys there are beyond the queries; causal ones come before the first query."""
 
@@ -30,7 +35,7 @@ class Case:
         queries, (heads, groups) = sum(self.chunks), self.heads
 
         def random(rows: int, width: int) -> torch.Tensor:
-            return torch.randn(rows, 2, width, 16, generator=generator).to(self.dtype)
+            return torch.randn(rows, self.batch, width, 16, generator=generator).to(self.dtype)
 
         keys = queries + self.longer
         return (
@@ -44,13 +49,12 @@ class Case:
 def unfused(case: Case) -> Tensors:
     """Output and gradients of q, k, v in fp64, by autograd."""
     q, k, v, grad = (x.double().requires_grad_() for x in case.inputs())
-    repeats = case.heads[0] // case.heads[1]
-    keys, values = (x.repeat_interleave(repeats, 2).permute(1, 2, 0, 3) for x in (k, v))
-    scores = q.permute(1, 2, 0, 3) @ keys.mT * (case.scale or q.shape[-1] ** -0.5)
-    if case.causal:
-        last = torch.arange(q.shape[0]).unsqueeze(1) + k.shape[0] - q.shape[0]
-        scores = scores.masked_fill(torch.arange(k.shape[0]) > last, -torch.inf)
-    out = (scores.softmax(-1) @ values).permute(2, 0, 1, 3)
+    if case.mask is None:
+        shown = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
+        shown = shown.tril(k.shape[0] - q.shape[0]) if case.causal else shown
+    else:
+        shown = seen(case.mask, q.shape[0], case.batch)
+    out = attention(q, k, v, shown, case.scale)
     out.backward(grad)
     assert q.grad is not None
     assert k.grad is not None
@@ -65,24 +69,26 @@ def by_chunks(kernels: Kernels, case: Case) -> Tensors:
     sums = [torch.zeros(k.shape), torch.zeros(k.shape)]
     saved = []
     bounds = list(pairwise([0, *accumulate(case.chunks)]))
-    for start, stop in bounds:
-        seen = slice(0, stop + case.longer if case.causal else None)
-        out[start:stop], statistics = kernels.attention_forward(
-            q[start:stop], k[seen], v[seen], causal=case.causal, scale=case.scale
-        )
-        saved.append((slice(start, stop), seen, statistics))
-    for rows, seen, statistics in reversed(saved):
-        parts = [x[seen] for x in sums]
+    mask = AttentionMask(case.causal)
+    if case.mask is not None:
+        mask = AttentionMask(**mask_arguments(case.mask, q.shape[0], case.batch))
+    for rows in (slice(*bound) for bound in bounds):
+        of_mask = mask.keys(rows)
+        keys = slice(of_mask.start, of_mask.stop and of_mask.stop + case.longer)
+        told = mask.keywords(rows) | {"scale": case.scale}
+        out[rows], statistics = kernels.attention_forward(q[rows], k[keys], v[keys], **told)
+        saved.append((rows, keys, told, statistics))
+    for rows, keys, told, statistics in reversed(saved):
+        parts = [x[keys] for x in sums]
         grad_q[rows] = kernels.attention_backward(
             grad[rows],
             q[rows],
-            k[seen],
-            v[seen],
+            k[keys],
+            v[keys],
             out[rows],
             statistics,
             *parts,
-            causal=case.causal,
-            scale=case.scale,
+            **told,
         )
     return out, grad_q, sums[0], sums[1]
 
@@ -104,3 +110,14 @@ CASES = [
 ]
 CASES += [Case((4, 2), (5, 4, 3), dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
 CASES += [Case((4, 2), (5, 4, 3), scale=0.5)]
+MASKED = [
+    Case(heads, chunks, mask=mask, batch=batch)
+    for heads in ((4, 4), (4, 2))
+    for chunks in ((24,), (5, 8, 1, 10))
+    for mask in MASKS
+    for batch in (1, 2)
+]
+MASKED += [
+    Case((4, 2), (5, 8, 1, 10), dtype=torch.bfloat16, mask=mask) for mask in ("documents", "hidden")
+]
+"""Packed documents, cut by the borders of chunks, and masks of the data."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commfuse_npu.kernels import cpu, gemm_into, kernels_for
-from tests.kernels.attention_lines import CASES, Case, assert_close, by_chunks, unfused
+from tests.kernels.attention_lines import CASES, MASKED, Case, assert_close, by_chunks, unfused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,7 +56,7 @@ def test_partials_added_in_fp32_are_rounded_once(dtype: torch.dtype) -> None:
     assert not torch.equal(each, out), "these numbers do not tell how often was rounded"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + MASKED, ids=str)
 def test_attention_by_chunks_is_attention_over_the_whole_sequence(case: Case) -> None:
     assert_close(by_chunks(cpu, case), unfused(case), case.dtype)
 

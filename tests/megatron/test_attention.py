@@ -17,6 +17,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.attention import AttentionWrappers
+from tests.attention_masks import seen
 from tests.megatron.in_ranks import megatron, patched
 
 OPTIONS = LinearOptions(Schedule(lanes=1, chunks=2))
@@ -32,6 +33,8 @@ class Case:
     layers: tuple[str, ...] = ("qkv", "proj")
     recompute: bool = False
     eval: bool = False
+    general: bool = False
+    """The mask of the data counts, as under ``--attention-mask-type general``."""
 
 
 def build(case: Case) -> torch.nn.Module:
@@ -97,6 +100,9 @@ def run(case: Case) -> dict[str, torch.Tensor]:
     mask = None
     if case.mask == "causal":
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    if case.general:
+        layer.config.attention_mask_type = "general"
+        mask = ~seen("documents", LENGTH, BATCH)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return layer(hidden, mask, **case.call)[0]
@@ -141,6 +147,8 @@ def test_attention_and_projection_run_as_one(ranks) -> None:
         Case(config={"num_query_groups": 4}),
         Case(config={"attention_dropout": 0.1}, eval=True),
         Case(config={"add_bias_linear": True}),
+        Case(general=True),
+        Case(general=True, recompute=True),
     ]
     ranks(2).run(compared, [(case, "fused") for case in cases])
 

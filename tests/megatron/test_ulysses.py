@@ -22,6 +22,7 @@ from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.ulysses_exchange import innermost, scale_of
 from mindspeed_patches.wrappers import LAYERS
+from tests.attention_masks import ends_of, seen
 from tests.limits import PATIENT
 from tests.megatron.in_ranks import megatron, patched
 
@@ -40,6 +41,8 @@ class Case:
     schedule: Schedule = Schedule(lanes=1, chunks=2)
     recompute: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+    documents: bool = False
+    """Told as MindSpeed does where attention is wrapped, else by a mask."""
 
 
 def all_ranks() -> AbstractContextManager[None]:
@@ -81,7 +84,7 @@ def tensors(case: Case) -> list[torch.Tensor]:
     return [torch.randn(LENGTH, BATCH, *s, generator=generator).to(case.dtype) for s in shapes]
 
 
-def run(case: Case, context_parallel: int) -> list[torch.Tensor]:
+def run(case: Case, context_parallel: int, *, fused: bool = False) -> list[torch.Tensor]:
     """The output and the gradients of q, k and v, of this rank's rows."""
     from megatron.core.tensor_parallel import checkpoint
 
@@ -89,6 +92,13 @@ def run(case: Case, context_parallel: int) -> list[torch.Tensor]:
     mask = None
     if case.mask == "causal":
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    given: dict[str, Any] = {"attn_mask_type": None}
+    if case.documents and fused:
+        attention.local_attn.config.reset_attention_mask = True
+        ends = torch.tensor(ends_of("documents", LENGTH, BATCH))
+        given["packed_seq_params"] = SimpleNamespace(cu_seqlens_q=ends)
+    elif case.documents:
+        mask = ~seen("documents", LENGTH, BATCH)
     rows = LENGTH // context_parallel
     rank = dist.get_rank() if context_parallel > 1 else 0
     *leaves, grad = (x[rank * rows : (rank + 1) * rows].clone() for x in tensors(case))
@@ -96,7 +106,7 @@ def run(case: Case, context_parallel: int) -> list[torch.Tensor]:
         leaf.requires_grad_()
 
     def forward(*qkv: torch.Tensor) -> torch.Tensor:
-        return attention(*qkv, mask, attn_mask_type=None)
+        return attention(*qkv, mask, **given)
 
     y = checkpoint(forward, False, *leaves) if case.recompute else forward(*leaves)
     y.backward(grad)
@@ -132,7 +142,7 @@ def compared(rank: int, cases: list[Case]) -> None:
             results = {}
             for form in ("fused", "plain"):
                 with wrapped(LinearOptions(case.schedule), form) as linears:
-                    results[form] = run(case, size)
+                    results[form] = run(case, size, fused=True)
                     assert linears.calls == {("ulysses", form): 1 + case.recompute}, case
             unfused = run(case, size)
             rows = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
@@ -154,6 +164,8 @@ def test_fused_plain_unfused_and_not_split(ranks) -> None:
         Case(recompute=True),
         Case(scale=0.2),
         Case(key_heads=4),
+        Case(documents=True),
+        Case(documents=True, key_heads=1, recompute=True),
         Case(key_heads=1),  # repeated: one for each of two ranks
         Case(heads=6, key_heads=3),  # repeated although there are more than ranks
     ]
@@ -208,7 +220,12 @@ OBSTACLES = [
     (attention(mask="padding"), {}, qkv(), "its mask is padding; only causal and no_mask can be"),
     (attention(mask="padding", nested=True), {}, qkv(), "its mask is padding"),
     (attention(), {"attn_mask_type": "arbitrary"}, qkv(), "its mask is arbitrary; only"),
-    (attention(), {"packed_seq_params": object()}, qkv(), "packed sequences have boundaries"),
+    (
+        attention(),
+        {"packed_seq_params": object()},
+        qkv(),
+        "are not those of --reset-attention-mask",
+    ),
     (attention(), {"attention_bias": object()}, qkv(), "an attention bias is added"),
     (attention(config={"window_size": (4, 0)}), {}, qkv(), "a sliding window limits the keys"),
     (attention(), {}, [qkv(), *qkv()[1:]], "queries and keys come in parts"),

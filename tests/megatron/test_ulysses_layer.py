@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from mindspeed_patches.ulysses_layer import (
 )
 from mindspeed_patches.whole_positions import WholePositions
 from mindspeed_patches.wrappers import LAYERS
+from tests.attention_masks import ends_of, seen
 from tests.distributed.test_ulysses import note_order
 from tests.megatron import test_ulysses
 from tests.megatron.test_ulysses import all_ranks, lanes
@@ -51,6 +53,9 @@ class Case:
     layers: tuple[str, ...] = LAYERS
     options: LinearOptions = LinearOptions(Schedule(lanes=1, chunks=2))
     config: dict[str, Any] = field(default_factory=dict)
+    documents: str = ""
+    """Handed on ``packed``, as MindSpeed does, or as a whole ``mask``, as Megatron understands."""
+    resets: bool = True
 
 
 class NormColumn(torch.nn.Module):
@@ -126,6 +131,9 @@ def build(case: Case, context_parallel: int) -> Any:
             parameter.add_(torch.randn_like(parameter) * 0.1)  # no bias of 0, no norm of 1
     if case.frozen:
         layer.get_parameter(case.frozen).requires_grad_(False)
+    if case.documents == "packed":
+        for config in (layer.config, getattr(layer.core_attention, "local_attn", layer).config):
+            config.reset_attention_mask, config.reset_position_ids = True, case.resets
     if layer.config.gradient_accumulation_fusion:
         for linear in (layer.linear_qkv, layer.linear_proj):
             linear.weight.main_grad = torch.zeros_like(linear.weight, dtype=torch.float32)
@@ -147,7 +155,31 @@ def own_rows(context_parallel: int) -> slice:
     return slice(rank * rows, (rank + 1) * rows)
 
 
+def numbered(case: Case) -> torch.Tensor:
+    """``[S, B]``: the position of each token, in its document if they are reset."""
+    before, found = 0, torch.arange(LENGTH).repeat(BATCH)
+    for end in ends_of("documents", LENGTH, BATCH) if case.resets else ():
+        found[before:end] = torch.arange(end - before)
+        before = end
+    return found.view(BATCH, LENGTH).t().contiguous()
+
+
+def with_documents(case: Case, layer: Any, x: torch.Tensor, rows: slice) -> torch.Tensor:
+    angles, number = positions(case, slice(None)), numbered(case)
+    if case.documents == "packed":
+        ends = torch.tensor(ends_of("documents", LENGTH, BATCH))
+        packed = SimpleNamespace(cu_seqlens_q=ends, position_ids=number[rows].contiguous())
+        y, bias = layer(x, None, rotary_pos_emb=angles, packed_seq_params=packed)
+    else:
+        both = angles if isinstance(angles, tuple) else (angles, angles)
+        picked = tuple(part[number[rows].flatten()].view(-1, BATCH, 1, DIMENSION) for part in both)
+        y, bias = layer(x, ~seen("documents", LENGTH, BATCH), rotary_pos_emb=picked)
+    return y if bias is None else y + bias
+
+
 def call(case: Case, layer: Any, x: torch.Tensor, rows: slice, angles: Any = None) -> torch.Tensor:
+    if case.documents:
+        return with_documents(case, layer, x, rows)
     mask = None
     if case.mask == "causal":
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -194,8 +226,14 @@ def close(found: torch.Tensor, expected: torch.Tensor, case: Case, what: str) ->
     assert difference <= tolerance * largest, f"{what}: {difference} of {largest} in {case}"
 
 
+def by_mask(case: Case) -> Case:
+    """The same documents, for Megatron's own attention."""
+    return replace(case, documents="mask") if case.documents else case
+
+
 def close_to_not_split(found: dict[str, torch.Tensor], case: Case) -> None:
     """Rows are those of one process with all of them; gradients of parameters are their sums."""
+    case = by_mask(case)
     size = dist.get_world_size()
     whole, rows = run(case, 1), own_rows(size)
     assert found.keys() == whole.keys()
@@ -219,7 +257,7 @@ def compared(rank: int, cases: list[Case]) -> None:
                     results[form] = run(case, size)
                     calls = dict.fromkeys(((name, form) for name in ALL), 1 + case.recompute)
                     assert linears.calls == calls, case
-            unfused = run(case, size)
+            unfused = run(by_mask(case), size)
             for name, fused in results["fused"].items():
                 assert torch.equal(fused, results["plain"][name]), (name, case)
                 # Of a norm per head the ranks have other summands of the same sum.
@@ -247,10 +285,23 @@ def test_fused_plain_unfused_and_not_split(ranks) -> None:
     ranks(2).run(compared, cases)
 
 
+def test_packed_documents(ranks) -> None:
+    packed = Case(documents="packed")
+    cases = [
+        packed,
+        replace(packed, resets=False),
+        replace(packed, rotary="tuple", recompute=True),
+        replace(packed, qkv="with norm", config={"add_bias_linear": True}),
+        replace(packed, dtype=torch.bfloat16),
+    ]
+    ranks(2).run(compared, cases)
+
+
 def test_four_ranks(ranks) -> None:
     cases = [
         Case(heads=8, groups=4, options=LinearOptions(Schedule(lanes=3))),
         Case(heads=4, groups=4, options=LinearOptions(Schedule(lanes=1))),
+        Case(heads=4, groups=4, documents="packed"),
     ]
     ranks(4).run(compared, cases)
 

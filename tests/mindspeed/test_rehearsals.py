@@ -61,6 +61,10 @@ CASES = {
 ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
 ALONE = "--tensor-model-parallel-size 1"
 WITH_PROJECTIONS = ["qkv", "ulysses", "proj"]
+PACKED = "--reset-attention-mask --reset-position-ids --fix-sub-seq-length 24"
+"""Of 64 tokens documents of 24, 24 and 16: half a sequence ends within the second."""
+GENERAL = "--attention-mask-type general"
+SAME_POSITIONS = PACKED.replace("--reset-position-ids", GENERAL)
 
 ATTENTION_CASES = {
     "attention": (2, f"{LOCAL} {PLAIN_WGRAD} --commfuse-attention", ["attention"]),
@@ -71,6 +75,32 @@ ATTENTION_CASES = {
         WITH_PROJECTIONS,
     ),
     "ulysses_and_tensor_parallel": (4, f"{LOCAL} {PLAIN_WGRAD} {ULYSSES}", ["ulysses"]),
+    "packed_attention": (
+        2,
+        f"{LOCAL} {PLAIN_WGRAD} {PACKED} --commfuse-attention",
+        ["attention"],
+    ),
+    "packed_ulysses": (2, f"{LOCAL} {PLAIN_WGRAD} {PACKED} {ULYSSES} {ALONE}", WITH_PROJECTIONS),
+    "packed_ulysses_without_new_positions": (
+        2,
+        f"{LOCAL} {PLAIN_WGRAD} {SAME_POSITIONS} {ULYSSES} {ALONE}",
+        WITH_PROJECTIONS,
+    ),
+    "packed_ulysses_and_tensor_parallel": (
+        4,
+        f"{LOCAL} {PLAIN_WGRAD} {PACKED} {ULYSSES} {RECOMPUTE}",
+        ["ulysses"],
+    ),
+    "attention_with_the_mask_of_the_data": (
+        2,
+        f"{LOCAL} {PLAIN_WGRAD} {GENERAL} --commfuse-attention",
+        ["attention"],
+    ),
+    "ulysses_with_the_mask_of_the_data": (
+        2,
+        f"{LOCAL} {PLAIN_WGRAD} {GENERAL} {ULYSSES} {ALONE}",
+        WITH_PROJECTIONS,
+    ),
 }
 """Processes, what is added to the model's options in fp32, and what has to be fused."""
 

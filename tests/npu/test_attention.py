@@ -7,8 +7,18 @@ import torch
 
 from commfuse_npu.kernels import cpu
 from commfuse_npu.kernels import npu as kernels
+from commfuse_npu.kernels.npu_layouts import PackedRun, WholeRun
+from commfuse_npu.layers.attention_mask import AttentionMask
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
-from tests.kernels.attention_lines import CASES, Case, assert_close, by_chunks, unfused
+from tests.attention_masks import mask_arguments
+from tests.kernels.attention_lines import (
+    CASES,
+    MASKED,
+    Case,
+    assert_close,
+    by_chunks,
+    unfused,
+)
 
 
 def check(case: Case) -> None:
@@ -35,6 +45,14 @@ def test_chunks_of_queries_give_the_whole_attention(npu, heads, causal) -> None:
     npu.run(check_all, cases)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packed_documents_and_masks_of_the_data(npu, heads, batch) -> None:
+    cases = [case for case in MASKED if (case.heads, case.batch) == (heads, batch)]
+    assert len(cases) >= 10
+    npu.run(check_all, cases)
+
+
 def mode_two() -> object:
     """Causal from the top left."""
     return kernels, "_BOTTOM_RIGHT", 2
@@ -45,7 +63,7 @@ def no_mask() -> object:
 
 
 def another_layout() -> object:
-    return kernels, "_LAYOUT", "BSH"
+    return WholeRun, "layout", "BSH"
 
 
 def statistics_swapped() -> object:
@@ -68,6 +86,36 @@ def window() -> object:
     return torch.ops.npu, "npu_fusion_attention", windowed
 
 
+def documents_forgotten() -> object:
+    """One piece with all queries and all keys, which are as many as before."""
+    init = PackedRun.__init__
+
+    def forgetful(self, pieces, batch):
+        init(self, pieces, batch)
+        self.query_ends, self.key_ends = self.query_ends[-1:], self.key_ends[-1:]
+
+    return PackedRun, "__init__", forgetful
+
+
+def key_gradients_of_another_sample() -> object:
+    original = PackedRun.add_to_keys
+
+    def swapped(self, total, x):
+        original(self, total.flip(1), x)
+
+    return PackedRun, "add_to_keys", swapped
+
+
+def future_of_the_data() -> object:
+    """The mask of the data alone, without the causal one."""
+    masking = kernels._masking
+
+    def seen(device, causal, hidden):
+        return masking(device, causal and hidden is None, hidden)
+
+    return kernels, "_masking", seen
+
+
 def scale_forgotten_in_the_backward() -> object:
     original = torch.ops.npu.npu_fusion_attention_grad
 
@@ -77,7 +125,13 @@ def scale_forgotten_in_the_backward() -> object:
     return torch.ops.npu, "npu_fusion_attention_grad", unscaled
 
 
-MUTANTS = {
+OF_MASKS = {
+    "documents_forgotten": documents_forgotten,
+    "key_gradients_of_another_sample": key_gradients_of_another_sample,
+    "future_of_the_data": future_of_the_data,
+    "mode_two": mode_two,
+}
+MUTANTS = OF_MASKS | {
     fault.__name__: fault
     for fault in (
         mode_two,
@@ -103,7 +157,16 @@ def noticed(name: str | None, case: Case) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", OF_MASKS)
+def test_a_fault_with_masks_is_noticed(npu, name: str) -> None:
+    mask = "hidden and causal" if name == "future_of_the_data" else "documents"
+    case = Case((4, 2), (5, 8, 1, 10), mask=mask)
+    assert npu.run(noticed, None, case) == ""
+    assert "off by" in npu.run(noticed, name, case)
+    assert npu.run(noticed, None, case) == "", "the fault was left planted"
+
+
+@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(OF_MASKS) | {"mode_two"}))
 def test_a_planted_fault_is_noticed(npu, name: str) -> None:
     case = Case((4, 2), (5, 4, 3))
     assert npu.run(noticed, None, case) == ""
@@ -118,10 +181,13 @@ def test_mode_two_looks_right_for_the_first_chunk(npu) -> None:
     assert npu.run(noticed, "mode_two", Case((4, 2), (12,))) == ""
 
 
-def chunks_are_not_copied() -> list[bool]:
+def chunks_are_not_copied(mask: str, batch: int) -> list[bool]:
     """In the worker: whether the operator got the memory of the whole sequence."""
     register_cpu_kernels()
-    whole = torch.randn(8, 2, 4, 16)
+    whole = torch.randn(8, batch, 4, 16)
+    run = slice(4, 6)
+    told = AttentionMask(**mask_arguments(mask, 8, batch))
+    keys = told.keys(run)
     original, same = torch.ops.npu.npu_fusion_attention, []
 
     def watched(*args, **kwargs):
@@ -130,9 +196,10 @@ def chunks_are_not_copied() -> list[bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops.npu, "npu_fusion_attention", watched)
-        kernels.attention_forward(whole[4:6], whole[:6], whole[:6], causal=True)
+        kernels.attention_forward(whole[run], whole[keys], whole[keys], **told.keywords(run))
     return same
 
 
 def test_chunks_of_a_contiguous_sequence_are_not_copied(npu) -> None:
-    assert npu.run(chunks_are_not_copied) == [True] * 3
+    assert npu.run(chunks_are_not_copied, "causal", 2) == [True] * 3
+    assert npu.run(chunks_are_not_copied, "documents", 1) == [True] * 3

@@ -177,6 +177,15 @@ def refused(name: str) -> str:
         "heads": {"head_num": 4},
         "layout": {"input_layout": "NSD"},
         "TND": {"input_layout": "TND", "query": x[0], "key": x[0], "value": x[0], "head_num": 4},
+        "rest": {
+            "input_layout": "TND",
+            "query": x[0],
+            "key": x[0],
+            "value": x[0],
+            "head_num": 4,
+            "actual_seq_qlen": [1],
+            "actual_seq_kvlen": [2],
+        },
         "batch": {"key": x.expand(3, -1, -1, -1)},
     }
     options = {"query": x, "key": x, "value": x, "head_num": 2, "input_layout": "BNSD"}
@@ -199,6 +208,7 @@ def refused(name: str) -> str:
         ("batch", "ValueError: npu_fusion_attention: head_num 2, query (1, 2, 4, 8), key (3, 2,"),
         ("layout", "NotImplementedError: npu_fusion_attention: input_layout 'NSD' is not"),
         ("TND", "ValueError: npu_fusion_attention: TND needs actual_seq_qlen"),
+        ("rest", "ValueError: npu_fusion_attention: the packed sequences end at [1], the tensor"),
     ],
 )
 def test_what_is_not_emulated_is_refused(npu, name: str, message: str) -> None:

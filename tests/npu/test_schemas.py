@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commfuse_npu.kernels import Piece
 from commfuse_npu.kernels import npu as kernels
 from tests.npu.operator_calls import operator_calls
 
@@ -46,10 +48,10 @@ def test_every_call_fits_its_schema(npu) -> None:
     [
         ("pre_tockens=", "pre_tokens=", "pre_tokens is no argument"),
         ("scale_value=", "scale=", "scale is no argument"),
-        ("        _LAYOUT,\n", "", "'input_layout'} are not given"),
+        ("        run.layout,\n", "", "'input_layout'} are not given"),
         (
-            "        _LAYOUT,\n",
-            "        _LAYOUT,\n        head_num=1,\n",
+            "        run.layout,\n",
+            "        run.layout,\n        head_num=1,\n",
             "head_num is given twice",
         ),
         ("reserved, *_ =", "reserved, a, b, *_ =", "'int'"),
@@ -94,7 +96,7 @@ class _Recorded(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def shapes_on_meta(causal: bool, dtype: torch.dtype) -> list[str]:
+def shapes_on_meta(mask: str, dtype: torch.dtype) -> list[str]:
     """In the worker: the kernels on tensors without data, by torch_npu's own meta kernels."""
     from torch_npu.op_plugin.meta import _meta_registrations
 
@@ -102,23 +104,29 @@ def shapes_on_meta(causal: bool, dtype: torch.dtype) -> list[str]:
     _meta_registrations._npu_fusion_attention_warning_printed = True
     q, grad = torch.empty(2, 6, 3, 4, 32, device="meta", dtype=dtype)
     k, v = torch.empty(2, 9, 3, 2, 32, device="meta", dtype=dtype)
+    told: dict[str, Any] = {"causal": mask != "full"}
+    if mask == "hidden":
+        told["hidden"] = torch.empty(3, 1, 6, 9, device="meta", dtype=torch.bool)
+    elif mask == "documents":
+        told["pieces"] = [Piece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)]
+    rows = (18, 4, 8) if mask == "documents" else (3, 4, 6, 8)
     with _Recorded() as recorded:
-        out, statistics = kernels.attention_forward(q, k, v, causal=causal)
+        out, statistics = kernels.attention_forward(q, k, v, **told)
         assert (out.shape, out.dtype) == (q.shape, dtype)
         maximum, total, reserved = statistics
         for value in (maximum, total):
-            assert (tuple(value.shape), value.dtype) == ((3, 4, 6, 8), torch.float32)
+            assert (tuple(value.shape), value.dtype) == (rows, torch.float32)
         assert reserved.shape == (0,)
         sums = [torch.empty(k.shape, device="meta") for _ in range(2)]
-        grad_q = kernels.attention_backward(grad, q, k, v, out, statistics, *sums, causal=causal)
+        grad_q = kernels.attention_backward(grad, q, k, v, out, statistics, *sums, **told)
         assert (grad_q.shape, grad_q.dtype, grad_q.device) == (q.shape, dtype, q.device)
     return sorted(recorded.names)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mask", ["causal", "full", "hidden", "documents"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_shapes_are_those_of_the_meta_kernels(npu, causal: bool, dtype: torch.dtype) -> None:
-    exercised = npu.run(shapes_on_meta, causal, dtype)
+def test_shapes_are_those_of_the_meta_kernels(npu, mask: str, dtype: torch.dtype) -> None:
+    exercised = npu.run(shapes_on_meta, mask, dtype)
     assert exercised == sorted({call.name for call in operator_calls(SOURCE)}), (
         "an operator that kernels/npu.py calls is not exercised here"
     )

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from commfuse_npu.layers.attention_mask import AttentionMask
 from mindspeed_patches.deferred_attention import DeferredAttention
+
+CAUSAL = AttentionMask(True)
 
 
 class Attend:
@@ -24,7 +27,7 @@ class Attend:
         return self.q.flatten(2) * 2
 
     def deferred(self) -> DeferredAttention:
-        return DeferredAttention.of(self.q, self.q, self.q, causal=True, scale=None, attend=self)
+        return DeferredAttention.of(self.q, self.q, self.q, mask=CAUSAL, scale=None, attend=self)
 
 
 def test_its_shape_costs_nothing() -> None:
@@ -44,7 +47,7 @@ def test_its_shape_costs_nothing() -> None:
 def test_its_shape_where_heads_are_exchanged_for_rows() -> None:
     q = torch.zeros(6, 1, 2, 4)
     deferred = DeferredAttention.of(
-        q, q, q, causal=True, scale=None, attend=lambda: torch.ones(2, 1, 24), ranks=3
+        q, q, q, mask=CAUSAL, scale=None, attend=lambda: torch.ones(2, 1, 24), ranks=3
     )
     assert tuple(deferred.shape) == (2, 1, 24)
     assert torch.equal(deferred + 0, torch.ones(2, 1, 24))
@@ -91,7 +94,7 @@ def test_through_a_module_and_a_checkpoint() -> None:
 
     def layer(q: torch.Tensor) -> Any:
         waiting = DeferredAttention.of(
-            q, q, q, causal=True, scale=None, attend=lambda: q.flatten(2) * 2
+            q, q, q, mask=CAUSAL, scale=None, attend=lambda: q.flatten(2) * 2
         )
         return linear(waiting)
 

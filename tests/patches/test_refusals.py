@@ -43,7 +43,6 @@ class Asked:
 
 
 FOR_ATTENTION = {
-    "reset_attention_mask": True,
     "attention_dropout": 0.1,
     "multi_latent_attention": True,
     "context_parallel_size": 2,
@@ -53,7 +52,6 @@ FOR_ATTENTION = {
     "pre_tockens": 4096,
     "next_tockens": 1,
     "sparse_mode": 4,
-    "shape_order": "TND",
     "query_pre_attn_scalar": 144,
     "attn_logit_softcapping": 50.0,
 }
@@ -61,13 +59,15 @@ HARMLESS_FOR_ATTENTION = {
     "pre_tockens": 65536,
     "next_tockens": 0,
     "sparse_mode": 2,
-    "shape_order": "SBH",
     "attention_dropout": 0.0,
     "position_embedding_type": "rope",
 }
+PACKED = {"reset_attention_mask": True, "shape_order": "TND", "attention_mask_type": "general"}
 
 FOR_FLOW = FOR_ATTENTION | {
     "commfuse_attention": True,
+    "reset_attention_mask": True,
+    "shape_order": "TND",
     "hidden_dropout": 0.1,
     "attention_mask_type": "general",
     "transformer_impl": "transformer_engine",
@@ -117,7 +117,7 @@ OPTIONS = {
     "commfuse_attention": Asked(
         ATTENTION_REFUSALS,
         FOR_ATTENTION,
-        HARMLESS_FOR_ATTENTION | {"context_parallel_size": 1},
+        HARMLESS_FOR_ATTENTION | {"context_parallel_size": 1} | PACKED,
         {"attention_dropout": 0.0},
     ),
     "commfuse_flow": Asked(
@@ -125,19 +125,15 @@ OPTIONS = {
         FOR_FLOW,
         HARMLESS_FOR_ATTENTION
         | {"context_parallel_size": 1, "hidden_dropout": 0.0, "num_experts": 1}
-        | {"transformer_impl": "local", "attention_mask_type": "causal"},
+        | {"transformer_impl": "local", "attention_mask_type": "causal", "shape_order": "SBH"},
         {"attention_dropout": 0.0, "sequence_parallel": True, "seq_length": 64},
         on=4,
     ),
     "commfuse_ulysses": Asked(
         ULYSSES_REFUSALS,
         {name: value for name, value in FOR_ATTENTION.items() if name != "context_parallel_size"}
-        | {
-            "context_parallel_kv_cache_policy": "full",
-            "use_ulysses_allgather_kv": True,
-            "attention_mask_type": "general",
-        },
-        HARMLESS_FOR_ATTENTION | {"attention_mask_type": "causal"},
+        | {"context_parallel_kv_cache_policy": "full", "use_ulysses_allgather_kv": True},
+        HARMLESS_FOR_ATTENTION | PACKED,
         ULYSSES,
     ),
     "commfuse_dp": Asked(

@@ -90,6 +90,7 @@ class Layer:
         wide: ``reduce_dtype`` is fp32.
         shared: of :func:`linear_all_to_all`: rows of the weight that two ranks in a row both get.
         flag: Megatron's ``grad_added_to_main_grad``.
+        documents: tokens of each document of a causal attention, 0 for one per sample.
     """
 
     op: str
@@ -112,6 +113,7 @@ class Layer:
     queries: int = 2
     keys: int = 2
     causal: bool = False
+    documents: int = 0
 
     def __repr__(self) -> str:
         return python_of(self)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import ops, reference
-from commfuse_npu.ops import LinearOptions, ShardedOptions
+from commfuse_npu.ops import Documents, LinearOptions, ShardedOptions
 from tests.evidence.fuzz.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
 from tests.evidence.fuzz.lanes import transport_of
 from tests.evidence.fuzz.values import Found, arriving, drawn, fitting, parameter_of
@@ -101,11 +101,14 @@ class _Call:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.layer.op not in ATTENTION:
             return self.op(x, self.weight, self.bias, **self.keywords)
+        keywords = self.keywords
+        if self.layer.documents:
+            keywords = keywords | {"documents": _packed(self.layer.documents, x)}
         heads = x.unflatten(-1, (-1, HEAD_FEATURES))
         parts = heads.split([self.layer.queries, self.layer.keys, self.layer.keys], 2)
         if self.weight is None:
-            return self.op(*parts, **self.keywords)
-        return self.op(*parts, self.weight, self.bias, **self.keywords)
+            return self.op(*parts, **keywords)
+        return self.op(*parts, self.weight, self.bias, **keywords)
 
     def recomputed(self, x: torch.Tensor) -> torch.Tensor:
         """With the recomputation that the layer asks for."""
@@ -132,6 +135,13 @@ class _Call:
                 added = getattr(self.weight, "grad_added_to_main_grad")  # noqa: B009
                 found[f"{self.name} flag"] = torch.tensor(added)
         return found
+
+
+def _packed(length: int, x: torch.Tensor) -> Documents:
+    """Documents of one length, which the ends of samples cut."""
+    rows, batch = x.shape[:2]
+    ends = [*range(length, rows, length), rows]
+    return Documents([b * rows + end for b in range(batch) for end in ends], rows, batch)
 
 
 def _input(case: Network, number: int, rank: int) -> torch.Tensor:

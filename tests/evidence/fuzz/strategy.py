@@ -82,6 +82,8 @@ def _layers(draw: st.DrawFn, op: str, size: int, lanes: int, dtype: torch.dtype)
             keys=keys,
             causal=draw(st.booleans()),
         )
+        if layer.causal and draw(_often()):
+            layer = replace(layer, documents=draw(st.integers(1, 40)))
         if op == "attention_linear_reduce_scatter" and layer.schedule.shape == "two_level":
             # Partials of attention round, and nodes have an order of additions of their own.
             layer = replace(layer, schedule=replace(layer.schedule, node_size=size))

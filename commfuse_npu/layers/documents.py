@@ -1,0 +1,103 @@
+"""Documents packed one after the other, and what of them a run of queries needs.
+
+A query sees the keys of its own document up to its own position.  A run that is cut out of the
+sequence begins and ends anywhere in a document, so that it needs keys from the begin of its first
+document on; those before are of no use to it.
+
+Legend: ``S`` rows of the sequence, ``B`` samples of the batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from commfuse_npu.kernels import Piece
+
+__all__ = ["Documents"]
+
+
+class Documents:
+    """Where the documents of a batch end.
+
+    Args:
+        ends: cumulative over the samples one after the other, sample b the numbers
+            ``b * S .. (b + 1) * S``: MindSpeed's ``actual_seq_len``, ``actual_seq_qlen`` of
+            ``npu_fusion_attention`` in the layout ``TND``.  An end that comes twice is one; rows
+            behind the last one are a document, too.
+        length: S.
+        batch: B.
+
+    Raises:
+        ValueError: the ends fall, are not within the batch, or a document begins in one sample and
+            ends in the next.
+    """
+
+    def __init__(self, ends: Sequence[int], length: int, batch: int = 1) -> None:
+        self.length, self.batch = length, batch
+        self._pieces: dict[tuple[int, int], tuple[slice, tuple[Piece, ...]]] = {}
+        before = 0
+        for end in ends:
+            if not before <= end <= length * batch:
+                raise ValueError(
+                    f"documents: end {end} follows {before}; ends have to rise from 1 to at most "
+                    f"{length * batch}, {batch} samples of {length}"
+                )
+            before = end
+        # Of each sample, the last one its length.
+        self._ends: list[list[int]] = []
+        known = {*ends, length * batch}
+        for sample in range(batch):
+            first, last = sample * length, (sample + 1) * length
+            if last not in known:
+                raise ValueError(
+                    f"documents: none ends at {last}, with sample {sample}: one goes on in the "
+                    f"next sample of {length}; end it there, or pass one sample"
+                )
+            self._ends.append(sorted(end - first for end in known if first < end <= last))
+
+    @property
+    def whole(self) -> bool:
+        """Whether each sample is one document."""
+        return all(len(ends) == 1 for ends in self._ends)
+
+    def pieces(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
+        """What a run of queries sees, for the kernels.
+
+        Args:
+            run: rows of the sequence, of all samples.
+
+        Returns:
+            The keys of the earliest document with a query in the run, up to the last query; and the
+            pieces, counted from the first row of the run and from the first of those keys.
+        """
+        found = self._pieces.get((run.start, run.stop))
+        if found is None:
+            found = self._pieces[run.start, run.stop] = self._cut(run)
+        return found
+
+    def _cut(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
+        documents = [
+            (sample, begin, end)
+            for sample, ends in enumerate(self._ends)
+            for begin, end in _within(ends, run)
+        ]
+        first = min((begin for _, begin, _ in documents), default=run.start)
+        pieces = []
+        for sample, begin, end in documents:
+            start, stop = max(begin, run.start), min(end, run.stop)
+            queries = slice(start - run.start, stop - run.start)
+            pieces.append(Piece(sample, queries, slice(begin - first, stop - first)))
+        return slice(first, run.stop), tuple(pieces)
+
+
+def _within(ends: list[int], run: slice) -> list[tuple[int, int]]:
+    """Begin and end of the documents that have rows of a run."""
+    index = bisect_right(ends, run.start)
+    begin = ends[index - 1] if index else 0
+    found = []
+    while begin < run.stop:
+        found.append((begin, ends[index]))
+        begin = ends[index]
+        index += 1
+    return found
