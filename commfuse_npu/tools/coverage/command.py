@@ -18,7 +18,7 @@ from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.coverage.scripts import Reader
 from commfuse_npu.tools.coverage.summary import counts, lines, table
-from commfuse_npu.tools.coverage.verdict import TENSOR_PARALLEL_1, Coverage, cover
+from commfuse_npu.tools.coverage.verdict import Coverage, cover
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
 from commfuse_npu.tools.tell import tell
@@ -103,11 +103,11 @@ def _about(launch: Coverage) -> list[str]:
                 prefix = "left" if one.state == "left" else "nothing to hide"
                 reasons.setdefault(f"{prefix}: %s: {one.reason}", []).append(one.layer)
         told += ["  " + line % ", ".join(layers) for line, layers in reasons.items()]
-    taken = [flag for flag, why in launch.flags.items() if not why]
+    taken = [flag for flag, why in launch.flags.items() if not why and not launch.excluded]
     if taken:
         alone = "alone, for no tensor-parallel layer" if launch.refused else "besides"
         told.append(f"  {alone}: {', '.join(taken)}")
-    if set(launch.refused) <= {TENSOR_PARALLEL_1}:
+    if not launch.excluded:
         exchanging = launch.layout.context > 1
         told += [
             f"  not {flag}: {why}"

@@ -60,7 +60,10 @@ def counts(launches: Sequence[Coverage]) -> dict[str, Any]:
         "TP above 1, neither LoRA nor another overlap": len(apart),
         "of these full": sum(one.verdict == "full" for one in apart),
         "Ulysses launches": len(exchanging),
-        "of these --commfuse-ulysses fits": fitting(exchanging, "--commfuse-ulysses"),
+        "of these --commfuse-ulysses fits": fitting(
+            [one for one in exchanging if not one.excluded], "--commfuse-ulysses"
+        ),
+        "and without what excludes --use-commfuse": fitting(exchanging, "--commfuse-ulysses"),
         "not refused": len(taken),
         "of these with short blocks": sum(one.short for one in taken),
         **{
@@ -85,7 +88,8 @@ def lines(launches: Sequence[Coverage]) -> list[str]:
         f"of the {found['TP 1']} that are refused for TP 1 only, with --commfuse-dp alone: "
         f"{found['--commfuse-dp alone']}",
         f"--commfuse-ulysses fits {found['of these --commfuse-ulysses fits']} of "
-        f"{found['Ulysses launches']} Ulysses launches",
+        f"{found['Ulysses launches']} Ulysses launches, "
+        f"{found['and without what excludes --use-commfuse']} without what excludes --use-commfuse",
         f"of the {found['not refused']} that are not refused {', '.join(passes)}",
         f"of these, blocks too short to be faster, left to Megatron's order by default: "
         f"{found['of these with short blocks']}",

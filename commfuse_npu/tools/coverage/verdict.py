@@ -119,7 +119,7 @@ class Coverage:
             (``else``), and TP 1.
         without: the verdict without the options in ``refused``; empty if nothing is, or at TP 1.
         flags: CommFuse's other options, each with why it would do nothing or be refused; empty if
-            it would be taken.
+            it would be taken, where ``--use-commfuse`` is.
         short: blocks are so short that the feature leaves them to Megatron by default, though they
             can be fused.
         notes: what else a reader should know.
@@ -139,7 +139,12 @@ class Coverage:
     @property
     def data_parallel_alone(self) -> bool:
         """Whether at TP 1 ``--use-commfuse --commfuse-dp`` would be taken, with no linear layer."""
-        return self.layout.tensor == 1 and not self.flags["--commfuse-dp"]
+        return not self.excluded and self.layout.tensor == 1 and not self.flags["--commfuse-dp"]
+
+    @property
+    def excluded(self) -> bool:
+        """Whether options exclude ``--use-commfuse``, besides TP 1."""
+        return not set(self.refused) <= {TENSOR_PARALLEL_1}
 
 
 def cover(script: str, launch: Launch, chunks: int) -> Coverage:
@@ -172,7 +177,7 @@ def cover(script: str, launch: Launch, chunks: int) -> Coverage:
         refused,
         _kind(layout, refused),
         f"{whole} without {' '.join(excluded)}" if excluded and layout.tensor > 1 else "",
-        _flags(launch, layout, fuse, chunks, excluded),
+        _flags(launch, layout, fuse, chunks),
         bool(short),
         tuple(filter(None, (short, _unread_model(launch)))),
     )
@@ -204,9 +209,7 @@ def _kind(layout: Layout, refused: dict[str, str]) -> Kind:
     return "TP 1" if list(refused) == [TENSOR_PARALLEL_1] else "else"
 
 
-def _flags(
-    launch: Launch, layout: Layout, fuse: FuseOptions, chunks: int, excluded: dict[str, str]
-) -> dict[str, str]:
+def _flags(launch: Launch, layout: Layout, fuse: FuseOptions, chunks: int) -> dict[str, str]:
     """CommFuse's other options, each with why it would do nothing or be refused."""
     words, options = launch.options.words, launch.options
     names = "--seq-length", "--num-attention-heads"
@@ -229,8 +232,6 @@ def _flags(
             or ("DP 1 transfers nothing" if layout.data == 1 == layout.context else ""),
         ),
     }
-    if excluded:
-        return dict.fromkeys(obstacles, f"--use-commfuse is refused: {', '.join(excluded)}")
     return {
         # The layout's begin with the option and end with a way out.
         flag: "; ".join(

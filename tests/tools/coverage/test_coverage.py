@@ -75,7 +75,10 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| all | 12 | 6 | 2 | 4 | 1 | 1 | 2 | 0 | 3 | 1 |\n" in said
     assert "TP above 1 and neither LoRA nor another overlap: 8, in full 6\n" in said
     assert "refused for TP 1 only, with --commfuse-dp alone: 1\n" in said
-    assert "--commfuse-ulysses fits 1 of 1 Ulysses launches\n" in said
+    assert (
+        "--commfuse-ulysses fits 1 of 1 Ulysses launches, 1 without what excludes --use-commfuse\n"
+        in said
+    )
     assert "of the 8 that are not refused --commfuse-attention passes in 6, " in said
     assert "left to Megatron's order by default: 1\n" in said
     assert "  full without --use-ascend-coc\n" in said
