@@ -143,7 +143,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "it runs the output layer slice by slice with collectives of its own",
         applies=_more_than_one,
     ),
-    Refusal("--enable-high-availability", _REPAIRED),
+    Refusal(
+        "--enable-high-availability",
+        _REPAIRED,
+        "leave one of the two out, and HIGH_AVAILABILITY unset, which switches it on, too",
+    ),
     Refusal("--ttp-enabled", _REPAIRED),
     Refusal(
         "--use-legacy-models",

@@ -130,10 +130,12 @@ OF_EXPERTS = ["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "output"]
 
 OTHER_MODELS = {
     "latent": (f"{LOCAL} {PLAIN_WGRAD} {LATENT}", OF_LATENT),
+    "latent_transformer_engine": (f"{ENGINE} {PLAIN_WGRAD} {LATENT}", OF_LATENT),
     "latent_split": (f"{LOCAL} {PLAIN_WGRAD} {LATENT} --mla-mm-split", OF_LATENT),
     "latent_zero_memory": (f"{LOCAL} {LATENT} --mla-zero-memory", OF_LATENT),
     "shared_experts": (f"{LOCAL} {PLAIN_WGRAD} {EXPERTS}", OF_EXPERTS),
     "shared_experts_recomputed": (f"{LOCAL} {EXPERTS} {RECOMPUTE}", OF_EXPERTS),
+    "prediction": (f"{LOCAL} {PLAIN_WGRAD} --mtp-num-layers 1", [*LAYERS, "eh_proj"]),
 }
 """What is added to the options of two processes, and every kind of layer that is fused."""
 

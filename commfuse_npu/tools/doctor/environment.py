@@ -24,6 +24,7 @@ def check_variables(machine: Machine, launch: Launch | None = None) -> Iterator[
     yield from _check_buffers(variables)
     yield from _check_harmful(variables)
     yield _check_streams(variables)
+    yield _check_repair(variables)
     yield _check_determinism(variables)
 
 
@@ -96,6 +97,16 @@ def _check_streams(variables: Mapping[str, str]) -> Finding:
         else "32 or 8: torch_npu takes 32 for anything else"
     )
     return _about(name, "warning", str(value), expected, f"export {name}=32")
+
+
+def _check_repair(variables: Mapping[str, str]) -> Finding:
+    """MindSpeed-LLM takes it for ``--enable-high-availability`` (read in 26.1.0)."""
+    name = "HIGH_AVAILABILITY"
+    value = variables.get(name)
+    if not value:
+        return _about(name, "ok", "unset")
+    why = "unset: it switches on --enable-high-availability, with which --use-commfuse is refused"
+    return _about(name, "warning", value, why, f"unset {name}")
 
 
 def _check_determinism(variables: Mapping[str, str]) -> Finding:

@@ -37,6 +37,8 @@ from tests.tools.doctor.machines import NPU_ANSWERS, machine, only, summary
         ("STREAMS_PER_DEVICE", "32", "ok"),
         ("STREAMS_PER_DEVICE", "8", "warning"),
         ("STREAMS_PER_DEVICE", "16", "warning"),
+        ("HIGH_AVAILABILITY", None, "ok"),
+        ("HIGH_AVAILABILITY", "recover", "warning"),
         ("HCCL_DETERMINISTIC", None, "note"),
         ("HCCL_DETERMINISTIC", "false", "note"),
         ("HCCL_DETERMINISTIC", "TRUE", "ok"),
