@@ -18,7 +18,7 @@ kind                 counted
 ===================  ===========================================================================
 linear layers        every column- and row-parallel one, by its name in :mod:`.layer_names`, else
                      by its attribute; of experts the modules that hold them
-attention            layers whose projection is fused, with ``--commfuse-attention``
+attention            self-attention layers, with ``--commfuse-attention``
 flow                 layers that flow; their linear layers are not counted again
 ulysses              layers whose core attention exchanges heads
 gradients,           buckets
@@ -124,6 +124,8 @@ class StartReport:
     def _count(self, chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
         if self._tensor_parallel:
             yield from self._layers(chunk)
+        if self._attention:
+            yield from self._of_attention(chunk)
         if self._ulysses:
             yield from _exchanges(chunk)
         if self._buckets is not None:
@@ -145,8 +147,21 @@ class StartReport:
                 name = layer_name(module)
                 reason = self._linears.standing_obstacle(module) or ""
                 yield (attribute if name == "unnamed" else name), reason
-                if self._attention and name == "proj":
-                    yield "attention", reason and f"its projection is not fused: {reason}"
+
+    def _of_attention(self, chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
+        from megatron.core.transformer.attention import SelfAttention
+
+        for layer in chunk.modules():
+            if isinstance(layer, SelfAttention):
+                yield "attention", self._of_projection(layer) or ""
+
+    def _of_projection(self, layer: Any) -> str | None:
+        """Why attention does not wait for its projection, as far as the modules say."""
+        if layer.checkpoint_core_attention:
+            return "selective recomputation runs the core attention by itself"
+        if not layer.linear_proj.sequence_parallel:
+            return "without sequence parallelism nothing is split"
+        return self._linears.standing_obstacle(layer.linear_proj)
 
     @staticmethod
     def _of_buckets(buckets: BucketWrappers, chunk: Any) -> Iterator[tuple[str, str]]:

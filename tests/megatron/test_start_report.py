@@ -239,6 +239,10 @@ def reasons(rank: int) -> dict[str, list[str]]:
         overlap = {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}
         with mock.patch.object(torch.cuda, "Stream"):
             case("overlapped", **EXPERTS | overlap)
+        together = ("--commfuse-attention",)
+        case("together", *together)
+        case("attention again", *together, recompute_granularity="selective")
+        case("attention alone", *together, sequence_parallel=False)
         case(
             "short", "--commfuse-min-rows", "17", "--commfuse-allow-nothing",
             arguments={"seq_length": LENGTH, "micro_batch_size": BATCH},
@@ -278,6 +282,12 @@ def test_each_reason_comes_with_the_way_out(ranks) -> None:
         "out)",
         f"CommFuse: shared_fc2: 0 of 2 fused; 2 not: {outside}",
     ]
+    assert found[0]["together"] == []
+    attention = "CommFuse: attention: 0 of 2 fused; 2 not: "
+    again = "selective recomputation runs the core attention by itself"
+    assert found[0]["attention again"] == [attention + again]
+    alone = "without sequence parallelism nothing is split"
+    assert found[0]["attention alone"][-1] == attention + alone
     short = "2 not: a block has fewer rows than the 17 of --commfuse-min-rows"
     assert [short in line for line in found[0]["short"]] == [True] * 4 + [False]
     assert "--commfuse-min-rows 0 fuses it" in found[0]["short"][0]
