@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ __all__ = ["check_target", "planned", "write_plan"]
 
 _FIRST_LINE = "# Written by commfuse-npu plan"
 _BY_LAUNCHERS = "--use-distributed-optimizer"
+_DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overlap-")
+"""What a plan says itself: how these options begin."""
 
 
 def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelConfig:
@@ -27,7 +30,7 @@ def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelC
     found = replace(
         model,
         **{**size, **given_options(words[:at])},
-        pretrain_options=_of_no_key(words[:at]),
+        pretrain_options=(*_kept(model.pretrain_options), *_of_no_key(words[:at])),
         commfuse_options=tuple(words[at:]),
     )
     found.validate()
@@ -64,12 +67,22 @@ def write_plan(path: Path, found: Recommendation, model: ModelConfig, hardware: 
         part.write_text("\n".join([*lines, text]), "utf-8")
 
 
-def _of_no_key(words: list[str]) -> tuple[str, ...]:
-    """Options that :class:`ModelConfig` has no key for, with their values."""
-    kept: list[str] = []
+def _split(words: Sequence[str]) -> Iterator[list[str]]:
+    """A command line, option by option with its value."""
     for at in (i for i, word in enumerate(words) if word.startswith("--")):
         follows = words[at + 1 : at + 2]
-        option = [words[at], *(word for word in follows if not word.startswith("--"))]
+        yield [words[at], *(word for word in follows if not word.startswith("--"))]
+
+
+def _of_no_key(words: Sequence[str]) -> Iterator[str]:
+    """Options that :class:`ModelConfig` has no key for, with their values."""
+    for option in _split(words):
         if not given_options(option) and option != [_BY_LAUNCHERS]:
-            kept += option
-    return tuple(kept)
+            yield from option
+
+
+def _kept(words: Sequence[str]) -> Iterator[str]:
+    """Options of the model that no plan decides about, with their values."""
+    for option in _split(words):
+        if not option[0].startswith(_DECIDED):
+            yield from option

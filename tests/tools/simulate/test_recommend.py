@@ -252,6 +252,13 @@ def test_recomputation_is_written(found: Recommendation) -> None:
     assert "--recompute" not in " ".join(planned(LLAMA3_70B, CLUSTER, one).pretrain_options)
 
 
+def test_what_no_plan_decides_about_is_kept() -> None:
+    model = ModelConfig.load(find_config("llama2_70b"))
+    assert "--num-layers-per-virtual-pipeline-stage" in model.pretrain_options
+    written = planned(model, CLUSTER, candidate(Layout(8, 1, 4, 1))).pretrain_options
+    assert written == ("--adam-eps", "1e-5", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
 def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
     for attempt in range(2):  # a plan may take the place of a plan
