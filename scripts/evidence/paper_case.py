@@ -11,16 +11,16 @@ come from the paper's plain column alone: then all other columns are predictions
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import produce_scatter
-from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.report.drawing import Chart, draw_charts
+from commfuse_npu.tools.report.palette import color
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.hardware import Hardware
@@ -425,79 +425,93 @@ def _readings() -> Iterator[str]:
 
 
 _FORMS = (
-    ("plain", "plain", "0.4", "o"),
-    ("slicing", "slicing", "tab:green", "s"),
-    ("row-parallel", "CommFuse, row-parallel", "tab:blue", "^"),
+    ("plain", "plain", "grey"),
+    ("slicing", "slicing", "green"),
+    ("row-parallel", "CommFuse, row-parallel", "blue"),
 )
-"""Column, name, color, marker."""
+"""Column, name, color."""
+_SIZE = {"width": 400, "height": 300}
 
 
 def draw(lengths: Mapping[int, Times], path: Path) -> None:
     """Write the picture in the paper's form: communication that is left, and the whole, in ms.
 
     Raises:
-        ImportError: matplotlib is not installed.
-        OSError, ValueError: the file cannot be written, or is of an unknown type.
+        OSError: the file cannot be written.
+        ValueError: vl-convert-python is not installed.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "commfuse", "font.size": 10}
-    with mpl.rc_context(style), whole_file(path) as part:
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(10, 4.6), layout="constrained", facecolor="white"
-        )
-        _draw_communication(left, lengths)
-        _draw_whole(right, lengths)
-        for axes in (left, right):
-            axes.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths])
-            axes.set_xlabel(f"tokens of a sequence (batch {MLP.batch})")
-            axes.set_ylabel("ms")
-            axes.grid(axis="y", alpha=0.3)
-            axes.set_axisbelow(True)
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-        figure.suptitle(f"MLP, forward, TP {_RANKS}, d = {_HIDDEN}: simulated on the machine "
-                        "derived from the paper's plain column")  # fmt: skip
-        figure.savefig(part, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
-
-
-def _hollow(axes: Any, at: float, height: float, color: str, marker: str, name: str = "") -> None:
-    """A figure of the paper."""
-    look = {"marker": marker, "markersize": 7.5, "markerfacecolor": "white"}
-    axes.plot([at], [height], color=color, label=name or None, zorder=3, linestyle="", **look)
-
-
-def _draw_communication(axes: Any, lengths: Mapping[int, Times]) -> None:
     compute = MLP.paper["plain"] - MLP.paper["plain, communication"]
-    for column, name, color, marker in _FORMS:
-        key = f"{column}, communication"
-        drawn = [times[key] for times in lengths.values()]
-        axes.plot(drawn, color=color, marker=marker, markersize=5, label=name)
-        # The digests give no communication of slicing: what is above the computation.
-        paper = MLP.paper.get(key, MLP.paper[column] - compute)
-        _hollow(axes, list(lengths).index(MLP.sequence), paper, color, marker)
-    axes.plot([], [], color="tab:red", linestyle="--", label="computation alone")
-    _hollow(axes, math.nan, math.nan, "0.4", "o", "hollow: the paper, second hand")
-    axes.set_yscale("log")
-    axes.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    axes.set_title("communication that is left")
+    # The digests give no communication of slicing: what is above the computation.
+    paper = {
+        column: MLP.paper.get(f"{column}, communication", MLP.paper[column] - compute)
+        for column, _, _ in _FORMS
+    }
+    left, left_paper = _rows(lengths, ", communication", paper)
+    right, right_paper = _rows(lengths, "", MLP.paper)
+    names = [name for _, name, _ in _FORMS]
+    x = {"field": "length", "type": "ordinal", "sort": None, "axis": {"labelAngle": 0},
+         "title": f"tokens of a sequence (batch {MLP.batch})"}  # fmt: skip
+    y: Chart = {"field": "ms", "type": "quantitative"}
+    hue = {"field": "form", "type": "nominal",
+           "scale": {"domain": names, "range": [color(hue) for _, _, hue in _FORMS]}}  # fmt: skip
+    shape = {"field": "form", "type": "nominal", "scale": {"domain": names}}
+    hollow = {"type": "point", "fill": color("paper"), "size": 90, "opacity": 1}
+    log = y | {
+        "scale": {"type": "log", "domain": [0.05, 300], "nice": False},
+        "axis": {"values": [0.1, 1, 10, 100]},
+    }
+    beside = {"xOffset": {"field": "form", "sort": names}}
+    alone = [{"length": _k(at), "ms": times["compute"]} for at, times in lengths.items()]
+    base = {"x": x, "color": hue, "shape": shape}
+    line = {"type": "tick", "color": color("red"), "thickness": 2, "size": 70, "opacity": 1}
+    charts: list[Chart] = [
+        _SIZE | {
+            "title": {"text": "communication that is left",
+                      "subtitle": "hollow: the paper, second hand"},
+            "data": {"values": left},
+            "layer": [
+                {"mark": "line", "encoding": {"x": x, "y": log, "color": hue}},
+                {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
+                 "encoding": base | {"y": log}},
+                {"data": {"values": left_paper}, "mark": hollow, "encoding": base | {"y": log}},
+            ],
+        },
+        _SIZE | {
+            "title": {"text": "end to end", "subtitle": "red: computation alone"},
+            "data": {"values": right},
+            "layer": [
+                {"mark": "bar", "encoding": {"x": x, "y": y, "color": hue} | beside},
+                {"data": {"values": alone}, "mark": line, "encoding": {"x": x, "y": y}},
+                {"data": {"values": right_paper}, "mark": hollow | {"stroke": color("ink")},
+                 "encoding": {"x": x, "y": y, "shape": shape} | beside},
+            ],
+        },
+    ]  # fmt: skip
+    title = (
+        f"MLP, forward, TP {_RANKS}, d = {_HIDDEN}: simulated on the machine derived from the "
+        "paper's plain column"
+    )
+    draw_charts(charts, title, path, columns=2)
 
 
-def _draw_whole(axes: Any, lengths: Mapping[int, Times]) -> None:
-    wide = 0.27
-    for number, (column, _, color, marker) in enumerate(_FORMS):
-        shift = (number - 1) * wide
-        drawn = [times[column] for times in lengths.values()]
-        axes.bar([at + shift for at in range(len(drawn))], drawn, wide * 0.9, color=color)
-        at = list(lengths).index(MLP.sequence) + shift
-        _hollow(axes, at, MLP.paper[column], "black", marker)
-    for at, times in enumerate(lengths.values()):
-        ends = [at - 1.6 * wide, at + 1.6 * wide]
-        axes.plot(ends, [times["compute"]] * 2, color="tab:red", linestyle="--")
-    axes.set_title("end to end")
+def _rows(
+    lengths: Mapping[int, Times], what: str, paper: Mapping[str, float]
+) -> tuple[list[Chart], list[Chart]]:
+    """Simulated, of each length and form; and the paper's, of its length."""
+    simulated: list[Chart] = [
+        {"length": _k(length), "form": name, "ms": times[f"{column}{what}"]}
+        for length, times in lengths.items()
+        for column, name, _ in _FORMS
+    ]
+    theirs: list[Chart] = [
+        {"length": _k(MLP.sequence), "form": name, "ms": paper[column]}
+        for column, name, _ in _FORMS
+    ]
+    return simulated, theirs
+
+
+def _k(length: int) -> str:
+    return f"{length // 1024}K"
 
 
 def main(argv: Sequence[str]) -> int:

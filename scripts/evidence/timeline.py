@@ -7,21 +7,17 @@ What CommFuse does in which order is written in commfuse_npu/plan/rules/linear.p
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import matplotlib as mpl
-
-mpl.use("svg")
-mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "commfuse", "font.size": 9})
-
-from matplotlib import pyplot as plt  # noqa: E402  (the backend comes first)
+from commfuse_npu.tools.report.drawing import Chart, draw_charts
+from commfuse_npu.tools.report.palette import color
 
 RANKS = 4
 TRANSFER = 0.9
-COMPUTE, LINKS = "#4c72b0", "#dd8452"
-
+_LONGEST, _WIDTH, _LINE = 7.2, 460, 32
+"""Of all orders, in GEMMs of a block; pixels of a picture, and of a line of it."""
 
 Kind = Literal["gather", "reduce_scatter"]
 
@@ -89,20 +85,35 @@ def commfuse(kind: Kind, chunks: int = 3) -> list[Bar]:
     return bars
 
 
-def draw(axes: Any, bars: Iterable[Bar], title: str) -> None:
-    bars = list(bars)
-    for bar in bars:
-        height, color = (1, COMPUTE) if bar.line == "compute" else (0, LINKS)
-        axes.barh(height, bar.length, left=bar.start, height=0.8, color=color, edgecolor="white")
-        middle = bar.start + bar.length / 2
-        axes.text(middle, height, bar.label, ha="center", va="center", color="white", size=7.5)
-    end = max(bar.start + bar.length for bar in bars)
-    axes.axvline(end, color="#555555", linewidth=0.8, linestyle=":")
-    axes.set(xlim=(0, 7.2), ylim=(-0.5, 1.5), xticks=[])
-    axes.set_yticks([0, 1], ["links", "compute"])
-    axes.set_title(title, loc="left", size=9)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
+def chart(bars: Sequence[Bar], title: str) -> Chart:
+    """The two lines, and a mark where the last bar ends."""
+    rows = [
+        bar._asdict() | {"end": bar.start + bar.length, "middle": bar.start + bar.length / 2}
+        for bar in bars
+    ]
+    lines = ["compute", "links"]
+    y = {"field": "line", "type": "nominal", "title": None, "sort": lines,
+         "axis": {"ticks": False, "domain": False, "minExtent": 66},
+         "scale": {"paddingInner": 0.15}}  # fmt: skip
+    x = {"type": "quantitative", "axis": None, "scale": {"domain": [0, _LONGEST], "nice": False}}
+    fill = {"field": "line", "type": "nominal", "legend": None,
+            "scale": {"domain": lines, "range": [color("blue"), color("teal")]}}  # fmt: skip
+    rule = {"type": "rule", "strokeDash": [2, 3], "color": color("faint")}
+    return {
+        "title": title,
+        "width": _WIDTH,
+        "height": len(lines) * _LINE,
+        "data": {"values": rows},
+        "layer": [
+            {"mark": {"type": "bar", "stroke": color("paper")},
+             "encoding": {"x": x | {"field": "start"}, "x2": {"field": "end"}, "y": y,
+                          "color": fill}},
+            {"mark": {"type": "text", "color": color("paper"), "fontSize": 10},
+             "encoding": {"x": x | {"field": "middle"}, "y": y, "text": {"field": "label"}}},
+            {"data": {"values": [{"end": max(row["end"] for row in rows)}]},
+             "mark": rule, "encoding": {"x": x | {"field": "end"}}},
+        ],
+    }  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,15 +122,17 @@ def main(argv: Sequence[str]) -> int:
     default = Path(__file__).resolve().parents[2] / "docs" / "timeline.svg"
     parser.add_argument("out", type=Path, nargs="?", default=default)
     out = parser.parse_args(argv).out
-    figure, grid = plt.subplots(3, 2, figsize=(11, 4.6), layout="constrained")
-    kinds: tuple[tuple[Kind, str], ...] = (
-        ("gather", "all-gather -> GEMM"),
-        ("reduce_scatter", "GEMM -> reduce-scatter"),
+    kinds: tuple[tuple[Kind, str, str], ...] = (
+        ("gather", "all-gather -> GEMM", "first"),
+        ("reduce_scatter", "GEMM -> reduce-scatter", "last"),
     )
-    for column, (kind, name) in enumerate(kinds):
-        draw(grid[0][column], collective(kind), f"{name}: a collective, {RANKS} ranks")
-        end = "first" if kind == "gather" else "last"
-        draw(grid[1][column], sliced(kind), f"sliced: the {end} slice's collective is exposed")
-        draw(grid[2][column], commfuse(kind), f"CommFuse: own block {end}, chunks of all peers")
-    figure.savefig(out, metadata={"Date": None})
+    charts = [
+        *(chart(collective(kind), f"{name}: a collective, {RANKS} ranks")
+          for kind, name, _ in kinds),
+        *(chart(sliced(kind), f"sliced: the {end} slice's collective is exposed")
+          for kind, _, end in kinds),
+        *(chart(commfuse(kind), f"CommFuse: own block {end}, chunks of all peers")
+          for kind, _, end in kinds),
+    ]  # fmt: skip
+    draw_charts(charts, "", out, columns=2)
     return 0

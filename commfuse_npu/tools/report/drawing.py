@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.report.palette import color, on_paper
 
-__all__ = ["KINDS", "PAGES", "Chart", "draw", "lacking", "script"]
+__all__ = ["KINDS", "PAGES", "Chart", "draw", "draw_charts", "lacking", "script"]
 
 Chart = dict[str, Any]
 """A specification in Vega-Lite: one view, with a ``description`` and a ``height``."""
@@ -65,10 +65,20 @@ def draw(pictures: Sequence[Titled], title: str, path: Path) -> None:
         ValueError: vl-convert-python is not installed.
     """
     charts = [one.chart | {"title": _title(one), "width": _WIDTH} for one in pictures]
+    draw_charts(charts, title, path)
+
+
+def draw_charts(charts: Sequence[Chart], title: str, path: Path, columns: int = 1) -> None:
+    """Write charts that have a width, in so many columns.
+
+    Raises:
+        OSError, ValueError: see :func:`draw`.
+    """
     heading = {"text": title, "fontSize": 16, "anchor": "start", "offset": 14}
     resolve = {"scale": dict.fromkeys(("color", "shape", "strokeDash", "x", "y"), "independent")}
-    whole = _config() | {"title": heading, "vconcat": charts, "spacing": 34, "resolve": resolve}
-    text = on_paper(json.dumps(whole))
+    whole = {"title": heading, "concat": list(charts), "columns": columns, "spacing": 34,
+             "resolve": resolve}  # fmt: skip
+    text = on_paper(json.dumps(_config() | whole))
     vl = _library()
     with whole_file(path) as part:
         if path.suffix.lower() == ".svg":
@@ -109,6 +119,8 @@ def _config() -> Chart:
         "$schema": f"https://vega.github.io/schema/vega-lite/v{_VERSION.split('.')[0]}.json",
         "background": color("paper"),
         "config": {
+            # What a picture shows is said around it, and in its tables.
+            "aria": False,
             "font": font,
             "view": {"stroke": None},
             "title": {"color": color("ink"), "anchor": "start", "fontSize": 13,

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from scripts.evidence.flow_picture import forms, lanes, main, step
+from commfuse_npu.tools.simulate.page import layer
+from scripts.evidence.flow_picture import forms, main, step
 
 PICTURE = Path(__file__).resolve().parents[3] / "docs" / "flow.svg"
 
 
 def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
     at, text = step(), PICTURE.read_text("utf-8")
-    for title, variant in forms().items():
-        time, parts = at.layer_time(variant), lanes(at, variant)
-        assert sum(one.seconds for one in parts) == pytest.approx(time.seconds, rel=1e-3)
-        waits = sum(stop - start for one in parts for start, stop in one.waiting)
+    for row, (title, variant) in zip(layer(at, [*forms().items()]), forms().items(), strict=True):
+        time = at.layer_time(variant)
+        assert row.said.startswith(f"{title}: {1e3 * time.seconds:.1f} ms, waiting ")
+        assert f">{row.said}</text>" in text
+        waits = sum(bit.end - bit.start for bit in row.bits if bit.kind == "waiting")
         # One rank of eight, of which the mean waits this long.
-        assert waits == pytest.approx(time.waiting, abs=0.01 * time.seconds)
-        assert f"{title}: {1e3 * sum(one.seconds for one in parts):.2f} ms" in text
-        for one in parts:
-            drawn = sum(b - a for runs in (one.gemms, one.other, one.waiting) for a, b in runs)
-            assert drawn == pytest.approx(one.seconds)
+        assert waits == pytest.approx(1e3 * time.waiting, abs=10 * time.seconds)
     files = [tmp_path / name for name in ("a.svg", "b.svg")]
-    for file in files:
-        assert main([str(file)]) == 0
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert [main([str(file)]) for file in files] == [0, 0]
+    # A process counts the clips of its pictures.
+    one, other = (re.sub(r"clip\d+", "clip", file.read_text("utf-8")) for file in files)
+    assert one == other

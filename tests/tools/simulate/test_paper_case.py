@@ -69,7 +69,7 @@ def test_a_time_that_no_rate_gives_is_refused(
 
 
 def test_pages_and_picture_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("vl_convert")
     monkeypatch.setattr(paper_case, "CORNERS", paper_case.CORNERS[:1])
     monkeypatch.setattr(paper_case, "_LENGTHS", (2048, 4096))
     monkeypatch.setattr(paper_case, "READINGS", READINGS[:2])
