@@ -144,6 +144,8 @@ def test_a_trace_shows_the_collectives_and_the_work_of_a_flow(ranks, tmp_path) -
             found[rows[event["tid"]]].append(event)
     # Two layers of two parts, three chunks: two transfers forward, three backward.
     assert len(found["collectives"]) == len(found["waiting"]) == 2 * 2 * 3 * (2 + 3)
+    for before, after in pairwise(found["collectives"]):
+        assert after["ts"] >= before["ts"] + before["dur"] - 0.001, "one at a time"
     # Two GEMMs forward, four backward.
     work = Counter(event["name"] for event in found["compute"])
     assert work.total() == 2 * 2 * 3 * (2 + 4)

@@ -373,7 +373,8 @@ class Flow:
             now, about = clock(), (transfer.name, "flow")
             trace.add(Event("waiting", *about, came, now))
             if transfer.since:
-                trace.add(Event("collectives", *about, transfer.since, now, result.nbytes))
+                # Their links carry one after the other.
+                trace.add_in_order(Event("collectives", *about, transfer.since, now, result.nbytes))
                 transfer.since = 0
         return result
 
