@@ -217,7 +217,7 @@ def lines(
     if whole:
         ticks |= {"tickMinStep": 1, "format": "d"}
     if len(steps) <= _FEW:
-        ticks |= {"values": steps, "format": "d" if whole else "~g"}
+        ticks |= {"values": steps, "format": "d" if whole else ".4~g"}
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
                 "axis": {"labelAngle": 0, "labelOverlap": True}}  # fmt: skip
     if numbers:
