@@ -9,13 +9,14 @@ import pytest
 
 from commfuse_npu.runtime.trace import Event
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.trace_file import events_of_viewer
+from commfuse_npu.tools.trace_file import events_of_viewer, shown
 
 WORDS = ["simulate", "--tp", "2", "--dp", "1", "--typical", "--variants", "commfuse-c1-*"]
 
 
 def _measured(path: Path) -> Path:
-    events = [[Event("compute", "own", "op", 10, 20)], [Event("compute", "own", "op", 12, 25)]]
+    ends = (10, 20), (12, 25)
+    events = [[shown(Event("compute", "own", "op", start, end))] for start, end in ends]
     content = {"traceEvents": events_of_viewer(events, ["rank 0, measured", "rank 1, measured"])}
     path.write_text(json.dumps(content))
     return path
