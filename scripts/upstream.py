@@ -34,7 +34,7 @@ _BASELINE = ("lm loss", "grad norm", "throughput", "time info", "memo info")
 
 def files() -> Iterator[tuple[str, str]]:
     """Where each file belongs in a checkout of MindSpeed-LLM, and what is in it."""
-    yield "features_manager.py", _entry()
+    yield "features_manager.txt", _entry()
     for language, source in (("zh", "commfuse_zh.md"), ("en", "commfuse.md")):
         yield _PAGE.format(language=language), _page((_ROOT / "docs" / source).read_text("utf-8"))
     yield "features_table_row.html", _row()

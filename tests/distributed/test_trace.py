@@ -17,7 +17,7 @@ from commfuse_npu.ops.flow import Flow
 from commfuse_npu.plan.program import Add, Compute, Copy, line
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.plan.schedule import Place
-from commfuse_npu.runtime import executor, trace, transport
+from commfuse_npu.runtime import agreement, executor, trace
 from commfuse_npu.runtime.trace import Event, Linear, Trace
 from commfuse_npu.tools.trace_file import events_of_viewer, linears_of, shown, write
 from tests.distributed import test_flow
@@ -30,7 +30,7 @@ def _traced(rank: int, path: str, batched: bool) -> int:
     """A forward and backward of two layers, each rank's clock an hour ahead of the one before."""
     real = trace.clock
     with pytest.MonkeyPatch.context() as patch:
-        for module in (trace, transport, executor):
+        for module in (trace, agreement, executor):
             patch.setattr(module, "clock", lambda: real() + rank * HOUR)
         link = Transport.create(lanes=2, timeout=PATIENT, batched=batched)
         options = LinearOptions(Schedule(lanes=2, chunks=2))

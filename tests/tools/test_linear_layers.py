@@ -32,26 +32,27 @@ def layers(words: str, state: str, chosen: tuple[str, ...] = LAYERS) -> dict[str
         (EXPERTS, "qkv proj output", "", "experts"),
         (f"{EXPERTS} --first-k-dense-replace 0", "qkv proj output", "", "experts"),
         (f"{EXPERTS} --first-k-dense-replace 3", DENSE, "", "experts"),
-        (f"{LATENT}", "proj fc1 fc2 output", "MLA's_up-projections", ""),
-        (f"{SP} --mtp-num-layers 1", DENSE, "MTP's_eh_proj", ""),
+        (f"{LATENT}", "q_up kv_up proj fc1 fc2 output", "", ""),
+        (f"{LATENT} --mla-up-proj-tp-overlap", "proj fc1 fc2 output", "q_up kv_up", ""),
+        (f"{SP} --mtp-num-layers 1", f"{DENSE} eh_proj", "", ""),
         (f"{SP} --cpu-offloading", "", DENSE, ""),
         (f"{SP} --defer-embedding-wgrad-compute", "qkv proj fc1 fc2", "output", ""),
         (
             f"{EXPERTS} --moe-shared-expert-intermediate-size 64",
-            "qkv proj shared_experts'_fc1 shared_experts'_fc2 output",
+            "qkv proj shared_fc1 shared_fc2 output",
             "",
             "experts",
         ),
         (
             f"{EXPERTS} --n-shared-experts 1 --moe-alltoall-overlap-comm",
             "qkv proj output",
-            "shared_experts'_fc1 shared_experts'_fc2",
+            "shared_fc1 shared_fc2",
             "experts",
         ),
         (
             f"{SP} --full-attention-interval 4",
-            "delta-net_in delta-net_out proj fc1 fc2 output",
-            "q,_k,_v_apart",
+            "delta-net_in delta-net_out q,_k,_v_apart proj fc1 fc2 output",
+            "",
             "",
         ),
         (f"{SP} --spec mindspeed_llm.spec.mamba_spec mamba", "mamba_in mamba_out output", "", ""),
@@ -71,6 +72,14 @@ def test_layers_of_a_launch(words: str, fused: str, left: str, silent: str) -> N
 
 
 STATES = ("fused", "left", "silent")
+
+SHARED = " --num-experts 8 --moe-shared-expert-intermediate-size 64"
+HAS = {
+    **dict.fromkeys(("q_up", "kv_up"), " --multi-latent-attention"),
+    **dict.fromkeys(("shared_fc1", "shared_fc2"), SHARED),
+    "eh_proj": " --mtp-num-layers 1",
+}
+"""What gives a launch a layer that others do not have."""
 
 
 @pytest.mark.parametrize(
@@ -93,18 +102,19 @@ def test_layers_that_are_not_chosen_are_left() -> None:
 
 
 @pytest.mark.parametrize("words", [SP, TP, f"{SP} --cpu-offloading", f"{EXPERTS} {TP}", "--bf16"])
-@pytest.mark.parametrize("known_as", LAYERS)
+@pytest.mark.parametrize("known_as", [name for name in LAYERS if not name.endswith("_down")])
 def test_reasons_are_those_of_the_wrappers(monkeypatch, words: str, known_as: str) -> None:
-    """For the layers that Megatron's GPTModel has."""
+    """For the layers that Megatron's GPTModel has; of latent attention those that transfer."""
     for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
         monkeypatch.setattr(wrappers, name, lambda x, *_, **__: x)
-    judged = {one.layer: one for one in judge(words.split(), ("qkv", "proj", "fc2", "output"))}
+    chosen = [name for name in LAYERS if name != "fc1"]
+    judged = {one.layer: one for one in judge((words + HAS.get(known_as, "")).split(), chosen)}
     if known_as not in judged:
         assert words.startswith(EXPERTS)
         assert known_as in ("fc1", "fc2")
         return
     parallel, size = "--sequence-parallel" in words, 4 if TP in words else 1
-    linears = wrappers.LinearWrappers(layers=("qkv", "proj", "fc2", "output"))
+    linears = wrappers.LinearWrappers(layers=chosen)
     linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
     layer = SimpleNamespace(
         commfuse_layer=known_as,
@@ -122,7 +132,7 @@ def test_reasons_are_those_of_the_wrappers(monkeypatch, words: str, known_as: st
             defer_embedding_wgrad_compute=False, cpu_offloading="--cpu-offloading" in words
         ),
     )
-    column = known_as in ("qkv", "fc1", "output")
+    column = known_as not in ("proj", "fc2", "shared_fc2")
     wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
     wrap(lambda layer, x, *_: (x, None))(layer, torch.empty(8, 1, 8))
     found = judged[known_as]

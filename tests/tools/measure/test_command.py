@@ -95,7 +95,14 @@ def begun(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A measurement in a process of its own, when its first step is over."""
     folder = tmp_path / "measured"
     words = [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, "--folder", str(folder)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Who runs the tests in the background may have it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         end = time.monotonic() + LIMIT
         while not (folder / "links.json").exists():
