@@ -81,12 +81,15 @@ def _check_options(launch: Launch) -> Iterator[Finding]:
     config, fuse = launch.config, launch.fuse
     elsewhere = (fuse.ulysses or fuse.dp) and not fuse.attention
     if config.tensor_model_parallel_size == 1 and not elsewhere:
+        allowed = not fuse.attention and value_of(launch.options, "--commfuse-allow-nothing")
         yield _about(
             "--tensor-model-parallel-size",
-            "error",
+            "error" if allowed in (None, False) else "warning",
             "1",
-            "at least 2: a group of one transfers nothing, and --use-commfuse is refused",
-            "choose TP of at least 2, or leave --use-commfuse out",
+            "at least 2: a group of one transfers nothing, and --use-commfuse is refused unless "
+            "--commfuse-allow-nothing is given",
+            "choose TP of at least 2, add --commfuse-dp, which needs none, or leave "
+            "--use-commfuse out",
         )
     yield from _check_refused(launch, REFUSALS)
     if fuse.attention:

@@ -53,6 +53,21 @@ def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
 
 
 @pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ("", "error"),
+        ("--commfuse-allow-nothing", "warning"),
+        ("--commfuse-allow-nothing --commfuse-attention", "error"),
+    ],
+)
+def test_a_group_of_one_is_refused_unless_nothing_is_allowed(words: str, level: str) -> None:
+    alone = f"{FUSED} --tensor-model-parallel-size 1 {words}"
+    found = only(check_launch(launch(*alone.split())), "--tensor-model-parallel-size")
+    assert found.level == level
+    assert "add --commfuse-dp" in found.action
+
+
+@pytest.mark.parametrize(
     ("words", "refused"),
     [
         ("--context-parallel-size 1 --context-parallel-algo ulysses_cp_algo", True),
