@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,7 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from scripts.cpu_pretraining.arguments import parse_arguments
 from scripts.cpu_pretraining.usage_error import UsageError
-from tests.megatron.in_ranks import TINY, losses, pretrained
+from tests.megatron.in_ranks import TINY, Finished, losses, pretrained, pretraining
 
 FLOW = ("--commfuse-flow", "4")
 
@@ -37,6 +40,39 @@ def test_bits_of_the_plain_form_and_losses_of_megatrons(
     ways = [losses(tmp_path / "llama_tiny/compare" / way) for way in ("commfuse", "megatron")]
     assert ways[0] == pytest.approx(ways[1], rel=1e-5)
     assert ways[0][-1] < ways[0][0]
+
+
+def reversed_batches(rank: int, port: int, argv: list[str]) -> Finished:
+    """A training whose micro-batches have their sequences in the other order."""
+    from scripts.cpu_pretraining.data import Corpus
+
+    own = Corpus.batch
+
+    def batch(corpus: Corpus, split: str, samples: Sequence[int], *others: int) -> Any:
+        return own(corpus, split, list(reversed(samples)), *others)
+
+    with mock.patch.object(Corpus, "batch", batch):
+        return pretraining(rank, port, argv)
+
+
+def test_as_near_to_megatron_as_megatron_with_its_rows_in_another_order(
+    ranks, tmp_path: Path
+) -> None:
+    words = ("--train-iters", "20", "--eval-interval", "0")
+    pretrained(ranks(2), tmp_path, "--name", "flow", *words, *FLOW)
+    alone = (*words, "--no-use-commfuse")
+    pretrained(ranks(2), tmp_path, "--name", "megatron", *alone)
+    pretrained(ranks(2), tmp_path, "--name", "permuted", *alone, work=reversed_batches)
+    found, expected, permuted = (losses(tmp_path / n) for n in ("flow", "megatron", "permuted"))
+
+    def off(others: list[float]) -> list[float]:
+        return [abs(one / other - 1) for one, other in zip(others, expected, strict=True)]
+
+    assert len(expected) == 20
+    assert max(off(found)) <= 1e-5
+    assert max(off(permuted)) > 0
+    # Which of two roundings is nearer is chance; none is of another kind.
+    assert sum(off(found)) <= 4 * sum(off(permuted))
 
 
 def test_resumed_and_evaluated(ranks, tmp_path: Path) -> None:
