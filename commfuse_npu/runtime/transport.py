@@ -35,11 +35,32 @@ from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.runtime.trace import Trace
 
-__all__ = ["Transport"]
+__all__ = ["Transport", "post_swap"]
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def post_swap(
+    lane: dist.ProcessGroup,
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    target: int,
+    source: int,
+    *,
+    batched: bool,
+) -> Sequence[Any]:
+    """Send one tensor and receive another, as a step of a program is posted; what to wait for.
+
+    Args:
+        target, source: ranks of the job.
+        batched: as a batch (HCCL), or as single operations (gloo).
+    """
+    if batched:
+        send = dist.P2POp(dist.isend, mine, target, lane)
+        return dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, theirs, source, lane)])
+    return [dist.irecv(theirs, source, lane), dist.isend(mine, target, lane)]
 
 
 @contextmanager
@@ -225,33 +246,15 @@ class Transport(Agreement):
                 theirs = torch.full_like(mine, -1)
                 peers = (self.rank + distance) % self.size, source
                 with _making(f"{what}, distance {distance}"):
-                    self._swap(lane, mine, theirs, *(self.ranks[peer] for peer in peers))
+                    target, origin = (self.ranks[peer] for peer in peers)
+                    swap = post_swap(lane, mine, theirs, target, origin, batched=self.batched)
+                    for work in swap:
+                        self.wait_for(work)
                 if int(theirs.item()) != source:
                     raise TransportError(
                         f"{what}: rank {source} of the group says that it is {theirs.item()}: the "
                         "lane's ranks are not those of the group"
                     )
-
-    def _swap(
-        self,
-        lane: dist.ProcessGroup,
-        mine: torch.Tensor,
-        theirs: torch.Tensor,
-        target: int,
-        source: int,
-    ) -> None:
-        """Send one tensor and receive another, as this transport posts."""
-        works: list[Any]
-        if self.batched:
-            operations = [
-                dist.P2POp(dist.isend, mine, target, lane),
-                dist.P2POp(dist.irecv, theirs, source, lane),
-            ]
-            works = dist.batch_isend_irecv(operations)
-        else:
-            works = [dist.irecv(theirs, source, lane), dist.isend(mine, target, lane)]
-        for work in works:
-            self.wait_for(work)
 
     def close(self) -> None:
         """Give the lanes up.  Every process of the group calls it, with nothing under way."""

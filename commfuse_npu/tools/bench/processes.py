@@ -47,7 +47,7 @@ class Ranks:
         size: how many.
         device: ``cpu`` (gloo over 127.0.0.1 or the namespaces' cards), ``npu`` (HCCL) or ``cuda``
             (NCCL; both read, not run).
-        timeout: seconds for an answer, and for a transfer.
+        timeout: seconds for an answer, and for a transfer.  For answers it may be set anew.
         names: the network namespaces of the ranks, if they have any.
         worker: the class whose methods are asked for, ``module:name``; it takes no arguments.
 
@@ -66,7 +66,7 @@ class Ranks:
     ) -> None:
         self._worker = worker
         self.size = size
-        self._timeout = timeout
+        self.timeout = timeout
         self._device = device
         self._names = names
         self._processes: list[Any] = []
@@ -85,7 +85,7 @@ class Ranks:
                     "store": str(Path(self._folder) / "store"),
                     "device": self._device,
                     "namespace": self._names[rank] if self._names else None,
-                    "timeout": self._timeout,
+                    "timeout": self.timeout,
                     "worker": self._worker,
                 }
                 process = _context.Process(target=_serve, args=(theirs, start), daemon=True)
@@ -114,7 +114,7 @@ class Ranks:
         try:
             for pipe in self._pipes:
                 pipe.send((method, args, flags))
-            return self._answers(method, self._timeout)
+            return self._answers(method, self.timeout)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):

@@ -128,6 +128,7 @@ def _measure(options: argparse.Namespace, scale: Scale, folder: Folder) -> list[
                     _layer(step, options, scale, folder)
                 else:
                     ranks = ranks or _started(options, folder)
+                    ranks.timeout = options.timeout or step.seconds
                     _keep(step, folder, step.ask(ranks.ask, scale))
             except RanksError as error:
                 # They have been ended; the next step begins with new ones.

@@ -68,7 +68,7 @@ class Step:
     Attributes:
         name: of its file.
         question: what it answers.
-        seconds: after which it is given up, on a machine that is as slow as it may be.
+        seconds: after which one of its questions is given up, on a machine as slow as it may be.
         ask: the answer; of each call the time of the rank that took longest.  ``None``: it is not
             for the ranks (:mod:`commfuse_npu.tools.measure.layer`).
     """

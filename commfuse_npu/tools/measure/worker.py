@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.runtime.transport import Transport, post_swap
 
 __all__ = ["Worker"]
 
@@ -62,7 +62,7 @@ class Worker:
             self._synchronise()
             dist.barrier(self._transport.group)
             start = time.thread_time_ns()
-            self._wait(self._post(lane, mine, theirs, target, source, batched=batched))
+            self._wait(post_swap(lane, mine, theirs, target, source, batched=batched))
             times.append((time.thread_time_ns() - start) / 1e9)
         return times
 
@@ -144,7 +144,7 @@ class Worker:
             exchange.begin()
             # Only this stream: the transfers have others.
             self._kernels.gemm_into(out, a, b)
-            self._current()
+            self._transport.synchronise()
             found["gemm beside"].append(time.perf_counter() - start)
             exchange.end()
             found["both"].append(self._now() - start)
@@ -162,21 +162,6 @@ class Worker:
         """To whom and from whom, by rank of the job."""
         ranks = self._transport.ranks
         return ranks[(self.rank + distance) % self.size], ranks[(self.rank - distance) % self.size]
-
-    def _post(
-        self,
-        lane: dist.ProcessGroup,
-        mine: torch.Tensor,
-        theirs: torch.Tensor,
-        target: int,
-        source: int,
-        *,
-        batched: bool,
-    ) -> Sequence[Any]:
-        if batched:
-            send = dist.P2POp(dist.isend, mine, target, lane)
-            return dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, theirs, source, lane)])
-        return [dist.irecv(theirs, source, lane), dist.isend(mine, target, lane)]
 
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:
@@ -214,9 +199,6 @@ class Worker:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
 
-    def _current(self) -> None:
-        self._transport.synchronise()
-
 
 class _Exchange:
     """Messages of ``size`` bytes to the next ``lanes`` ranks, one per lane, and from as many."""
@@ -232,7 +214,7 @@ class _Exchange:
         for number, theirs in enumerate(self._theirs):
             lane, peers = transport.lane_groups[number], self._worker._peers(number + 1)
             batched = transport.batched
-            self._works += self._worker._post(lane, self._mine, theirs, *peers, batched=batched)
+            self._works += post_swap(lane, self._mine, theirs, *peers, batched=batched)
 
     def end(self) -> None:
         self._worker._wait(self._works)
