@@ -31,7 +31,7 @@ __all__ = ["Agreement", "Check", "MismatchError", "TransportError", "of_every_ra
 Check = Literal["first", "always"]
 
 _MOST_AGREED = 4096
-"""Combinations of operation and options, and programs, that are remembered, about 1 KiB each."""
+"""Combinations of operation and options, about 1 KiB each, and programs, that are remembered."""
 
 _EXPLAINING = timedelta(seconds=2)
 """How long others whose wait took too long as well are waited for, to say in what they differ."""

@@ -39,7 +39,7 @@ from commfuse_npu.plan.program import (
     Wait,
 )
 from commfuse_npu.runtime.scratch import Arena, view_of
-from commfuse_npu.runtime.second_stream import SecondStream, second_stream
+from commfuse_npu.runtime.second_stream import SecondStream
 from commfuse_npu.runtime.trace import Event, Linear, Trace, clock
 
 if TYPE_CHECKING:
@@ -121,8 +121,9 @@ class Running:
         self._at = 0
         self._views: list[Any] = [None] * len(program.spans)
         self._arenas: list[Arena] = []
-        self._second: SecondStream | None = second_stream(device)
+        self._second = transport.second_stream(device)
         self._events: dict[int, Any] = {}
+        # By identity of what is waited for: a batch is one thing, sent and received.
         self._waited: set[tuple[int, bool]] = set()
         self._linear: Linear | None = None
         # By step: [works, time, tensors...] until they are waited for, then [()]; a batch in both.
@@ -160,6 +161,10 @@ class Running:
                 self._take_scratch(late=True)
             for buffer, tensor in tensors.items():
                 self._bind(buffer, tensor)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        try:
             self._go_on(works, self.program.mark if ahead else len(self.program.code))
         except BaseException as error:
             post = self.program.code[self._at] if self._at < len(self.program.code) else None
@@ -241,19 +246,18 @@ class Running:
                 else:
                     works[one[1]](*[views[span] for span in one[2]], one[3])
                 if trace is not None:
-                    self._worked(trace, began)
+                    self._worked(trace, began, at)
             elif kind < _RECORD:
                 if one[1] and self._second is not None:
-                    with self._second:
-                        self._light(one)
+                    self._second.do(self._light, one, at)
                 else:
-                    self._light(one)
+                    self._light(one, at)
             elif kind != _MARK and self._second is not None:
                 self._meet(one, self._second)
         self._at = max(self._at, end)
 
-    def _light(self, one: tuple[Any, ...]) -> None:
-        """What may be aside."""
+    def _light(self, one: tuple[Any, ...], at: int) -> None:
+        """What may be aside, and then be called later: ``at`` is its place in the program."""
         kind, _, *rest = one
         if kind == _WAIT:
             receives, sends = rest
@@ -272,7 +276,7 @@ class Running:
             out, source = rest
             _copy(views[out], views[source])
         if trace is not None:
-            self._worked(trace, began)
+            self._worked(trace, began, at)
 
     def _meet(self, one: tuple[Any, ...], second: SecondStream) -> None:
         """Where one stream waits for the other."""
@@ -280,7 +284,9 @@ class Running:
         if kind == _RECORD:
             self._events[event] = second.record(aside=aside)
         else:
+            start = time.perf_counter()
             second.hold(self._events[event], aside=aside)
+            self._transport.blocked_seconds += time.perf_counter() - start
 
     def _wait(self, steps: Sequence[int], posted: dict[int, list[Any]], way: str) -> None:
         """Wait for each once; a batch is done with its receive or its send, whichever is first.
@@ -294,7 +300,7 @@ class Running:
         try:
             for step in steps:
                 one = posted[step]
-                if len(one) == 1 or (self._waited and (step, aside) in self._waited):
+                if len(one) == 1 or (self._waited and (id(one), aside) in self._waited):
                     continue
                 began = 0 if trace is None else clock()
                 for work in one[0]:
@@ -302,7 +308,7 @@ class Running:
                 if trace is not None:
                     self._traced(step, one, began, sending=way == "sending")
                 if self._second is not None:
-                    self._waited.add((step, aside))
+                    self._waited.add((id(one), aside))
                 else:
                     # Let go of the tensors, in both places that a batch is in.
                     one[:] = [()]
@@ -313,7 +319,8 @@ class Running:
             transport.fail(why, self)
             raise transport.error() from error
         finally:
-            transport.blocked_seconds += time.perf_counter() - start
+            if not aside:
+                transport.blocked_seconds += time.perf_counter() - start
 
     def _failed(self, error: BaseException) -> None:
         self._transport.fail(f"{self.name} was interrupted by {error!r}", self)
@@ -378,10 +385,10 @@ class Running:
                 )
         return f"{self.name}: {' and '.join(parts)}"
 
-    def _worked(self, trace: Trace, began: int) -> None:
-        """Trace the instruction at which it is."""
-        at = self.program, self._at
-        event = Event("compute", "", self.name, began, clock(), 0, at, self._linear)
+    def _worked(self, trace: Trace, began: int, at: int) -> None:
+        """Trace the instruction at a place of the program."""
+        origin = self.program, at
+        event = Event("compute", "", self.name, began, clock(), 0, origin, self._linear)
         trace.add(event)
 
     def _traced(self, step: int, one: list[Any], began: int, *, sending: bool) -> None:

@@ -8,6 +8,7 @@ for the other, is in the program.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ __all__ = ["SecondStream", "second_stream"]
 
 
 class SecondStream:
-    """Of one device.  What is called ``with`` it is on it.
+    """Of one device.
 
     Args:
         module: the device's: ``torch.npu``, ``torch.cuda``.
@@ -32,15 +33,16 @@ class SecondStream:
     @property
     def entered(self) -> bool:
         """Whether what this thread calls now is on it."""
-        return getattr(self._here, "entered", None) is not None
+        return getattr(self._here, "entered", False)
 
-    def __enter__(self) -> None:
-        self._here.entered = self._module.stream(self._stream)
-        self._here.entered.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        entered, self._here.entered = self._here.entered, None
-        entered.__exit__(*error)
+    def do(self, work: Callable[..., None], *args: object) -> None:
+        """Call ``work`` with it as the current stream."""
+        self._here.entered = True
+        try:
+            with self._module.stream(self._stream):
+                work(*args)
+        finally:
+            self._here.entered = False
 
     def _of(self, aside: bool) -> Any:
         return self._stream if aside else self._module.current_stream(self._device)

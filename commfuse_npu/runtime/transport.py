@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +33,7 @@ from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
+from commfuse_npu.runtime.second_stream import SecondStream, second_stream
 from commfuse_npu.runtime.trace import Trace
 
 __all__ = ["Transport", "post_swap"]
@@ -112,6 +113,7 @@ class Transport(Agreement):
         operations: how many programs were begun.
         remembered: what higher rooms keep per group of ranks; nothing here uses it.
         trace: where to write down what happens; ``None`` for nowhere.
+        second_stream: the one beside the current stream of a device, if there are two.
     """
 
     def __init__(
@@ -132,6 +134,10 @@ class Transport(Agreement):
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
         self.trace: Trace | None = None
+        # A group whose device is made up brings the streams of it (commfuse_npu.tools.one_device).
+        self.second_stream: Callable[[torch.device], SecondStream | None] = getattr(
+            lanes[0], "second_stream", second_stream
+        )
         self.device_type, _ = device_backend(dist.get_backend(lanes[0]))
         self.lanes = len(lanes)
         self._lanes = tuple(lanes)
