@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commfuse_npu.runtime.hccl_options import buffers_of
 from mindspeed_patches.layout import rows_of_blocks
 
 __all__ = ["LANES", "lane_options", "message_megabytes", "take_lane_megabytes"]
@@ -80,8 +81,4 @@ def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str = "t
         from megatron.core import parallel_state
 
         return parallel_state.get_nccl_options(name, {})
-    import torch_npu
-
-    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_buffer_size": megabytes}
-    return options
+    return buffers_of(megabytes)

@@ -12,15 +12,19 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mindspeed_patches.registration import install
 
 __all__ = ["main"]
 
 
-def main(command: Sequence[str] | None = None) -> None:
-    """Run ``command``, a script and its arguments, by default those of this process."""
+def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = install) -> None:
+    """Run ``command``, a script and its arguments, by default those of this process.
+
+    Args:
+        prepare: called where the script's imports would be found, before the script runs.
+    """
     command = list(sys.argv[1:] if command is None else command)
     if not command or command[0].startswith("-"):
         raise SystemExit(
@@ -40,7 +44,7 @@ def main(command: Sequence[str] | None = None) -> None:
         sys.path.insert(0, folder)
     else:
         sys.path[0] = folder
-    install()
+    prepare()
     runpy.run_path(script, run_name="__main__")
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from commfuse_npu.tools.measure.training_log import BASELINE
 from mindspeed_patches.feature import CommFuseFeature
 
 __all__ = ["files", "main"]
@@ -28,9 +29,6 @@ _TEST = "llama3_8b_tp8_commfuse"
 _SHORT = {"--num-layers": 4, "--micro-batch-size": 1, "--global-batch-size": 8, "--train-iters": 15}
 """Of the system test: a minute on eight NPUs, as long as its neighbours."""
 
-_BASELINE = ("lm loss", "grad norm", "throughput", "time info", "memo info")
-"""What a baseline has a list of, one number per iteration."""
-
 
 def files() -> Iterator[tuple[str, str]]:
     """Where each file belongs in a checkout of MindSpeed-LLM, and what is in it."""
@@ -39,7 +37,7 @@ def files() -> Iterator[tuple[str, str]]:
         yield _PAGE.format(language=language), _page((_ROOT / "docs" / source).read_text("utf-8"))
     yield "features_table_row.html", _row()
     yield f"tests/st/shell_scripts/{_TEST}.sh", _system_test()
-    empty: dict[str, list[float]] = {name: [] for name in _BASELINE}
+    empty: dict[str, list[float]] = {name: [] for name in BASELINE}
     yield f"tests/st/baseline_results/{_TEST}.json", json.dumps(empty, indent=4) + "\n"
 
 

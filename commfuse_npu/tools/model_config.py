@@ -42,7 +42,7 @@ class ModelConfig:
     Attributes are Megatron's options of the same name, but for these:
 
     Attributes:
-        vocab_size: of the tokenizer, before padding.  Not passed on: the tokenizer says it.
+        vocab_size: of the tokenizer, before padding.  Not passed on, where the tokenizer says it.
         num_layer_list: layers per pipeline stage where they differ; ``None``: the same in all.
         npus_per_node, nnodes: torchrun's ``--nproc_per_node`` and ``--nnodes``.
         pretrain_options: further words for ``pretrain_gpt.py``, such as recomputation.
@@ -303,6 +303,9 @@ class ModelConfig:
         given += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
         add("untie_embeddings_and_output_weights", "init_method_std")
         add("make_vocab_size_divisible_by", "tokenizer_type")
+        if self.tokenizer_type == "NullTokenizer":
+            # It says nothing of the vocabulary, and adds an end token.
+            given += ["--vocab-size", str(self.vocab_size - 1)]
         add("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr")
         given += ["--lr-decay-style", "cosine"]
         add("lr_warmup_fraction", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "bf16")

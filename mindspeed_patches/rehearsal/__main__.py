@@ -32,9 +32,9 @@ from pathlib import Path
 
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch
+from commfuse_npu.tools.launch_script.read import read_launch
 from mindspeed_patches.rehearsal import report
 from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, write_cann_stubs
-from mindspeed_patches.rehearsal.command_line import read_launch
 from mindspeed_patches.rehearsal.compare import (
     degeneracies,
     differences,
@@ -50,6 +50,11 @@ from mindspeed_patches.rehearsal.stack import Stack, find_stack
 __all__ = ["main"]
 
 WAYS = ("reference", "commfuse")
+_SET_ANEW = (
+    *("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
+    *("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
+)
+"""Variables that a launch sets for its machine, and a rehearsal for this one."""
 _OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses", "--commfuse-flow")
 
 
@@ -122,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _rehearse(given: argparse.Namespace) -> int:
     stack = find_stack(given.mindspeed, given.mindspeed_llm, given.megatron)
     launch = read_launch(given.launch, stack.llm)
+    for name in _SET_ANEW:
+        launch.environment.pop(name, None)
     script = launch.script_path(stack.llm)
     # Relative paths in a launch begin where it is started: in MindSpeed-LLM's folder.
     folder = launch.folder if (launch.folder / launch.script).is_file() else stack.llm

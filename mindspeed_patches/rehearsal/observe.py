@@ -8,9 +8,8 @@ functions stays.
 from __future__ import annotations
 
 import functools
-import hashlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ import torch.distributed as dist
 from commfuse_npu.plan import Place, rules
 from mindspeed_patches.rehearsal.collectives import CollectiveCounter
 from mindspeed_patches.rehearsal.records import Record
+from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
-__all__ = ["Observer", "optimizer_hash", "weight_hashes"]
+__all__ = ["Observer"]
 
 _TRAINING = "megatron.training.training"
 
@@ -157,49 +157,6 @@ class Observer:
                 ("dp", "data"),
             )
         )
-
-
-# ------------------------------------------------- SHA-256 over every bit of the state
-
-
-def weight_hashes(chunks: Iterable[torch.nn.Module]) -> dict[str, str]:
-    """The hash of each parameter of this rank, by its name."""
-    return {
-        f"{index}.{name}": _hash([("", parameter)])
-        for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
-    }
-
-
-def optimizer_hash(optimizer: Any) -> str:
-    """One hash for what the optimizer keeps on this rank: fp32 main weights, moments, steps."""
-    return _hash(_state(optimizer))
-
-
-def _state(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    # Megatron chains an optimizer per kind of parameters, and each wraps one of torch's kind.
-    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        inner = getattr(part, "optimizer", None)
-        if inner is None:  # no parameters on this rank
-            continue
-        for group_index, group in enumerate(inner.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                name = f"{index}.{group_index}.{number}"
-                yield name, parameter
-                for key, value in sorted(inner.state.get(parameter, {}).items()):
-                    yield f"{name}.{key}", value
-
-
-def _hash(named: Iterable[tuple[str, Any]]) -> str:
-    digest = hashlib.sha256()
-    for name, value in named:
-        if isinstance(value, torch.Tensor):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            # view(uint8) of a scalar is refused, of its one element not.
-            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        else:
-            digest.update(f"{name} {value!r} ".encode())
-    return digest.hexdigest()
 
 
 def _hex(value: Any) -> str:

@@ -1,19 +1,17 @@
-"""Starts one run of a rehearsal under torchrun, and ends whatever it started."""
+"""One run of a rehearsal under torchrun, and what its ranks noted."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from mindspeed_patches.rehearsal.records import Record, read_records
 from mindspeed_patches.rehearsal.stack import Stack
 from mindspeed_patches.rehearsal.worker import RECORDS, WAY
@@ -21,7 +19,6 @@ from mindspeed_patches.rehearsal.worker import RECORDS, WAY
 __all__ = ["Run", "RunFailedError", "run_script", "worker_environment"]
 
 _PROJECT = Path(__file__).resolve().parents[2]
-_GRACE = 20.0  # seconds between asking processes to end and ending them
 
 
 class RunFailedError(RuntimeError):
@@ -119,24 +116,12 @@ def run_script(run: Run, way: str, words: Sequence[str], records: Path) -> list[
         *("-m", "mindspeed_patches.rehearsal.worker", str(run.script), *words),
     ]
     environment = {**run.environment, RECORDS: str(records), WAY: way}
-    with log.open("w", encoding="utf-8", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=run.folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    try:
+        code = run_bounded(
+            command, folder=run.folder, environment=environment, log=log, seconds=run.timeout
         )
-        with _ended(process, records):
-            try:
-                code = process.wait(run.timeout)
-            except subprocess.TimeoutExpired as error:
-                raise RunFailedError(
-                    f"the {way} run did not end within {run.timeout:.0f} s (--timeout):\n"
-                    f"{_tail(log)}"
-                ) from error
+    except TimeoutError as error:
+        raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
     found = read_records(records)
     if code or len(found) != run.processes or not all(record.finished for record in found):
         raise RunFailedError(
@@ -146,61 +131,11 @@ def run_script(run: Run, way: str, words: Sequence[str], records: Path) -> list[
     return found
 
 
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes], records: Path) -> Iterator[None]:
-    """Let nothing outlive the block, also not after an error or Ctrl-C."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            # torchrun hands the signal on to its ranks.
-            _signal(process.pid, signal.SIGTERM)
-            try:
-                process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                _signal(process.pid, signal.SIGKILL)
-        if process.wait():
-            # torchrun makes every rank the leader of a session, with its data loaders in it.
-            for path in records.glob("rank_*.pid"):
-                pid = int(path.read_text("utf-8"))
-                if _is_rank(pid, records):
-                    _signal(pid, signal.SIGKILL)
-
-
-def _is_rank(pid: int, records: Path) -> bool:
-    """Whether this is a rank of ours: a number may have gone to another process since."""
-    environment = Path(f"/proc/{pid}/environ")
-    with contextlib.suppress(OSError):
-        return f"{RECORDS}={records}".encode() in environment.read_bytes().split(b"\0")
-    return False
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
-# C++ stacks, lists of all kernels of an operator, and what follows from a rank's end.
-_NOISE = re.compile(r"frame #|registered at |\[ERROR\] .* ERR\d+|[WEI]\d{4} .*elastic")
 _MISSING_KERNEL = re.compile(r"npu::\w+")
 
 
-def _tail(log: Path, lines: int = 30) -> str:
-    """What a log ends with: the traceback of the first rank that failed, if there is one."""
-    text = log.read_text("utf-8", errors="replace").splitlines()
-    text = [line for line in text if line.strip() and not _NOISE.search(line)]
-    starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
-    # torchrun ends with a traceback of its own, which says nothing that the ranks did not.
-    own = next((i for i, line in enumerate(text) if "torch/distributed/run.py" in line), len(text))
-    if own < len(text):
-        own = max((start for start in starts if start < own), default=own)
-    of_ranks = [start for start in starts if start < own]
-    text = text[of_ranks[0] if of_ranks else 0 : own]
-    # torch marks the traceback of a rank; those of several are interleaved.
-    mark = re.match(r"\[rank\d+\]: ", text[0]) if text else None
-    if mark is not None:
-        text = [line.removeprefix(mark[0]) for line in text if line.startswith(mark[0])]
-    text = text[-lines:]
+def _tail(log: Path) -> str:
+    text = last_lines(log)
     for line in text:
         if "Could not run" in line and (operator := _MISSING_KERNEL.search(line)):
             text.append(

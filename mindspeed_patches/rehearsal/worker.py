@@ -32,7 +32,6 @@ def main(arguments: Sequence[str]) -> None:
     from mindspeed_patches.rehearsal.records import Record
 
     folder = Path(os.environ[RECORDS])
-    (folder / f"rank_{os.environ['RANK']}.pid").write_text(str(os.getpid()), "utf-8")
     record = Record(
         rank=int(os.environ["RANK"]),
         versions={

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from types import ModuleType
 
 import torch
 import torch_npu
@@ -20,6 +21,10 @@ npu_runtime.install()
 import torch_npu.contrib.transfer_to_npu  # noqa: E402, F401
 
 mindspeed_ops.install()
+# CoC's layers import it, and it scikit-learn and others; nothing of it is asked for here.
+settings = ModuleType("mindspeed.auto_settings.auto_settings")
+settings.AutoSettings = object
+sys.modules[settings.__name__] = settings
 if "--use-commfuse" in sys.argv:
     from mindspeed_patches import install
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from commfuse_npu.tools.measure.forms import FORMS, Form, launches
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import MODELS, ROOT, dry_run
 from tests.limits import LIMIT
@@ -110,3 +111,23 @@ def test_what_a_plan_has_written_is_accepted_too(tmp_path) -> None:
     args = parsed(words_of_launch[words_of_launch.index("pretrain_gpt.py") + 1 :], 8)
     assert (args["commfuse_lanes"], args["commfuse_chunks"]) == (3, 2)
     assert args["recompute_granularity"] == "full"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_forms_that_are_measured_are_accepted_too(
+    form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``scripts/first_hour.sh`` has started; without files, at TP 8."""
+    for name in ("DATA_PATH", "TOKENIZER_MODEL", "USE_COMMFUSE"):
+        monkeypatch.delenv(name, raising=False)
+    words = f"{ROOT}/scripts/pretrain_llama3_8b_ptd.sh --mock-data --tokenizer-type NullTokenizer"
+    command = list(launches(words, "npu", 8, tmp_path).commands[form.name])
+    script = next(word for word in command if word.endswith("pretrain_gpt.py"))
+    args = parsed(command[command.index(script) + 1 :], 8)
+    assert bool(args.get("use_commfuse")) is form.ours
+    assert args.get("commfuse_flow") == (4 if form.name == "flow" else None)
+    assert args["use_ascend_mc2"] is (form.name == "mc2")
+    assert args["use_ascend_coc"] is form.name.startswith("coc")
+    assert args["coc_fused_kernel"] is (form.name == "coc_kernel")
+    assert (args["train_iters"], args["save"], args["mock_data"]) == (10, None, True)
+    assert args["padded_vocab_size"] in (None, 128256)

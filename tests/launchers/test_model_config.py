@@ -195,6 +195,13 @@ def test_context_parallelism_appears_when_there_is_some() -> None:
     ]
 
 
+def test_without_a_tokenizer_the_vocabulary_is_said() -> None:
+    assert "--vocab-size" not in load("llama3_8b").arguments()
+    words = load("llama3_8b", "--tokenizer-type NullTokenizer").arguments()
+    # Megatron's NullTokenizer adds an end token.
+    assert words[words.index("--vocab-size") + 1] == "128255"
+
+
 def test_arguments_say_the_same_as_the_file() -> None:
     for name in PARAMETERS:
         config = replace(load(name), pretrain_options=())  # which are passed over

@@ -21,9 +21,9 @@ from mindspeed_patches.rehearsal.compare import (
     fused_layers,
     largest_loss_difference,
 )
-from mindspeed_patches.rehearsal.observe import optimizer_hash, weight_hashes
 from mindspeed_patches.rehearsal.records import Record, read_records
 from mindspeed_patches.rehearsal.run import Run
+from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
 
 def train(rank: int = 0, flip: bool = False) -> Record:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script.options import Options
-from mindspeed_patches.rehearsal.rewrite import (
-    MOCK_VOCABULARY,
-    commfuse_run,
-    prepare,
-    reference_run,
-)
+from commfuse_npu.tools.launch_script.short_run import MOCK_VOCABULARY
+from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
 
 
 def prepared(text: str, folder: Path, iterations: int = 4) -> Options:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_npu.tools.launch_script import bounded
 from mindspeed_patches.rehearsal import run as runs
 from mindspeed_patches.rehearsal.run import Run, RunFailedError, run_script
 
@@ -50,10 +51,6 @@ def test_what_is_quoted_is_the_first_rank_that_failed(tmp_path: Path) -> None:
     assert "npu::npu_some_op has no CPU kernel" in hint
 
 
-def test_only_our_own_ranks_are_ended(tmp_path: Path) -> None:
-    assert not runs._is_rank(os.getpid(), tmp_path)
-
-
 @pytest.mark.long
 def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = tmp_path / "path" / "torch_npu"
@@ -62,13 +59,11 @@ def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (hanging / "__init__.py").write_text(
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open(os.environ['COMMFUSE_REHEARSAL_RECORDS'] + '/rank_0.pid', 'w')"
-        ".write(str(os.getpid()))\n"
         f"open({str(noted)!r}, 'w').write(str(os.getpid()))\n"
         "time.sleep(600)\n",
         "utf-8",
     )
-    monkeypatch.setattr(runs, "_GRACE", 0.5)
+    monkeypatch.setattr(bounded, "_GRACE", 0.5)
     path = os.pathsep.join([str(tmp_path / "path"), str(runs._PROJECT)])
     for limit in (10, 60, 200):  # a busy machine may not have come as far as the hanging
         run = prepared(tmp_path, limit, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")

@@ -44,12 +44,11 @@ _READING = (
     *("expr", "uname", "id", "ls"),
 )
 _SKIPPED = ("mkdir", "rm", "cp", "mv", "ln", "touch", "chmod", "sleep")
-# Of the shell itself, of this capture, or set anew for a rehearsal.
 _NOT_THE_LAUNCHS = {
-    *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME", "PYTHONPATH"),
-    *("LD_LIBRARY_PATH", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
-    *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
+    *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME"),
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
 }
+"""Of the shell itself, of this capture, or set anew for every start."""
 _BACKGROUND_SECONDS = 2.0
 """What a script leaves in the background has so long to be written down."""
 _LONGEST_PRINTED = 1 << 20

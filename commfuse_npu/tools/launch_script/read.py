@@ -1,4 +1,4 @@
-"""The launch that is to be rehearsed: a command, or what a launch script would start."""
+"""The launch that a command would make, or what a launch script would start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_launch(
         environ: for launch scripts.
 
     Raises:
-        UsageError: nothing that can be rehearsed.
+        UsageError: it is none.
     """
     words = list(words)
     if words and Path(words[0]).name in ("bash", "sh"):
@@ -34,7 +34,7 @@ def read_launch(
     launch = launch_of(Command(words, str(Path.cwd())))
     if launch is None:
         raise UsageError(
-            f"the launch {' '.join(words[:6])!r} is none that can be rehearsed; give "
+            f"the launch {' '.join(words[:6])!r} is none that can be read; give "
             "pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a launch script"
         )
     return launch

@@ -1,0 +1,120 @@
+"""Runs a launch within a time limit, with what it prints in a file, and ends all that it started.
+
+torchrun makes every rank the leader of a session, with its data loaders in it, so that no group has
+them all: they are known by a variable of their environment (Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from commfuse_npu.tools.bench.processes import die_with_parent
+
+__all__ = ["last_lines", "run_bounded"]
+
+_GRACE = 20.0
+"""Seconds between asking processes to end and ending them."""
+_MARK = "COMMFUSE_STARTED_BY"
+
+
+def run_bounded(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    seconds: float,
+) -> int:
+    """Run a command to its end.
+
+    Args:
+        command: program and arguments.
+        folder: where it is started.
+        environment: of it.
+        log: a new file for what it prints.
+        seconds: that it may take.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        TimeoutError: it took longer, and has been ended.
+    """
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    with log.open("w", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        with _ended(process, mark):
+            try:
+                return process.wait(seconds)
+            except subprocess.TimeoutExpired as error:
+                raise TimeoutError(f"did not end within {seconds:.0f} s") from error
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes], mark: str) -> Iterator[None]:
+    """Let nothing outlive the block, also not after an error or Ctrl-C."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            # torchrun hands the signal on to its ranks.
+            _signal_group(process.pid, signal.SIGTERM)
+            try:
+                process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+        for pid in _marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Processes that were started by a command, or by what it started."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has gone, or is somebody else's
+            if f"{_MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
+
+
+# C++ stacks, lists of all kernels of an operator, and what follows from a rank's end.
+_NOISE = re.compile(r"frame #|registered at |\[ERROR\] .* ERR\d+|[WEI]\d{4} .*elastic")
+
+
+def last_lines(log: Path, lines: int = 30) -> list[str]:
+    """What a log ends with: the traceback of the first rank that failed, if there is one."""
+    text = log.read_text("utf-8", errors="replace").splitlines()
+    text = [line for line in text if line.strip() and not _NOISE.search(line)]
+    starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
+    # torchrun ends with a traceback of its own, which says nothing that the ranks did not.
+    own = next((i for i, line in enumerate(text) if "torch/distributed/run.py" in line), len(text))
+    if own < len(text):
+        own = max((start for start in starts if start < own), default=own)
+    of_ranks = [start for start in starts if start < own]
+    text = text[of_ranks[0] if of_ranks else 0 : own]
+    # torch marks the traceback of a rank; those of several are interleaved.
+    mark = re.match(r"\[rank\d+\]: ", text[0]) if text else None
+    if mark is not None:
+        text = [line.removeprefix(mark[0]) for line in text if line.startswith(mark[0])]
+    return text[-lines:]

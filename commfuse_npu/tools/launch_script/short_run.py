@@ -1,0 +1,120 @@
+"""A launch made short: a few iterations that need no files and leave none.
+
+Only what has to be changed is, and each change is noted with its reason where it is not obvious.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commfuse_npu.tools.launch_script.options import Options
+
+__all__ = ["MOCK_VOCABULARY", "PEERS", "commfuse_names", "replace_missing_data", "shorten"]
+
+MOCK_VOCABULARY = 4607
+"""Mock data has tokens up to 4095 and an end token after the vocabulary of the null tokenizer.
+
+A smaller vocabulary is not refused: tokens beyond it are masked in the embedding and in the loss,
+and every gradient is zero.
+"""
+
+PEERS = (
+    *("--use-ascend-coc", "--coc-parallel-num", "--coc-fused-kernel", "--coc-mode"),
+    "--use-ascend-mc2",
+)
+"""What overlaps in place of CommFuse."""
+
+_NEVER = 1_000_000  # an interval that no short run reaches
+_FILES = (
+    *("--load", "--save", "--pretrained-checkpoint", "--exit-on-missing-checkpoint"),
+    *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
+    *("--enable-hf2mg-convert", "--enable-mg2hf-convert", "--hf-cfg-dir"),
+)
+_LENGTH = (
+    *("--train-samples", "--rampup-batch-size", "--lr-decay-samples", "--lr-warmup-samples"),
+    *("--exit-interval", "--exit-duration-in-mins"),
+)
+_PROFILER = (
+    *("--profile", "--profile-step-start", "--profile-step-end", "--profile-ranks"),
+    *("--profile-level", "--profile-with-cpu", "--profile-with-stack", "--profile-with-memory"),
+    *("--profile-record-shapes", "--profile-save-path"),
+)
+_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_TOKENIZER = (
+    *("--tokenizer-model", "--tokenizer-name-or-path", "--vocab-file", "--merge-file"),
+    *("--tokenizer-not-use-fast", "--padded-vocab-size", "--tokenizer-padding-side"),
+)
+
+
+def shorten(options: Options, iterations: int) -> None:
+    """Have so many iterations trained, each logged, without checkpoints and profiles.
+
+    Args:
+        options: changed in place.
+        iterations: how many to train.
+    """
+    options.set("--train-iters", iterations)
+    options.drop(*_LENGTH)
+    if "--lr-warmup-iters" in options:
+        warmup = options.number("--lr-warmup-iters", 0)
+        options.set("--lr-warmup-iters", min(warmup, iterations - 1))
+    if options.number("--lr-decay-iters", _NEVER) < iterations:
+        options.drop("--lr-decay-iters")
+    options.set("--log-interval", 1)
+    options.set("--save-interval", _NEVER)
+    options.set("--eval-interval", _NEVER)
+    options.set("--eval-iters", 0)
+    options.drop(*_FILES, why="no checkpoints are read or written, nor other logs")
+    options.drop(*_PROFILER, why="no profile is taken")
+
+
+def replace_missing_data(options: Options, folder: Path) -> None:
+    """Mock data where a file of the data or of the tokenizer is not here.
+
+    Args:
+        options: changed in place.
+        folder: where relative paths of the launch begin.
+    """
+    tokenizer_is_here = not _missing_tokenizer(options, folder)
+    if not _has_data(options, folder) or not tokenizer_is_here:
+        why = "" if "--mock-data" in options else "the data is not on this machine"
+        options.drop(*_DATA, "--data-args-path", "--data-cache-path", why=why)
+        options.set("--mock-data", why=why)
+    if not tokenizer_is_here:
+        why = "the tokenizer is not on this machine"
+        options.drop(*_TOKENIZER, why=why)
+        options.set("--tokenizer-type", "NullTokenizer", why=why)
+    if options.text("--tokenizer-type") == "NullTokenizer" and "--mock-data" in options:
+        size = options.number("--vocab-size", 0)
+        why = "mock data has tokens up to 4095"
+        options.set("--vocab-size", max(size, MOCK_VOCABULARY), why=why)
+
+
+def _has_data(options: Options, folder: Path) -> bool:
+    paths = [
+        value for name in _DATA for value in options.values(name) if not _is_number(value)
+    ]  # a path may have its weight before it
+    return bool(paths) and all(
+        (folder / f"{path}.bin").is_file() and (folder / f"{path}.idx").is_file() for path in paths
+    )
+
+
+def _missing_tokenizer(options: Options, folder: Path) -> bool:
+    if options.text("--tokenizer-type") == "NullTokenizer":
+        return False
+    files = [options.text(name) for name in ("--tokenizer-model", "--tokenizer-name-or-path")]
+    named = [file for file in files if file is not None]
+    return not named or not all((folder / file).exists() for file in named)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def commfuse_names(options: Options) -> list[str]:
+    """The names of CommFuse's options that are given, but for ``--use-commfuse`` itself."""
+    return [name for name in options.names if name.startswith(("--commfuse-", "--no-commfuse-"))]
