@@ -11,7 +11,14 @@ import pytest
 
 from tests.distributed.ranks import Ranks
 
-_MOST_RANKS = {"test_linear": 3, "test_programs": 3, "test_buckets": 3, "test_product": 3}
+_MOST_RANKS = {
+    "test_linear": 3,
+    "test_programs": 3,
+    "test_buckets": 3,
+    "test_product": 3,
+    "test_alone": 3,
+    "test_faults": 3,
+}
 """In the short tier a test has one size of group: 2 ranks, or 3 where orders of additions are made.
 
 Three ranks have every order that four have.
@@ -24,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sized = {
         item: item.callspec.params["size"]
         for item in items
-        if item.path.parent.name in ("distributed", "emulator")
+        if item.path.parent.name in ("distributed", "emulator", "one_device")
         and "size" in getattr(getattr(item, "callspec", None), "params", {})
     }
     for item, size in sized.items():

@@ -1,5 +1,7 @@
 """Random cases of all ops, fused against plain, on gloo processes.
 
+With ``--one-device`` each rank besides runs alone, with random delays on every stream.
+
 The same cases for the same seed; without one it is drawn, and printed.  The first case of a group
 size that fails is made small and printed as the Python that repeats it.
 """
@@ -19,8 +21,11 @@ import torch
 
 from scripts.evidence.markdown_section import replace_section
 from tests.distributed.ranks import Ranks
+from tests.evidence.fuzz.alone import complaints_alone
 from tests.evidence.fuzz.campaign import Figures, campaign, failure_of
 from tests.evidence.fuzz.case import case_of
+from tests.evidence.fuzz.compare import complaints
+from tests.one_device.ranks import RanksOfOneDevice
 
 __all__ = ["main", "shares", "table"]
 
@@ -39,6 +44,7 @@ class _Run:
     """What was asked for, and what came of it by group size."""
 
     seed: int
+    one_device: bool
     figures: dict[int, Figures]
 
     @property
@@ -58,7 +64,8 @@ def table(run: _Run) -> str:
     total = sum(figures.cases for figures in run.figures.values())
     seconds = sum(figures.seconds for figures in run.figures.values())
     lines = [
-        f"`python -m scripts.evidence fuzz --cases {total} --seed {run.seed}`, CPU and gloo, "
+        f"`python -m scripts.evidence fuzz --cases {total} --seed {run.seed}"
+        f"{' --one-device' if run.one_device else ''}`, CPU, "
         f"{os.cpu_count()} cores, torch {torch.__version__}, hypothesis {hypothesis.__version__}: "
         f"{total} different cases in {seconds:.0f} s, "
         f"{len(run.failures) or 'no'} {'failure' if len(run.failures) == 1 else 'failures'}.",
@@ -99,6 +106,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=1000, help="default %(default)s")
     parser.add_argument("--seed", type=int, help="by default another one each time")
     parser.add_argument(
+        "--one-device", action="store_true",
+        help="each rank alone, once all ran together",
+    )  # fmt: skip
+    parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="write the figures into its section fuzz"
     )
     parser.add_argument("--case", metavar="PYTHON", help="run this case only, as a failure prints")
@@ -116,20 +127,23 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the figures; 1 if one failed."""
     given = _arguments(argv)
+    kind, compare = (
+        (RanksOfOneDevice, complaints_alone) if given.one_device else (Ranks, complaints)
+    )
     if given.case is not None:
-        group = Ranks(given.case.size)
-        failure = failure_of(group, given.case)
+        group = kind(given.case.size)
+        failure = failure_of(group, given.case, compare)
         group.kill()
         print(failure or "fused is plain")
         return int(bool(failure))
     seed = random.SystemRandom().getrandbits(32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
-    run = _Run(seed, {})
+    run = _Run(seed, given.one_device, {})
     for size, cases in shares(given.cases).items():
         if not cases:
             continue
-        group = Ranks(size)
-        figures = run.figures[size] = campaign(group, cases, seed)
+        group = kind(size)
+        figures = run.figures[size] = campaign(group, cases, seed, compare)
         group.kill()
         print(
             f"ranks {size}: {figures.cases} cases, {figures.seconds:.0f} s, "

@@ -53,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=whole(), help="undisturbed rounds per ratio")
     how.add_argument("--seed", type=whole(0), default=0, help="of the numbers and of the order")
-    how.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="npu: read, not run")
+    how.add_argument("--device", choices=("cpu", "npu", "cuda"), default="cpu",
+                     help="npu, cuda: read, not run")  # fmt: skip
     how.add_argument(
         "--timeout", type=positive, default=120.0, help="seconds for a round; default 120"
     )

@@ -124,6 +124,8 @@ class DirectExchange(_OverGroup):
         self._targets = [(self.rank + k) % self.size for k in range(1, self.size)]
         self._sources = [(self.rank - k) % self.size for k in range(1, self.size)]
         self._messages = 0
+        # On HCCL single operations would open a communicator per pair [read].
+        self._batched = dist.get_backend(group) != "gloo"
 
     def swap(self, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> Pending:
         """Begin to send ``out`` to one rank and to receive ``into``, the result, from another."""
@@ -138,8 +140,7 @@ class DirectExchange(_OverGroup):
         sources: list[int],
     ) -> list[Any]:
         group = self._group
-        if sends[0].device.type != "cpu":
-            # Read, not run: on HCCL single operations would open a communicator per pair.
+        if self._batched:
             operations = [
                 operation
                 for out, target, into, source in zip(sends, targets, receives, sources, strict=True)

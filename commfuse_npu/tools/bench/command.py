@@ -86,8 +86,12 @@ def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
         for word in getattr(given, option) or ():
             if word not in known:
                 raise ValueError(f"--{option} {word}: choose from {', '.join(known)}")
-    if given.device == "npu" and given.sleep_gemm:
+    if given.device != "cpu" and given.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
+    if given.device == "npu" and "one-device" in (given.links or ()):
+        raise ValueError(
+            "--links one-device holds streams as CUDA can; with --device npu leave it out"
+        )
     ModelConfig.load(given.config)
     sweeps = programme.with_options(programme.quick() if given.quick else programme.full(), given)
     for sweep in sweeps:
@@ -100,14 +104,16 @@ def _possible(sweeps: list[programme.Sweep], conditions: Conditions) -> list[pro
     possible = []
     problem: str | None = None
     for sweep in sweeps:
-        if conditions.device != "cpu" and (sweep.gflops is not None or sweep.link != "mesh"):
+        real = sweep.gflops is None and sweep.link in ("mesh", "one-device")
+        if conditions.device != "cpu" and not real:
             continue  # sleeping GEMMs and made up links are for CPUs
         if sweep.link == "shared-nic":
             problem = namespaces.why_not() if problem is None else problem
             if problem:
                 conditions.note(f"skipped: {programme.LINKS[sweep.link]}: {problem}")
                 continue
-        few_cores = conditions.device == "cpu" and sweep.ranks > (os.cpu_count() or 1)
+        together = conditions.device == "cpu" and sweep.link != "one-device"
+        few_cores = together and sweep.ranks > (os.cpu_count() or 1)
         if sweep.gflops is None and few_cores:
             conditions.note(
                 f"{sweep.ranks} ranks with real GEMMs share {os.cpu_count()} cores: their times "

@@ -50,6 +50,8 @@ class Ranks:
         timeout: seconds for an answer, and for a transfer.  For answers it may be set anew.
         names: the network namespaces of the ranks, if they have any.
         worker: the class whose methods are asked for, ``module:name``; it takes no arguments.
+        one_device: all of them on the first device, to run one alone
+            (:mod:`commfuse_npu.tools.one_device`).
 
     Raises:
         RanksError: they could not be started.
@@ -63,8 +65,10 @@ class Ranks:
         timeout: float,
         names: Sequence[str] | None = None,
         worker: str = "commfuse_npu.tools.bench.worker:Worker",
+        one_device: bool = False,
     ) -> None:
         self._worker = worker
+        self._one_device = one_device
         self.size = size
         self.timeout = timeout
         self._device = device
@@ -87,13 +91,14 @@ class Ranks:
                     "namespace": self._names[rank] if self._names else None,
                     "timeout": self.timeout,
                     "worker": self._worker,
+                    "one_device": self._one_device,
                 }
                 process = _context.Process(target=_serve, args=(theirs, start), daemon=True)
                 process.start()
                 self._processes.append(process)
                 self._pipes.append(ours)
                 theirs.close()
-            self._answers("starting", _START_SECONDS)
+            self._answers("starting", _START_SECONDS, range(self.size))
         except BaseException:
             self.close()
             raise
@@ -111,22 +116,37 @@ class Ranks:
         Raises:
             RanksError: a rank raised, died, or took longer than the time limit.
         """
+        return self._ask(range(self.size), method, args, flags)
+
+    def ask_first(self, method: str, *args: Any, **flags: Any) -> Any:
+        """Call a method on rank 0 alone; the others wait for what comes next.
+
+        Raises:
+            RanksError: as :meth:`ask`; also when one of the others dies.
+        """
+        return self._ask([0], method, args, flags)[0]
+
+    def _ask(
+        self, of: Sequence[int], method: str, args: tuple[Any, ...], flags: dict[str, Any]
+    ) -> list[Any]:
         try:
-            for pipe in self._pipes:
-                pipe.send((method, args, flags))
-            return self._answers(method, self.timeout)
+            for rank in of:
+                self._pipes[rank].send((method, args, flags))
+            return self._answers(method, self.timeout, of)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise RanksError(f"a rank is gone before {method}: {error}") from error
             raise
 
-    def _answers(self, method: str, timeout: float) -> list[Any]:
+    def _answers(self, method: str, timeout: float, of: Sequence[int]) -> list[Any]:
         answers: dict[int, Any] = {}
+        # Whoever is not asked has nothing to say and may be gone all the same.
+        others = {self._processes[rank].sentinel: rank for rank in {*range(self.size)} - {*of}}
         end = time.monotonic() + timeout
-        while len(answers) < self.size:
-            waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}
-            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+        while len(answers) < len(of):
+            waiting = {self._pipes[rank]: rank for rank in of if rank not in answers}
+            ready = wait([*waiting, *others], max(0.0, end - time.monotonic()))
             if not ready:
                 missing = ", ".join(str(rank) for rank in waiting.values())
                 raise RanksError(
@@ -134,7 +154,9 @@ class Ranks:
                     f"{timeout:.0f} s; give more with --timeout, or a smaller --scale"
                 )
             for pipe in ready:
-                assert isinstance(pipe, Connection)
+                if not isinstance(pipe, Connection):
+                    assert isinstance(pipe, int)
+                    raise RanksError(f"rank {others[pipe]} of {self.size} died during {method}")
                 rank = waiting[pipe]
                 try:
                     worked, value = pipe.recv()
@@ -143,7 +165,7 @@ class Ranks:
                 if not worked:
                     raise RanksError(f"rank {rank} of {self.size} failed in {method}:\n{value}")
                 answers[rank] = value
-        return [answers[rank] for rank in range(self.size)]
+        return [answers[rank] for rank in of]
 
     def close(self) -> None:
         """End these processes, and only these."""
@@ -189,6 +211,7 @@ def _join(
     namespace: str | None,
     timeout: float,
     worker: str,
+    one_device: bool,
 ) -> Any:
     # Before torch makes threads and sockets.
     card = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -196,7 +219,7 @@ def _join(
         namespaces.enter(namespace)
         card = namespaces.CARD
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) >= size:
+    if len(cores) >= size and not one_device:
         os.sched_setaffinity(0, {cores[rank]})
     os.environ.update(
         OMP_NUM_THREADS="1",
@@ -206,6 +229,9 @@ def _join(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
     )
+    if one_device and device == "cuda":
+        # As many queues as there can be: streams of one queue would wait for each other.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     if device == "cpu":
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch
@@ -218,9 +244,22 @@ def _join(
         if device == "npu":
             import torch_npu  # noqa: F401
 
-        getattr(torch, device).set_device(rank)
+        module = getattr(torch, device)
+        found, needed = module.device_count(), 1 if one_device else size
+        if found < needed:
+            raise RuntimeError(
+                f"--device {device} with {size} ranks takes {needed} of them, torch "
+                f"{torch.__version__} finds {found}; choose another device, or fewer ranks"
+            )
+        module.set_device(0 if one_device else rank)
+    backend = _BACKENDS[device]
+    if one_device:
+        from commfuse_npu.tools.one_device.backend import BACKEND, register
+
+        register(device)
+        backend = BACKEND
     dist.init_process_group(
-        _BACKENDS[device],
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,

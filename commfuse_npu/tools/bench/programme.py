@@ -9,12 +9,14 @@ from typing import Literal, get_args
 
 __all__ = ["DEFAULT_GFLOPS", "LINKS", "Link", "Sweep", "full", "quick", "with_options"]
 
-Link = Literal["mesh", "shared-nic", "unpaced"]
+Link = Literal["mesh", "shared-nic", "unpaced", "one-device"]
 
 LINKS: dict[str, str] = {
     "mesh": "a link per pair of ranks (paced sockets)",
     "shared-nic": "one card per rank (network namespaces, tc tbf)",
     "unpaced": "loopback without a rate",
+    "one-device": "one rank runs alone, copies at a rate stand in for a link per peer",
+    "cuda": "the links between the GPUs",
     "npu": "the links between the NPUs",
 }
 assert set(get_args(Link)) < set(LINKS)

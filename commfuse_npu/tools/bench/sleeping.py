@@ -8,9 +8,9 @@ The model is an NPU's, because there lies what cutting a GEMM costs: its result 
 tiles, on so many cores at a time, after a launch.  A piece whose tiles do not fill the cores in its
 last round takes longer than its share, no matter whether rows or columns were cut.
 
-A sleep ends late, by what the system takes to wake the process: 0.03 to 0.1 ms, and more while the
-cores are busy with other ranks, which a GEMM on an engine of its own would not notice.  The next
-sleep is shorter by that much, so that many small GEMMs sleep as long together as one large one.
+A sleep ends late, by what the system takes to wake the process, and later while the cores are busy
+with other ranks, which a GEMM on an engine of its own would not notice.  The next sleep is shorter
+by that much, so that many small GEMMs sleep as long together as one large one.
 """
 
 from __future__ import annotations

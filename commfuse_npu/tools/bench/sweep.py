@@ -34,9 +34,12 @@ _CALIBRATION_ROUNDS = 5
 _CALIBRATIONS = 4
 _FEW_ROUNDS = 2
 _QUIET_TRIES, _QUIET_SECONDS = 8, 0.25
-_WITH_A_RATE = ("mesh", "shared-nic")
+_WITH_A_RATE = ("mesh", "shared-nic", "one-device")
+_AS_IT_IS = ("npu", "cuda")
 _NOMINAL_RATE = 200e6
 """At which a link is measured before anything else, in bytes per second."""
+_WARM_UP_RATE = 1e10
+"""Of a rank's first run on its own: it is held, and not for long."""
 
 _COMPUTE = Variant(COMPUTE, "compute")
 _COMMUNICATION = Variant(COMMUNICATION, "communication")
@@ -99,7 +102,8 @@ class Group:
 
     def __init__(self, ranks: int, link: str, conditions: Conditions, progress: Progress) -> None:
         self._size = ranks
-        self._link = link if conditions.device == "cpu" else conditions.device
+        made_up = conditions.device == "cpu" or link == "one-device"
+        self._link = link if made_up else conditions.device
         self._conditions = conditions
         self._progress = progress
         self._stack = ExitStack()
@@ -112,9 +116,13 @@ class Group:
                 self._network = stack.enter_context(namespaces.Network(self._size))
             names = self._network.names if self._network else None
             device, timeout = self._conditions.device, self._conditions.timeout
-            ranks = Ranks(self._size, device=device, timeout=timeout, names=names)
+            alone = self._link == "one-device"
+            ranks = Ranks(self._size, device=device, timeout=timeout, names=names, one_device=alone)
             self._ranks = stack.enter_context(ranks)
-            self._measure_link()
+            if alone:
+                self._conditions.wires.append(f"{LINKS[self._link]}, {self._size} ranks: as asked")
+            else:
+                self._measure_link()
             self._stack = stack.pop_all()
         return self
 
@@ -141,7 +149,9 @@ class Group:
         self._pace(None)
 
     def _pace(self, bytes_per_second: float | None) -> bool:
-        if self._network is not None:
+        if self._link == "one-device":
+            self._ranks.ask("pace_copies", bytes_per_second)
+        elif self._network is not None:
             self._network.pace(bytes_per_second)
             # The cards have the rate, the sockets as small buffers as where they have it.
             self._ranks.ask("pace", None)
@@ -183,6 +193,13 @@ class Group:
         for variant in (_COMPUTE, *fixed):
             checks[variant.name] = worst_check(self._ranks.ask("check", variant))
             progress.step()
+        if self._link == "one-device":
+            recorded = [_COMPUTE, _COMMUNICATION, *fixed]
+            for variant in recorded:
+                self._ranks.ask("record", variant)
+            # The first time on its own a rank makes streams and their buffers, and measures clocks.
+            self._pace(_WARM_UP_RATE)
+            self._ranks.ask_first("round", recorded)
         compute = self._compute_seconds()
         progress.step(_CALIBRATION_ROUNDS)
         by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}
@@ -222,7 +239,7 @@ class Group:
                 after_round=lambda: progress.step(len(by_name)),
             )
             wire_ms = 1e3 * (on_link / rate) if rate else 0.0
-            if self._link == "npu":
+            if self._link in _AS_IT_IS:
                 # The link is what it is: the ratio is a result.
                 alone = statistics.median(s.total for s in measured.samples[COMMUNICATION])
                 wire_ms, ratio = 1e3 * alone, alone / compute
@@ -252,7 +269,9 @@ class Group:
         return True
 
     def _cores_suffice(self) -> bool:
-        return self._link == "npu" or (os.cpu_count() or 1) >= self._size
+        # Alone: a core for what is computed and one for what is copied.
+        needed = 2 if self._link == "one-device" else self._size
+        return self._link in _AS_IT_IS or (os.cpu_count() or 1) >= needed
 
     def _that_fit(self, variants: Sequence[Variant], shape: Shape) -> list[Variant]:
         """Without those that would cut a block into more slices than it has rows."""
@@ -260,6 +279,11 @@ class Group:
         fitting = [v for v in variants if v.slices <= rows]
         if len(fitting) < len(variants):
             self._conditions.note(f"blocks of {rows} rows are too small for some slices")
+        if self._link == "one-device":
+            fixed = [v for v in fitting if not v.tuned]
+            if len(fixed) < len(fitting):
+                self._conditions.note("auto tries schedules out with all ranks: not on one device")
+            return fixed
         return fitting
 
     def _possible(self, ratios: Sequence[float]) -> Sequence[float]:
@@ -279,7 +303,11 @@ class Group:
 
     def _round(self, order: Sequence[Variant]) -> tuple[list[Sample], Load | None]:
         watch = Watch()
-        of_ranks: list[tuple[list[Sample], float]] = self._ranks.ask("round", list(order))
+        of_ranks: list[tuple[list[Sample], float]]
+        if self._link == "one-device":
+            of_ranks = [self._ranks.ask_first("round", list(order))]
+        else:
+            of_ranks = self._ranks.ask("round", list(order))
         load = watch.load(sum(cpu for _, cpu in of_ranks))
         if load is None:
             self._conditions.note("/proc/stat cannot be read: disturbed rounds are not detected")

@@ -22,6 +22,8 @@ from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms
 from commfuse_npu.tools.bench.variants import COMPUTE, REFERENCE, Variant
 from commfuse_npu.tools.bench.works import Work
+from commfuse_npu.tools.one_device.backend import register
+from commfuse_npu.tools.one_device.recording import Recording
 from commfuse_npu.tuning import decisions
 
 __all__ = ["Worker"]
@@ -38,11 +40,25 @@ class Worker:
         self._forms: dict[Variant, Form | FlowForm] = {}
         self._work: Work
         self._gflops: float | None = None
+        # Of ranks that share one device: what each variant sent and received, and the links' rate.
+        self._recordings: dict[Variant, Recording] = {}
+        self._rate: float | None = None
         self._reference: list[torch.Tensor] | None = None
 
     def pace(self, bytes_per_second: float | None) -> wire.Pacing:
         """Give this rank's sockets a rate."""
         return wire.pace(bytes_per_second)
+
+    def pace_copies(self, bytes_per_second: float | None) -> None:
+        """The rate of the copies that stand in for links, of ranks that share one device."""
+        self._rate = bytes_per_second
+
+    def record(self, variant: Variant) -> None:
+        """Run a variant on all ranks, so that one of them can run it alone from then on."""
+        with register(self._device).recording() as recording:
+            self._call(variant)()
+        if self.rank == 0:
+            self._recordings[variant] = recording
 
     def wire_speed(self, payload: int) -> tuple[float, float]:
         """Measure the link as it is now: a direct exchange of ``payload`` bytes per pair.
@@ -88,6 +104,7 @@ class Worker:
         self._gflops = gflops
         self._reference = None
         self._forms.clear()
+        self._recordings.clear()
         self._forget_buffers()
 
     def check(self, variant: Variant, *, memory: bool = True) -> Check:
@@ -164,19 +181,32 @@ class Worker:
         self._groups.transport.scratch.clear()
 
     def _timed(self, variant: Variant) -> Sample:
+        call, blocked = self._call(variant), self._blocked(variant)
+        with self._alone(variant):
+            start = self._together()
+            blocked_before, cpu = blocked(), time.process_time()
+            call()
+            total = self._now() - start
+            return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
+
+    def _call(self, variant: Variant) -> Callable[[], object]:
         work, direct = self._work, self._direct
-        call: Callable[[], object]
         if variant.kind == "communication":
-            blocked = lambda: direct.blocked_seconds  # noqa: E731
-            call = lambda: work.communicate(direct)  # noqa: E731
-        else:
-            form = self._form(variant)
-            blocked, call = form.blocked_seconds, lambda: work.run(form)
-        start = self._together()
-        blocked_before, cpu = blocked(), time.process_time()
-        call()
-        total = self._now() - start
-        return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
+            return lambda: work.communicate(direct)
+        form = self._form(variant)
+        return lambda: work.run(form)
+
+    def _blocked(self, variant: Variant) -> Callable[[], float]:
+        direct = self._direct
+        if variant.kind == "communication":
+            return lambda: direct.blocked_seconds
+        return self._form(variant).blocked_seconds
+
+    def _alone(self, variant: Variant) -> AbstractContextManager[None]:
+        recording = self._recordings.get(variant)
+        if recording is None:
+            return nullcontext()
+        return register(self._device).replaying(recording, self._rate)
 
     def _together(self) -> float:
         """Start at the same time on all ranks; returns the time."""

@@ -90,9 +90,15 @@ def predictions(results: Sequence[Result], ratio: float) -> Iterator[Prediction]
     A machine is what has the same ranks, links, dtype and way of running GEMMs.
 
     Raises:
-        ValueError: nothing was measured at this ratio that the simulator has a form for.
+        ValueError: nothing was measured, or not at this ratio, that the simulator has a form for.
     """
     known = [result for result in results if _has_form(result)]
+    if not known:
+        works = ", ".join(sorted({result.setting.work for result in results}))
+        raise ValueError(
+            f"the simulator has no form for what was measured ({works}); it has for variants of "
+            f"{', '.join(_WORKS)}"
+        )
     fits: dict[tuple[object, ...], dict[str, Machine]] = {}
     for result in known:
         setting = result.setting

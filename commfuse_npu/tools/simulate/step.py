@@ -178,8 +178,8 @@ class Step:
     """A step on a machine; times of variants share what does not depend on them.
 
     Args:
-        rough: let one rank stand for all: a twentieth of the time, and up to 1 % too short with
-            two chunks or more, 3 % with one.
+        rough: let one rank stand for all: a fraction of the time, and up to 2 % too short with two
+            chunks or more, 3 % with one.
         shared: what steps on the same machine with layers of the same shape have in common.
 
     Raises:

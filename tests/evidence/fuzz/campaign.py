@@ -67,8 +67,11 @@ def failure_of(group: Ranks, case: Case, compare: Compare = complaints) -> str:
         ]
     if not found:
         return ""
-    repeat = "repeat it with python -m scripts.evidence fuzz --case, or in FOUND of test_found.py"
-    return "\n".join([*found, f"{repeat}:", f"    {case!r}"])
+    repeat = (
+        "repeat it with python -m scripts.evidence fuzz --case, and --one-device if it was given, "
+        "or in FOUND of test_found.py:"
+    )
+    return "\n".join([*found, repeat, f"    {case!r}"])
 
 
 def campaign(group: Ranks, wanted: int, seed: int, compare: Compare = complaints) -> Figures:

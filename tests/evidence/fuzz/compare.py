@@ -15,10 +15,11 @@ from tests.evidence.fuzz.lanes import at_rest, transport_of
 from tests.evidence.fuzz.network_run import run_network
 from tests.evidence.fuzz.values import Found
 
-__all__ = ["complaints"]
+__all__ = ["at_rest_or_raise", "complaints", "differences", "quiet", "run_case"]
 
 
-def _run(case: Case, fused: bool) -> Found:
+def run_case(case: Case, fused: bool) -> Found:
+    """What this rank computes."""
     return run_buckets(case, fused) if isinstance(case, BucketRun) else run_network(case, fused)
 
 
@@ -42,7 +43,7 @@ def _of(x: torch.Tensor | None) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Empty inputs, and inputs without gradients under a recomputation, are meant here."""
     logger = logging.getLogger("commfuse_npu")
     level = logger.level
@@ -55,18 +56,15 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def complaints(rank: int, case: Case) -> list[str]:
-    """What is wrong with a case on this rank; every rank of the group calls it together.
+def at_rest_or_raise(case: Case) -> None:
+    """Raise if a transfer is still under way: these processes are of no more use."""
+    left = at_rest(transport_of(case))
+    if left:
+        raise RuntimeError("; ".join(left))
 
-    Raises:
-        RuntimeError: a transfer is still under way, so that these processes are of no more use.
-    """
-    with _quiet():
-        ours = _run(case, fused=True)
-        left = at_rest(transport_of(case))
-        if left:
-            raise RuntimeError("; ".join(left))
-        plain = _run(case, fused=False)
+
+def differences(ours: Found, plain: Found) -> list[str]:
+    """Where what was computed is not what it should be."""
     found = [f"{name} is missing" for name in plain.keys() - ours.keys()]
     found += [f"{name} is not in the plain form" for name in ours.keys() - plain.keys()]
     for name in plain:
@@ -75,3 +73,16 @@ def complaints(rank: int, case: Case) -> list[str]:
             if difference is not None:
                 found.append(f"{name}: {difference}")
     return found
+
+
+def complaints(rank: int, case: Case) -> list[str]:
+    """What is wrong with a case on this rank; every rank of the group calls it together.
+
+    Raises:
+        RuntimeError: a transfer is still under way, so that these processes are of no more use.
+    """
+    with quiet():
+        ours = run_case(case, fused=True)
+        at_rest_or_raise(case)
+        plain = run_case(case, fused=False)
+    return differences(ours, plain)

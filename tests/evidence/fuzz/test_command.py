@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from scripts.evidence import fuzz
-from tests.evidence.fuzz.campaign import Figures
+from tests.evidence.fuzz.alone import complaints_alone
+from tests.evidence.fuzz.campaign import Compare, Figures
 from tests.evidence.fuzz.case import Layer, Network
+from tests.evidence.fuzz.compare import complaints
+from tests.one_device.ranks import RanksOfOneDevice
 
 CASE = Network(2, (Layer("linear_reduce_scatter"),))
 
@@ -19,12 +22,15 @@ def test_every_case_is_run_once(cases: int) -> None:
     assert sum(fuzz.shares(cases).values()) == cases
 
 
+@pytest.mark.parametrize("one_device", [False, True])
 @pytest.mark.parametrize("failing", [0, 3])
 def test_figures_and_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, failing: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, failing: int, one_device: bool
 ) -> None:
-    def made_up(group: Any, cases: int, seed: int) -> Figures:
+    def made_up(group: Any, cases: int, seed: int, compare: Compare) -> Figures:
         assert seed == 7
+        assert isinstance(group, RanksOfOneDevice) == one_device
+        assert compare is (complaints_alone if one_device else complaints)
         figures = Figures(cases=cases, seconds=cases / 4)
         figures.tried.update({("op", "sharded_linear"): cases, ("chunks", "2"): 1})
         if group.size == failing:
@@ -33,14 +39,15 @@ def test_figures_and_exit_code(
 
     monkeypatch.setattr(fuzz, "campaign", made_up)
     file = tmp_path / "page.md"
-    code = fuzz.main(["--cases", "200", "--seed", "7", "--markdown", str(file)])
+    words = ["--one-device"] * one_device
+    code = fuzz.main(["--cases", "200", "--seed", "7", "--markdown", str(file), *words])
     said = capsys.readouterr().out
     assert code == int(failing > 0)
     assert "seed 7" in said
     assert (f"wrong: {CASE!r}" in said) == (failing > 0)
     text = file.read_text("utf-8")
     assert text.startswith("<!-- begin: fuzz -->")
-    assert "--cases 200 --seed 7" in text
+    assert f"`python -m scripts.evidence fuzz {' '.join(['--cases 200 --seed 7', *words])}`" in text
     assert "200 different cases in 50 s" in text
     assert ("1 failure." in text) == (failing > 0)
     assert f"| 3 | 30 | 8 | 4.0 | {int(failing == 3)} |" in text
@@ -50,7 +57,7 @@ def test_figures_and_exit_code(
 def test_another_seed_each_time_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     seeds = []
     monkeypatch.setattr(
-        fuzz, "campaign", lambda group, cases, seed: seeds.append(seed) or Figures()
+        fuzz, "campaign", lambda group, cases, seed, compare: seeds.append(seed) or Figures()
     )
     for _ in range(2):
         fuzz.main(["--cases", "1"])

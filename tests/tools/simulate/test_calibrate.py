@@ -90,6 +90,9 @@ def test_what_has_no_form_is_left_out_and_a_ratio_that_is_not_there_refused(fitt
     assert {one.variant for one in predictions(four, 0.5)} == {"p2p", "ours-c1", "ours-c4"}
     with pytest.raises(ValueError, match=r"nothing at ratio 3 to fit; choose one of 0\.5"):
         list(predictions(results, 3))
+    layers = [replace(row, setting=replace(row.setting, work="layers")) for row in results]
+    with pytest.raises(ValueError, match=r"no form for what was measured \(layers\); .*mlp"):
+        list(predictions(layers, 0.5))
 
 
 def _described(tmp_path: Path) -> tuple[Path, Machine]:

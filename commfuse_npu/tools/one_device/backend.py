@@ -1,0 +1,68 @@
+"""Registers the backend with torch.distributed, in the process of one rank.
+
+As torch_npu does, it puts its own ``batch_isend_irecv`` in the place of torch's: a batch is one
+operation with one handle.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from commfuse_npu.tools.one_device.device import OneDevice
+from commfuse_npu.tools.one_device.process_group import OneDeviceGroup
+from commfuse_npu.tools.one_device.thread_streams import ThreadStreams
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "one_device"
+
+
+@cache
+def register(device_type: str) -> OneDevice:
+    """Make the backend known to this process.
+
+    Args:
+        device_type: ``cpu``, or ``cuda`` (read, not run).
+
+    Returns:
+        what its groups share.
+
+    Raises:
+        ValueError: streams of another device, which cannot be held.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{BACKEND} on {device_type}: its streams cannot be held there; register cpu or cuda"
+        )
+    if device_type == "cpu":
+        device = OneDevice(ThreadStreams())
+    else:
+        from commfuse_npu.tools.one_device.device_streams import DeviceStreams
+
+        device = OneDevice(DeviceStreams(device_type))
+
+    def create(options: Any, _: object) -> OneDeviceGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        together = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, options.timeout
+        )
+        return OneDeviceGroup(
+            device, options.group_id, options.group_rank, ranks, together, BACKEND
+        )
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[device_type])
+    torchs_own = dist.batch_isend_irecv
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
+        dist.distributed_c10d._check_p2p_op_list(operations)  # of one group
+        group = operations[0].group or dist.group.WORLD
+        if not isinstance(group, OneDeviceGroup):
+            return list(torchs_own(operations))
+        return [group.post_batch(operations)]
+
+    for module in (dist, dist.distributed_c10d):
+        module.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
+    return device

@@ -1,0 +1,193 @@
+"""The device of this process: whether ranks run together or one alone, and its links."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from commfuse_npu.tools.one_device.recording import Posted, Recording, ReplayError
+from commfuse_npu.tools.one_device.streams import Event, Streams
+
+__all__ = ["Link", "OneDevice"]
+
+Link = tuple[str, int]
+"""In which direction, and the rank at its other end."""
+
+_LONGEST_DELAY = 0.002
+"""Seconds; of a random one."""
+
+
+class OneDevice:
+    """One per process.
+
+    Attributes:
+        streams: of links, and the second one of operations.
+        recorded: where what is posted is written down, if it is.
+        replayed: what is run alone right now, if something is.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.recorded: Recording | None = None
+        self.replayed: Recording | None = None
+        self._rate: float | None = None
+        self._random: random.Random | None = None
+        self._links: dict[Link, Event] = {}
+        self._sinks: dict[Hashable, torch.Tensor] = {}
+        # What was sent, when it was read, and what it was then.
+        self._read: list[tuple[Posted, str, list[torch.Tensor]]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Write down what is posted in this block, which all ranks run together."""
+        self.recorded = Recording()
+        try:
+            yield self.recorded
+        finally:
+            self.recorded = None
+
+    @contextmanager
+    def replaying(
+        self,
+        recording: Recording,
+        bytes_per_second: float | None = None,
+        seed: int | None = None,
+    ) -> Iterator[None]:
+        """Run what was recorded again; nobody else has to.
+
+        Args:
+            bytes_per_second: of a link from one rank to one other; ``None``: as fast as copies are.
+            seed: check it: with random delays, with NaN in what is not received yet, and with what
+                is sent compared to what was, as it is at the start of a transfer and at its end.
+
+        Raises:
+            ValueError: the rate is not above 0.
+            ReplayError: what is posted, or what is sent, is not what was recorded.
+        """
+        if bytes_per_second is not None and not bytes_per_second > 0:
+            raise ValueError(
+                f"bytes_per_second is {bytes_per_second}; give a number above 0, or None for links "
+                "as fast as copies are"
+            )
+        recording.rewind()
+        self.replayed, self._rate = recording, bytes_per_second
+        self._random = None if seed is None else random.Random(seed)
+        self._links, self._read = {}, []
+        self.streams.delay = self._delay
+        try:
+            yield
+            self.streams.synchronise()
+            self._expect_the_same()
+        except BaseException:
+            # What it left to the streams still reads and writes its tensors; why is raised below.
+            with suppress(RuntimeError):
+                self.streams.synchronise()
+            raise
+        finally:
+            self.replayed, self._random = None, None
+
+    def begin(
+        self,
+        group: str,
+        stream: Hashable,
+        what: str,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        links: Mapping[Link, int],
+    ) -> Event:
+        """A transfer, or this rank's part in a collective, of what is run alone.
+
+        Args:
+            stream: whose order it keeps.
+            sent, received: what it reads and writes; where they overlap it changes them in place.
+            links: bytes by link; a link carries one thing after the other.
+        """
+        assert self.replayed is not None
+        posted = self.replayed.next(group, what, received)
+        reads, checked = self._read, self._random is not None
+        in_place = any(_overlap(tensor, other) for tensor in received for other in sent)
+        early = checked and not in_place and self._drawn() < 0.5
+        if checked and not in_place:
+            for tensor in received:
+                _poison(tensor)
+
+        def deliver() -> None:
+            for tensor, data in zip(received, posted.received, strict=True):
+                tensor.data.copy_(data)
+
+        def read(when: str) -> None:
+            reads.append((posted, when, [tensor.data.clone() for tensor in sent]))
+
+        def begin() -> None:
+            with torch.inference_mode():
+                if checked:
+                    read("first")
+                else:
+                    self._drain(stream, sent)
+                if early or not checked:
+                    deliver()
+
+        def end() -> None:
+            with torch.inference_mode():
+                if checked:
+                    read("later")
+                    if not early:
+                        deliver()
+
+        seconds = self._delay()
+        if self._rate is not None:
+            seconds += max(links.values(), default=0) / self._rate
+        after = [self.streams.here(), *(self._links[link] for link in links if link in self._links)]
+        over = self.streams.give(stream, after, seconds, begin, end)
+        self._links.update(dict.fromkeys(links, over))
+        return over
+
+    def _drawn(self) -> float:
+        assert self._random is not None
+        return self._random.random()
+
+    def _delay(self) -> float:
+        return 0.0 if self._random is None else _LONGEST_DELAY * self._drawn()
+
+    def _drain(self, stream: Hashable, sent: Sequence[torch.Tensor]) -> None:
+        """Read what is sent, as a link does."""
+        for tensor in sent:
+            sink = self._sinks.get(stream)
+            if sink is None or sink.numel() < tensor.nbytes:
+                sink = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+                self._sinks[stream] = sink
+            flat = tensor.data.reshape(-1)
+            sink[: tensor.nbytes].view(tensor.dtype).copy_(flat)
+
+    def _expect_the_same(self) -> None:
+        assert self.replayed is not None
+        left = self.replayed.left()
+        if left:
+            raise ReplayError(f"recorded and not run again: {'; '.join(left[:4])}")
+        for posted, when, read in self._read:
+            if not all(map(_same_bits, read, posted.sent)):
+                raise ReplayError(
+                    f"{posted.what}: what was {when} read is not what was sent when the ranks ran "
+                    "together: it was not written yet, or written over before it was sent"
+                )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    start, of_other = one.data_ptr(), other.data_ptr()
+    return start < of_other + other.nbytes and of_other < start + one.nbytes
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    value = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    with torch.inference_mode():
+        tensor.data.fill_(value)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_floating_point():
+        # What is not a number is the same as itself here.
+        return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(one, other)

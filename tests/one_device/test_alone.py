@@ -1,0 +1,105 @@
+"""What a rank computes alone is what it computed with the others, and in the plain form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.ops import LinearOptions
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Add, Compute, Copy
+from commfuse_npu.runtime.trace import Trace
+from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.tools.one_device.backend import register
+from commfuse_npu.tools.one_device.recording import ReplayError
+from tests.limits import PATIENT
+from tests.one_device.late_streams import LateStreams
+from tests.one_device.layers import layers
+
+SCHEDULES = [Schedule(), Schedule(lanes=1, chunks=3), Schedule(chunks=4)]
+
+
+def alone(rank: int, schedule: Schedule, batched: bool, late: bool) -> None:
+    device = register("cpu")
+    link = Transport.create(lanes=3, timeout=PATIENT, batched=batched, check="always")
+    options = LinearOptions(schedule)
+    plain = layers(link, options, fused=False)
+    with device.recording() as recording:
+        together = layers(link, options, fused=True)
+    assert all(map(torch.equal, together, plain)), "not the plain form"
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            patch.setattr(device, "streams", LateStreams())
+        for seed in (None, 26, 27):
+            with device.replaying(recording, seed=seed):
+                found = layers(link, options, fused=True)
+            assert all(map(torch.equal, found, together)), "not what it was together"
+    assert not link.scratch.lent
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_has_the_bits_of_all_ranks(
+    ranks: Any, size: int, schedule: Schedule, batched: bool, late: bool
+) -> None:
+    ranks(size).run(alone, schedule, batched, late)
+
+
+def traced(rank: int) -> None:
+    device, link = register("cpu"), Transport.create(timeout=PATIENT, batched=True)
+    options = LinearOptions(Schedule(chunks=3))
+    with device.recording() as recording:
+        layers(link, options, fused=True)
+    link.trace = Trace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "streams", LateStreams())
+        with device.replaying(recording):
+            layers(link, options, fused=True)
+    worked = [event.origin for event in link.trace.events if event.row == "compute"]
+    found = [program.code[at] for program, at in worked if isinstance(at, int)]
+    assert len(found) == len(worked)
+    assert all(isinstance(one, (Compute, Add, Copy)) for one in found)
+    assert any(isinstance(one, Add) and one.aside for one in found)
+
+
+def test_what_is_aside_is_traced_as_what_it_is(ranks: Any) -> None:
+    ranks(2).run(traced)
+
+
+def what_is_refused(rank: int) -> list[str]:
+    device, link = register("cpu"), Transport.create(timeout=PATIENT)
+    with device.recording() as recording:
+        layers(link, LinearOptions(), fused=True)
+    said = []
+    for chunks, fused in ((2, True), (1, False)):
+        with pytest.raises((ReplayError, RuntimeError)) as error, device.replaying(recording):
+            layers(link, LinearOptions(Schedule(chunks=chunks)), fused=fused)
+        said.append(str(error.value))
+        link = Transport.create(timeout=PATIENT)
+    with pytest.raises(ReplayError) as error, device.replaying(recording):
+        pass
+    return [*said, str(error.value)]
+
+
+def test_only_what_was_recorded_is_run_alone(ranks: Any) -> None:
+    for shorter, plain, nothing in ranks(2).run(what_is_refused):
+        assert "Run alone what was run together" in shorter
+        assert "Run alone what was run together" in plain
+        assert nothing.startswith("recorded and not run again: send to")
+
+
+def two_groups_in_a_batch(rank: int) -> None:
+    register("cpu")
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    batch = [dist.P2POp(dist.isend, torch.ones(1), 1 - rank, group) for group in groups]
+    with pytest.raises(ValueError, match="same group"):
+        dist.batch_isend_irecv(batch)
+
+
+def test_a_batch_is_of_one_group(ranks: Any) -> None:
+    ranks(2).run(two_groups_in_a_batch)

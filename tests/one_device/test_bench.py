@@ -1,0 +1,86 @@
+"""The benchmark with one rank alone: every form of it, and what is measured of whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commfuse_npu.tools import cli
+from commfuse_npu.tools.bench import sweep
+from commfuse_npu.tools.bench.worker import Worker
+from tests.distributed.ranks import Ranks
+from tests.limits import LIMIT
+
+_FORMS = "collective,coc-2,slices-2,ring,megatron*,ours-c2,flow-2*"
+
+_workers: list[Worker] = []
+
+
+def asked(rank: int, method: str, args: tuple[Any, ...], whom: tuple[int, ...]) -> Any:
+    if not _workers:
+        _workers.append(Worker())
+    if rank not in whom:
+        return None
+    if method == "check":  # the profiler that takes the memory needs seconds to start
+        return _workers[0].check(*args, memory=False)
+    return getattr(_workers[0], method)(*args)
+
+
+def test_forms_are_timed_on_rank_0_alone(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, ranks: Callable[[int], Ranks]
+) -> None:
+    group, methods = ranks(2), []
+
+    @contextmanager
+    def borrowed(size: int, *, one_device: bool, **_: object) -> Iterator[SimpleNamespace]:
+        assert one_device
+
+        def ask(method: str, *args: Any) -> list[Any]:
+            methods.append(method)
+            return group.run(asked, method, args, (0, 1), timeout=LIMIT)
+
+        def ask_first(method: str, *args: Any) -> Any:
+            methods.append(f"{method} alone")
+            return group.run(asked, method, args, (0,), timeout=LIMIT)[0]
+
+        yield SimpleNamespace(ask=ask, ask_first=ask_first)
+
+    monkeypatch.setattr(sweep, "Ranks", borrowed)
+    monkeypatch.setattr(sweep, "_QUIET_TRIES", 0)
+    written = tmp_path / "bench.json"
+    words = ["bench", "--links", "one-device", "--ranks", "2", "--works", "layer", "--rounds", "1"]
+    words += ["--scale", "64", "--sequence", "64", "--ratios", "0,1", "--json", str(written)]
+    assert cli.main([*words, "--variants", f"{_FORMS},auto"]) == 0
+    report = json.loads(written.read_text())
+    found = [(row["ratio"], row["variant"]) for row in report["results"]]
+    forms = ["p2p", "collective", "coc-2", "slices-2", "ring", "megatron", "megatron-p2p",
+             "ours-c2", "flow-2", "flow-2-coll"]  # fmt: skip
+    assert found == [(ratio, form) for ratio in (0.0, 1.0) for form in forms]
+    assert (
+        "auto tries schedules out with all ranks: not on one device" in report["machine"]["notes"]
+    )
+    # The computation, the communication, and each form.
+    assert methods.count("record") == 2 + len(forms)
+    # Nothing is timed before rank 0 ran everything on its own, on links with a rate.
+    first = methods.index("round alone")
+    assert methods[first - 2 : first + 1] == ["record", "pace_copies", "round alone"]
+    assert "round" not in methods
+    assert "of ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cuda", "--sleep-gemm", "60"], "--sleep-gemm is for CPUs"),
+        (["--device", "npu"], "--links one-device holds streams as CUDA can"),
+    ],
+)
+def test_what_is_refused(words: list[str], said: str, capsys: Any) -> None:
+    assert cli.main(["bench", "--links", "one-device", *words]) == 2
+    assert said in capsys.readouterr().err
