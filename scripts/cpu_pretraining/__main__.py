@@ -125,6 +125,7 @@ def _pretrain(
 
     folder = _folder(args)
     first = is_first_process()
+    fused = "plain" if args.plain else "commfuse"
     if first:
         _announce(args, corpus, found)
         if found is None:
@@ -132,7 +133,7 @@ def _pretrain(
     outcome = train(
         args,
         corpus,
-        mode="commfuse" if args.use_commfuse else "megatron",
+        mode=fused if args.use_commfuse else "megatron",
         folder=folder,
         stop=stop,
         resume_from=found,

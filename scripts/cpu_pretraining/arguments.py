@@ -194,6 +194,11 @@ def _parser() -> _Parser:
         help="train with plain, fused and Megatron's layers; exit 1 unless plain equals fused",
     )
     group.add_argument(
+        "--plain",
+        action="store_true",
+        help="the plain form of what would be fused: collectives and GEMMs one after the other",
+    )
+    group.add_argument(
         "--html", type=page, metavar="FILE", help="with --compare: one page with the three losses"
     )
 
@@ -207,6 +212,7 @@ def _parser() -> _Parser:
 _COMMAND_LINE_ONLY = {
     "resume": False,
     "compare": False,
+    "plain": False,
     "link_rate": None,
     "mindspeed_log": False,
     "html": None,
@@ -401,6 +407,11 @@ def _check_training(args: argparse.Namespace) -> None:
         )
     if args.html is not None and not args.compare:
         raise UsageError(f"--html {args.html} is of a comparison; give --compare, too")
+    if args.plain and (args.compare or not args.use_commfuse):
+        raise UsageError(
+            "--plain is the plain form of what would be fused, which --compare trains by itself; "
+            "choose --use-commfuse, and leave --compare out"
+        )
     if args.compare and args.resume:
         raise UsageError("--compare trains from the beginning; leave --resume out")
     elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)
@@ -432,9 +443,10 @@ def _check_trace(args: argparse.Namespace) -> None:
     asked = f"--trace {args.trace}"
     if args.trace.is_dir():
         raise UsageError(f"{asked} is a folder; give the name of a file")
-    if args.compare or not args.use_commfuse:
+    if args.compare or args.plain or not args.use_commfuse:
         raise UsageError(
-            f"{asked} is of fused layers; choose --use-commfuse, and leave --compare out"
+            f"{asked} is of fused layers; choose --use-commfuse, and leave --compare and --plain "
+            "out"
         )
     if args.train_iters < 2:
         raise UsageError(

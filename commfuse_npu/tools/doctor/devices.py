@@ -12,9 +12,10 @@ from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.versions import NPU_TORCH
 
-__all__ = ["check_devices", "check_links", "listed_npus"]
+__all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 
 _about = partial(Finding, "devices")
+_DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
 # A device has two lines; the second has the address on the bus.
 _NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
 _BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
@@ -46,6 +47,8 @@ def check_devices(machine: Machine, launch: Launch | None = None) -> Iterator[Fi
             action="the CPU form over gloo works: bash scripts/pretrain_llama_cpu.sh",
         )
         return
+    if driver := _DRIVER.search(result.output):
+        yield _about("driver", "ok", driver[1])
     devices = listed_npus(machine)
     if not devices:
         yield _about(
@@ -88,16 +91,24 @@ _LINK_ADVICE = {
 }
 
 
-def check_links(machine: Machine) -> Finding:
-    """How NPUs are connected, from ``npu-smi info -t topo``."""
+def topology(machine: Machine) -> dict[str, list[str]]:
+    """By NPU: its link to each NPU, ``X`` to itself, from ``npu-smi info -t topo``."""
     result = machine.run(["npu-smi", "info", "-t", "topo"], machine.variables)
-    links: Counter[str] = Counter()
+    found = {}
     for line in result.output.splitlines() if result is not None else ():
         words = line.split()
         # The heading starts with NPU0 too, but holds names instead of links.
         if "X" in words and re.fullmatch(r"NPU\d+", words[0]):
-            links.update(word for word in words if re.fullmatch(r"[A-Z]{3}[A-Z_]*", word))
+            found[words[0]] = [one for one in words if re.fullmatch(r"X|[A-Z]{3}[A-Z_]*", one)]
+    return found
+
+
+def check_links(machine: Machine) -> Finding:
+    """How NPUs are connected."""
+    rows = topology(machine).values()
+    links = Counter(kind for row in rows for kind in row if kind != "X")
     if not links:
+        result = machine.run(["npu-smi", "info", "-t", "topo"], machine.variables)
         said = "no npu-smi" if result is None else result.last_line
         return _about("links", "note", f"unknown: npu-smi info -t topo said {said}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())

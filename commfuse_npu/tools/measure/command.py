@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +14,16 @@ from typing import Any
 from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.config_file import ConfigError, find_config
+from commfuse_npu.tools.doctor import Machine
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.description import description
+from commfuse_npu.tools.measure.facts import machine_facts
 from commfuse_npu.tools.measure.folder import Folder, FolderError
+from commfuse_npu.tools.measure.forms import Launches, launches
 from commfuse_npu.tools.measure.layer import layer_times
-from commfuse_npu.tools.measure.page import compared, measured_page
-from commfuse_npu.tools.measure.steps import STEPS, Scale, Step, Times
+from commfuse_npu.tools.measure.page import Shown, compared, measured_page, verdict_lines
+from commfuse_npu.tools.measure.steps import LAUNCH, STEPS, Scale, Step, Times
+from commfuse_npu.tools.measure.trainings import train, trained
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
 from commfuse_npu.tools.report.drawing import lacking
@@ -36,24 +43,33 @@ _BASES = {
 def main(given: Sequence[str]) -> int:
     """Measure; returns the exit code: 0 all, 1 not all, 2 bad options, 130 Ctrl-C."""
     options = _parser().parse_args(given)
+    with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as scratch:
+        return _main(options, given, Path(scratch))
+
+
+def _main(options: argparse.Namespace, given: Sequence[str], scratch: Path) -> int:
     try:
         scale = _scale(options)
+        launched = None
+        if options.launch is not None:
+            launched = launches(options.launch, options.device, options.ranks, scratch)
         base = options.base or _BASES[options.device]
         find_config(base, "hardware")
         about = {"device": options.device, "ranks": options.ranks, "config": options.config}
-        folder = Folder(options.folder, {**about, "base": base}, resume=options.resume)
-    except (ConfigError, FolderError, OSError) as error:
+        about |= {"base": base, "one device": options.one_device}
+        folder = Folder(options.folder, about, resume=options.resume)
+    except (ConfigError, FolderError, UsageError, OSError) as error:
         return refuse("measure", error)
     command = ["commfuse-npu", "measure", *given]
     try:
-        failed = _measure(options, scale, folder)
+        failed = _measure(options, scale, folder, launched)
         code = 1 if failed else 0
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept", file=sys.stderr)
         code = 130
     _write(options, folder, base, command)
     if code:
-        print(f"Go on with: commfuse-npu measure --resume {' '.join(_without_resume(given))}")
+        print(f"Go on with: commfuse-npu measure --resume {shlex.join(_without_resume(given))}")
     return code
 
 
@@ -71,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=tuple(_BASES), default="npu",
                         help="npu, cuda: read, not run; default %(default)s")  # fmt: skip
     parser.add_argument("--ranks", type=whole(2, 1024), default=8, help="default %(default)s")
+    parser.add_argument(
+        "--one-device",
+        action="store_true",
+        help="as one of --ranks on the only device: GEMMs, sums, attention of a rank's shapes, and "
+        "layers with copies at a rate as its links; what needs the others is left out",
+    )
     parser.add_argument(
         "--config", default="llama3_8b", help="whose layers; a yaml file, or its name in configs/"
     )
@@ -90,6 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=positive, metavar="SECONDS", help="for one question; default the step's"
     )
+    parser.add_argument(
+        "--launch",
+        metavar="COMMAND",
+        help="train ten iterations of it in each form: plain, Megatron's order, CommFuse, MC2, "
+        "CoC; a launch script of MindSpeed-LLM and its arguments, or its torchrun command (read, "
+        "rehearsed, not run on NPUs); with --device cpu scripts/pretrain_llama_cpu.sh",
+    )
     return parser
 
 
@@ -98,11 +127,22 @@ def _scale(options: argparse.Namespace) -> Scale:
     for name in options.steps or ():
         if name not in known:
             raise FolderError(f"--steps {name}: choose from {', '.join(known)}")
+    asked = options.steps is None or LAUNCH in options.steps
+    if options.steps and asked and options.launch is None:
+        raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
+    if options.launch is not None and not asked:
+        raise FolderError(f"--launch: no effect without {LAUNCH} among --steps; add it")
+    if options.one_device and options.device == "npu":
+        raise FolderError("--one-device holds streams as CUDA can; take --device cuda or cpu")
+    if options.one_device and options.launch is not None:
+        raise FolderError("--launch trains on all ranks; leave it out with --one-device")
     config = ModelConfig.load(find_config(options.config))
     return Scale.of(config, options.ranks, options.device)
 
 
-def _measure(options: argparse.Namespace, scale: Scale, folder: Folder) -> list[str]:
+def _measure(
+    options: argparse.Namespace, scale: Scale, folder: Folder, launched: Launches | None
+) -> list[str]:
     """Returns the steps that failed or were left out."""
     end = time.monotonic() + 60 * options.minutes
     left = []
@@ -110,6 +150,18 @@ def _measure(options: argparse.Namespace, scale: Scale, folder: Folder) -> list[
     try:
         for step in STEPS:
             if options.steps and step.name not in options.steps:
+                continue
+            if options.one_device and not step.alone:
+                print(f"{step.name}: left out, it needs the other ranks")
+                continue
+            if step.name == LAUNCH:
+                if launched is None:
+                    print(f"{step.name}: not asked for; --launch COMMAND measures it, too")
+                    continue
+                # They would be in the way of others.
+                _end(ranks)
+                ranks = None
+                left += _launch(step, options, launched, folder, end)
                 continue
             known = folder.kept(step.name)
             if known is not None and "times" in known:
@@ -122,7 +174,6 @@ def _measure(options: argparse.Namespace, scale: Scale, folder: Folder) -> list[
             print(f"{step.name}: {step.question}", flush=True)
             try:
                 if step.ask is None:
-                    # They would be in the way of others.
                     _end(ranks)
                     ranks = None
                     _layer(step, options, scale, folder)
@@ -147,19 +198,37 @@ def _end(ranks: Ranks | None) -> None:
 
 
 def _started(options: argparse.Namespace, folder: Folder) -> Ranks:
-    seconds = options.timeout or max(step.seconds for step in STEPS)
-    ranks = Ranks(options.ranks, device=options.device, timeout=seconds, worker=_WORKER)
+    seconds = options.timeout or max(step.seconds for step in STEPS if step.ask)
+    size = 1 if options.one_device else options.ranks
+    ranks = Ranks(size, device=options.device, timeout=seconds, worker=_WORKER)
     ranks.__enter__()
     first, *others = ranks.ask("machine")
     differing = [key for key in first if any(one.get(key) != first[key] for one in others)]
-    folder.keep("machine", {**first, "not the same on all ranks": differing})
+    facts = machine_facts(options.device, Machine.this())
+    folder.keep("machine", {**facts, **first, "not the same on all ranks": differing})
     return ranks
 
 
 def _layer(step: Step, options: argparse.Namespace, scale: Scale, folder: Folder) -> None:
     limit = options.timeout or step.seconds
-    times, said = layer_times(scale, options.config, options.device, limit)
+    times, said = layer_times(
+        scale, options.config, options.device, limit, one_device=options.one_device
+    )
     _keep(step, folder, times, said)
+
+
+def _launch(
+    step: Step,
+    options: argparse.Namespace,
+    launched: Launches,
+    folder: Folder,
+    end: float,
+) -> list[str]:
+    print(f"{step.name}: {step.question}", flush=True)
+    for note in launched.notes:
+        print(f"  {note}")
+    limit = options.timeout or step.seconds
+    return train(options.launch, launched, folder, limit=limit, end=end)
 
 
 def _keep(step: Step, folder: Folder, times: Times, said: Sequence[str] = ()) -> None:
@@ -172,27 +241,34 @@ def _write(options: argparse.Namespace, folder: Folder, base: str, command: Sequ
     stored = {step.name: folder.kept(step.name) for step in STEPS}
     measured = {name: one["times"] for name, one in stored.items() if one and "times" in one}
     failed = {name: one["failed"] for name, one in stored.items() if one and "failed" in one}
-    if not measured:
-        return
+    trainings = trained(folder)
     facts: dict[str, Any] = folder.kept("machine") or {}
-    device = facts.get("device name", options.device)
-    source = (
-        f"Measured by commfuse-npu measure: {options.ranks} ranks on {device}, torch "
-        f"{facts.get('torch')}, {facts.get('backend')}, shapes of {options.config}"
-    )
-    name = f"{options.ranks} ranks on {device}, measured"
-    path = folder.path / "measured.yaml"
-    with whole_file(path) as part:
-        part.write_text(description(base, name, measured, facts, source), "utf-8")
-    print(f"Written: {path}")
-    if lacking() is not None:
-        print(f"No page: it {lacking()}")
+    if not measured and not trainings:
         return
-    page = folder.path / "measured.html"
-    rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
+    path, rows = None, []
+    if measured:
+        path = folder.path / "measured.yaml"
+        device = facts.get("device name", options.device)
+        of = f"one of {options.ranks} ranks" if options.one_device else f"{options.ranks} ranks"
+        source = (
+            f"Measured by commfuse-npu measure: {of} on {device}, torch "
+            f"{facts.get('torch')}, {facts.get('backend')}, shapes of {options.config}"
+        )
+        name = f"{of} on {device}, measured"
+        with whole_file(path) as part:
+            part.write_text(description(base, name, measured, facts, source), "utf-8")
+        print(f"Written: {path}")
+        rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
     said = (folder.kept("layer") or {}).get("said", [])
-    measured_page(page, command, facts, measured, failed, rows, str(path), said)
-    print(f"Written: {page}")
+    shown = Shown(facts, measured, failed, rows, path, said, trainings, options.device)
+    if (why := lacking()) is not None:
+        print(f"No page: it {why}")
+    else:
+        page = folder.path / "measured.html"
+        measured_page(page, command, shown)
+        print(f"Written: {page}")
+    for line in verdict_lines(shown):
+        print(line.replace("**", "").replace("`", ""))
 
 
 def _without_resume(given: Sequence[str]) -> list[str]:

@@ -20,7 +20,8 @@ def description(
     Args:
         base: the description in ``configs/hardware`` whose peaks and unmeasured figures hold.
         name: of the machine.
-        facts: of the machine; ``device bytes`` among them where they are known.
+        facts: of the machine; where they are known ``device bytes``, and ``cube cores``, by which
+            the described peak is another one.
         source: where the figures are from; of each of them.
     """
     import yaml
@@ -29,9 +30,14 @@ def description(
     npu, inside = content["npu"], content["inside"]
     cores = npu["cores"]["typical"]
     known = (npu["cube_flops"], npu["hbm_bandwidth"], inside["rate"])
-    peaks = Peaks(cores, *((one["typical"] if cores else 0.0) for one in known))
+    cube, memory, link = ((one["typical"] if cores else 0.0) for one in known)
+    peaks = Peaks(cores, cube, memory, link, switched=inside["topology"] == "switched")
+    found = {}
+    if cores and (there := facts.get("cube cores")):
+        peaks = peaks._replace(cores=there, cube=peaks.cube * there / cores)
+        found = {"npu.cores": (there,) * 3, "npu.cube_flops": (peaks.cube,) * 3}
     content["name"] = name
-    found = figures(measured, peaks)
+    found |= figures(measured, peaks)
     if (held := facts.get("device bytes")) is not None:
         found["npu.hbm_bytes"] = (float(held),) * 3
     for dotted, values in found.items():

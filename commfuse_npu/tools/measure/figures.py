@@ -9,11 +9,16 @@ what was measured becomes a share of them; where there is none the peak is what 
 ``npu.gemm_efficiency``    of tiles take where there are tiles
 ``npu.gemm_start``,        the same line where there is nothing to do: seconds, or the rows that
 ``npu.half_rows``          take as long
-``npu.attention_...``      operations under the causal mask, of all queries, per second
+``npu.attention_...``      operations under the causal mask, of all queries, per second; on tiles
+                           also ``npu.half_rows``, from runs of fewer queries
 ``npu.hbm_...``            two bytes read and two written of each number that is copied
 ``npu.transfer_slowdown``  ``1 - alone / beside`` of a GEMM beside an exchange with all peers
 ``host.launch_overhead``   CPU time of the thread that posts a send and a receive and waits
-``inside.rate``, ``...``   the largest message, on all lanes at once
+``host.communicator_...``  device memory that is taken when a lane is there, with HCCL's own buffers
+``inside.rate``, ``...``   the largest message on all lanes at once, with HCCL's copies in its time;
+                           of an all-gather where that is faster and copies are told apart
+``host.message_copies``    0 where they are in the rate, else what such a message takes longer than
+                           a block of an all-gather, by the bytes that memory copies meanwhile
 ``inside.latency``         half a ping-pong of 8 bytes
 ``inside.beside_work``     ``beside / alone`` of that exchange, where it outlasts the GEMM
 =========================  =========================================================================
@@ -36,7 +41,7 @@ Measured = Mapping[str, Sequence[Mapping[str, Any]]]
 Range = tuple[float, float, float]
 """Low, typical, high."""
 
-_MOST_SLOWDOWN, _MOST_BESIDE = 0.9, 10.0
+_MOST_SLOWDOWN, _MOST_BESIDE, _MOST_COPIES = 0.9, 10.0, 4.0
 """As much as a description takes."""
 _LEAST = 1e-9
 
@@ -44,13 +49,15 @@ _LEAST = 1e-9
 class Peaks(NamedTuple):
     """What a product can at best, of its description; ``cores`` is 0 where nothing is known.
 
-    In cores, FLOP/s, and bytes per second of memory and of a link.
+    In cores, FLOP/s, and bytes per second of memory and of a link; ``switched``: which is one
+    for all peers, and not one for each.
     """
 
     cores: int
     cube: float
     memory: float
     link: float
+    switched: bool = False
 
 
 def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
@@ -62,12 +69,16 @@ def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
         ("host", _host),
         ("beside", _beside),
         ("memory", _memory),
+        ("communicators", _communicators),
     ):
         if step in measured:
             found |= dict(of(measured[step], peaks))
+    if peaks.cores and measured.keys() >= {"links", "collectives", "memory"}:
+        (bandwidth, share) = (found[f"npu.hbm_{what}"][1] for what in ("bandwidth", "efficiency"))
+        found |= dict(_copies(measured["links"], measured["collectives"], peaks, bandwidth * share))
     if "attention" in measured and (peaks.cores or "npu.cube_flops" in found):
         reached = peaks.cube if peaks.cores else found["npu.cube_flops"][1]
-        found |= dict(_attention(measured["attention"], reached))
+        found |= dict(_attention(measured["attention"], peaks, reached))
     return found
 
 
@@ -88,9 +99,45 @@ def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
 def _links(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
     pings = next(one for one in times if one.get("half a ping-pong"))
     yield "inside.latency", quartiles(pings["seconds"])
-    largest = max(times, key=lambda one: (one["bytes"], one["lanes"]))
-    rates = [largest["bytes"] / seconds for seconds in largest["seconds"]]
+    largest = _largest(times)
+    yield from _rate(largest, largest["lanes"], peaks)
+    if peaks.cores:
+        yield "host.message_copies", (0.0,) * 3
+
+
+def _largest(times: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(times, key=lambda one: (one["bytes"], one.get("lanes", 0)))
+
+
+def _rate(one: Mapping[str, Any], peers: int, peaks: Peaks) -> Iterator[tuple[str, Range]]:
+    """Of the links that carried a message to each of so many peers at once."""
+    carried = one["bytes"] * (peers if peaks.switched else 1)
+    rates = [carried / seconds for seconds in one["seconds"]]
     yield from _shares(rates, peaks.link, "inside.rate", "inside.efficiency")
+
+
+def _copies(
+    links: Sequence[Mapping[str, Any]],
+    collectives: Sequence[Mapping[str, Any]],
+    peaks: Peaks,
+    memory: float,
+) -> Iterator[tuple[str, Range]]:
+    """Where lanes are slower than an all-gather: by copies, as the simulator has it.
+
+    Args:
+        memory: bytes/s.
+    """
+    message = _largest(links)
+    block = _largest([one for one in collectives if one["what"] == "all-gather"])
+    wire = median(block["seconds"])
+    if block["bytes"] == message["bytes"] and median(message["seconds"]) > wire:
+        yield from _rate(block, message["lanes"], peaks)
+        one_copy = 4 * message["bytes"] / memory  # at both ends, read and written
+        longer = [max(0.0, seconds - wire) for seconds in message["seconds"]]
+        yield (
+            "host.message_copies",
+            quartiles([min(_MOST_COPIES, seconds / one_copy) for seconds in longer]),
+        )
 
 
 def _gemms(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
@@ -156,10 +203,38 @@ def _memory(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[
     yield from _shares(rates, peaks.memory, "npu.hbm_bandwidth", "npu.hbm_efficiency")
 
 
-def _attention(times: Sequence[Mapping[str, Any]], reached: float) -> Iterator[tuple[str, Range]]:
+def _communicators(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
+    largest = times[-1]["MB of a buffer"]
+    taken = [one["bytes taken"] for one in times if one["MB of a buffer"] == largest]
+    if None not in taken:
+        yield "host.communicator_bytes", quartiles(taken)
+
+
+def _attention(
+    times: Sequence[Mapping[str, Any]], peaks: Peaks, reached: float
+) -> Iterator[tuple[str, Range]]:
     whole = max(times, key=lambda one: one["queries"])
-    rows, keys = whole["queries"], whole["keys"]
-    seen = rows * (keys - (rows - 1) / 2)
-    operations = 4 * whole["heads"] * whole["of"] * seen
-    shares = [min(1.0, operations / seconds / reached) for seconds in whole["seconds"]]
+    lost = 0.0
+    if peaks.cores and (found := [half for half in _half_queries(times) if half is not None]):
+        yield "npu.half_rows", quartiles(found)
+        lost = median(found) / whole["queries"]
+    made = _seen(whole) * (1 + lost)
+    shares = [min(1.0, made / seconds / reached) for seconds in whole["seconds"]]
     yield "npu.attention_efficiency", quartiles(shares)
+
+
+def _half_queries(times: Sequence[Mapping[str, Any]]) -> Iterator[float | None]:
+    """The queries at which attention is half as fast as with many, of one call of each run.
+
+    ``seconds / operations`` is a line over ``1 / queries``.  ``None`` where it makes no sense.
+    """
+    for call in zip(*(one["seconds"] for one in times), strict=True):
+        points = [(1 / one["queries"], s / _seen(one)) for one, s in zip(times, call, strict=True)]
+        slope, at_many = _line(points)
+        yield max(0.0, slope / at_many) if at_many > 0 else None
+
+
+def _seen(one: Mapping[str, Any]) -> float:
+    """Operations of attention under the causal mask, two products."""
+    rows, keys = one["queries"], one["keys"]
+    return float(4 * one["heads"] * one["of"] * rows * (keys - (rows - 1) / 2))

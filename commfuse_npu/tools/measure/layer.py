@@ -17,17 +17,25 @@ from commfuse_npu.tools.bench.standing import verdict
 from commfuse_npu.tools.bench.stored import load
 from commfuse_npu.tools.measure.steps import Scale, Times
 
-__all__ = ["layer_times"]
+__all__ = ["RATIO", "layer_times"]
 
 _VARIANTS = "collective,megatron,coc-*,auto,flow-4-coll"
 """What can be launched; ``collective`` is what nobody overlaps."""
 
+_ALONE = "collective,megatron,coc-[48],slices-[48],ring,ours-c[148],flow-4*"
+RATIO = "transfers / computation"
+_RATIOS = "0.25,0.5,1,1.5"
+"""Of a rank alone, whose links have the rate that they are given."""
 
-def layer_times(scale: Scale, config: str, device: str, limit: float) -> tuple[Times, list[str]]:
+
+def layer_times(
+    scale: Scale, config: str, device: str, limit: float, *, one_device: bool = False
+) -> tuple[Times, list[str]]:
     """The times of each form, their quartiles and median, and the benchmark's verdict.
 
     Args:
         limit: in seconds.
+        one_device: of one rank alone, with copies as its links.
 
     Raises:
         RanksError: it failed, or took longer.
@@ -35,8 +43,12 @@ def layer_times(scale: Scale, config: str, device: str, limit: float) -> tuple[T
     with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as temporary:
         path = Path(temporary, "bench.json")
         words = ["--works", "layers", "--ranks", str(scale.ranks), "--device", device]
-        words += ["--variants", _VARIANTS, "--config", config, "--json", str(path)]
-        words += ["--links", "unpaced" if device == "cpu" else "mesh", "--ratios", "1"]
+        words += ["--config", config, "--json", str(path)]
+        if one_device:
+            words += ["--variants", _ALONE, "--links", "one-device", "--ratios", _RATIOS]
+        else:
+            link = "unpaced" if device == "cpu" else "mesh"
+            words += ["--variants", _VARIANTS, "--links", link, "--ratios", "1"]
         words += ["--dtypes", "bf16", "--scale", str(scale.shrink), "--sequence", str(scale.rows)]
         words += ["--rounds", "3" if device == "cpu" else "10"]
         try:
@@ -60,5 +72,7 @@ def layer_times(scale: Scale, config: str, device: str, limit: float) -> tuple[T
         low, high = one.quartiles_ms
         seconds = [ms / 1e3 for ms in (low, one.median_ms, high)]
         of: dict[str, Any] = {"form": one.variant, "disturbed": one.inconclusive}
+        if one_device:
+            of[RATIO] = one.setting.ratio
         times.append({**of, "seconds": seconds})
     return times, [line.replace("**", "") for line in verdict(results)]

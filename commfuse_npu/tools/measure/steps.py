@@ -5,19 +5,31 @@ No torch here: the process that asks the ranks need not have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = ["STEPS", "Ask", "Scale", "Step"]
+__all__ = ["LAUNCH", "STEPS", "Ask", "Scale", "Step"]
+
+LAUNCH = "launch"
+"""The step that trains: :mod:`commfuse_npu.tools.measure.trainings`."""
 
 Ask = Callable[..., list[Any]]
 """A method of :class:`~commfuse_npu.tools.measure.worker.Worker` and its arguments: by rank."""
 
 Times = list[dict[str, Any]]
 """What was timed, by what it is of, with the ``seconds`` of single calls."""
+
+
+_PIECES = 8
+"""Of rows, as blocks of a gather on so many ranks are."""
+_BUFFERS = 1, 20, 200
+"""MB of each of a communicator's two: the last is HCCL's own size."""
+_COMMUNICATORS = 3
+"""How many of each size."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +82,48 @@ class Step:
         question: what it answers.
         seconds: after which one of its questions is given up, on a machine as slow as it may be.
         ask: the answer; of each call the time of the rank that took longest.  ``None``: it is not
-            for the ranks (:mod:`commfuse_npu.tools.measure.layer`).
+            for the ranks (:mod:`commfuse_npu.tools.measure.layer`, :data:`LAUNCH`).
+        alone: whether one device answers it.
     """
 
     name: str
     question: str
     seconds: float
     ask: Callable[[Ask, Scale], Times] | None
+    alone: bool = False
 
 
 def _links(ask: Ask, scale: Scale) -> Times:
     pings = ask("latency", 10 * scale.calls)[0]
     found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
-    most = scale.ranks - 1
-    for size in (scale.message >> shift for shift in (8, 4, 2, 0)):
-        for lanes in sorted({min(lanes, most) for lanes in (1, 2, 4, most)}):
+    for size in _sizes(scale):
+        for lanes in _lanes(scale):
             times = ask("lanes", size, lanes, scale.calls)
             found.append({"bytes": size, "lanes": lanes, "seconds": _slowest(times)})
+    return found
+
+
+def _collectives(ask: Ask, scale: Scale) -> Times:
+    found: Times = []
+    for name in ("all-gather", "reduce-scatter", "all-to-all"):
+        for size in _sizes(scale):
+            times = ask("collective", name, size, scale.calls)
+            found.append({"what": name, "bytes": size, "seconds": _slowest(times)})
+    return found
+
+
+def _batches(ask: Ask, scale: Scale) -> Times:
+    peers = scale.ranks - 1
+    found: Times = []
+    for size in _sizes(scale):
+        for posted, lanes, grouped in (
+            ("a lane per peer", peers, False),
+            ("one lane, a batch per peer", 1, False),
+            ("one lane, one batch", 1, True),
+        ):
+            by_rank = ask("batches", size, lanes, scale.calls, grouped=grouped)
+            of = {"bytes": size, "peers": peers, "posted": posted}
+            found += [{**of, **one} for one in _each(by_rank)]
     return found
 
 
@@ -110,6 +147,26 @@ def _groups(ask: Ask, scale: Scale) -> Times:
     return found
 
 
+def _shapes(ask: Ask, scale: Scale) -> Times:
+    rows, (inputs, outputs) = scale.rows // _PIECES * _PIECES, scale.layers()["fc1"]
+    found: Times = []
+    for depth in (inputs // 4, inputs // 2, inputs, 2 * inputs):
+        times = ask("gemm", rows, depth, outputs, scale.calls)
+        found.append({"what": "whole", **_gemm("fc1", rows, depth, outputs, times)})
+    for view in ("input", "weight"):
+        times = ask("gemm", rows, inputs, outputs, scale.calls, view=view)
+        what = f"{view} a view of columns"
+        found.append({"what": what, **_gemm("fc1", rows, inputs, outputs, times)})
+    by_rank = ask("row_gemms", rows, inputs, outputs, _PIECES, scale.calls)
+    for how in ("one by one", "one call"):
+        times = [one[how] for one in by_rank]
+        if None not in times:
+            one = _gemm("fc1", rows, inputs, outputs, times)
+            found.append({"what": f"{_PIECES} GEMMs of rows, {how}", **one})
+    found[-1]["one call by"] = by_rank[0]["by"]
+    return found
+
+
 def _host(ask: Ask, scale: Scale) -> Times:
     # Single operations of HCCL open a communicator per pair, in an order that may hang.
     ways = (True, False) if ask("machine")[0]["backend"] == "gloo" else (True,)
@@ -117,6 +174,19 @@ def _host(ask: Ask, scale: Scale) -> Times:
         {"batched": batched, "seconds": _slowest(ask("posting", 10 * scale.calls, batched=batched))}
         for batched in ways
     ]
+
+
+def _communicators(ask: Ask, scale: Scale) -> Times:
+    hccl = "hccl" in ask("machine")[0]["backend"]
+    found: Times = []
+    for megabytes in _BUFFERS if hccl else (None,):
+        for _ in range(_COMMUNICATORS):
+            by_rank = ask("communicator", megabytes)
+            taken = [one for _, one in by_rank]
+            bytes_taken = None if None in taken else max(taken)
+            of = {"MB of a buffer": megabytes, "bytes taken": bytes_taken}
+            found.append({**of, "seconds": [max(seconds for seconds, _ in by_rank)]})
+    return found
 
 
 def _memory(ask: Ask, scale: Scale) -> Times:
@@ -144,10 +214,33 @@ def _attention(ask: Ask, scale: Scale) -> Times:
 
 def _beside(ask: Ask, scale: Scale) -> Times:
     inputs, outputs = scale.layers()["fc1"]
-    by_rank = ask("beside", scale.rows, inputs, outputs, scale.message, scale.calls)
-    return [
-        {"what": what, "seconds": _slowest([one[what] for one in by_rank])} for what in by_rank[0]
-    ]
+    gemm = scale.rows, inputs, outputs
+    found = _each(ask("beside", *gemm, scale.message, scale.calls))
+    return found + _each(ask("sums_beside", *gemm, scale.ranks, scale.calls))
+
+
+def _pipelines(ask: Ask, scale: Scale) -> Times:
+    found: Times = []
+    for lanes in _lanes(scale):
+        try:
+            by_rank = ask("pipelines", scale.message, lanes, scale.calls)
+        except RanksError as error:
+            worked = ", ".join(str(one) for one in _lanes(scale) if one < lanes) or "none"
+            said = f"beside a pipeline's batch, {lanes} at once; worked: {worked}"
+            raise RanksError(f"{str(error).strip()} ({said})") from error
+        found += [{"lanes at once": lanes, "bytes": scale.message, **one} for one in _each(by_rank)]
+    return found
+
+
+def _sizes(scale: Scale) -> list[int]:
+    """Of messages, in bytes."""
+    return [scale.message >> shift for shift in (8, 4, 2, 0)]
+
+
+def _lanes(scale: Scale) -> list[int]:
+    """How many at once."""
+    most = scale.ranks - 1
+    return sorted({min(lanes, most) for lanes in (1, 2, 4, most)})
 
 
 def _halves(rows: int, most: int) -> list[int]:
@@ -160,19 +253,36 @@ def _gemm(layer: str, rows: int, inputs: int, outputs: int, times: list[list[flo
     return {**of, "seconds": _slowest(times)}
 
 
+def _each(by_rank: Sequence[Mapping[str, list[float]]]) -> Times:
+    """Of answers with several things timed."""
+    return [
+        {"what": what, "seconds": _slowest([one[what] for one in by_rank])} for what in by_rank[0]
+    ]
+
+
 def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(times) for times in zip(*by_rank, strict=True)]
 
 
 STEPS = (
     Step("links", "how fast are lanes, one and several at once?", 600, _links),
-    Step("gemms", "what do GEMMs of a layer take, whole and cut by rows?", 600, _gemms),
+    Step("collectives", "how long do the collectives take that the others use?", 600, _collectives),
+    Step("gemms", "what do GEMMs of a layer take, whole and cut by rows?", 600, _gemms, alone=True),
     Step("host", "what does posting a transfer cost the host?", 120, _host),
-    Step("beside", "do GEMMs and transfers slow each other down?", 300, _beside),
-    Step("layer", "how long do two layers take, in Megatron's order, CoC's, and ours?", 900, None),
-    Step("groups", "what do GEMMs take, cut by columns?", 600, _groups),
-    Step("memory", "what do copies take, and sums in order and in one pass?", 300, _memory),
+    Step("batches", "is one batch to all peers faster than one to each?", 300, _batches),
+    Step("beside", "do GEMMs, transfers and sums slow each other down?", 300, _beside),
+    Step("layer", "how long do two layers take, in Megatron's order, CoC's, and ours?", 900, None,
+         alone=True),
+    Step("groups", "what do GEMMs take, cut by columns?", 600, _groups, alone=True),
+    Step("shapes", "what do GEMMs take by depth, of views of columns, several in one call?", 600,
+         _shapes, alone=True),
+    Step("memory", "what do copies take, and sums in order and in one pass?", 300, _memory,
+         alone=True),
+    Step("communicators", "how much memory does a lane take, by its buffers?", 300, _communicators),
     Step("attention", "what does attention take, run of queries by run of queries?", 300,
-         _attention),
+         _attention, alone=True),
+    Step(LAUNCH, "what do ten iterations of the launch take, in each of its forms?", 900, None),
+    Step("pipelines", "do batches on lanes work beside those of a virtual pipeline, how many?", 120,
+         _pipelines),
 )  # fmt: skip
-"""The most useful first."""
+"""The most useful first; last what may hang."""

@@ -6,21 +6,33 @@ On a device the host waits for it before and after, so that nothing else is in a
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from commfuse_npu.kernels import kernels_for
+from commfuse_npu.runtime.collectives import (
+    all_gather_rows,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
+from commfuse_npu.runtime.hccl_options import buffers_of
+from commfuse_npu.runtime.second_stream import second_stream
 from commfuse_npu.runtime.transport import Transport, post_swap
+from commfuse_npu.tools.measure.exchange import Batch, Exchange
+from commfuse_npu.tools.measure.grouped import grouped_gemm
 
 __all__ = ["Worker"]
 
 _DTYPE = torch.bfloat16
+_RESIDENT = Path("/proc/self/statm")
 
 
 class Worker:
@@ -31,6 +43,7 @@ class Worker:
         self._transport = Transport.create(lanes=max(1, self.size - 1))
         self._device = torch.device(self._transport.device_type)
         self._kernels = kernels_for(self._device)
+        self._other: dist.ProcessGroup | None = None
 
     def machine(self) -> dict[str, Any]:
         """What runs here."""
@@ -48,6 +61,9 @@ class Worker:
             module = torch.get_device_module(self._device)
             found["device name"] = module.get_device_name()
             found["device bytes"] = module.mem_get_info()[1]
+            properties = module.get_device_properties(module.current_device())
+            # Newer versions of torch_npu tell.
+            found["cube cores"] = getattr(properties, "cube_core_num", None)
         return found
 
     # ------------------------------------------------------------------ transfers
@@ -82,15 +98,119 @@ class Worker:
 
     def lanes(self, size: int, lanes: int, calls: int) -> list[float]:
         """A message of ``size`` bytes to each of ``lanes`` peers, and one from each, at once."""
-        exchange = _Exchange(self, size, lanes)
-        return self._together(exchange, calls)
+        exchange = Exchange(self._transport, size, self._lane_batches(lanes))
+        return self._exchanged(exchange, calls)
+
+    def collective(self, name: str, size: int, calls: int) -> list[float]:
+        """``size`` bytes from every rank to every other one, in bf16, by the backend's own."""
+        group, blocks = self._transport.group, self._numbers(self.size, size // 2)
+        call = {
+            "all-gather": lambda: all_gather_rows(blocks[:1], group),
+            "reduce-scatter": lambda: reduce_scatter_rows(blocks, group),
+            "all-to-all": lambda: all_to_all_rows(blocks, group),
+        }[name]
+        return self._timed(call, calls, together=True)
+
+    def batches(
+        self, size: int, lanes: int, calls: int, *, grouped: bool
+    ) -> dict[str, list[float]]:
+        """A message of ``size`` bytes to every peer, and one from each.
+
+        Args:
+            lanes: on which they go in turn.
+            grouped: all on one lane in one batch, and not one after the other, a batch each.
+
+        Returns:
+            seconds until all is over (``whole``), and CPU seconds of this thread to post it
+            (``host``).
+        """
+        groups, peers = self._transport.lane_groups, range(1, self.size)
+        batches: list[Batch] = [(groups[(d - 1) % lanes], (d,)) for d in peers]
+        exchange = Exchange(self._transport, size, [(groups[0], peers)] if grouped else batches)
+        found: dict[str, list[float]] = {"whole": self._exchanged(exchange, calls), "host": []}
+        for _ in range(calls):
+            self._start()
+            start = time.thread_time_ns()
+            exchange.begin()
+            found["host"].append((time.thread_time_ns() - start) / 1e9)
+            exchange.end()
+        return found
+
+    def pipelines(self, size: int, lanes: int, calls: int) -> dict[str, list[float]]:
+        """Batches on ``lanes`` lanes at once, beside one of a pipeline on a group of its own.
+
+        The pipeline's is that of an interleaved schedule in its middle, a message to either
+        neighbour and one from either, which Megatron posts as one batch (read in core_v0.12.1,
+        ``_batched_p2p_ops``); ranks are stages, the first one behind the last.  Of two ranks each
+        has one neighbour, and one message: Megatron takes no two stages there, and HCCL no two
+        messages to one rank in a batch.
+
+        Returns:
+            seconds of ``lanes`` and of ``pipeline`` alone, and of ``both``, the pipeline's posted
+            first.
+        """
+        ours = self._lane_batches(lanes)
+        pipeline: list[Batch] = [(self._group(), sorted({1, self.size - 1}))]
+        asked = {"lanes": ours, "pipeline": pipeline, "both": [*pipeline, *ours]}
+        return {
+            what: self._exchanged(Exchange(self._transport, size, batches), calls)
+            for what, batches in asked.items()
+        }
+
+    def communicator(self, megabytes: int | None) -> tuple[float, int | None]:
+        """A lane more: made, its links opened, and given up.
+
+        Args:
+            megabytes: of each of HCCL's two buffers; ``None`` for other backends.
+
+        Returns:
+            the seconds that :meth:`Transport.create` takes, and the bytes that are taken by then
+            and were not before: of the device's memory, on a CPU of this process's resident set.
+            ``None`` where the system does not say.
+        """
+        options = None if megabytes is None else buffers_of(megabytes)
+        start, before = self._start(), self._taken()
+        made = Transport.create(lanes=1, lane_options=options)
+        seconds, after = self._now() - start, self._taken()
+        made.close()
+        return seconds, None if before is None or after is None else max(0, after - before)
 
     # ------------------------------------------------------------------ work
 
-    def gemm(self, m: int, k: int, n: int, calls: int) -> list[float]:
-        """``[m, k] @ [k, n]`` in bf16."""
+    def gemm(
+        self, m: int, k: int, n: int, calls: int, *, view: Literal["", "input", "weight"] = ""
+    ) -> list[float]:
+        """``[m, k] @ [k, n]`` in bf16.
+
+        Args:
+            view: which of them is the left half of a tensor with twice the columns.
+        """
+        a = self._numbers(m, 2 * k)[:, :k] if view == "input" else self._numbers(m, k)
+        b = self._numbers(k, 2 * n)[:, :n] if view == "weight" else self._numbers(k, n)
+        out = self._numbers(m, n)
+        return self._timed(lambda: self._kernels.gemm_into(out, a, b), calls)
+
+    def row_gemms(self, m: int, k: int, n: int, groups: int, calls: int) -> dict[str, Any]:
+        """The same cut into ``groups`` GEMMs of rows.
+
+        Returns:
+            seconds of them ``one by one``, and in ``one call`` of the operator ``by``, which makes
+            its result's memory; or ``None``, and ``by`` says why there is no such call here.
+        """
         a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
-        return self._alone(lambda: self._kernels.gemm_into(out, a, b), calls)
+        pairs = list(zip(out.chunk(groups), a.chunk(groups), strict=True))
+
+        def one_by_one() -> None:
+            for result, part in pairs:
+                self._kernels.gemm_into(result, part, b)
+
+        found: dict[str, Any] = {"one by one": self._timed(one_by_one, calls)}
+        name, call = grouped_gemm(a, b, groups)
+        try:
+            return {**found, "one call": self._timed(call, calls), "by": name}
+        except (AttributeError, RuntimeError) as error:
+            # Another version, or this device or dtype is not for it.
+            return {**found, "one call": None, "by": f"no {name}: {error}"}
 
     def column_gemm(self, m: int, k: int, n: int, groups: int, calls: int) -> list[float]:
         """The same, a group of columns of a weight ``[n, k]`` after the other."""
@@ -103,13 +223,13 @@ class Worker:
             for out, part in zip(outs, parts, strict=True):
                 self._kernels.gemm_into(out, a, part)
 
-        return self._alone(call, calls)
+        return self._timed(call, calls)
 
     def copy(self, numbers: int, calls: int) -> list[float]:
         """A copy of so many bf16 numbers: reads and writes two bytes of each."""
         source = self._numbers(numbers)
         out = torch.empty_like(source)
-        return self._alone(lambda: out.copy_(source), calls)
+        return self._timed(lambda: out.copy_(source), calls)
 
     def sums(self, numbers: int, parts: int, calls: int, *, once: bool) -> list[float]:
         """``parts`` partials of so many bf16 numbers: in order, or in one pass in fp32."""
@@ -117,12 +237,12 @@ class Worker:
         out = torch.empty_like(slab[:1])
         terms = [(slab, parts)] if once else [(slab[i : i + 1], 1) for i in range(parts)]
         dtype = torch.float32 if once else None
-        return self._alone(lambda: self._kernels.sum_parts(out, terms, dtype=dtype), calls)
+        return self._timed(lambda: self._kernels.sum_parts(out, terms, dtype=dtype), calls)
 
     def attention(self, rows: int, keys: int, heads: int, head: int, calls: int) -> list[float]:
         """The last ``rows`` queries against ``keys`` keys, causal, forward."""
         q, k, v = (self._numbers(length, 1, heads, head) for length in (rows, keys, keys))
-        return self._alone(lambda: self._kernels.attention_forward(q, k, v, causal=True), calls)
+        return self._timed(lambda: self._kernels.attention_forward(q, k, v, causal=True), calls)
 
     def beside(self, m: int, k: int, n: int, size: int, calls: int) -> dict[str, list[float]]:
         """A GEMM and an exchange with all peers, alone and begun together.
@@ -132,10 +252,10 @@ class Worker:
             (``gemm beside``), and until both are over (``both``).
         """
         a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
-        exchange = _Exchange(self, size, self._transport.lanes)
+        exchange = Exchange(self._transport, size, self._lane_batches(self._transport.lanes))
         found: dict[str, list[float]] = {
-            "gemm": self._alone(lambda: self._kernels.gemm_into(out, a, b), calls),
-            "exchange": self._together(exchange, calls),
+            "gemm": self._timed(lambda: self._kernels.gemm_into(out, a, b), calls),
+            "exchange": self._exchanged(exchange, calls),
             "gemm beside": [],
             "both": [],
         }
@@ -150,7 +270,70 @@ class Worker:
             found["both"].append(self._now() - start)
         return found
 
+    def sums_beside(self, m: int, k: int, n: int, parts: int, calls: int) -> dict[str, list[float]]:
+        """A GEMM, and sums of as many numbers in one pass on the second stream.
+
+        Returns:
+            seconds of one of the ``sums`` alone, of the GEMM with sums beside it to its end
+            (``gemm beside sums``), and until all are over (``gemm and sums``).  Nothing on a CPU,
+            which has no second stream.
+        """
+        aside = second_stream(self._device)
+        if aside is None:
+            return {}
+        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
+        slab = self._numbers(parts, m * n // parts)
+        total = torch.empty_like(slab[:1])
+
+        def gemm() -> None:
+            self._kernels.gemm_into(out, a, b)
+
+        def add() -> None:
+            self._kernels.sum_parts(total, [(slab, parts)], dtype=torch.float32)
+
+        def add_all(times: int) -> None:
+            for _ in range(times):
+                add()
+
+        alone = self._timed(add, calls)
+        sums = 1 + math.ceil(min(self._timed(gemm, calls)) / min(alone))
+        found: dict[str, list[float]] = {
+            "sums": alone,
+            "gemm beside sums": [],
+            "gemm and sums": [],
+        }
+        for _ in range(calls):
+            start = self._now()
+            aside.do(add_all, sums)
+            gemm()
+            self._transport.synchronise()
+            found["gemm beside sums"].append(time.perf_counter() - start)
+            found["gemm and sums"].append(self._now() - start)
+        return found
+
     # ------------------------------------------------------------------ how
+
+    def _group(self) -> dist.ProcessGroup:
+        """One more over all ranks, which is no lane; made at the first call."""
+        if self._other is None:
+            lane = self._transport.lane_groups[0]
+            self._other = dist.new_group(
+                list(self._transport.ranks),
+                timeout=self._transport.timeout,
+                backend=dist.get_backend(lane),
+            )
+        return self._other
+
+    def _taken(self) -> int | None:
+        """Bytes of memory that are not free."""
+        if self._device.type != "cpu":
+            free, whole = torch.get_device_module(self._device).mem_get_info()
+            return int(whole - free)
+        try:
+            pages = _RESIDENT.read_text("ascii").split()[1]
+        except FileNotFoundError:
+            return None  # no Linux
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def _bytes(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -167,24 +350,26 @@ class Worker:
         for work in works:
             self._transport.wait_for(work)
 
-    def _alone(self, call: Callable[[], object], calls: int) -> list[float]:
-        call()
-        times = []
-        for _ in range(calls):
-            start = self._now()
-            call()
-            times.append(self._now() - start)
+    def _lane_batches(self, lanes: int) -> list[Batch]:
+        """To the next ``lanes`` ranks, and from as many, a lane for each distance."""
+        groups = self._transport.lane_groups[:lanes]
+        return [(group, (distance,)) for distance, group in enumerate(groups, 1)]
+
+    def _exchanged(self, exchange: Exchange, calls: int) -> list[float]:
+        times = self._timed(exchange.run, calls, together=True)
+        exchange.check()
         return times
 
-    def _together(self, exchange: _Exchange, calls: int) -> list[float]:
+    def _timed(
+        self, call: Callable[[], object], calls: int, *, together: bool = False
+    ) -> list[float]:
+        """The first call, which makes connections or reads code, is none of them."""
         times = []
-        for number in range(calls + 1):
-            start = self._start()
-            exchange.begin()
-            exchange.end()
-            if number:  # the first one makes connections
-                times.append(self._now() - start)
-        return times
+        for _ in range(calls + 1):
+            start = self._start() if together else self._now()
+            call()
+            times.append(self._now() - start)
+        return times[1:]
 
     def _start(self) -> float:
         self._synchronise()
@@ -198,24 +383,3 @@ class Worker:
     def _synchronise(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
-
-
-class _Exchange:
-    """Messages of ``size`` bytes to the next ``lanes`` ranks, one per lane, and from as many."""
-
-    def __init__(self, worker: Worker, size: int, lanes: int) -> None:
-        self._worker = worker
-        self._mine = worker._bytes(size)
-        self._theirs = [worker._bytes(size) for _ in range(lanes)]
-        self._works: list[Any] = []
-
-    def begin(self) -> None:
-        transport = self._worker._transport
-        for number, theirs in enumerate(self._theirs):
-            lane, peers = transport.lane_groups[number], self._worker._peers(number + 1)
-            batched = transport.batched
-            self._works += post_swap(lane, self._mine, theirs, *peers, batched=batched)
-
-    def end(self) -> None:
-        self._worker._wait(self._works)
-        self._works = []

@@ -175,6 +175,7 @@ figure{margin:1em 0}
 table{border-collapse:collapse;font-size:.8125rem;font-variant-numeric:tabular-nums}
 .caption{color:var(--faint);font-size:.875rem;margin:1em 0 0;max-width:none}
 code span{display:inline-block;max-width:100%}
+td code span{white-space:nowrap;max-width:none}
 th,td{padding:.3em .8em .3em 0;border-bottom:1px solid var(--grid);text-align:left;
  vertical-align:top}
 thead th{border-bottom:2px solid var(--faint);vertical-align:bottom}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.command import main as simulate
 from commfuse_npu.tools.simulate.hardware import Hardware
 from tests.limits import PATIENT
+from tests.tools.report.pages import read
 
 LIMIT = PATIENT.total_seconds()
 
@@ -62,10 +65,45 @@ def test_everything_is_measured_described_and_shown(tmp_path: Path, capsys: Any)
     page = (folder / "measured.html").read_text()
     assert "npu.cube_flops" in page
     assert "<svg" in page
+    # 8 bytes on 1 lane, as a ping-pong.
+    assert '<th scope="row">8</th><td>1</td><td>yes</td>' in page
     # Nothing is left to do.
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     assert command.main([*words, "--steps", ",".join(names), "--resume"]) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.json")} == before
+
+
+def test_one_device_answers_what_needs_no_peer(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "measured"
+    words = [*SMALL, "--one-device", "--folder", str(folder), "--steps", "links,gemms,memory"]
+    assert command.main(words) == 0
+    assert "links: left out, it needs the other ranks" in capsys.readouterr().out
+    assert {path.stem for path in folder.glob("*.json")} == {"run", "machine", "gemms", "memory"}
+    hardware = Hardware.load(folder / "measured.yaml")
+    assert hardware.name == "one of 2 ranks on cpu, measured"
+    # The shapes are those of a rank of two.
+    assert {one["outputs"] for one in times(folder, "gemms") if one["layer"] == "fc1"} == {1792}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "npu"], "--one-device holds streams as CUDA can"),
+        (["--device", "cpu", "--launch", "train.sh"], "--launch trains on all ranks"),
+    ],
+)
+def test_what_one_device_has_not(words: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert command.main(["--one-device", "--folder", str(tmp_path / "new"), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_layers_of_one_device_are_timed_by_ratio(tmp_path: Path) -> None:
+    words = [*SMALL, "--one-device", "--folder", str(tmp_path / "measured"), "--steps", "layer"]
+    assert command.main(words) == 0
+    found = times(tmp_path / "measured", "layer")
+    assert {one["transfers / computation"] for one in found} == {0.25, 0.5, 1.0, 1.5}
+    assert {one["form"] for one in found} >= {"collective", "megatron", "ring", "ours-c4", "flow-4"}
 
 
 @pytest.mark.long
@@ -76,6 +114,8 @@ def test_layers_are_measured_and_the_best_named(tmp_path: Path) -> None:
     assert forms >= {"collective", "megatron", "coc-4", "auto", "flow-4-coll"}
     page = (tmp_path / "measured" / "measured.html").read_text()
     assert "Best of ours" in page or "Nothing can be concluded" in page
+    [shown] = read(tmp_path / "measured" / "measured.html").labels
+    assert "flow-4-coll: " in shown
 
 
 def test_layers_that_take_too_long_are_given_up() -> None:
@@ -160,21 +200,49 @@ def awake(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
 def test_a_step_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    steps = Step("links", "asleep?", 9, asleep), Step("host", "awake?", 9, awake)
+    steps = Step("links", "asleep?", 3, asleep), Step("host", "awake?", LIMIT, awake)
     monkeypatch.setattr(command, "STEPS", steps)
     monkeypatch.setattr(command, "_WORKER", f"{__name__}:Sleepy")
     folder = tmp_path / "measured"
     words = [*SMALL, "--folder", str(folder)]
-    assert command.main([*words, "--timeout", "3"]) == 1
+    assert command.main(words) == 1
     out, err = capsys.readouterr()
     assert "links: failed: no answer from rank 0, 1 of 2 to latency within 3 s" in err
     assert times(folder, "host") == [{"batched": True, "seconds": [1e-6]}]
-    assert f"Go on with: commfuse-npu measure --resume {' '.join(words)}" in out
+    assert f"Go on with: commfuse-npu measure --resume {shlex.join(words)}" in out
 
     # It is tried again, and the other one is not.
-    monkeypatch.setattr(command, "STEPS", (Step("links", "awake?", 9, links), steps[1]))
+    monkeypatch.setattr(command, "STEPS", (Step("links", "awake?", LIMIT, links), steps[1]))
     assert command.main([*words, "--resume"]) == 0
     assert "host: kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "seconds"), [([], 9), (["--timeout", "70"], 70)])
+def test_the_limit_of_a_question_is_its_steps_or_the_options(
+    words: list[str], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    class Asked:
+        """In the place of ranks."""
+
+        def __init__(self, size: int, *, timeout: float, **_: object) -> None:
+            self.timeout = timeout
+
+        def __enter__(self) -> Asked:
+            return self
+
+        def ask(self, method: str, *_: object) -> list[Any]:
+            limits.append(self.timeout)
+            return [Sleepy().machine()] if method == "machine" else [[1e-6]]
+
+        def close(self) -> None:
+            """There is nothing to end."""
+
+    monkeypatch.setattr(command, "Ranks", Asked)
+    monkeypatch.setattr(command, "STEPS", (Step("links", "awake?", 9, links),))
+    assert command.main([*SMALL, "--folder", str(tmp_path / "measured"), *words]) == 0
+    assert limits[1:] == [seconds]
 
 
 def links(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
@@ -190,4 +258,72 @@ def test_no_step_begins_when_the_time_is_over(
     words = [*SMALL, "--folder", str(tmp_path / "measured"), "--minutes", "1"]
     assert command.main(words) == 1
     out = capsys.readouterr().out
-    assert out.count("left out, 1 minutes are over") == len(STEPS)
+    assert out.count("left out, 1 minutes are over") == len(STEPS) - 1
+    assert "launch: not asked for; --launch COMMAND measures it, too" in out
+
+
+def printing(folder: Path) -> str:
+    """A launch that prints ten iterations; its flow fails while ``folder/flow`` is not there."""
+    script = folder / "training.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "flow = pathlib.Path(__file__).parent / 'flow'\n"
+        "if '--commfuse-flow' in sys.argv and not flow.exists():\n"
+        "    raise OSError('no flow')\n"
+        "for i in range(1, 11):\n"
+        "    print(f' iteration {i}/ 10 | elapsed time per iteration (ms): {100 + i}.0 | '\n"
+        "          f'lm loss: 1.{i}E+01 | grad norm: 2.5 |')\n"
+        "print('sha256 of all weights: ' + 'a' * 64)\n"
+    )
+    return f"{sys.executable} {script}"
+
+
+def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "measured"
+    words = [*SMALL, "--folder", str(folder), "--steps", "launch", "--launch", printing(tmp_path)]
+    assert command.main(words) == 1
+    out, err = capsys.readouterr()
+    assert "Could not run: CommFuse, a flow of 4: exit code 1" in out
+    assert "OSError: no flow" in err
+    # As it can be pasted into a shell.
+    assert f"Go on with: commfuse-npu measure --resume {shlex.join(words)}" in out
+    page = read(folder / "measured.html")
+    assert "CommFuse, a flow of 4: failed" in [title for _, title in page.headings]
+    assert not (folder / "measured.yaml").exists()
+
+    (tmp_path / "flow").touch()
+    assert command.main([*words, "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "launch, plain collectives: kept" in out
+    assert "The same weights, bit for bit, after 10 iterations: plain collectives;" in out
+    page = read(folder / "measured.html")
+    assert page.headings[2] == (2, "The launch, in each form")
+    [cells] = [rows for caption, rows in page.tables if caption.startswith("Medians")]
+    assert [row[0] for row in cells[1:]] == [
+        *("plain collectives", "Megatron's order"),
+        *("CommFuse, operator by operator", "CommFuse, a flow of 4"),
+    ]
+
+
+def test_a_launch_that_is_none_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "measured"
+    assert command.main([*SMALL, "--folder", str(folder), "--launch", "absent.sh"]) == 2
+    assert "there is no launch script absent.sh" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+@pytest.mark.long
+def test_the_cpu_pretraining_is_measured_in_each_form(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    launch = (
+        f"{sys.executable} -m scripts.cpu_pretraining.launch --num-layers 1 --hidden-size 32 "
+        "--ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2 --seq-length 64"
+    )
+    words = [*SMALL, "--folder", str(tmp_path / "measured"), "--steps", "launch"]
+    assert command.main([*words, "--launch", launch]) == 0
+    out = capsys.readouterr().out
+    # GEMMs that are not split may round in another way, on some machines.
+    assert re.search(r"same weights, bit for bit.*: plain collectives;.* operator by operator", out)
+    assert re.search(r"^Beside Megatron's order: .*CommFuse, a flow of 4: .*losses", out, re.M)

@@ -12,6 +12,7 @@ from commfuse_npu.tools.measure.figures import Peaks, figures, quartiles
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.machine import Machine
 
+NOISE = 1.0, 1.25, 1.5
 LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
 
 
@@ -60,6 +61,40 @@ def test_links() -> None:
     assert cpu["inside.rate"] == pytest.approx((1.4e10,) * 3)
 
 
+def test_links_of_a_switch_carry_all_lanes() -> None:
+    message = {"bytes": 1 << 20, "lanes": 7, "seconds": [7 * (1 << 20) / 1.4e11] * 3}
+    times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [1e-6]}, message]
+    found = figures({"links": times}, Peaks(20, 3e14, 1e12, 1.96e11, switched=True))
+    assert found["inside.efficiency"] == pytest.approx((1.4 / 1.96,) * 3)
+
+
+@pytest.mark.parametrize("copies", [0.0, 0.5, 1.0])
+def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
+    npu = machine("ascend_910b_server", message_copies=copies)
+    npu = replace(npu, hbm_bandwidth=8e11)
+    size = 1 << 26
+    wire = size / npu.inside.rate
+    message = {"bytes": size, "lanes": 7, "seconds": [wire + npu.buffered(size)] * 3}
+    ping = {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [1e-6]}
+    gather = {"what": "all-gather", "bytes": size, "seconds": [wire] * 3}
+    # Others are slower, and smaller ones, and no matter.
+    other = {"what": "reduce-scatter", "bytes": size, "seconds": [1.0]}
+    measured = {
+        "links": [ping, message],
+        "collectives": [gather, {**gather, "bytes": 8}, other],
+        "memory": [{"what": "copy", "numbers": 1000, "seconds": [4000 / 8e11]}],
+    }
+    peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
+    found = figures(measured, peaks)
+    assert found["host.message_copies"] == pytest.approx((copies,) * 3, abs=1e-9)
+    assert found["inside.efficiency"] == pytest.approx((npu.inside.rate / 2.8e10,) * 3)
+    # Without one of them a rate has the copies in it.
+    del measured["collectives"]
+    found = figures(measured, peaks)
+    assert found["host.message_copies"] == (0.0,) * 3
+    assert found["inside.efficiency"][1] == pytest.approx(size / message["seconds"][0] / 2.8e10)
+
+
 def test_company() -> None:
     def beside(both: float) -> dict[str, Any]:
         seconds = {"gemm": 1e-3, "exchange": 2e-3, "gemm beside": 1.25e-3, "both": both}
@@ -85,6 +120,34 @@ def test_memory_and_attention() -> None:
     assert found["npu.attention_efficiency"] == pytest.approx((4 * 2 * 8 * 10 / 1e3,) * 3)
     without_gemms = figures({"attention": [attention]}, Peaks(0, 0.0, 0.0, 0.0))
     assert without_gemms == {}
+
+
+def test_attention_of_fewer_queries_gives_half_rows() -> None:
+    def seconds(queries: int, noise: float) -> float:
+        # As LayerShape.attention of the simulator has it: 128 queries are half as fast.
+        operations = 4 * 2 * 64 * queries * (8192 - (queries - 1) / 2)
+        return noise * operations / 1e12 * (1 + 128 / queries)
+
+    shape = {"keys": 8192, "heads": 2, "of": 64}
+    times = [
+        {**shape, "queries": queries, "seconds": [seconds(queries, noise) for noise in NOISE]}
+        for queries in (8192, 4096, 2048, 1024)
+    ]
+    found = figures({"attention": times}, Peaks(20, 2e12, 1e12, 1e9))
+    assert found["npu.half_rows"] == pytest.approx((128.0,) * 3)
+    low, typical, high = found["npu.attention_efficiency"]
+    assert (low, typical, high) == pytest.approx((0.5 / NOISE[2], 0.5 / NOISE[1], 0.5 / NOISE[0]))
+
+
+def test_a_communicator_has_the_default_buffers() -> None:
+    def taken(*sizes: tuple[int | None, int | None]) -> dict[str, Any]:
+        rows = [{"MB of a buffer": mb, "bytes taken": b, "seconds": [1.0]} for mb, b in sizes]
+        return figures({"communicators": rows}, Peaks(20, 1.0, 1.0, 1.0))
+
+    on_npu = taken((1, 2_000_000), (200, 420_000_000), (200, 400_000_000), (200, 410_000_000))
+    assert on_npu == {"host.communicator_bytes": (400_000_000, 410_000_000, 420_000_000)}
+    assert taken((None, 0), (None, 4096))["host.communicator_bytes"] == (0, 2048, 4096)
+    assert taken((1, 5), (200, None)) == {}
 
 
 def test_quartiles_are_of_what_was_seen() -> None:

@@ -1,0 +1,172 @@
+"""The forms in which a launch is measured, and what each is started with.
+
+Of a launch of MindSpeed-LLM the options are read from what its script would start
+(:mod:`commfuse_npu.tools.launch_script`), so that any script will do, and each form is the same
+command with its own flags.  The CPU pretraining is started as it is, with its options at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.read import read_launch
+from commfuse_npu.tools.launch_script.short_run import (
+    PEERS,
+    commfuse_names,
+    replace_missing_data,
+    shorten,
+)
+
+__all__ = ["FORMS", "ITERATIONS", "Form", "Launches", "launches"]
+
+ITERATIONS = 10
+"""Of each form."""
+
+_PROJECT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the launch.
+
+    Attributes:
+        name: of its files.
+        title: for people.
+        flags: with which a launch is in this form; none for what is launched without any.
+        ours: whether it is CommFuse's.
+    """
+
+    name: str
+    title: str
+    flags: str
+    ours: bool = False
+
+
+FORMS = (
+    Form("plain", "plain collectives", ""),
+    Form("megatron", "Megatron's order", ""),
+    Form("commfuse", "CommFuse, operator by operator", "--use-commfuse", ours=True),
+    Form("flow", "CommFuse, a flow of 4", "--use-commfuse --commfuse-flow 4", ours=True),
+    Form("mc2", "MC2", "--use-ascend-mc2"),
+    Form("coc", "CoC in 4 slices", "--use-ascend-coc --coc-parallel-num 4"),
+    Form("coc_kernel", "CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
+)
+"""The most useful first."""
+
+_ON_CPU = {
+    "plain": "--use-commfuse --plain",
+    "megatron": "--no-use-commfuse",
+    "commfuse": "--use-commfuse",
+    "flow": "--use-commfuse --commfuse-flow 4",
+}
+"""Of the CPU pretraining: there are neither CoC nor MC2."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What is started, by the name of its form.
+
+    Attributes:
+        commands: programs and arguments.
+        folder: where they are started.
+        environment: of them.
+        notes: what was changed in the launch.
+    """
+
+    commands: Mapping[str, Sequence[str]]
+    folder: Path
+    environment: Mapping[str, str]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def forms(self) -> list[Form]:
+        return [form for form in FORMS if form.name in self.commands]
+
+
+def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
+    """Understand ``--launch``.
+
+    Args:
+        text: a launch script with its arguments, or a command line of torchrun.
+        device: ``cpu`` for the CPU pretraining.
+        ranks: how many there are.
+        scratch: for files of the trainings that nobody needs.
+
+    Raises:
+        UsageError: it is no launch, or not one for so many ranks.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--launch {text!r}: {error}; quote it as for a shell") from error
+    if device == "cpu":
+        return _of_cpu_pretraining(words, scratch)
+    return _of_mindspeed_llm(words, ranks)
+
+
+def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
+    script = Path(words[0]) if words else Path()
+    if script.suffix == ".sh":
+        if not script.is_file():
+            raise UsageError(f"there is no launch script {script}; give its path")
+        words = ["bash", str(script.resolve()), *words[1:]]
+    elif not words or shutil.which(words[0]) is None:
+        raise UsageError(f"--launch {' '.join(words)!r} starts no program; give a launch script")
+    short = ["--train-iters", str(ITERATIONS), "--eval-interval", "0", "--save-interval", "0"]
+    short += ["--log-interval", "1", "--mindspeed-log", "--runs-dir", str(scratch)]
+    commands = {
+        name: [*words, *short, "--name", name, *flags.split()] for name, flags in _ON_CPU.items()
+    }
+    return Launches(commands, Path.cwd(), os.environ)
+
+
+def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
+    """Rehearsed on CPU, not run on NPUs."""
+    checkout = Path(os.environ.get("MINDSPEED_LLM_HOME") or Path.cwd())
+    launch = read_launch(words, checkout)
+    if launch.processes != ranks:
+        asked = f"asks for {launch.processes} processes" if launch.processes else "names no number"
+        raise UsageError(
+            f"--launch {words[0]} {asked}, and here are {ranks} (--ranks); a measurement is of "
+            "one server: change the launch or --ranks"
+        )
+    script = launch.script_path(checkout)
+    folder = launch.folder if (launch.folder / launch.script).is_file() else checkout
+    options = launch.options
+    shorten(options, ITERATIONS)
+    options.set("--log-throughput")
+    replace_missing_data(options, folder)
+    started = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", "1", "--nproc_per_node", str(ranks)),
+        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
+        *("--local_addr", "127.0.0.1", "-m", "mindspeed_patches.measured"),
+    ]
+    commands = {}
+    for form in FORMS:
+        blocking = ["--blocking"] if form.name == "plain" else []
+        commands[form.name] = [*started, *blocking, str(script), *_in_form(options, form)]
+    environment = {**os.environ, **launch.environment}
+    paths = [str(_PROJECT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return Launches(commands, folder, environment, (*launch.notes, *options.changes))
+
+
+def _in_form(options: Options, form: Form) -> list[str]:
+    own = options.copy()
+    own.drop(*PEERS, "--use-commfuse", "--no-use-commfuse", "--commfuse-flow")
+    if not form.ours:
+        own.drop(*commfuse_names(own))
+    elif "--commfuse-flow" in form.flags and "--transformer-impl" not in own:
+        own.set("--transformer-impl", "local")
+    for name in (flags := Options(form.flags.split())).names:
+        own.set(name, *flags.values(name))
+    return own.words

@@ -1,0 +1,125 @@
+"""With what each form of a launch is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script.launch import launch_of
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.shell import Command
+from commfuse_npu.tools.measure.forms import FORMS, Launches, launches
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A MindSpeed-LLM as far as a launch looks at it."""
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.setenv("MINDSPEED_LLM_HOME", str(tmp_path))
+    for name in ("DATA_PATH", "TOKENIZER_MODEL", "USE_COMMFUSE", "TP", "NPUS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def of(found: Launches, form: str) -> Options:
+    """The options of a form, read as a launch is."""
+    words = list(found.commands[form])
+    at = words.index("mindspeed_patches.measured")
+    script = at + 2 if words[at + 1] == "--blocking" else at + 1
+    launch = launch_of(Command(words[script - 1 :], "."))
+    assert launch is None  # it begins with no program
+    return Options(words[script + 1 :])
+
+
+def test_forms_of_one_of_our_launch_scripts(checkout: Path, tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "pretrain_llama3_8b_ptd.sh"
+    words = f"{script} --mock-data --tokenizer-type NullTokenizer --commfuse-lanes 3"
+    found = launches(words, "npu", 8, tmp_path)
+    assert [form.name for form in found.forms] == [form.name for form in FORMS]
+    assert found.folder == checkout
+    assert str(ROOT) in found.environment["PYTHONPATH"]
+    assert found.environment["HCCL_CONNECT_TIMEOUT"] == "3600"
+    for form in FORMS:
+        command, options = found.commands[form.name], of(found, form.name)
+        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        assert ("--blocking" in command) == (form.name == "plain")
+        assert options.text("--train-iters") == "10"
+        assert options.text("--num-layers") == "32"
+        assert options.text("--vocab-size") == "128255"
+        assert options.text("--log-interval") == "1"
+        assert "--log-throughput" in options
+        assert ("--use-commfuse" in options) == form.ours
+        assert (options.text("--commfuse-lanes") == "3") == form.ours
+    assert of(found, "flow").text("--commfuse-flow") == "4"
+    assert "--commfuse-flow" not in of(found, "commfuse")
+    assert "--use-ascend-mc2" in of(found, "mc2")
+    assert of(found, "coc").text("--coc-parallel-num") == "4"
+    assert "--coc-fused-kernel" in of(found, "coc_kernel")
+    assert of(found, "plain").words == of(found, "megatron").words
+
+
+def test_flags_of_a_launch_are_not_those_of_a_form(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "my.sh").write_text(
+        "export PYTHONPATH=/mine:$PYTHONPATH\n"
+        "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2 --use-ascend-coc "
+        "--coc-parallel-num 8 --save checkpoints --train-samples 9 --tokenizer-type "
+        "NullTokenizer --vocab-size 5000 --mock-data | tee log\n"
+    )
+    found = launches(f"{checkout / 'my.sh'}", "npu", 2, tmp_path)
+    assert "--use-ascend-coc" not in of(found, "megatron")
+    assert "--coc-parallel-num" not in of(found, "coc_kernel")
+    assert of(found, "coc").text("--coc-parallel-num") == "4"
+    assert "--save" not in of(found, "megatron")
+    # A flow needs it; what a launch has itself is left.
+    assert of(found, "flow").text("--transformer-impl") == "local"
+    assert "--transformer-impl" not in of(found, "commfuse")
+    assert found.environment["PYTHONPATH"].startswith(f"{ROOT}:/mine:")
+    assert any(note.startswith("--save checkpoints -> (dropped)") for note in found.notes)
+
+
+def test_data_that_are_not_there_are_mock_data(checkout: Path, tmp_path: Path) -> None:
+    words = "torchrun --nproc_per_node 2 pretrain_gpt.py --data-path absent --num-layers 2"
+    options = of(launches(words, "npu", 2, tmp_path), "megatron")
+    assert "--mock-data" in options
+    assert options.text("--tokenizer-type") == "NullTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("torchrun --nproc_per_node 16 pretrain_gpt.py --bf16", "asks for 16 processes, and here"),
+        ("pretrain_gpt.py --bf16", "names no number, and here are 8"),
+        ("absent.sh", "there is no launch script absent.sh"),
+        ("sleep 5", "none that can be read"),
+        ("'my.sh", "No closing quotation; quote it as for a shell"),
+        ("", "none that can be read"),
+    ],
+)
+def test_what_is_no_launch_is_refused(checkout: Path, tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        launches(text, "npu", 8, tmp_path)
+
+
+def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "pretrain_llama_cpu.sh"
+    found = launches(f"{script} --num-layers 2", "cpu", 2, tmp_path)
+    assert [form.name for form in found.forms] == ["plain", "megatron", "commfuse", "flow"]
+    for name, command in found.commands.items():
+        assert command[:4] == ["bash", str(script), "--num-layers", "2"]
+        options = Options(command[2:])
+        assert options.text("--train-iters") == "10"
+        assert options.text("--runs-dir") == str(tmp_path)
+        assert ("--plain" in options) == (name == "plain")
+        assert ("--no-use-commfuse" in options) == (name == "megatron")
+        assert ("--commfuse-flow" in options) == (name == "flow")
+
+
+@pytest.mark.parametrize("text", ["absent.sh", "no-such-program", ""])
+def test_what_cannot_be_started_on_a_cpu_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match=r"there is no launch script|starts no program"):
+        launches(text, "cpu", 2, tmp_path)
