@@ -113,6 +113,7 @@ def measure(
         return found + [one for count in flows for one in _layer(count, transport, calls)]
     finally:
         dist.destroy_process_group()
+        torch.set_flush_denormal(False)
 
 
 def _op(

@@ -2,6 +2,9 @@
 
     python -m scripts.evidence layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
 
+README's table is one minus the shares of ``--models llama2_7b llama3_8b --sequence-lengths 8192
+--flow-chunks 4``.
+
 Simulates forward and backward of one layer, each form at its best: ours with the fastest number of
 chunks for each operation, or Megatron's order where that is faster, CoC with the fastest number of
 slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
@@ -102,8 +105,10 @@ def _ahead(shares: dict[str, float], form: str, others: Sequence[str]) -> bool:
     return all(shares[form] < shares[other] for other in others if other in shares)
 
 
-def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant]:
-    """By name; ``rows`` of a rank's block."""
+def forms(
+    machine: Machine, tp: int, lanes: int, rows: int, flows: Sequence[int] = FLOWS
+) -> dict[str, Variant]:
+    """By name; ``rows`` of a rank's block, ``flows`` the numbers of chunks of a flow."""
     base, least = direct(tp, tp), covering_outputs(machine, tp)
     megatron = Variant("megatron", "megatron")
     default = fused(base, lanes, usual_chunks(tp, rows), collectives_from=least)
@@ -111,7 +116,7 @@ def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant
         "ours": tuned(base, lanes, _CHUNKS),
         "ours, other rounding": tuned(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
         "default": default if rows >= least_rows(tp) else megatron,
-        **{f"flow {k}": flowing(k) for k in FLOWS if rows % k == 0},
+        **{f"flow {k}": flowing(k) for k in flows if rows % k == 0},
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
         **({_KERNEL: COC_FUSED} if tp == 8 else {}),
         "Megatron": megatron,
@@ -122,16 +127,24 @@ def forms(machine: Machine, tp: int, lanes: int, rows: int) -> dict[str, Variant
     }
 
 
-def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
+def point(
+    machine: str,
+    model: str,
+    tp: int,
+    sequence: int,
+    flows: Sequence[int] = FLOWS,
+    corners: int = len(CORNERS),
+) -> Point:
     """Simulate a layer of one sequence.
 
     Args:
+        flows: the numbers of chunks of a flow, of which the fastest counts.
         corners: how many of the corners of the machine's description.
     """
     hardware = Hardware.load(find_config(machine, "hardware"))
     options = Options(micro_batch=1, micro_batches=1)
     what = training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
-    every = forms(hardware.machine(), tp, best_lanes(hardware, tp), sequence // tp)
+    every = forms(hardware.machine(), tp, best_lanes(hardware, tp), sequence // tp, flows)
     times = [
         _times(Step(hardware.machine(compute, links), what), every)
         for compute, links in CORNERS[:corners]
@@ -164,7 +177,7 @@ def _shares(times: _Times) -> dict[str, float]:
     return {name: one.seconds / plain.seconds for name, one in found.items()}
 
 
-def _point(given: tuple[str, str, int, int]) -> Point:
+def _point(given: tuple[str, str, int, int, Sequence[int]]) -> Point:
     return point(*given)
 
 
@@ -269,11 +282,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", nargs="+", default=_MODELS)
     parser.add_argument("--tp", nargs="+", type=int, default=_SIZES)
     parser.add_argument("--sequence-lengths", nargs="+", type=int, default=_SEQUENCES)
+    parser.add_argument("--flow-chunks", nargs="+", type=int, default=FLOWS)
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="put the table into its section of FILE"
     )
     given = parser.parse_args(argv)
-    wanted = product(given.machines, given.models, given.tp, given.sequence_lengths)
+    for tokens, tp in product(given.sequence_lengths, given.tp):
+        if all(tokens // tp % chunks for chunks in given.flow_chunks):
+            parser.error(
+                f"--flow-chunks {' '.join(map(str, given.flow_chunks))}: none divides the "
+                f"{tokens // tp} rows of {tokens} tokens at TP {tp}; give 2"
+            )
+    wanted = product(
+        given.machines, given.models, given.tp, given.sequence_lengths, [given.flow_chunks]
+    )
     with ProcessPoolExecutor() as pool:
         text = report(list(pool.map(_point, wanted)))
     print(text)

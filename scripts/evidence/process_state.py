@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from commfuse_npu.runtime.executor import Running
+from commfuse_npu.plan.rules import RULES
+from commfuse_npu.runtime.executor import Running, _flat
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["ProcessState", "process_state"]
@@ -21,6 +22,8 @@ _SELF = Path("/proc/self")
 @dataclass(frozen=True)
 class ProcessState:
     """Taken when nothing should be under way, after a collection of garbage.
+
+    Compiled programs, of which 4,096 of each rule are kept, are forgotten before.
 
     Attributes:
         iteration: how many are done.
@@ -50,6 +53,7 @@ class ProcessState:
 
 def process_state(iteration: int, transport: Transport) -> ProcessState:
     """Of this process, and of one of its transports."""
+    _forget_programs(transport)
     gc.collect()
     _give_memory_back()
     objects = gc.get_objects()
@@ -67,6 +71,13 @@ def process_state(iteration: int, transport: Transport) -> ProcessState:
         agreed=len(transport._agreed),
         objects=len(objects),
     )
+
+
+def _forget_programs(transport: Transport) -> None:
+    for rule in RULES.values():
+        rule.cache_clear()
+    _flat.cache_clear()
+    transport._begun.clear()
 
 
 def _give_memory_back() -> None:

@@ -146,8 +146,7 @@ from one sample to the next, by 2 MiB where it was measured."""
 def unexplained_kib(state: ProcessState) -> float:
     """Resident memory without the idle buffers, whose sum is bounded, and without what was agreed.
 
-    Ranks compare each new combination once and remember it.  A training has a few; here nearly
-    every iteration brings ten.
+    Ranks compare each new combination once and remember it.
     """
     return state.rss_kib - state.idle_kib - _AGREED_KIB * state.agreed
 

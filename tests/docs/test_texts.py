@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+
+from commfuse_npu.tools import cli
+from commfuse_npu.tools.option_types import Parser
+from scripts.cpu_pretraining import launch
+from scripts.evidence.__main__ import main as evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -16,6 +28,12 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(
     r"(?<![\w./-])(?:commfuse_npu|mindspeed_patches|scripts|configs|docs|tests)/[\w./*-]*[\w*/]"
 )
+_ASKED: dict[str, Callable[[list[str]], int]] = {
+    "commfuse-npu ": cli.main,
+    "python -m scripts.evidence ": evidence,
+    "bash scripts/bench.sh": lambda words: cli.main(["bench", *words]),
+    "bash scripts/pretrain_llama_cpu.sh": launch.main,
+}
 _OPTION = re.compile(r'^    "((?:use_)?commfuse\w*)": _option', re.MULTILINE)
 
 
@@ -56,6 +74,71 @@ def missing_options(text: str) -> list[str]:
     declared = (ROOT / "mindspeed_patches" / "arguments.py").read_text(encoding="utf-8")
     options = [f"--{name.replace('_', '-')}" for name in _OPTION.findall(declared)]
     return [option for option in options if f"`{option}`" not in text]
+
+
+class _UnderstoodError(Exception):
+    """Its options are read; what they ask for is not done."""
+
+
+def _only_read(parser: type[argparse.ArgumentParser]) -> Any:
+    real = parser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, *given: Any) -> None:
+        real(self, *given)
+        raise _UnderstoodError
+
+    return mock.patch.object(parser, "parse_args", parse_args)
+
+
+def commands(text: str) -> Iterator[str]:
+    """Of this project: the lines of code, and what a text has in quotes."""
+    code = "\n".join(_CODE.findall(text)).replace("\\\n", " ")
+    quoted = re.findall(r"`([^`]+)`", _CODE.sub("", text))
+    # What a page defines to be short.
+    lines = [re.sub(r"^run \w+", "commfuse-npu bench", line) for line in code.splitlines()]
+    for line in [*lines, *(" ".join(words.split()) for words in quoted)]:
+        if line.startswith(tuple(_ASKED)):
+            yield re.split(r"\s+#", line)[0]
+
+
+def refused_commands(text: str) -> list[str]:
+    """Those whose options are not understood."""
+    found = []
+    for line in commands(text):
+        start, main = next((one, main) for one, main in _ASKED.items() if line.startswith(one))
+        with (
+            _only_read(argparse.ArgumentParser),
+            _only_read(Parser),
+            redirect_stderr(io.StringIO()),
+        ):
+            try:
+                main(shlex.split(line.removeprefix(start)))
+            except _UnderstoodError:
+                continue
+            except SystemExit as end:
+                if not end.code:
+                    continue
+        found.append(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in TEXTS if file.name != "CHANGELOG.md"], ids=lambda file: file.name
+)
+def test_commands_are_understood(file: Path) -> None:
+    assert refused_commands(file.read_text("utf-8")) == []
+
+
+def test_a_command_that_is_not_understood_is_found() -> None:
+    wrong = [
+        "commfuse-npu simulate --length 7",
+        "commfuse-npu proof",
+        "bash scripts/bench.sh --now",
+    ]
+    right = "commfuse-npu simulate --tp 8 \\\n  --sequence-lengths 8192  # a layer"
+    text = f"`{wrong[0]}` `python`\n\n```bash\n{wrong[1]}  # all\n{right}\n{wrong[2]}\n```\n"
+    assert refused_commands(text) == [wrong[1], wrong[2], wrong[0]]
+    assert len(list(commands((ROOT / "docs" / "measured.md").read_text("utf-8")))) > 25
 
 
 @pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)

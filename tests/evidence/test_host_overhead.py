@@ -71,3 +71,8 @@ def test_a_line_per_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith("2 ranks, stand-in group")
     assert len(lines) == 1 + 2 * 3 * 2 + 2
     assert all(line.endswith("x") for line in lines[1:])
+
+
+def test_denormal_numbers_are_as_before() -> None:
+    host_overhead.measure(ranks=2, calls=1, chunks=(1,), flows=())
+    assert torch.tensor(1e-40) / 2 > 0

@@ -32,8 +32,8 @@ class Accident:
 
     Attributes:
         fault: ``killed`` or ``user error``.
-        sends: at the first send of the iteration whose description has this text; ``None`` for the
-            middle of writing a checkpoint.
+        sends: before the last post of the first program of this name in the iteration; ``None``
+            for the middle of writing a checkpoint.
         file: gets the time of the fault, on the monotonic clock.
     """
 
@@ -91,8 +91,7 @@ def _prepare(accident: Accident) -> None:
         return begin(loop, stop)
 
     def running(program: Running, works: Any, end: int) -> None:
-        named = accident.sends is not None and accident.sends in program.name
-        if named and at == accident.iteration:
+        if accident.sends == program.name and at == accident.iteration:
             # Its first transfers are posted, the last one never.
             go_on(program, works, min(end, program.program.last_post))
             accident.strike()

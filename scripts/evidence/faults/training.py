@@ -104,10 +104,16 @@ def accidents(*, quick: bool) -> list[Disturbed]:
     """All rows, or the short table's."""
     tensor, data = _TENSOR_PARALLEL, _DATA_PARALLEL
     rows = [
-        Disturbed("killed", "TP 2, backward of iteration 5", "dgrad:", tensor, quick=True),
-        Disturbed("user error", "TP 2, forward of iteration 5", "linear_reduce_scatter:", tensor),
+        Disturbed(
+            "killed",
+            "TP 2, backward of iteration 5",
+            "all_gather_linear backward",
+            tensor,
+            quick=True,
+        ),
+        Disturbed("user error", "TP 2, forward of iteration 5", "linear_reduce_scatter", tensor),
         Disturbed("killed", "TP 2, writing the checkpoint of iteration 6", None, tensor, _LAST),
-        Disturbed("killed", "DP 2, gradients of iteration 5", "reduce_scatter_bucket:", data),
+        Disturbed("killed", "DP 2, gradients of iteration 5", "reduce_scatter_bucket", data),
     ]
     return [row for row in rows if row.quick or not quick]
 

@@ -1,0 +1,204 @@
+"""The page of figures: what it has is what the pages quote, and what comes out again."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from commfuse_npu.proof.cases import CHUNKS, LANES, cases
+from commfuse_npu.tools.bench.results import Result, fastest
+from commfuse_npu.tools.bench.stored import load
+from commfuse_npu.tools.bench.summary import summary
+from commfuse_npu.tools.bench.variants import REFERENCE, is_ours
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.calibrate import predictions
+from commfuse_npu.tools.simulate.cover import covering_outputs
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
+from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
+from scripts.evidence.layers import forms
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+KEPT = sorted((DOCS / "measured").iterdir())
+PAGE = (DOCS / "measured.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
+PERFORMANCE = (DOCS / "performance.md").read_text("utf-8").replace("**", "")
+MODELS = {"Llama 2 7B": "llama2_7b", "Llama 3 8B": "llama3_8b"}
+MACHINES = {"A2 server": "ascend_910b_server", "A3 supernode": "ascend_910c_supernode"}
+
+
+_COMMAND = re.compile(r"`(commfuse-npu |python -m scripts\.|bash scripts/|pytest tests/)")
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+(?:[.,]\d+)*(?:e-\d)?", text))
+
+
+def figures() -> list[list[str]]:
+    """The rows of the tables that have commands, cell by cell."""
+    lines = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line] for line in lines if len(line) == 5]
+    return [row for row in rows if row[0] != "figures"]
+
+
+def quoting(cell: str) -> list[Path]:
+    """The files that it links to, or names."""
+    linked = [DOCS / name for name in re.findall(r"\]\(([\w.]+)\)", cell)]
+    return linked + [ROOT / name for name in re.findall(r"`([\w./]+)`", cell)]
+
+
+def first_screen() -> list[list[str]]:
+    rows = re.findall(r"^\| (Llama .*) \|$", README, re.M)
+    return [row.replace("**", "").split(" | ") for row in rows]
+
+
+def test_the_pages_have_the_figures_that_the_page_says_they_quote() -> None:
+    assert len(figures()) > 30
+    for figure, what, _, command, where in figures():
+        assert command == "the same" or _COMMAND.match(command), command
+        for file in quoting(where):
+            lost = numbers(figure) - numbers(file.read_text("utf-8"))
+            assert not lost, f"{file.name} does not quote {lost}: {what}"
+    assert numbers("of 1,734, at 0.98x (7.5 %) or 1.48e-3") == {"1,734", "0.98", "7.5", "1.48e-3"}
+
+
+def test_every_run_that_is_kept_has_a_row() -> None:
+    assert KEPT
+    files = [row[2] for row in figures()]
+    assert [f"`docs/measured/{kept.name}`" in files for kept in KEPT] == [True] * len(KEPT)
+
+
+def test_nothing_of_the_first_screen_is_left_out() -> None:
+    simulated = README[README.index("**Simulated**") : README.index("**Measured**")]
+    said = re.sub(r"^\|.*$", "", simulated, flags=re.M)
+    counted = re.findall(r"[\d.]+ %|(?<=at )\d+|\d+ points|\d+ of \d+", said)
+    here = " ".join(row[0] for row in figures())
+    assert len(counted) > 7
+    assert numbers(" ".join(counted)) <= numbers(here)
+
+
+@pytest.mark.parametrize("row", first_screen(), ids=lambda row: row[0])
+def test_the_first_screen_is_what_is_simulated(row: list[str]) -> None:
+    model, size, name = row[0].split(", ")
+    hardware = Hardware.load(find_config(MACHINES[name], "hardware"))
+    tp = int(size.removeprefix("TP "))
+    what = training(
+        ModelConfig.load(find_config(MODELS[model])),
+        Layout(tp, 1, 1, 1),
+        8192,
+        Options(micro_batch=1, micro_batches=1),
+    )
+    every = forms(hardware.machine(), tp, best_lanes(hardware, tp), 8192 // tp, flows=(4,))
+    steps = [Step(hardware.machine(*corner), what) for corner in CORNERS]
+
+    def shorter(form: str, step: Step = steps[0]) -> float:
+        plain = step.layer_time(BLOCKING).seconds
+        return 100 * (1 - step.layer_time(every[form]).seconds / plain)
+
+    ends = [shorter("flow 4", step) for step in steps]
+    others = [shorter("default"), shorter("ours"), max(shorter(f"CoC {k}") for k in (2, 4, 8))]
+    kernel = f"{shorter('CoC fused'):.1f} %" if tp == 8 else "-"
+    assert row[1:] == [
+        f"{ends[0]:.1f} %",
+        f"{min(ends):.0f} .. {max(ends):.0f}",
+        *(f"{one:.1f} %" for one in others),
+        kernel,
+        f"{shorter('MC2'):.1f} %",
+    ]
+
+
+def test_the_points_are_counted_as_in_the_table() -> None:
+    table = (DOCS / "layers_tables.md").read_text("utf-8")
+    rows = re.findall(r"^\| \*([\w, ]+)\* \| (.+) \|$", table, re.M)
+    # Of CoC in slices, its kernel, MC2, Megatron's order, all: typical, at the ends, ordered.
+    ahead = {form: [cell.split("; ") for cell in cells.split(" | ")] for form, cells in rows}
+    sliced, kernel, mc2, megatron, _ = ahead["flow"]
+    said = README[README.index("Of the [72 points") : README.index("[How these figures")]
+    assert sliced[0] == megatron[0] == "72"
+    assert re.findall(r"at\s(\d+)", said) == [mc2[0], kernel[0], sliced[1], megatron[1], mc2[1]]
+    assert kernel[1] == "0"
+    behind = [str(points - int(ahead["default"][at][0])) for points, at in ((24, 1), (72, 2))]
+    assert re.findall(r"at all (\d+) points, MC2 at (\d+) of 72", README) == [tuple(behind)]
+
+
+def told(row: Result) -> str:
+    assert row.removed is not None
+    assert row.blocked_removed is not None
+    return f"{row.speedup:.2f}x, {100 * row.removed:.0f} % ({100 * row.blocked_removed:.0f} %)"
+
+
+def rivals(rows: list[Result]) -> list[Result]:
+    """What is neither ours nor Megatron's order nor what all are held against."""
+    others = [row for row in rows if row.variant != REFERENCE and not is_ours(row.variant)]
+    return [row for row in others if not row.variant.startswith("megatron")]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
+def test_the_tables_are_what_the_runs_wrote(kept: Path) -> None:
+    _, results, _ = load(kept)
+    alone = results[0].setting.link == "one-device"
+    if results[0].setting.work == "layers" and not alone:
+        for setting, of in groupby(results, key=lambda row: row.setting):
+            rows = list(of)
+            by_name = {row.variant: row for row in rows}
+            other = fastest(rivals(rows))
+            how = "real GEMMs" if setting.mode == "real GEMMs" else "sleeping"
+            cells = [f"{setting.ranks}, {how}", f"{setting.ratio:g}"]
+            cells += [told(by_name["flow-4"]), told(by_name["auto"])]
+            cells += [f"{told(other)} {other.variant}", told(by_name["megatron-p2p"])]
+            assert f"| {' | '.join(cells)} |" in PERFORMANCE
+        return
+    ranks, found, works = "", 0, {row.setting.work for row in results}
+    for line in summary(results).replace("**", "").splitlines():
+        ranks = line.split()[0] if " ranks, " in line else ranks
+        if line.startswith(tuple(f"| {work} |" for work in works)):
+            found += 1
+            line = line.replace("| - |", "|") if alone else line.removesuffix("- |")
+            assert f"| {ranks} {line}".strip() in PERFORMANCE
+    assert found == len({row.setting for row in results})
+
+
+def test_the_first_screen_is_what_was_measured() -> None:
+    said: list[str] = []
+    for name, ours in (("mlp_sleep", "auto"), ("flow_sleep", "flow-4")):
+        _, results, _ = load(DOCS / "measured" / f"{name}.json")
+        at_one = [row for row in results if row.setting.ratio == 1]
+        groups = [list(of) for _, of in groupby(at_one, key=lambda row: row.setting.ranks)]
+        mine = [row for rows in groups for row in rows if row.variant == ours]
+        said += [f"{row.speedup:.2f}" for row in mine]
+        said += [f"{fastest(rivals(rows)).speedup:.2f}" for rows in groups]
+    paragraph = README[README.index("**Measured**") : README.index("## When not")]
+    assert re.findall(r"\d\.\d\d", paragraph) == said
+    assert len(said) == 8
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("mlp_sleep", marks=pytest.mark.long), "one8_sleep", "one2_sleep"]
+)
+def test_the_simulator_is_as_far_off_as_is_said(name: str) -> None:
+    _, results, _ = load(DOCS / "measured" / f"{name}.json")
+    errors = [abs(one.error) for one in predictions(results, 0.5) if not one.fitted]
+    said = f"| `{name}.json` | {len(errors)} | {median(errors):.1%} | {max(errors):.1%} |"
+    assert said.replace("%", " %") in PERFORMANCE
+
+
+def test_what_is_counted_is_as_many() -> None:
+    sets = sum(len(list(cases(size, CHUNKS, LANES, False))) for size in range(2, 17))
+    assert f"proves {sets:,} sets of programs" in (DOCS / "trust.md").read_text("utf-8")
+    for path in sorted((ROOT / "configs" / "hardware").glob("ascend*.yaml")):
+        assumed, every = map(int, re.findall(r"\d+", Hardware.load(path).assumed))
+        row = rf"{every - assumed} of {every}.* \| beside each in `configs/hardware/{path.name}`"
+        assert re.search(row, PAGE), path.name
+    server = Hardware.load(find_config(MACHINES["A2 server"], "hardware"))
+    outputs = f"from {covering_outputs(server.machine(), 8):,} outputs on"
+    assert outputs in (DOCS / "options.md").read_text("utf-8")
+    assumed, every = map(int, re.findall(r"\d+", server.assumed))
+    said = f"of {every} on an A2 server {assumed} are assumed"
+    assert said in (DOCS / "simulate.md").read_text("utf-8").replace("\n", " ")
