@@ -2,7 +2,8 @@
 
 Every kernel is remembered with its stream and what it reads and writes.  Two of different streams
 that touch the same memory, one of them writing, race unless one comes after the other by events
-(vector clocks).  No memory is used twice: what an allocator does is not looked at.
+(vector clocks).  Memory that is freed is taken again by what its stream allocates next, as by a
+caching allocator: what other streams did with it has to come before.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Clock = Counter[str]
@@ -50,7 +53,7 @@ class Module:
         self.main = self.current = Stream("main")
         self._streams = [self.main]
 
-    def Stream(self, device: torch.device | None = None) -> Stream:
+    def Stream(self, device: torch.device | None = None, priority: int = 0) -> Stream:
         self._streams.append(Stream(f"stream {len(self._streams)}"))
         return self._streams[-1]
 
@@ -79,6 +82,20 @@ class Module:
             stream.clock |= self.main.clock
 
 
+@dataclass
+class _Memory:
+    """Of a storage.
+
+    Attributes:
+        owner: the stream that allocated it.
+        addresses: of its elements that were touched.
+    """
+
+    alive: StorageWeakRef
+    owner: Stream
+    addresses: set[int] = field(default_factory=set)
+
+
 class RaceDetector(TorchDispatchMode):
     """Use it in a ``with`` block.
 
@@ -90,7 +107,9 @@ class RaceDetector(TorchDispatchMode):
         super().__init__()
         self.races: list[str] = []
         self._module = module
-        self._kept: list[Any] = []
+        self._memory: dict[int, _Memory] = {}
+        # By the stream that allocated it: the last use of freed memory on each stream.
+        self._freed: defaultdict[str, Clock] = defaultdict(Clock)
         # By the address of an element: who wrote them last, and who read them since.
         self._wrote: dict[int, tuple[str, int]] = {}
         self._read: defaultdict[int, dict[str, int]] = defaultdict(dict)
@@ -99,8 +118,8 @@ class RaceDetector(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
+        self._free()
         result = func(*args, **kwargs)
-        self._kept.append(result)
         if any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns):
             return result  # a view
         self._module.current.clock[self._module.current.name] += 1
@@ -110,13 +129,41 @@ class RaceDetector(TorchDispatchMode):
             for tensor in _tensors(value):
                 self._touch(func, tensor, writes)
         if not any(one.alias_info for one in func._schema.returns):
+            self._take_again(func)
             for tensor in _tensors(result):
+                self._allocated(tensor, self._module.current)
                 self._touch(func, tensor, True)
         return result
 
+    def _allocated(self, tensor: torch.Tensor, owner: Stream) -> _Memory:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._memory:
+            self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), owner)
+        return self._memory[storage._cdata]
+
+    def _free(self) -> None:
+        for key, memory in list(self._memory.items()):
+            if memory.alive.expired():
+                del self._memory[key]
+                used = self._freed[memory.owner.name]
+                for address in memory.addresses:
+                    used |= Clock(self._read.pop(address, {}))
+                    if address in self._wrote:
+                        name, number = self._wrote.pop(address)
+                        used |= Clock({name: number})
+
+    def _take_again(self, func: object) -> None:
+        here = self._module.current
+        for other, number in self._freed.pop(here.name, Clock()).items():
+            if here.clock[other] < number:
+                self.races.append(f"{func} on {here.name} gets memory that {other} uses")
+
     def _touch(self, func: object, tensor: torch.Tensor, writes: bool) -> None:
         name, clock = self._module.current.name, self._module.current.clock
-        for address in _addresses(tensor):
+        addresses = _addresses(tensor)
+        # What there was before is the first stream's.
+        self._allocated(tensor, self._module.main).addresses |= addresses
+        for address in addresses:
             before = [("wrote", *self._wrote[address])] if address in self._wrote else []
             if writes:
                 before += [("read", *read) for read in self._read[address].items()]

@@ -13,8 +13,12 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.tools.one_device import process_group
 from commfuse_npu.tools.one_device.backend import register
+from commfuse_npu.tools.one_device.device import OneDevice
 from commfuse_npu.tools.one_device.device_streams import DeviceStreams
+from commfuse_npu.tools.one_device.process_group import OneDeviceGroup
+from commfuse_npu.tools.one_device.recording import Posted, Recording
 from tests.limits import PATIENT
 from tests.one_device.layers import layers
 from tests.one_device.race_detector import Module, RaceDetector
@@ -88,3 +92,23 @@ def test_a_missing_event_is_a_race(
     ranks: Any, fault: Fault, of_code: Callable[[Code], Code]
 ) -> None:
     assert all(ranks(2).run(races, fault, of_code, 3))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_that_is_sent_is_not_taken_again_before(
+    monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    module, recording = Module(), Recording()
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
+    device = OneDevice(DeviceStreams("cuda"))
+    group = OneDeviceGroup(device, "a", 0, (0, 1), None, "one_device")
+    recording.add("a", Posted("send to 1", [torch.ones(4)]))
+    if not kept:
+        alone = process_group._Alone
+        monkeypatch.setattr(process_group, "_Alone", lambda over, kept: alone(over))
+    with RaceDetector(module) as detector, device.replaying(recording):
+        work: Any = group.send([torch.ones(4)], 1)
+        torch.zeros(4)
+        work.wait()
+        torch.zeros(4)
+    assert bool(detector.races) is not kept
