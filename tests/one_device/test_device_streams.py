@@ -53,10 +53,12 @@ class Module:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.events = self.streams = 0
+        self.priorities: list[int] = []
         self.current = Stream(self, "main")
 
-    def Stream(self, device: torch.device | None = None) -> Stream:
+    def Stream(self, device: torch.device | None = None, priority: int = 0) -> Stream:
         self.streams += 1
+        self.priorities.append(priority)
         return Stream(self, f"stream {self.streams}")
 
     def Event(self, enable_timing: bool = False) -> Event:
@@ -212,6 +214,13 @@ def test_tensors_live_until_the_transfer_is_waited_for(module: Module) -> None:
         for work in works:
             work.wait()
         assert [tensor() for tensor in alive] == [None, None]
+
+
+def test_a_link_does_not_wait_until_a_gemm_has_all_its_blocks(module: Module) -> None:
+    streams = DeviceStreams("cuda")
+    streams.give("lane", [], 0.0, lambda: None, lambda: None)
+    streams.second(torch.device("cuda", 0))
+    assert module.priorities == [-1, -1, 0]
 
 
 def test_there_are_no_more_streams_than_torch_has(module: Module) -> None:

@@ -2,8 +2,14 @@
 
 A stream is held by a kernel of one thread that counts clocks, on a stream beside it, so that the
 copies of a transfer are part of its time.  The clock's rate is measured once, by the first one that
-is held: when a process starts, those of the other ranks use the device as well.  It may drift with
-the temperature of the device; what is timed says so by its quartiles.
+is held: when a process starts, those of the other ranks use the device as well.  Where GEMMs draw
+so much power that the device lowers its clock, what is held beside them is held longer than it was
+asked to be; nothing that is timed says so.
+
+The streams of transfers come first: a block of theirs takes the next place that becomes free, where
+else it would wait until a GEMM that was given before has started its last block [read].  It takes
+that place from the GEMM, and copies within a device may be kernels, too: a link costs a GEMM here
+what one beside a device would not.
 
 A process has 8 queues to a device unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says more, 32 at most, and
 streams of one queue wait for each other: set it before CUDA starts.
@@ -24,8 +30,11 @@ __all__ = ["DeviceStreams"]
 
 _CALIBRATION_CLOCKS = 50_000_000
 _MOST_STREAMS = 15
-"""Of the 32 that torch has for a device two each, and the second one of operations; it gives them
-out anew after that [read]."""
+"""Two each of 32 queues; of the other two one is the current stream's, one the second one's of
+operations.  torch has 32 streams of a priority and gives them out anew after that [read]."""
+
+_FIRST = -1
+"""The priority of what comes before the rest."""
 
 
 class _Point:
@@ -82,10 +91,13 @@ class DeviceStreams:
         if stream not in self._streams:
             if len(self._streams) == _MOST_STREAMS:
                 raise ValueError(
-                    f"{stream} would be stream {_MOST_STREAMS + 1} of transfers; torch has enough "
-                    f"for {_MOST_STREAMS} on a device. Take fewer ranks, or fewer lanes"
+                    f"{stream} would be stream {_MOST_STREAMS + 1} of transfers; a process "
+                    f"has queues for {_MOST_STREAMS}. Take fewer ranks, or fewer lanes"
                 )
-            self._streams[stream] = self._module.Stream(), self._module.Stream()
+            self._streams[stream] = (
+                self._module.Stream(priority=_FIRST),
+                self._module.Stream(priority=_FIRST),
+            )
         carrier, clock = self._streams[stream]
         with self._module.stream(carrier):
             for event in after:
