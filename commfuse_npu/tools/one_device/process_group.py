@@ -25,6 +25,8 @@ __all__ = ["OneDeviceGroup"]
 
 _Tensors = Sequence[torch.Tensor]
 
+_WAYS = {"send": "send to", "receive": "receive from"}
+
 # torch calls these methods with one form of arguments of the several that it declares.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -52,7 +54,6 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
         self._ranks = tuple(ranks)
         self._together = together
         self._backend = backend
-        self._batch: list[tuple[str, torch.Tensor, int, int]] | None = None
 
     def getBackendName(self) -> str:
         return self._backend
@@ -69,40 +70,30 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ transfers
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work | None:
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
         return self._transfer("send", tensors, to, tag)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work | None:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
         return self._transfer("receive", tensors, source, tag)
 
-    def _transfer(self, verb: str, tensors: _Tensors, peer: int, tag: int) -> dist.Work | None:
+    def _transfer(self, verb: str, tensors: _Tensors, peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
-        if self._batch is not None:
-            self._batch.append((verb, tensor, peer, tag))
-            return None
         return self._post((self._label, verb, peer), [(verb, tensor, peer, tag)])
 
     def post_batch(self, operations: Sequence[dist.P2POp]) -> dist.Work:
         """Post them as one."""
-        self._batch = []
-        try:
-            for one in operations:
-                post = self.send if one.op is dist.isend else self.recv
-                post([one.tensor], one.group_peer, one.tag)
-            return self._post(self._label, self._batch)
-        finally:
-            self._batch = None
+        ends = [
+            ("send" if one.op is dist.isend else "receive", one.tensor, one.group_peer, one.tag)
+            for one in operations
+        ]
+        return self._post(self._label, ends)
 
     def _post(
         self, stream: Hashable, ends: Sequence[tuple[str, torch.Tensor, int, int]]
     ) -> dist.Work:
         sent = [tensor for verb, tensor, _, _ in ends if verb == "send"]
         received = [tensor for verb, tensor, _, _ in ends if verb == "receive"]
-        of_send, of_receive = "send to", "receive from"
-        what = ", ".join(
-            f"{of_send if verb == 'send' else of_receive} {self._ranks[peer]}"
-            for verb, _, peer, _ in ends
-        )
+        what = ", ".join(f"{_WAYS[verb]} {self._ranks[peer]}" for verb, _, peer, _ in ends)
         if self._device.replayed is not None:
             links = Counter[Link]()
             for verb, tensor, peer, _ in ends:
