@@ -1,4 +1,4 @@
-"""A column- and a row-parallel layer, forward and backward: what the tests run alone."""
+"""A column-, a row-parallel and a fully sharded layer, forward and backward: what runs alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
-from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
+from commfuse_npu.ops import (
+    LinearOptions,
+    ShardedOptions,
+    all_gather_linear,
+    linear_reduce_scatter,
+    sharded_linear,
+)
+from commfuse_npu.reference import (
+    plain_all_gather_linear,
+    plain_linear_reduce_scatter,
+    plain_sharded_linear,
+)
 from commfuse_npu.runtime.transport import Transport
 
 
@@ -18,17 +28,22 @@ def leaf(seed: int, *shape: int) -> torch.Tensor:
 
 def layers(link: Transport, options: LinearOptions, *, fused: bool) -> list[torch.Tensor]:
     """Two micro-batches: outputs, and the gradients of input and weights."""
-    found = []
+    found, sharded = [], ShardedOptions(options.schedule)
     for batch in range(2):
         x, one, other = leaf(2 * link.rank + batch, 8, 16), leaf(1, 24, 16), leaf(2, 16, 24)
+        shard = leaf(3 + link.rank, 8, 16)
         if fused:
             hidden = all_gather_linear(x, one, transport=link, options=options)
             out = linear_reduce_scatter(hidden, other, transport=link, options=options)
+            out = sharded_linear(out, shard, transport=link, options=sharded)
         else:
             plain: dict[str, Any] = {"group": link.group, "options": options, "same_gemms": True}
             hidden = plain_all_gather_linear(x, one, **plain)
             out = plain_linear_reduce_scatter(hidden, other, **plain)
+            plain = {"group": link.group, "options": sharded, "same_blocks": True}
+            out = plain_sharded_linear(out, shard, **plain)
         out.backward(leaf(9 + 2 * link.rank + batch, *out.shape).detach())
         # As whoever reads them next gets them.
-        found += [tensor.detach().clone() for tensor in (out, x.grad, one.grad, other.grad)]
+        leaves = (x, one, other, shard)
+        found += [out.detach().clone(), *(tensor.grad.clone() for tensor in leaves)]
     return found
