@@ -13,7 +13,10 @@ import pytest
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.bench import sweep
+from commfuse_npu.tools.bench.shapes import Shape
+from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tools.bench.worker import Worker
+from commfuse_npu.tools.one_device.recording import Recording
 from tests.distributed.ranks import Ranks
 from tests.limits import LIMIT
 
@@ -67,11 +70,36 @@ def test_forms_are_timed_on_rank_0_alone(
     )
     # The computation, the communication, and each form.
     assert methods.count("record") == 2 + len(forms)
-    # Nothing is timed before rank 0 ran everything on its own, on links with a rate.
-    first = methods.index("round alone")
-    assert methods[first - 2 : first + 1] == ["record", "pace_copies", "round alone"]
+    # Nothing is timed before rank 0 ran everything on its own.
+    assert "record" not in methods[methods.index("round alone") :]
     assert "round" not in methods
     assert "of ours" in capsys.readouterr().out
+
+
+def tried(rank: int, spoiled: bool) -> int:
+    """How many bytes of what was sent are kept for later runs."""
+    worker, variant = Worker(), Variant("p2p", "blocking")
+    worker.set_up("mlp", Shape(64, 32, 64, 2, 2, 16), "fp32", 0, None)
+
+    def spoil(recording: Recording) -> None:
+        rewind(recording)
+        first = next(iter(recording._posted.values()))[0]
+        first.received = [tensor + 1 for tensor in first.received]
+
+    rewind = Recording.rewind
+    with pytest.MonkeyPatch.context() as patch:
+        if spoiled:
+            patch.setattr(Recording, "rewind", spoil)
+        worker.record(variant)
+    kept = worker._recordings[variant]._posted.values() if rank == 0 else ()
+    return sum(tensor.nbytes for posted in kept for one in posted for tensor in one.sent)
+
+
+def test_rank_0_tries_what_it_recorded(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(tried, False) == [0, 0]
+    alone, other = ranks(2).outcomes(tried, True)
+    assert "p2p: what rank 0 computes alone is not what it computed" in str(alone.error)
+    assert other.error is None
 
 
 @pytest.mark.parametrize(

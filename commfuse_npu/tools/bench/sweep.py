@@ -38,8 +38,6 @@ _WITH_A_RATE = ("mesh", "shared-nic", "one-device")
 _AS_IT_IS = ("npu", "cuda")
 _NOMINAL_RATE = 200e6
 """At which a link is measured before anything else, in bytes per second."""
-_WARM_UP_RATE = 1e10
-"""Of a rank's first run on its own: it is held, and not for long."""
 
 _COMPUTE = Variant(COMPUTE, "compute")
 _COMMUNICATION = Variant(COMMUNICATION, "communication")
@@ -194,12 +192,8 @@ class Group:
             checks[variant.name] = worst_check(self._ranks.ask("check", variant))
             progress.step()
         if self._link == "one-device":
-            recorded = [_COMPUTE, _COMMUNICATION, *fixed]
-            for variant in recorded:
+            for variant in (_COMPUTE, _COMMUNICATION, *fixed):
                 self._ranks.ask("record", variant)
-            # The first time on its own a rank makes streams and their buffers, and measures clocks.
-            self._pace(_WARM_UP_RATE)
-            self._ranks.ask_first("round", recorded)
         compute = self._compute_seconds()
         progress.step(_CALIBRATION_ROUNDS)
         by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}

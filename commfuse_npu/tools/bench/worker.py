@@ -28,6 +28,9 @@ from commfuse_npu.tuning import decisions
 
 __all__ = ["Worker"]
 
+_TRIED_RATE = 1e10
+"""Of the links of a rank that runs alone for the first time: they are held, and not for long."""
+
 
 class Worker:
     """One rank of the default process group, which has been made; all ranks are asked alike."""
@@ -54,11 +57,29 @@ class Worker:
         self._rate = bytes_per_second
 
     def record(self, variant: Variant) -> None:
-        """Run a variant on all ranks, so that one of them can run it alone from then on."""
-        with register(self._device).recording() as recording:
-            self._call(variant)()
-        if self.rank == 0:
-            self._recordings[variant] = recording
+        """Run a variant on all ranks, so that rank 0 can run it alone from then on; it tries to.
+
+        Raises:
+            RuntimeError: alone it is not what it was together.
+        """
+        device, call = register(self._device), self._call(variant)
+        if self.rank:
+            call()
+            return
+        with device.recording() as recording:
+            together = call() or []
+        # The first time it makes streams and their buffers, and measures clocks.
+        for seed in (None, 0):
+            self._forget_buffers()
+            with device.replaying(recording, _TRIED_RATE, seed):
+                alone = call() or []
+            if not _all_equal(alone, together):
+                raise RuntimeError(
+                    f"{variant.name}: what rank 0 computes alone is not what it computed with the "
+                    "other ranks; nothing was timed"
+                )
+        recording.forget_sent()
+        self._recordings[variant] = recording
 
     def wire_speed(self, payload: int) -> tuple[float, float]:
         """Measure the link as it is now: a direct exchange of ``payload`` bytes per pair.
@@ -189,7 +210,7 @@ class Worker:
             total = self._now() - start
             return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
 
-    def _call(self, variant: Variant) -> Callable[[], object]:
+    def _call(self, variant: Variant) -> Callable[[], list[torch.Tensor] | None]:
         work, direct = self._work, self._direct
         if variant.kind == "communication":
             return lambda: work.communicate(direct)

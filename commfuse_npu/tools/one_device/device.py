@@ -168,7 +168,7 @@ class OneDevice:
         if left:
             raise ReplayError(f"recorded and not run again: {'; '.join(left[:4])}")
         for posted, when, read in self._read:
-            if not all(map(_same_bits, read, posted.sent)):
+            if not all(_same_bits(*pair) for pair in zip(read, posted.sent, strict=True)):
                 raise ReplayError(
                     f"{posted.what}: what was {when} read is not what was sent when the ranks ran "
                     "together: it was not written yet, or written over before it was sent"
