@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,18 +81,30 @@ class Module:
             stream.clock |= self.main.clock
 
 
-@dataclass
 class _Memory:
     """Of a storage.
 
     Attributes:
+        alive: whether something has it.
         owner: the stream that allocated it.
-        addresses: of its elements that were touched.
+        wrote, read: by stream, by the first byte of an element, which of its kernels did last.
     """
 
-    alive: StorageWeakRef
-    owner: Stream
-    addresses: set[int] = field(default_factory=set)
+    def __init__(self, storage: torch.UntypedStorage, owner: Stream) -> None:
+        def nobody() -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32)
+
+        size = storage.nbytes()
+        self.alive, self.owner = StorageWeakRef(storage), owner
+        self.wrote: defaultdict[str, torch.Tensor] = defaultdict(nobody)
+        self.read: defaultdict[str, torch.Tensor] = defaultdict(nobody)
+
+    def used(self) -> Clock:
+        """The last kernel of each stream that did something with it."""
+        found = Clock()
+        for last in (self.wrote, self.read):
+            found |= Clock({name: int(numbers.max()) for name, numbers in last.items()})
+        return found
 
 
 class RaceDetector(TorchDispatchMode):
@@ -108,73 +119,51 @@ class RaceDetector(TorchDispatchMode):
         self.races: list[str] = []
         self._module = module
         self._memory: dict[int, _Memory] = {}
-        # By the stream that allocated it: the last use of freed memory on each stream.
-        self._freed: defaultdict[str, Clock] = defaultdict(Clock)
-        # By the address of an element: who wrote them last, and who read them since.
-        self._wrote: dict[int, tuple[str, int]] = {}
-        self._read: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        # By the stream that allocated it: what was done last with memory that is free.
+        self._free: defaultdict[str, Clock] = defaultdict(Clock)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        kwargs = kwargs or {}
-        self._free()
+        kwargs, here = kwargs or {}, self._module.current
+        self._find_free()
         result = func(*args, **kwargs)
         if any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns):
             return result  # a view
-        self._module.current.clock[self._module.current.name] += 1
+        here.clock[here.name] += 1
         for number, argument in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(value):
-                self._touch(func, tensor, writes)
+                # What there was before all this is the first stream's.
+                self._touch(func, tensor, writes, self._module.main)
         if not any(one.alias_info for one in func._schema.returns):
-            self._take_again(func)
+            for other, number in self._free.pop(here.name, Clock()).items():
+                if here.clock[other] < number:
+                    self.races.append(f"{func} on {here.name} gets memory that {other} uses")
             for tensor in _tensors(result):
-                self._allocated(tensor, self._module.current)
-                self._touch(func, tensor, True)
+                self._touch(func, tensor, True, here)
         return result
 
-    def _allocated(self, tensor: torch.Tensor, owner: Stream) -> _Memory:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._memory:
-            self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), owner)
-        return self._memory[storage._cdata]
-
-    def _free(self) -> None:
+    def _find_free(self) -> None:
         for key, memory in list(self._memory.items()):
             if memory.alive.expired():
-                del self._memory[key]
-                used = self._freed[memory.owner.name]
-                for address in memory.addresses:
-                    used |= Clock(self._read.pop(address, {}))
-                    if address in self._wrote:
-                        name, number = self._wrote.pop(address)
-                        used |= Clock({name: number})
+                self._free[memory.owner.name] |= self._memory.pop(key).used()
 
-    def _take_again(self, func: object) -> None:
-        here = self._module.current
-        for other, number in self._freed.pop(here.name, Clock()).items():
-            if here.clock[other] < number:
-                self.races.append(f"{func} on {here.name} gets memory that {other} uses")
-
-    def _touch(self, func: object, tensor: torch.Tensor, writes: bool) -> None:
+    def _touch(self, func: object, tensor: torch.Tensor, writes: bool, owner: Stream) -> None:
+        if not tensor.numel():
+            return
         name, clock = self._module.current.name, self._module.current.clock
-        addresses = _addresses(tensor)
-        # What there was before is the first stream's.
-        self._allocated(tensor, self._module.main).addresses |= addresses
-        for address in addresses:
-            before = [("wrote", *self._wrote[address])] if address in self._wrote else []
-            if writes:
-                before += [("read", *read) for read in self._read[address].items()]
-                self._wrote[address], self._read[address] = (name, clock[name]), {}
-            else:
-                self._read[address][name] = clock[name]
-            for did, other, number in before:
-                if clock[other] < number:
+        storage, places = tensor.untyped_storage(), _places(tensor)
+        if storage._cdata not in self._memory:
+            self._memory[storage._cdata] = _Memory(storage, owner)
+        memory = self._memory[storage._cdata]
+        for did, last in (("wrote", memory.wrote), ("read", memory.read))[: 1 + writes]:
+            for other, numbers in last.items():
+                if (numbers[places] > clock[other]).any():
                     does = "writes" if writes else "reads"
                     self.races.append(f"{func} on {name} {does} what {other} {did}")
-                    return
+        (memory.wrote if writes else memory.read)[name][places] = clock[name]
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
@@ -182,10 +171,10 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
-def _addresses(tensor: torch.Tensor) -> set[int]:
-    """Of its elements.  That two dtypes have one memory does not come up."""
-    places = torch.zeros((), dtype=torch.int64)
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """In its storage, of the first bytes of its elements.  Of two dtypes they need not meet, which
+    does not come up."""
+    places = torch.tensor(tensor.storage_offset())
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places.unsqueeze(-1) + torch.arange(size) * stride
-    start, bytes_each = tensor.data_ptr(), tensor.element_size()
-    return {start + place * bytes_each for place in places.flatten().tolist()}
+    return places.flatten() * tensor.element_size()
