@@ -10,15 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.bench import sweep
 from commfuse_npu.tools.bench.shapes import Shape
-from commfuse_npu.tools.bench.variants import Variant
+from commfuse_npu.tools.bench.variants import Variant, chosen
 from commfuse_npu.tools.bench.worker import Worker
+from commfuse_npu.tools.one_device.backend import register
+from commfuse_npu.tools.one_device.device_streams import DeviceStreams
 from commfuse_npu.tools.one_device.recording import Recording
 from tests.distributed.ranks import Ranks
 from tests.limits import LIMIT
+from tests.one_device.race_detector import Module, RaceDetector
 
 _FORMS = "collective,coc-2,slices-2,ring,megatron*,ours-c2,flow-2*"
 
@@ -76,10 +80,16 @@ def test_forms_are_timed_on_rank_0_alone(
     assert "of ours" in capsys.readouterr().out
 
 
+def set_up(work: str) -> Worker:
+    if not _workers:
+        _workers.append(Worker())
+    _workers[0].set_up(work, Shape(64, 32, 64, 2, 2, 16), "fp32", 0, None)
+    return _workers[0]
+
+
 def tried(rank: int, spoiled: bool) -> int:
     """How many bytes of what was sent are kept for later runs."""
-    worker, variant = Worker(), Variant("p2p", "blocking")
-    worker.set_up("mlp", Shape(64, 32, 64, 2, 2, 16), "fp32", 0, None)
+    worker, variant = set_up("mlp"), Variant("p2p", "blocking")
 
     def spoil(recording: Recording) -> None:
         rewind(recording)
@@ -100,6 +110,27 @@ def test_rank_0_tries_what_it_recorded(ranks: Callable[[int], Ranks]) -> None:
     alone, other = ranks(2).outcomes(tried, True)
     assert "p2p: what rank 0 computes alone is not what it computed" in str(alone.error)
     assert other.error is None
+
+
+def races(rank: int, patterns: str) -> set[str]:
+    worker, device, module = set_up("layer"), register("cpu"), Module()
+    found = set()
+    for variant in chosen(patterns.split(","), worker.size):
+        call = worker._call(variant)
+        call()  # stripes are made once, by all ranks
+        with device.recording() as recording:
+            call()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_device_module", lambda device_type: module)
+            patch.setattr(device, "streams", DeviceStreams("cuda"))
+            with RaceDetector(module) as detector, device.replaying(recording, seed=rank):
+                call()
+        found |= {f"{variant.name}: {race}" for race in detector.races}
+    return found
+
+
+def test_events_order_what_each_form_does(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(races, _FORMS, timeout=LIMIT) == [set()] * 2
 
 
 @pytest.mark.parametrize(
