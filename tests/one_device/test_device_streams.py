@@ -175,7 +175,7 @@ def test_a_link_carries_one_thing_after_the_other_whatever_group_they_are_of(
 ) -> None:
     monkeypatch.setattr(device_file, "_poison", lambda tensor: module.does("poisons"))
     device = OneDevice(DeviceStreams("cuda"))
-    lanes = [OneDeviceGroup(device, name, 0, (0, 1, 2), None, "one_device") for name in "ab"]
+    lanes = [OneDeviceGroup(device, name, 0, (0, 1, 2), None) for name in "ab"]
     recording = recorded(("a", "receive from 1", 0, 1), ("b", "receive from 1", 0, 1),
                          ("b", "receive from 2", 0, 1))  # fmt: skip
     into = torch.zeros(4)
@@ -204,7 +204,7 @@ def test_a_link_carries_one_thing_after_the_other_whatever_group_they_are_of(
 
 def test_tensors_live_until_the_transfer_is_waited_for(module: Module) -> None:
     device = OneDevice(DeviceStreams("cuda"))
-    group = OneDeviceGroup(device, "a", 0, (0, 1), None, "one_device")
+    group = OneDeviceGroup(device, "a", 0, (0, 1), None)
     with device.replaying(recorded(("a", "send to 1", 1, 0), ("a", "all-reduce", 1, 1))):
         sent, summed = torch.ones(4), torch.ones(4)
         works: Any = [group.send([sent], 1), group.allreduce([summed], None)]
@@ -240,7 +240,7 @@ def test_there_are_no_more_streams_than_torch_has(module: Module) -> None:
 
 def test_what_a_rank_keeps_of_an_all_to_all_goes_over_no_link(module: Module) -> None:
     device = OneDevice(DeviceStreams("cuda"))
-    group = OneDeviceGroup(device, "a", 0, (0, 1, 2), None, "one_device")
+    group = OneDeviceGroup(device, "a", 0, (0, 1, 2), None)
     recording = Recording()
     received = [torch.zeros(12, 2), torch.zeros(9, 2), torch.zeros(7, 2)]
     for out in received:
@@ -257,7 +257,7 @@ def test_what_is_received_in_the_place_of_what_is_sent_is_not_overwritten_before
     module: Module,
 ) -> None:
     device = OneDevice(DeviceStreams("cuda"))
-    group = OneDeviceGroup(device, "a", 1, (0, 1), None, "one_device")
+    group = OneDeviceGroup(device, "a", 1, (0, 1), None)
     partial = torch.arange(8.0)
     recording = Recording()
     recording.add("a", Posted("reduce-scatter", [partial.clone()], [torch.full((4,), 9.0)]))
@@ -268,7 +268,7 @@ def test_what_is_received_in_the_place_of_what_is_sent_is_not_overwritten_before
 
 def test_a_batch_takes_as_long_as_all_that_one_link_carries(module: Module) -> None:
     device = OneDevice(DeviceStreams("cuda"))
-    group = OneDeviceGroup(device, "a", 0, (0, 1, 2), None, "one_device")
+    group = OneDeviceGroup(device, "a", 0, (0, 1, 2), None)
     device.streams.hold(0.001)  # type: ignore[attr-defined]
     module.told()
     rows = [(dist.isend, 3, 1), (dist.isend, 5, 1), (dist.irecv, 4, 1), (dist.isend, 7, 2)]

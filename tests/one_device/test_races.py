@@ -101,7 +101,7 @@ def test_memory_that_is_sent_is_not_taken_again_before(
     module, recording = Module(), Recording()
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
     device = OneDevice(DeviceStreams("cuda"))
-    group = OneDeviceGroup(device, "a", 0, (0, 1), None, "one_device")
+    group = OneDeviceGroup(device, "a", 0, (0, 1), None)
     recording.add("a", Posted("send to 1", [torch.ones(4)]))
     if not kept:
         alone = process_group._Alone

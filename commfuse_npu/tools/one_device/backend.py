@@ -12,12 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from commfuse_npu.tools.one_device.device import OneDevice
-from commfuse_npu.tools.one_device.process_group import OneDeviceGroup
+from commfuse_npu.tools.one_device.process_group import BACKEND, OneDeviceGroup
 from commfuse_npu.tools.one_device.thread_streams import ThreadStreams
 
 __all__ = ["BACKEND", "register"]
-
-BACKEND = "one_device"
 
 
 @cache
@@ -49,9 +47,7 @@ def register(device_type: str) -> OneDevice:
         together = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, options.timeout
         )
-        return OneDeviceGroup(
-            device, options.group_id, options.group_rank, ranks, together, BACKEND
-        )
+        return OneDeviceGroup(device, options.group_id, options.group_rank, ranks, together)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[device_type])
     torchs_own = dist.batch_isend_irecv

@@ -21,7 +21,9 @@ from commfuse_npu.tools.one_device.device import Link, OneDevice
 from commfuse_npu.tools.one_device.recording import Posted
 from commfuse_npu.tools.one_device.streams import Event
 
-__all__ = ["OneDeviceGroup"]
+__all__ = ["BACKEND", "OneDeviceGroup"]
+
+BACKEND = "one_device"
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -45,7 +47,6 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
         place: int,
         ranks: Sequence[int],
         together: Any,
-        backend: str,
     ) -> None:
         super().__init__(place, len(ranks))
         self._device = device
@@ -53,10 +54,9 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
         self._place = place
         self._ranks = tuple(ranks)
         self._together = together
-        self._backend = backend
 
     def getBackendName(self) -> str:
-        return self._backend
+        return BACKEND
 
     @property
     def group_name(self) -> str:
@@ -101,6 +101,7 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
             over = self._device.begin(self._label, stream, what, sent, received, links)
             return _Alone(over, (*sent, *received))
         staged, works = [], []
+        # On a device all are copied, which holds the host until its stream has come to here.
         for verb, tensor, peer, tag in ends:
             there = tensor if tensor.device.type == "cpu" else tensor.cpu()
             if verb == "send":
