@@ -192,8 +192,11 @@ class Group:
             checks[variant.name] = worst_check(self._ranks.ask("check", variant))
             progress.step()
         if self._link == "one-device":
-            for variant in (_COMPUTE, _COMMUNICATION, *fixed):
+            recorded = [_COMPUTE, _COMMUNICATION, *fixed]
+            for variant in recorded:
                 self._ranks.ask("record", variant)
+            # Each was tried with buffers from nothing; when time counts, they are there.
+            self._ranks.ask_first("round", recorded)
         compute = self._compute_seconds()
         progress.step(_CALIBRATION_ROUNDS)
         by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}
