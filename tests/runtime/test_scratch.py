@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -74,3 +76,16 @@ def test_rows_columns_and_runs_of_rows() -> None:
     assert torch.equal(view_of(matrix, Span("a", 1, 3, (1, 2))), matrix[1:3, 1:2])
     runs = view_of(matrix, Span("a", 0, 1, None, 3, 2))
     assert torch.equal(runs, matrix[::2].unsqueeze(1))
+
+
+def test_memory_is_used_again_on_the_stream_that_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = SimpleNamespace(stream_id=1)
+    module = SimpleNamespace(current_stream=lambda device: current)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
+    pool, asked = ScratchPool(), (64, torch.float32, torch.device("meta"))
+    arena = pool.take(*asked)
+    pool.give_back(arena)
+    current.stream_id = 2
+    assert pool.take(*asked) is not arena
+    current.stream_id = 1
+    assert pool.take(*asked) is arena
