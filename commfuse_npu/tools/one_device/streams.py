@@ -47,7 +47,7 @@ class Streams(Protocol):
             begin, end: called at the start of that time and at its end.
         """
 
-    def second(self, device: torch.device) -> SecondStream | None:
+    def second(self, device: torch.device) -> SecondStream:
         """For the sums and copies of an operation."""
 
     def synchronise(self) -> None:
