@@ -15,6 +15,7 @@ def questions(rank: int, size: int) -> None:
     worker = Worker()
     worker.latency(2)
     worker.posting(2, batched=True)
+    worker.launching(2)
     worker.communicator(None)
     worker.beside(16, 8, 8, 64, 2)
     for lanes in range(1, size):

@@ -94,7 +94,7 @@ class Step:
 
 
 def _links(ask: Ask, scale: Scale) -> Times:
-    pings = ask("latency", 10 * scale.calls)[0]
+    pings = ask("latency", scale.calls)[0]
     found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
     for size in _sizes(scale):
         for lanes in _lanes(scale):
@@ -168,12 +168,14 @@ def _shapes(ask: Ask, scale: Scale) -> Times:
 
 
 def _host(ask: Ask, scale: Scale) -> Times:
-    # Single operations of HCCL open a communicator per pair, in an order that may hang.
-    ways = (True, False) if ask("machine")[0]["backend"] == "gloo" else (True,)
-    return [
-        {"batched": batched, "seconds": _slowest(ask("posting", 10 * scale.calls, batched=batched))}
-        for batched in ways
-    ]
+    calls = 2 * scale.calls
+    found = [{"what": "batch", "seconds": _slowest(ask("posting", calls, batched=True))}]
+    if ask("machine")[0]["backend"] == "gloo":
+        found.append({"what": "single", "seconds": _slowest(ask("posting", calls, batched=False))})
+    else:
+        # Single operations of HCCL open a communicator per pair, in an order that may hang.
+        found.append({"what": "GEMM", "seconds": _slowest(ask("launching", calls))})
+    return found
 
 
 def _communicators(ask: Ask, scale: Scale) -> Times:
@@ -214,7 +216,8 @@ def _attention(ask: Ask, scale: Scale) -> Times:
 
 def _beside(ask: Ask, scale: Scale) -> Times:
     inputs, outputs = scale.layers()["fc1"]
-    gemm = scale.rows, inputs, outputs
+    # A piece: shorter than what is sent beside it.
+    gemm = scale.rows // 4, inputs, outputs
     found = _each(ask("beside", *gemm, scale.message, scale.calls))
     return found + _each(ask("sums_beside", *gemm, scale.ranks, scale.calls))
 
@@ -268,7 +271,7 @@ STEPS = (
     Step("links", "how fast are lanes, one and several at once?", 600, _links),
     Step("collectives", "how long do the collectives take that the others use?", 600, _collectives),
     Step("gemms", "what do GEMMs of a layer take, whole and cut by rows?", 600, _gemms, alone=True),
-    Step("host", "what does posting a transfer cost the host?", 120, _host),
+    Step("host", "what does posting a step, or a GEMM, cost the host?", 120, _host),
     Step("batches", "is one batch to all peers faster than one to each?", 300, _batches),
     Step("beside", "do GEMMs, transfers and sums slow each other down?", 300, _beside),
     Step("layer", "how long do two layers take, in Megatron's order, CoC's, and ours?", 900, None,

@@ -1,7 +1,8 @@
 """What a rank measures when it is asked; all ranks are asked alike.
 
 Times are seconds of one call, a list per question, so that who asked can tell medians from spreads.
-On a device the host waits for it before and after, so that nothing else is in a time.
+What the host takes to launch is measured by itself, and in no other time of a device
+(:mod:`commfuse_npu.tools.measure.stopwatch`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,20 @@ from commfuse_npu.runtime.second_stream import second_stream
 from commfuse_npu.runtime.transport import Transport, post_swap
 from commfuse_npu.tools.measure.exchange import Batch, Exchange
 from commfuse_npu.tools.measure.grouped import grouped_gemm
+from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 __all__ = ["Worker"]
 
 _DTYPE = torch.bfloat16
 _RESIDENT = Path("/proc/self/statm")
+_AHEAD = 4096
+"""Rows, columns and depth of the GEMM that a device is given ahead of what is timed."""
+_TRAIN = 8
+"""Launches one behind the other, of which the host's time is taken."""
+_MOST = 0.75
+"""Of the time of an exchange, for the GEMMs beside it."""
+_TURNS = 8
+"""Of a ping-pong, to and fro."""
 
 
 class Worker:
@@ -44,6 +54,17 @@ class Worker:
         self._device = torch.device(self._transport.device_type)
         self._kernels = kernels_for(self._device)
         self._other: dist.ProcessGroup | None = None
+        on_cpu = self._device.type == "cpu"
+        side = 0 if on_cpu else _AHEAD
+        a, b, out = (self._numbers(side, side) for _ in range(3))
+        token = torch.zeros(1, device=self._device)
+        group = self._transport.group
+        self._stopwatch = Stopwatch(
+            None if on_cpu else torch.get_device_module(self._device),
+            ahead=lambda: self._kernels.gemm_into(out, a, b),
+            meet=lambda: dist.all_reduce(token, group=group),
+            barrier=lambda: dist.barrier(group),
+        )
 
     def machine(self) -> dict[str, Any]:
         """What runs here."""
@@ -69,32 +90,38 @@ class Worker:
     # ------------------------------------------------------------------ transfers
 
     def posting(self, calls: int, *, batched: bool) -> list[float]:
-        """CPU seconds of this thread for a send and a receive of 8 bytes, posted and waited for."""
-        mine, theirs = self._bytes(8), self._bytes(8)
-        target, source = self._peers(1)
-        lane = self._transport.lane_groups[0]
-        times = []
-        for _ in range(calls):
-            self._synchronise()
-            dist.barrier(self._transport.group)
-            start = time.thread_time_ns()
-            self._wait(post_swap(lane, mine, theirs, target, source, batched=batched))
-            times.append((time.thread_time_ns() - start) / 1e9)
-        return times
+        """Seconds of the host for a send and a receive of 8 bytes, posted and waited for."""
+        lanes = self._transport.lane_groups
+        swaps = [
+            (lane, self._bytes(8), self._bytes(8), *self._peers(distance))
+            for distance, lane in enumerate(lanes, 1)
+        ]
+
+        def post() -> None:
+            # Each on a lane of its own, waited for behind all: a device overlaps them.
+            works = [post_swap(*swap, batched=batched) for swap in swaps]
+            for posted in works:
+                self._wait(posted)
+
+        return [seconds / len(swaps) for seconds in self._of_host(post, calls)]
+
+    def launching(self, calls: int) -> list[float]:
+        """Seconds of the host for a GEMM of 16 rows and columns."""
+        a, b, out = (self._numbers(16, 16) for _ in range(3))
+        return self._of_host(lambda: self._kernels.gemm_into(out, a, b), calls)
 
     def latency(self, calls: int) -> list[float]:
         """Half a ping-pong of 8 bytes between ranks 0 and 1; the others have no times."""
         token, lane = self._bytes(8), self._transport.lane_groups[0]
-        times = []
-        for _ in range(calls if self.rank < 2 else 0):
-            start = self._now()
-            for turn in (0, 1):
+
+        def to_and_fro() -> None:
+            for turn in (0, 1) * _TURNS if self.rank < 2 else ():
                 peer = self._transport.ranks[1 - self.rank]
                 operation = dist.isend if turn == self.rank else dist.irecv
                 self._wait(dist.batch_isend_irecv([dist.P2POp(operation, token, peer, lane)]))
-            times.append((self._now() - start) / 2)
-        dist.barrier(self._transport.group)
-        return times
+
+        times = self._timed(to_and_fro, calls, together=True)
+        return [seconds / (2 * _TURNS) for seconds in times] if self.rank < 2 else []
 
     def lanes(self, size: int, lanes: int, calls: int) -> list[float]:
         """A message of ``size`` bytes to each of ``lanes`` peers, and one from each, at once."""
@@ -121,20 +148,16 @@ class Worker:
             grouped: all on one lane in one batch, and not one after the other, a batch each.
 
         Returns:
-            seconds until all is over (``whole``), and CPU seconds of this thread to post it
+            seconds until all is over (``whole``), and of the host for as many messages of 8 bytes
             (``host``).
         """
         groups, peers = self._transport.lane_groups, range(1, self.size)
         batches: list[Batch] = [(groups[(d - 1) % lanes], (d,)) for d in peers]
-        exchange = Exchange(self._transport, size, [(groups[0], peers)] if grouped else batches)
-        found: dict[str, list[float]] = {"whole": self._exchanged(exchange, calls), "host": []}
-        for _ in range(calls):
-            self._start()
-            start = time.thread_time_ns()
-            exchange.begin()
-            found["host"].append((time.thread_time_ns() - start) / 1e9)
-            exchange.end()
-        return found
+        posted = [(groups[0], peers)] if grouped else batches
+        return {
+            "whole": self._exchanged(Exchange(self._transport, size, posted), calls),
+            "host": self._of_host(Exchange(self._transport, 8, posted).run, calls),
+        }
 
     def pipelines(self, size: int, lanes: int, calls: int) -> dict[str, list[float]]:
         """Batches on ``lanes`` lanes at once, beside one of a pipeline on a group of its own.
@@ -169,9 +192,12 @@ class Worker:
             ``None`` where the system does not say.
         """
         options = None if megabytes is None else buffers_of(megabytes)
-        start, before = self._start(), self._taken()
+        self._stopwatch.synchronise()
+        dist.barrier(self._transport.group)
+        start, before = time.perf_counter(), self._taken()
         made = Transport.create(lanes=1, lane_options=options)
-        seconds, after = self._now() - start, self._taken()
+        self._stopwatch.synchronise()
+        seconds, after = time.perf_counter() - start, self._taken()
         made.close()
         return seconds, None if before is None or after is None else max(0, after - before)
 
@@ -245,30 +271,46 @@ class Worker:
         return self._timed(lambda: self._kernels.attention_forward(q, k, v, causal=True), calls)
 
     def beside(self, m: int, k: int, n: int, size: int, calls: int) -> dict[str, list[float]]:
-        """A GEMM and an exchange with all peers, alone and begun together.
+        """GEMMs and an exchange with all peers, alone and begun together.
+
+        Of the GEMM as many, one behind the other, as take most of the time of the exchange.
 
         Returns:
-            seconds of ``gemm`` and ``exchange`` alone, of the GEMM while the exchange is under way
-            (``gemm beside``), and until both are over (``both``).
+            seconds of the GEMMs (``gemm``) and of the ``exchange`` alone, of the GEMMs while the
+            exchange is under way (``gemm beside``), and until both are over (``both``).
         """
         a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
         exchange = Exchange(self._transport, size, self._lane_batches(self._transport.lanes))
-        found: dict[str, list[float]] = {
-            "gemm": self._timed(lambda: self._kernels.gemm_into(out, a, b), calls),
-            "exchange": self._exchanged(exchange, calls),
-            "gemm beside": [],
-            "both": [],
-        }
-        for _ in range(calls):
-            start = self._start()
-            exchange.begin()
-            # Only this stream: the transfers have others.
+
+        def gemm() -> None:
             self._kernels.gemm_into(out, a, b)
-            self._transport.synchronise()
-            found["gemm beside"].append(time.perf_counter() - start)
+
+        alone = self._exchanged(exchange, calls)
+        times = math.floor(_MOST * min(alone) / min(self._timed(gemm, calls)))
+        # As many on all ranks.
+        fewest = torch.tensor(max(1.0, times), device=self._device)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=self._transport.group)
+        many = range(int(fewest.item()))
+
+        def gemms() -> None:
+            for _ in many:
+                gemm()
+
+        def together(lap: Callable[[], None]) -> None:
+            exchange.begin()
+            lap()
+            gemms()
+            lap()  # of this stream: the transfers have others
             exchange.end()
-            found["both"].append(self._now() - start)
-        return found
+            lap()
+
+        laps = self._stopwatch.laps(together, calls, together=True)
+        return {
+            "gemm": self._timed(gemms, calls),
+            "exchange": alone,
+            "gemm beside": [beside for _, beside, _ in laps],
+            "both": [sum(one) for one in laps],
+        }
 
     def sums_beside(self, m: int, k: int, n: int, parts: int, calls: int) -> dict[str, list[float]]:
         """A GEMM, and sums of as many numbers in one pass on the second stream.
@@ -297,19 +339,21 @@ class Worker:
 
         alone = self._timed(add, calls)
         sums = 1 + math.ceil(min(self._timed(gemm, calls)) / min(alone))
-        found: dict[str, list[float]] = {
-            "sums": alone,
-            "gemm beside sums": [],
-            "gemm and sums": [],
-        }
-        for _ in range(calls):
-            start = self._now()
+
+        def together(lap: Callable[[], None]) -> None:
+            aside.hold(aside.record(aside=False), aside=True)
             aside.do(add_all, sums)
             gemm()
-            self._transport.synchronise()
-            found["gemm beside sums"].append(time.perf_counter() - start)
-            found["gemm and sums"].append(self._now() - start)
-        return found
+            lap()
+            aside.hold(aside.record(aside=True), aside=False)
+            lap()
+
+        laps = self._stopwatch.laps(together, calls)
+        return {
+            "sums": alone,
+            "gemm beside sums": [beside for beside, _ in laps],
+            "gemm and sums": [sum(one) for one in laps],
+        }
 
     # ------------------------------------------------------------------ how
 
@@ -363,23 +407,28 @@ class Worker:
     def _timed(
         self, call: Callable[[], object], calls: int, *, together: bool = False
     ) -> list[float]:
-        """The first call, which makes connections or reads code, is none of them."""
+        def once(lap: Callable[[], None]) -> None:
+            call()
+            lap()
+
+        return [one for (one,) in self._stopwatch.laps(once, calls, together=together)]
+
+    def _of_host(self, post: Callable[[], object], calls: int) -> list[float]:
+        """Seconds of the host for each of a train of launches.
+
+        On a CPU those of this thread.  On a device until the last one is over: what this thread
+        posts another one may launch, and the longer of the two counts; the device, which has
+        little to do, is in it only if it takes longer still.
+        """
+        on_cpu = self._device.type == "cpu"
+        clock = time.thread_time if on_cpu else time.perf_counter
         times = []
         for _ in range(calls + 1):
-            start = self._start() if together else self._now()
-            call()
-            times.append(self._now() - start)
+            self._stopwatch.synchronise()
+            dist.barrier(self._transport.group)
+            start = clock()
+            for _ in range(_TRAIN):
+                post()
+            self._stopwatch.synchronise()
+            times.append((clock() - start) / _TRAIN)
         return times[1:]
-
-    def _start(self) -> float:
-        self._synchronise()
-        dist.barrier(self._transport.group)
-        return self._now()
-
-    def _now(self) -> float:
-        self._synchronise()
-        return time.perf_counter()
-
-    def _synchronise(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize()

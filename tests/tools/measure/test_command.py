@@ -194,7 +194,7 @@ def asleep(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
 
 def awake(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
     seconds = ask("latency", 0.0)[0]
-    return [{"batched": True, "seconds": seconds}]
+    return [{"what": "batch", "seconds": seconds}]
 
 
 def test_a_step_that_hangs_is_given_up(
@@ -208,7 +208,7 @@ def test_a_step_that_hangs_is_given_up(
     assert command.main(words) == 1
     out, err = capsys.readouterr()
     assert "links: failed: no answer from rank 0, 1 of 2 to latency within 3 s" in err
-    assert times(folder, "host") == [{"batched": True, "seconds": [1e-6]}]
+    assert times(folder, "host") == [{"what": "batch", "seconds": [1e-6]}]
     assert f"Go on with: commfuse-npu measure --resume {shlex.join(words)}" in out
 
     # It is tried again, and the other one is not.

@@ -39,7 +39,7 @@ def test_rows_are_of_what_is_made_of_measurements(peaks: Peaks) -> None:
             {"bytes": 1 << 20, "lanes": 1, "seconds": seconds},
         ],
         "gemms": [gemm, {**gemm, "rows": 4096, "seconds": [6e-4]}],
-        "host": [{"batched": True, "seconds": seconds}],
+        "host": [{"what": "batch", "seconds": seconds}],
         "beside": [{"what": what, "seconds": [one]} for what, one in exchange.items()],
         "memory": [{"what": "copy", "numbers": 1000, "seconds": seconds}],
         "communicators": [{"MB of a buffer": 200, "bytes taken": 4, "seconds": seconds}],

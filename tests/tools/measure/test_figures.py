@@ -95,15 +95,29 @@ def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
     assert found["inside.efficiency"][1] == pytest.approx(size / message["seconds"][0] / 2.8e10)
 
 
+def test_the_host_posts_a_step_or_its_two_operations() -> None:
+    def host(**seconds: float) -> Any:
+        rows = [{"what": what, "seconds": [one] * 3} for what, one in seconds.items()]
+        return figures({"host": rows}, Peaks(0, 0.0, 0.0, 0.0))["host.launch_overhead"]
+
+    assert host(batch=8e-5) == (8e-5,) * 3
+    assert host(batch=8e-5, single=6e-5) == (3e-5,) * 3
+    assert host(batch=8e-5, GEMM=1e-5) == (1e-5, 8e-5, 8e-5)
+
+
 def test_company() -> None:
     def beside(both: float) -> dict[str, Any]:
         seconds = {"gemm": 1e-3, "exchange": 2e-3, "gemm beside": 1.25e-3, "both": both}
         return {"beside": [{"what": what, "seconds": [one]} for what, one in seconds.items()]}
 
     peaks = Peaks(0, 0.0, 0.0, 0.0)
-    found = figures(beside(2.3e-3), peaks)
+    # 1.25 ms beside work, in which 1 ms of the exchange passes, and the other 1 ms of it.
+    found = figures(beside(2.25e-3), peaks)
     assert found["npu.transfer_slowdown"] == pytest.approx((0.2,) * 3)
-    assert found["inside.beside_work"] == pytest.approx((1.15,) * 3)
+    assert found["inside.beside_work"] == pytest.approx((1.25,) * 3)
+    assert figures(beside(1.9e-3), peaks)["inside.beside_work"] == (1.0,) * 3
+    # Nothing of it passes beside work.
+    assert figures(beside(4e-3), peaks)["inside.beside_work"] == (10.0,) * 3
     # How long the transfer took is not known where the GEMM outlasts it.
     assert "inside.beside_work" not in figures(beside(1.26e-3), peaks)
 

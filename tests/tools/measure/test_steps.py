@@ -40,6 +40,13 @@ def test_a_pipeline_that_hangs_says_what_worked() -> None:
     assert [one["lanes at once"] for one in found[::3]] == [1, 2, 4, 7]
 
 
+def test_what_is_posted_is_what_the_backend_takes() -> None:
+    hccl = asked("host", machine=[{"backend": "hccl"}], posting=[[2.0]], launching=[[1.0]])
+    assert hccl == [{"what": "batch", "seconds": [2.0]}, {"what": "GEMM", "seconds": [1.0]}]
+    gloo = asked("host", machine=[{"backend": "gloo"}], posting=lambda _, batched: [[1 + batched]])
+    assert gloo == [{"what": "batch", "seconds": [2]}, {"what": "single", "seconds": [1]}]
+
+
 def test_communicators_of_hccl_are_measured_by_the_size_of_their_buffers() -> None:
     hccl = [{"backend": "hccl"}] * 2
     found = asked("communicators", machine=hccl, communicator=lambda mb: [(0.5, mb), (0.7, 2 * mb)])

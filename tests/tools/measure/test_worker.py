@@ -49,11 +49,12 @@ class Asked(Worker):
     def with_second_stream(self) -> dict[str, list[float]]:
         """Sums beside a GEMM, as on a device: here one after the other."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                worker,
-                "second_stream",
-                lambda device: SimpleNamespace(do=lambda work, *args: work(*args)),
+            stream = SimpleNamespace(
+                do=lambda work, *args: work(*args),
+                record=lambda aside: aside,
+                hold=lambda event, aside: None,
             )
+            patch.setattr(worker, "second_stream", lambda device: stream)
             return self.sums_beside(64, 64, 64, 4, 3)
 
 
