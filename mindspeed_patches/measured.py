@@ -5,10 +5,10 @@
     torchrun ... -m mindspeed_patches.measured [--blocking] pretrain_gpt.py ...
 
 is ``torchrun ... pretrain_gpt.py ...``, with CommFuse registered if ``--use-commfuse`` is among the
-arguments.  When the script is over rank 0 prints the most memory that was allocated on a rank, and
-one SHA-256 of all ranks' weights and of the state of their optimizers (fp32 weights, moments).  No
-source is edited: MindSpeed's patch manager puts a wrapper around ``setup_model_and_optimizer``,
-which notes what it returns.
+arguments.  When the script is over rank 0 prints how much memory of a device is taken at most, with
+HCCL's buffers, and one SHA-256 of all ranks' weights and of the state of their optimizers (fp32
+weights, moments).  No source is edited: MindSpeed's patch manager puts a wrapper around
+``setup_model_and_optimizer``, which notes what it returns.
 
 ``--blocking`` is the form without overlap: every collective of the tensor-parallel group that is
 posted asynchronously, as Megatron's backward posts them, is waited for at once (on an NPU: by the
@@ -122,14 +122,15 @@ def _tell(state: list[Any], waited: list[str] | None) -> None:
             f"the script never called {_SETUP}; is it a pretraining script of MindSpeed-LLM?"
         )
     model, optimizer = state
-    peak = torch.cuda.max_memory_allocated() / 2**20  # the NPU's, where MindSpeed runs
+    free, whole = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    taken = (whole - free) / 2**20  # the NPU's, where MindSpeed runs
     bits = f"{sorted(weight_hashes(model).items())} {optimizer_hash(optimizer)}"
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (bits, peak))
+    dist.all_gather_object(everyone, (bits, taken))
     if dist.get_rank() == 0:
         if waited is not None:
             print(f"collectives waited for at once: {len(waited)}", flush=True)
-        print(f"most memory allocated on a rank (MB): {max(p for _, p in everyone)}", flush=True)
+        print(f"most memory taken of a device (MB): {max(t for _, t in everyone)}", flush=True)
         together = hashlib.sha256("".join(b for b, _ in everyone).encode()).hexdigest()
         print(f"sha256 of all weights: {together}", flush=True)
 

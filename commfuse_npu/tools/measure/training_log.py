@@ -21,7 +21,7 @@ _MEMORY = re.compile(
     r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \| allocated: ([\d.]+) \| "
     r"max allocated: ([\d.]+)"
 )
-_PEAK = re.compile(r"^most memory allocated on a rank \(MB\): ([\d.]+)$", re.M)
+_PEAK = re.compile(r"^most memory taken of a device \(MB\): ([\d.]+)$", re.M)
 _WEIGHTS = re.compile(r"^sha256 of all weights: (\w{64})$", re.M)
 _FIELDS = {
     "losses": "lm loss",
@@ -40,7 +40,8 @@ class TrainingLog:
         teraflops: TFLOP/s per device.
         milliseconds: wall time.
         megabytes: by rank, allocated after the first iteration and the most until then.
-        peak: the most megabytes on any rank until the end, where it is known.
+        peak: megabytes of the fullest device at the end, where it is known: what torch has
+            reserved, HCCL's buffers, whose number is not that of every form, and the runtime.
         weights: SHA-256 of the weights of all ranks at the end.
     """
 

@@ -20,7 +20,7 @@ time per iteration (ms): 473.9 | throughput per GPU (TFLOP/s/GPU): 206.0 | core 
 50.0 | learning rate: 1.000000E-08 | global batch size:     8 | lm loss: 8.217678E+00 | loss \
 scale: 1.0 | grad norm: 0.525 | num zeros: 0 | number of skipped iterations:   0 | number of nan \
 iterations:   0 |
-most memory allocated on a rank (MB): 20000.5
+most memory taken of a device (MB): 20000.5
 """
 CPU_PRETRAINING = f"""\
 data: the Python standard library, 457 documents, 8042781 tokens to train, 378576 held out
