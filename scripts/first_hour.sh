@@ -19,7 +19,7 @@
 #   MODEL     whose layers are measured, in configs/; default llama3_8b
 #   RANKS     NPUs; default 8
 #   FOLDER    for all that is found; default first_hour
-#   MINUTES   no step and no form begins later; default 50
+#   MINUTES   no step and no form begins later, and what goes on is ended a tenth later; default 50
 #   ANYWAY    1: measure although the doctor has found errors
 #   HCCL_DETERMINISTIC=true  for forms to have the same bits; takes time
 #

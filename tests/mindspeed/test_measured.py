@@ -92,7 +92,7 @@ def test_forms_of_one_arithmetic_have_the_same_bits(measured: tuple[Path, str]) 
     assert weights[0] is not None
     assert len(set(weights)) == 1
     assert logs["flow"].weights != weights[0]
-    assert "The same weights, bit for bit, after 10 iterations: plain collectives;" in printed
+    assert "The same weights, bit for bit, after 10 iterations: Megatron's order;" in printed
     assert "change from run to run" not in printed
 
 

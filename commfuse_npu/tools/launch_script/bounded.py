@@ -20,7 +20,7 @@ from commfuse_npu.tools.bench.processes import die_with_parent
 __all__ = ["last_lines", "run_bounded"]
 
 _GRACE = 20.0
-"""Seconds between asking processes to end and ending them."""
+"""Seconds between asking processes to end and ending them, and then at most until they have."""
 _MARK = "COMMFUSE_STARTED_BY"
 
 
@@ -80,9 +80,13 @@ def _ended(process: subprocess.Popen[bytes], mark: str) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 _signal_group(process.pid, signal.SIGKILL)
         process.wait()
-        for pid in _marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # A device is free again when who used it has gone.
+        end = time.monotonic() + _GRACE
+        while (left := list(_marked(mark))) and time.monotonic() < end:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -16,13 +16,14 @@ from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor import Machine
 from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.measure.deadline import Deadline
 from commfuse_npu.tools.measure.description import description
 from commfuse_npu.tools.measure.facts import machine_facts
 from commfuse_npu.tools.measure.folder import Folder, FolderError
 from commfuse_npu.tools.measure.forms import Launches, launches
 from commfuse_npu.tools.measure.layer import layer_times
 from commfuse_npu.tools.measure.page import Shown, compared, measured_page, verdict_lines
-from commfuse_npu.tools.measure.steps import LAUNCH, STEPS, Scale, Step, Times
+from commfuse_npu.tools.measure.steps import LAUNCH, STEPS, Ask, Scale, Step
 from commfuse_npu.tools.measure.trainings import train, trained
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
@@ -32,12 +33,12 @@ from commfuse_npu.tools.simulate.hardware import Hardware
 __all__ = ["main"]
 
 _WORKER = "commfuse_npu.tools.measure.worker:Worker"
-_BASES = {
-    "cpu": "cpu_paced",
-    "cuda": "cpu_paced",
-    "npu": "ascend_910b_server",
-}
+_BASES = {"cpu": "cpu_paced", "cuda": "cpu_paced", "npu": "ascend_910b_server"}
 """Whose peaks and unmeasured figures hold, by device, where --base names no other."""
+_A3, _A3_BASE = "Ascend910_93", "ascend_910c_supernode"
+"""How torch_npu's name of such a device begins, and what describes it."""
+_SAME = "device name", "backend", "torch", "cores"
+"""What has to be the same when a run is gone on with."""
 
 
 def main(given: Sequence[str]) -> int:
@@ -53,10 +54,11 @@ def _main(options: argparse.Namespace, given: Sequence[str], scratch: Path) -> i
         launched = None
         if options.launch is not None:
             launched = launches(options.launch, options.device, options.ranks, scratch)
-        base = options.base or _BASES[options.device]
-        find_config(base, "hardware")
+        if options.base is not None:
+            find_config(options.base, "hardware")
         about = {"device": options.device, "ranks": options.ranks, "config": options.config}
-        about |= {"base": base, "one device": options.one_device}
+        about |= {"base": options.base, "one device": options.one_device, "rows": scale.rows}
+        about |= {layer: list(shape) for layer, shape in scale.layers().items()}
         folder = Folder(options.folder, about, resume=options.resume)
     except (ConfigError, FolderError, UsageError, OSError) as error:
         return refuse("measure", error)
@@ -64,10 +66,12 @@ def _main(options: argparse.Namespace, given: Sequence[str], scratch: Path) -> i
     try:
         failed = _measure(options, scale, folder, launched)
         code = 1 if failed else 0
+    except FolderError as error:
+        return refuse("measure", error)
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept", file=sys.stderr)
         code = 130
-    _write(options, folder, base, command)
+    _write(options, folder, command)
     if code:
         print(f"Go on with: commfuse-npu measure --resume {shlex.join(_without_resume(given))}")
     return code
@@ -99,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--base",
         metavar="DESCRIPTION",
-        help="in configs/hardware: peaks, and figures that are not measured",
+        help="in configs/hardware: peaks, and figures that are not measured; default by the device",
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("measured"), help="for all files; default %(default)s"
@@ -107,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on with what is in the folder")
     parser.add_argument("--steps", type=words, help="only these, in the order of the list below")
     parser.add_argument(
-        "--minutes", type=positive, default=55.0, help="no step begins after; default %(default)g"
+        "--minutes",
+        type=positive,
+        default=50.0,
+        help="nothing begins after, and what goes on is ended a tenth later; default %(default)g",
     )
     parser.add_argument(
         "--timeout", type=positive, metavar="SECONDS", help="for one question; default the step's"
@@ -144,7 +151,9 @@ def _measure(
     options: argparse.Namespace, scale: Scale, folder: Folder, launched: Launches | None
 ) -> list[str]:
     """Returns the steps that failed or were left out."""
-    end = time.monotonic() + 60 * options.minutes
+    deadline = Deadline(options.minutes)
+    if folder.kept("machine") is None:
+        folder.keep("machine", machine_facts(options.device, Machine.this()))
     left = []
     ranks: Ranks | None = None
     try:
@@ -161,26 +170,34 @@ def _measure(
                 # They would be in the way of others.
                 _end(ranks)
                 ranks = None
-                left += _launch(step, options, launched, folder, end)
+                left += _launch(step, options, launched, folder, deadline)
                 continue
             known = folder.kept(step.name)
             if known is not None and "times" in known:
                 print(f"{step.name}: kept, {len(known['times'])} times")
                 continue
-            if time.monotonic() > end:
-                print(f"{step.name}: left out, {options.minutes:g} minutes are over")
+            if deadline.over:
+                print(f"{step.name}: left out, {deadline.minutes:g} minutes are over")
                 left.append(step.name)
                 continue
             print(f"{step.name}: {step.question}", flush=True)
+            start = time.monotonic()
+            said: list[str] = []
             try:
                 if step.ask is None:
                     _end(ranks)
                     ranks = None
-                    _layer(step, options, scale, folder)
+                    limit = deadline.limit(options.timeout or step.seconds)
+                    times, said = layer_times(
+                        scale, options.config, options.device, limit, one_device=options.one_device
+                    )
                 else:
                     ranks = ranks or _started(options, folder)
-                    ranks.timeout = options.timeout or step.seconds
-                    _keep(step, folder, step.ask(ranks.ask, scale))
+                    times = step.ask(_bounded(ranks, step, options, deadline), scale)
+                content = {"question": step.question, "times": times, "said": said}
+                took = time.monotonic() - start
+                folder.keep(step.name, {**content, "took seconds": round(took, 1)})
+                print(f"{step.name}: {len(times)} times, in {took:.0f} s", flush=True)
             except RanksError as error:
                 # They have been ended; the next step begins with new ones.
                 ranks = None
@@ -203,18 +220,28 @@ def _started(options: argparse.Namespace, folder: Folder) -> Ranks:
     ranks = Ranks(size, device=options.device, timeout=seconds, worker=_WORKER)
     ranks.__enter__()
     first, *others = ranks.ask("machine")
+    known = folder.kept("machine") or {}
+    told = known if "backend" in known else first  # what only ranks tell
+    if other := [key for key in _SAME if told.get(key) != first.get(key)]:
+        ranks.close()
+        there = "; ".join(
+            f"{key} {told.get(key)!r} there, {first.get(key)!r} here" for key in other
+        )
+        raise FolderError(
+            f"{folder.path} holds what was measured on another machine: {there}; choose another "
+            "folder with --folder"
+        )
     differing = [key for key in first if any(one.get(key) != first[key] for one in others)]
-    facts = machine_facts(options.device, Machine.this())
-    folder.keep("machine", {**facts, **first, "not the same on all ranks": differing})
+    folder.keep("machine", {**known, **first, "not the same on all ranks": differing})
     return ranks
 
 
-def _layer(step: Step, options: argparse.Namespace, scale: Scale, folder: Folder) -> None:
-    limit = options.timeout or step.seconds
-    times, said = layer_times(
-        scale, options.config, options.device, limit, one_device=options.one_device
-    )
-    _keep(step, folder, times, said)
+def _bounded(ranks: Ranks, step: Step, options: argparse.Namespace, deadline: Deadline) -> Ask:
+    def ask(method: str, *args: Any, **flags: Any) -> list[Any]:
+        ranks.timeout = deadline.limit(options.timeout or step.seconds)
+        return ranks.ask(method, *args, **flags)
+
+    return ask
 
 
 def _launch(
@@ -222,30 +249,28 @@ def _launch(
     options: argparse.Namespace,
     launched: Launches,
     folder: Folder,
-    end: float,
+    deadline: Deadline,
 ) -> list[str]:
     print(f"{step.name}: {step.question}", flush=True)
     for note in launched.notes:
         print(f"  {note}")
     limit = options.timeout or step.seconds
-    return train(options.launch, launched, folder, limit=limit, end=end)
+    return train(options.launch, launched, folder, deadline, limit=limit)
 
 
-def _keep(step: Step, folder: Folder, times: Times, said: Sequence[str] = ()) -> None:
-    folder.keep(step.name, {"question": step.question, "times": times, "said": list(said)})
-    print(f"{step.name}: {len(times)} times", flush=True)
-
-
-def _write(options: argparse.Namespace, folder: Folder, base: str, command: Sequence[str]) -> None:
+def _write(options: argparse.Namespace, folder: Folder, command: Sequence[str]) -> None:
     """The description and the page, of what there is."""
     stored = {step.name: folder.kept(step.name) for step in STEPS}
     measured = {name: one["times"] for name, one in stored.items() if one and "times" in one}
     failed = {name: one["failed"] for name, one in stored.items() if one and "failed" in one}
     trainings = trained(folder)
     facts: dict[str, Any] = folder.kept("machine") or {}
-    if not measured and not trainings:
+    if not measured and not trainings and not failed:
         return
     path, rows = None, []
+    base = options.base or _BASES[options.device]
+    if options.base is None and str(facts.get("device name")).startswith(_A3):
+        base = _A3_BASE
     if measured:
         path = folder.path / "measured.yaml"
         device = facts.get("device name", options.device)

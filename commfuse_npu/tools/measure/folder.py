@@ -7,6 +7,7 @@ with the others.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,12 @@ class Folder:
         write_json(self._file(step), content, indent=1)
 
     def kept(self, step: str) -> dict[str, Any] | None:
-        """What a step wrote; ``None`` if it is not there."""
-        return self._read(step)
+        """What a step wrote; ``None`` if it is not there, or damaged, which is said."""
+        try:
+            return self._read(step)
+        except FolderError as error:
+            print(f"{error}, or it is written anew when {step} is over", file=sys.stderr)
+            return None
 
     def _file(self, step: str) -> Path:
         return self.path / f"{step}.json"

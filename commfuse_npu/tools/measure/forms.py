@@ -50,22 +50,24 @@ class Form:
     ours: bool = False
 
 
+_FLOW = "--use-commfuse --commfuse-flow 4 --transformer-impl local"  # it takes no other layers
+
 FORMS = (
-    Form("plain", "plain collectives", ""),
     Form("megatron", "Megatron's order", ""),
     Form("commfuse", "CommFuse, operator by operator", "--use-commfuse", ours=True),
-    Form("flow", "CommFuse, a flow of 4", "--use-commfuse --commfuse-flow 4", ours=True),
+    Form("flow", "CommFuse, a flow of 4", _FLOW, ours=True),
     Form("mc2", "MC2", "--use-ascend-mc2"),
-    Form("coc", "CoC in 4 slices", "--use-ascend-coc --coc-parallel-num 4"),
     Form("coc_kernel", "CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
+    Form("plain", "plain collectives", ""),
+    Form("coc", "CoC in 4 slices", "--use-ascend-coc --coc-parallel-num 4"),
 )
 """The most useful first."""
 
 _ON_CPU = {
-    "plain": "--use-commfuse --plain",
     "megatron": "--no-use-commfuse",
     "commfuse": "--use-commfuse",
     "flow": "--use-commfuse --commfuse-flow 4",
+    "plain": "--use-commfuse --plain",
 }
 """Of the CPU pretraining: there are neither CoC nor MC2."""
 
@@ -165,8 +167,6 @@ def _in_form(options: Options, form: Form) -> list[str]:
     own.drop(*PEERS, "--use-commfuse", "--no-use-commfuse", "--commfuse-flow")
     if not form.ours:
         own.drop(*commfuse_names(own))
-    elif "--commfuse-flow" in form.flags and "--transformer-impl" not in own:
-        own.set("--transformer-impl", "local")
     for name in (flags := Options(form.flags.split())).names:
         own.set(name, *flags.values(name))
     return own.words

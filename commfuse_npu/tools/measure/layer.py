@@ -6,15 +6,16 @@ those that were asked before.
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.tools.bench.processes import RanksError, die_with_parent
+from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.bench.standing import verdict
 from commfuse_npu.tools.bench.stored import load
+from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from commfuse_npu.tools.measure.steps import Scale, Times
 
 __all__ = ["RATIO", "layer_times"]
@@ -51,21 +52,20 @@ def layer_times(
             words += ["--variants", _VARIANTS, "--links", link, "--ratios", "1"]
         words += ["--dtypes", "bf16", "--scale", str(scale.shrink), "--sequence", str(scale.rows)]
         words += ["--rounds", "3" if device == "cpu" else "10"]
+        log = Path(temporary, "log")
         try:
-            done = subprocess.run(
+            code = run_bounded(
                 [sys.executable, "-m", "commfuse_npu", "bench", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=limit,
-                check=False,
-                preexec_fn=die_with_parent,
+                folder=Path.cwd(),
+                environment=os.environ,
+                log=log,
+                seconds=limit,
             )
-        except subprocess.TimeoutExpired as error:
-            raise RanksError(f"commfuse-npu bench did not end within {limit:.0f} s") from error
-        if done.returncode:
-            raise RanksError(f"commfuse-npu bench {' '.join(words)}: {done.stderr.strip()[-2000:]}")
+        except TimeoutError as error:
+            raise RanksError(f"commfuse-npu bench {error}") from error
+        if code:
+            said = "\n".join(last_lines(log))
+            raise RanksError(f"commfuse-npu bench {' '.join(words)}: {said or f'exit code {code}'}")
         _, results, _ = load(path)
     times: Times = []
     for one in results:

@@ -10,6 +10,7 @@ from typing import Any
 
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
+from commfuse_npu.tools.measure.deadline import Deadline
 from commfuse_npu.tools.measure.folder import Folder
 from commfuse_npu.tools.measure.forms import FORMS, ITERATIONS, Form, Launches
 from commfuse_npu.tools.measure.steps import LAUNCH
@@ -32,7 +33,9 @@ class Training:
     failed: str = ""
 
 
-def train(text: str, launches: Launches, folder: Folder, *, limit: float, end: float) -> list[str]:
+def train(
+    text: str, launches: Launches, folder: Folder, deadline: Deadline, *, limit: float
+) -> list[str]:
     """Train each form that is not kept, and keep it; a form that fails leaves the others.
 
     Of a form there are in the folder its figures (``launch_FORM.json``), what it printed
@@ -41,27 +44,35 @@ def train(text: str, launches: Launches, folder: Folder, *, limit: float, end: f
 
     Args:
         text: the launch, as it was asked for.
-        limit: seconds for one form.
-        end: the moment of :func:`time.monotonic` after which none begins.
+        deadline: of all of them.
+        limit: seconds for one form.  When one is trained the others have three times as long and a
+            minute: they are the same work, and one that hangs may not take the time of all.
 
     Returns:
         the names of the forms that failed or were left out.
     """
     left = []
+    longest: float | None = None
     folder.keep(LAUNCH, {"launch": text})
     for form in launches.forms:
         kept = folder.kept(_name(form))
         if kept is not None and kept["launch"] == text and "log" in kept:
             print(f"launch, {form.title}: kept")
+            longest = max(longest or 0.0, kept["took seconds"])
             continue
-        content = {"launch": text, "command": shlex.join(launches.commands[form.name])}
-        if time.monotonic() > end:
-            print(f"launch, {form.title}: left out, the time is over")
+        command = shlex.join(launches.commands[form.name])
+        content: dict[str, Any] = {"launch": text, "command": command}
+        if deadline.over:
+            print(f"launch, {form.title}: left out, {deadline.minutes:g} minutes are over")
             folder.keep(_name(form), {**content, "failed": "left out, the time was over"})
             left.append(form.name)
             continue
         print(f"launch, {form.title}", flush=True)
-        found = _train(form, launches, folder, limit)
+        if longest is not None:
+            limit = min(limit, 3 * longest + 60)
+        start = time.monotonic()
+        found = _train(form, launches, folder, deadline.limit(limit))
+        took = time.monotonic() - start
         if found.log is None:
             folder.keep(_name(form), {**content, "failed": found.failed})
             said = found.failed.splitlines()
@@ -69,9 +80,12 @@ def train(text: str, launches: Launches, folder: Folder, *, limit: float, end: f
                   file=sys.stderr)  # fmt: skip
             left.append(form.name)
             continue
+        longest = max(longest or 0.0, took)
+        content["took seconds"] = round(took, 1)
         folder.keep(_name(form), {**content, "log": found.log.as_json()})
         write_json(folder.path / f"baseline_{form.name}.json", found.log.baseline(), indent=4)
-        print(f"launch, {form.title}: {len(found.log.milliseconds)} iterations", flush=True)
+        iterations = len(found.log.milliseconds)
+        print(f"launch, {form.title}: {iterations} iterations, in {took:.0f} s", flush=True)
     return left
 
 

@@ -1,11 +1,13 @@
 """What ten iterations of each form say: which is fastest, which flags to use, which bits are kept.
 
-Times are medians of the iterations after the first :data:`WARM_UP`; forms whose quartiles overlap
-are named as not told apart.
+Times are medians of the iterations after the first :data:`WARM_UP`.  A form is to be used if its
+quartiles are apart from those of all others and its losses are those of Megatron's order, as far as
+ten iterations tell.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from commfuse_npu.tools.measure.figures import Range, quartiles
@@ -17,6 +19,9 @@ __all__ = ["WARM_UP", "iterations", "picture", "table", "verdict"]
 
 WARM_UP = 3
 """Iterations that do not count: buffers, connections and compiled kernels come with them."""
+
+_ALIKE = 0.01
+"""As far as losses of another order of the same sums may be off in ten iterations (relative)."""
 
 _TINTS = {"megatron": "orange", "plain": "grey"}
 """What others are compared with, of one arithmetic, and how it is drawn."""
@@ -30,14 +35,26 @@ def verdict(trainings: Sequence[Training], device: str) -> list[str]:
         device: on which it ran.
     """
     ran = [one for one in trainings if one.log is not None]
-    lines = [*_times(ran, device), *_bits(ran, device)] if ran else []
+    lines = []
+    if ran:
+        today = next((one for one in ran if one.form.name == "megatron"), ran[0])
+        sound = [one for one in ran if _furthest(today, one) <= _ALIKE]
+        lines = [*_times(sound, device), *_unsound(ran, sound, today), *_bits(ran, today, device)]
     for one in trainings:
         if one.log is None:
             lines.append(f"**Could not run**: {one.form.title}: {_last(one)}")
     return lines
 
 
+def _unsound(ran: Sequence[Training], sound: Sequence[Training], today: Training) -> Iterator[str]:
+    if others := [one for one in ran if one not in sound]:
+        said = f"those of {today.form.title}" if sound else "finite, nor is there one to compare"
+        yield f"**Not to be used**: {_titles(others)}: losses are not {said}."
+
+
 def _times(ran: Sequence[Training], device: str) -> Iterator[str]:
+    if not ran:
+        return
     # Plain collectives are there to compare with: nobody launches them.
     asked = [one for one in ran if one.form.name != "plain"] or list(ran)
     best = min(asked, key=_median)
@@ -47,16 +64,18 @@ def _times(ran: Sequence[Training], device: str) -> Iterator[str]:
     rival = min(others, key=_median, default=best)
     if rival is not best and rival not in compared:
         compared.append(rival)
+    close = [one for one in asked if one is not best and not _apart(best, one)]
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
-    lead = (
-        f"Fastest to launch here: **{best.form.title}**" if device == "cpu" else f"**Use {flags}**"
-    )
+    lead = f"Fastest to launch here: **{best.form.title}**"
+    if device != "cpu":
+        told = compared and not close
+        lead = f"**Use {flags}**" if told else f"**Not decided**; fastest is {flags}"
     said = ", ".join(_against(best, one) for one in compared)
     yield f"{lead}: {_ms(best)} per iteration{', ' if said else ''}{said}."
     if ours and not best.form.ours:
         mine = min(ours, key=_median)
         yield f"Best of ours: {mine.form.title}, {_ms(mine)}: {_against(mine, best)}."
-    if close := [one for one in asked if one is not best and not _apart(best, one)]:
+    if close:
         yield (
             f"Quartiles of {len(_counted(best))} iterations do not tell {best.form.title} apart "
             f"from: {_titles(close)}."
@@ -65,9 +84,8 @@ def _times(ran: Sequence[Training], device: str) -> Iterator[str]:
         yield "On CPU and loopback that says nothing of NPUs: it shows that every form runs."
 
 
-def _bits(ran: Sequence[Training], device: str) -> Iterator[str]:
+def _bits(ran: Sequence[Training], today: Training, device: str) -> Iterator[str]:
     """Who has the same weights as whom, and how far others' losses are off."""
-    today = next((one for one in ran if one.form.name == "megatron"), ran[0])
     groups: dict[str | None, list[Training]] = {}
     for one in ran:
         weights = one.log.weights if one.log else None
@@ -79,7 +97,7 @@ def _bits(ran: Sequence[Training], device: str) -> Iterator[str]:
     for weights, same in groups.items():
         if today in same:
             continue
-        off = max(map(_off, _losses(today), _losses(same[0])))
+        off = max(_furthest(today, one) for one in same)
         losses = (
             f"losses differ by {off:.1e} at most (relative)"
             if off
@@ -87,7 +105,7 @@ def _bits(ran: Sequence[Training], device: str) -> Iterator[str]:
         )
         bits = "other weights" if weights is not None else "weights are not known"
         yield f"Beside {today.form.title}: {_titles(same)}: {losses}, {bits}."
-    alike = {one.log.weights for one in ran if one.log and one.form.name in _TINTS}
+    alike = {one.log.weights for one in ran if one.log and one.form.name in _TINTS} - {None}
     if device != "cpu" and len(alike) > 1:
         yield (
             "Plain collectives and Megatron's order are the same arithmetic, and their bits "
@@ -105,7 +123,14 @@ def _titles(trainings: Sequence[Training]) -> str:
     return "; ".join(one.form.title for one in trainings)
 
 
+def _furthest(one: Training, other: Training) -> float:
+    """How far losses are off at most (relative)."""
+    return max(map(_off, _losses(one), _losses(other)))
+
+
 def _off(one: float, other: float) -> float:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
     return abs(one - other) / abs(one) if one else abs(other)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.measure import command
+from commfuse_npu.tools.measure import command, deadline
 from commfuse_npu.tools.measure.layer import layer_times
 from commfuse_npu.tools.measure.steps import STEPS, Ask, Scale, Step
 from commfuse_npu.tools.model_config import ModelConfig
@@ -251,10 +251,74 @@ def links(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
     return [ping, {"bytes": 1 << 20, "lanes": 1, "seconds": [1.0]}]
 
 
+def test_a_run_is_not_gone_on_with_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(command, "_WORKER", f"{__name__}:Sleepy")
+    monkeypatch.setattr(command, "STEPS", (Step("host", "awake?", LIMIT, awake),))
+    folder = tmp_path / "measured"
+    words = [*SMALL, "--folder", str(folder)]
+    assert command.main(words) == 0
+    (folder / "host.json").unlink()
+    machine = json.loads((folder / "machine.json").read_text())
+    (folder / "machine.json").write_text(json.dumps({**machine, "torch": "other"}))
+    assert command.main([*words, "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "measured on another machine: torch 'other' there, 'none' here; choose another" in said
+    assert not (folder / "host.json").exists()
+
+
+def test_what_is_damaged_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(command, "_WORKER", f"{__name__}:Sleepy")
+    monkeypatch.setattr(command, "STEPS", (Step("host", "awake?", LIMIT, awake),))
+    folder = tmp_path / "measured"
+    words = [*SMALL, "--folder", str(folder)]
+    assert command.main(words) == 0
+    for name in ("host", "machine"):
+        (folder / f"{name}.json").write_text('{"times')
+    assert command.main([*words, "--resume"]) == 0
+    assert "host.json cannot be read" in capsys.readouterr().err
+    assert times(folder, "host")[0]["seconds"] == [1e-6]
+    assert json.loads((folder / "machine.json").read_text())["backend"] == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("Ascend910B3", "ascend_910b_server"), ("Ascend910_9391", "ascend_910c_supernode")],
+)
+def test_an_npu_says_which_description_holds(
+    name: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Named(Sleepy):
+        def __init__(self, *_: object, **__: object) -> None:
+            self.timeout = 0.0
+
+        def __enter__(self) -> Named:
+            return self
+
+        def ask(self, method: str, *_: object) -> list[Any]:
+            machine = {**self.machine(), "device name": name}
+            return [machine] if method == "machine" else [[1e-6]]
+
+        def close(self) -> None:
+            """There is nothing to end."""
+
+    monkeypatch.setattr(command, "Ranks", Named)
+    monkeypatch.setattr(command, "STEPS", (Step("host", "awake?", LIMIT, awake),))
+    folder = tmp_path / "measured"
+    assert command.main(["--folder", str(folder)]) == 0
+    described = Hardware.load(folder / "measured.yaml")
+    expected = Hardware.load(find_config(base, "hardware"))
+    assert described.topologies == expected.topologies
+    assert described.figures["inside.rate"] == expected.figures["inside.rate"]
+
+
 def test_no_step_begins_when_the_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(command.time, "monotonic", iter([0.0, *[61.0] * 99]).__next__)
+    monkeypatch.setattr(deadline.time, "monotonic", iter([0.0, *[61.0] * 99]).__next__)
     words = [*SMALL, "--folder", str(tmp_path / "measured"), "--minutes", "1"]
     assert command.main(words) == 1
     out = capsys.readouterr().out
@@ -295,13 +359,13 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path: Path, capsys: Any) -> N
     assert command.main([*words, "--resume"]) == 0
     out = capsys.readouterr().out
     assert "launch, plain collectives: kept" in out
-    assert "The same weights, bit for bit, after 10 iterations: plain collectives;" in out
+    assert "The same weights, bit for bit, after 10 iterations: Megatron's order;" in out
     page = read(folder / "measured.html")
     assert page.headings[2] == (2, "The launch, in each form")
     [cells] = [rows for caption, rows in page.tables if caption.startswith("Medians")]
     assert [row[0] for row in cells[1:]] == [
-        *("plain collectives", "Megatron's order"),
-        *("CommFuse, operator by operator", "CommFuse, a flow of 4"),
+        *("Megatron's order", "CommFuse, operator by operator"),
+        *("CommFuse, a flow of 4", "plain collectives"),
     ]
 
 
@@ -325,5 +389,5 @@ def test_the_cpu_pretraining_is_measured_in_each_form(tmp_path: Path, capsys: An
     assert command.main([*words, "--launch", launch]) == 0
     out = capsys.readouterr().out
     # GEMMs that are not split may round in another way, on some machines.
-    assert re.search(r"same weights, bit for bit.*: plain collectives;.* operator by operator", out)
+    assert re.search(r"same weights, bit for bit.*: .* operator by operator; plain", out)
     assert re.search(r"^Beside Megatron's order: .*CommFuse, a flow of 4: .*losses", out, re.M)

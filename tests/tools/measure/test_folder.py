@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,13 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, text: str, capsys: Any) -> None:
     folder = Folder(tmp_path, ABOUT, resume=False)
     (tmp_path / "links.json").write_text(text)
-    with pytest.raises(FolderError, match=r"links\.json .*; remove it"):
-        folder.kept("links")
+    assert folder.kept("links") is None
+    said = capsys.readouterr().err
+    assert "links.json" in said
+    assert "remove it, or it is written anew when links is over" in said
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(FolderError, match=r"run\.json .*; remove it"):
+        Folder(tmp_path, ABOUT, resume=True)

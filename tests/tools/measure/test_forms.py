@@ -68,16 +68,16 @@ def test_flags_of_a_launch_are_not_those_of_a_form(checkout: Path, tmp_path: Pat
         "export PYTHONPATH=/mine:$PYTHONPATH\n"
         "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2 --use-ascend-coc "
         "--coc-parallel-num 8 --save checkpoints --train-samples 9 --tokenizer-type "
-        "NullTokenizer --vocab-size 5000 --mock-data | tee log\n"
+        "NullTokenizer --vocab-size 5000 --mock-data --transformer-impl transformer_engine\n"
     )
     found = launches(f"{checkout / 'my.sh'}", "npu", 2, tmp_path)
     assert "--use-ascend-coc" not in of(found, "megatron")
     assert "--coc-parallel-num" not in of(found, "coc_kernel")
     assert of(found, "coc").text("--coc-parallel-num") == "4"
     assert "--save" not in of(found, "megatron")
-    # A flow needs it; what a launch has itself is left.
+    # A flow needs it, and takes no other.
     assert of(found, "flow").text("--transformer-impl") == "local"
-    assert "--transformer-impl" not in of(found, "commfuse")
+    assert of(found, "commfuse").text("--transformer-impl") == "transformer_engine"
     assert found.environment["PYTHONPATH"].startswith(f"{ROOT}:/mine:")
     assert any(note.startswith("--save checkpoints -> (dropped)") for note in found.notes)
 
@@ -108,7 +108,7 @@ def test_what_is_no_launch_is_refused(checkout: Path, tmp_path: Path, text: str,
 def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "pretrain_llama_cpu.sh"
     found = launches(f"{script} --num-layers 2", "cpu", 2, tmp_path)
-    assert [form.name for form in found.forms] == ["plain", "megatron", "commfuse", "flow"]
+    assert [form.name for form in found.forms] == ["megatron", "commfuse", "flow", "plain"]
     for name, command in found.commands.items():
         assert command[:4] == ["bash", str(script), "--num-layers", "2"]
         options = Options(command[2:])

@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commfuse_npu.tools.launch_script import bounded
+from commfuse_npu.tools.measure import trainings
+from commfuse_npu.tools.measure.deadline import Deadline
 from commfuse_npu.tools.measure.folder import Folder
 from commfuse_npu.tools.measure.forms import Launches, launches
 from commfuse_npu.tools.measure.trainings import train, trained
@@ -52,9 +55,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{sys.executable} {script}"
 
 
-def run(launch: str, folder: Folder, limit: float = LIMIT, end: float = float("inf")) -> list[str]:
+def run(launch: str, folder: Folder, limit: float = LIMIT, minutes: float = 60) -> list[str]:
     found: Launches = launches(launch, "cpu", 2, folder.path / "scratch")
-    return train(launch, found, folder, limit=limit, end=end)
+    return train(launch, found, folder, Deadline(minutes), limit=limit)
 
 
 def started() -> list[str]:
@@ -64,7 +67,7 @@ def started() -> list[str]:
 
 def test_each_form_leaves_its_files(launch: str, folder: Folder) -> None:
     assert run(launch, folder) == []
-    assert started() == ["plain", "megatron", "commfuse", "flow"]
+    assert started() == ["megatron", "commfuse", "flow", "plain"]
     assert [one.form.name for one in trained(folder)] == started()
     for one in trained(folder):
         assert one.log is not None
@@ -95,8 +98,8 @@ def test_launches_are_not_mixed(
             run(f"{launch} --num-layers 4", folder)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert started()[4:] == ["plain", "megatron", "commfuse"]
-    assert [one.form.name for one in trained(folder)] == ["plain", "megatron"]
+    assert started()[4:] == ["megatron", "commfuse"]
+    assert [one.form.name for one in trained(folder)] == ["megatron"]
 
 
 def test_a_form_that_fails_is_named_and_tried_again(
@@ -121,16 +124,40 @@ def test_a_form_that_fails_is_named_and_tried_again(
 def test_a_form_that_hangs_is_ended(
     launch: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HANGING", "plain")
-    monkeypatch.setenv("FAILING", "megatron commfuse flow")
-    assert "plain" in run(launch, folder, limit=2)
+    monkeypatch.setenv("HANGING", "megatron")
+    monkeypatch.setenv("FAILING", "commfuse flow plain")
+    assert "megatron" in run(launch, folder, limit=2)
     assert trained(folder)[0].failed.startswith("did not end within 2 s (")
 
 
+def test_others_have_three_times_as_long_as_the_first(
+    launch: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def ended(command: Sequence[str], *, log: Path, seconds: float, **_: Any) -> int:
+        limits.append(seconds)
+        if len(limits) == 1:
+            return 1
+        log.write_text("\n".join(f"iteration {i}/ 10 | elapsed time per iteration (ms): 1.0 | lm "
+                                 f"loss: 1.0 |" for i in range(10)))  # fmt: skip
+        clock[0] += 20
+        return 0
+
+    clock = [0.0]
+    monkeypatch.setattr(trainings, "run_bounded", ended)
+    monkeypatch.setattr(trainings.time, "monotonic", lambda: clock[0])
+    assert run(launch, folder, limit=900) == ["megatron"]
+    assert limits == [900, 900, 120, 120]
+    # What was kept counts, too.
+    assert run(launch, folder, limit=900) == []
+    assert limits[4:] == [900]
+
+
 def test_no_form_begins_when_the_time_is_over(launch: str, folder: Folder, capsys: Any) -> None:
-    assert len(run(launch, folder, end=time.monotonic() - 1)) == 4
+    assert len(run(launch, folder, minutes=-1)) == 4
     assert started() == []
-    assert capsys.readouterr().out.count("left out, the time is over") == 4
+    assert capsys.readouterr().out.count("left out, -1 minutes are over") == 4
     assert {one.failed for one in trained(folder)} == {"left out, the time was over"}
 
 

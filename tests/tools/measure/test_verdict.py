@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from commfuse_npu.tools.measure.forms import FORMS
 from commfuse_npu.tools.measure.training_log import TrainingLog
 from commfuse_npu.tools.measure.trainings import Training
@@ -44,8 +48,9 @@ def test_the_fastest_is_to_be_used_and_compared() -> None:
         failed("coc"),
     )
     assert text.splitlines() == [
-        "Use --use-commfuse --commfuse-flow 4: 700 ms per iteration, 30.0 % shorter than plain "
-        "collectives, 22.2 % shorter than Megatron's order, 6.7 % shorter than MC2.",
+        "Use --use-commfuse --commfuse-flow 4 --transformer-impl local: 700 ms per iteration, "
+        "30.0 % shorter than plain collectives, 22.2 % shorter than Megatron's order, 6.7 % "
+        "shorter than MC2.",
         "The same weights, bit for bit, after 10 iterations: plain collectives; Megatron's order; "
         "CommFuse, operator by operator.",
         "Beside Megatron's order: CommFuse, a flow of 4: losses differ by 1.1e-07 at most "
@@ -74,8 +79,34 @@ def test_quartiles_that_overlap_tell_nothing() -> None:
         "Quartiles of 7 iterations do not tell CommFuse, operator by operator apart from: "
         "Megatron's order." in text
     )
+    assert text.startswith("Not decided; fastest is --use-commfuse: 100 ms per iteration, 1.0 %")
     apart = said(training("megatron", 200), training("commfuse", 100))
     assert "do not tell" not in apart
+    assert apart.startswith("Use --use-commfuse: ")
+
+
+@pytest.mark.parametrize("off", [0.2, math.nan, math.inf])
+def test_a_form_with_other_losses_is_not_to_be_used(off: float) -> None:
+    text = said(
+        training("megatron", 900), training("flow", 700, "b", off), training("commfuse", 800)
+    )
+    assert text.startswith("Use --use-commfuse: 800 ms")
+    assert (
+        "Not to be used: CommFuse, a flow of 4: losses are not those of Megatron's order." in text
+    )
+    assert "Best of ours" not in text
+
+
+def test_of_one_form_nothing_is_decided() -> None:
+    text = said(training("commfuse", 800), failed("megatron"))
+    assert text.startswith("Not decided; fastest is --use-commfuse: 800 ms per iteration.")
+
+
+def test_without_losses_there_is_no_advice() -> None:
+    text = said(training("megatron", 900, off=math.nan), training("commfuse", 800))
+    assert text.startswith(
+        "Not to be used: Megatron's order; CommFuse, operator by operator: losses are not finite"
+    )
 
 
 def test_a_launch_whose_sums_change_is_told() -> None:
@@ -107,7 +138,7 @@ def test_tables_and_picture() -> None:
     ran = [training("plain", 1000), training("flow", 700, "b")]
     shown = table(ran)
     flow = dict(zip(shown.head, shown.rows[1], strict=True))
-    assert flow["flags"] == "`--use-commfuse --commfuse-flow 4`"
+    assert flow["flags"] == "`--use-commfuse --commfuse-flow 4 --transformer-impl local`"
     assert flow["ms per iteration"] == "700.0"
     assert flow["against plain collectives"] == "-30.0 %"
     assert flow["most memory"] == "50.00 GiB"
