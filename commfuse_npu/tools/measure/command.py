@@ -7,6 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ _BASES = {"cpu": "cpu_paced", "cuda": "cpu_paced", "npu": "ascend_910b_server"}
 """Whose peaks and unmeasured figures hold, by device, where --base names no other."""
 _A3, _A3_BASE = "Ascend910_93", "ascend_910c_supernode"
 """How torch_npu's name of such a device begins, and what describes it."""
+_STARTS = 2
+"""How often ranks are started in vain before no other step asks for them."""
 _SAME = "device name", "backend", "torch", "cores"
 """What has to be the same when a run is gone on with."""
 
@@ -66,7 +69,7 @@ def _main(options: argparse.Namespace, given: Sequence[str], scratch: Path) -> i
     try:
         failed = _measure(options, scale, folder, launched)
         code = 1 if failed else 0
-    except FolderError as error:
+    except (FolderError, OSError) as error:
         return refuse("measure", error)
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept", file=sys.stderr)
@@ -156,6 +159,7 @@ def _measure(
         folder.keep("machine", machine_facts(options.device, Machine.this()))
     left = []
     ranks: Ranks | None = None
+    in_vain = 0
     try:
         for step in STEPS:
             if options.steps and step.name not in options.steps:
@@ -176,8 +180,11 @@ def _measure(
             if known is not None and "times" in known:
                 print(f"{step.name}: kept, {len(known['times'])} times")
                 continue
-            if deadline.over:
-                print(f"{step.name}: left out, {deadline.minutes:g} minutes are over")
+            why = f"{deadline.minutes:g} minutes are over" if deadline.over else ""
+            if step.ask is not None and in_vain == _STARTS:
+                why = f"ranks could not be started, {_STARTS} times"
+            if why:
+                print(f"{step.name}: left out, {why}")
                 left.append(step.name)
                 continue
             print(f"{step.name}: {step.question}", flush=True)
@@ -192,17 +199,23 @@ def _measure(
                         scale, options.config, options.device, limit, one_device=options.one_device
                     )
                 else:
+                    in_vain += ranks is None
                     ranks = ranks or _started(options, folder)
+                    in_vain = 0
                     times = step.ask(_bounded(ranks, step, options, deadline), scale)
                 content = {"question": step.question, "times": times, "said": said}
                 took = time.monotonic() - start
                 folder.keep(step.name, {**content, "took seconds": round(took, 1)})
                 print(f"{step.name}: {len(times)} times, in {took:.0f} s", flush=True)
-            except RanksError as error:
-                # They have been ended; the next step begins with new ones.
+            except FolderError:
+                raise
+            except Exception as error:
+                # Whatever it is, the hour goes on, with new ranks.
+                _end(ranks)
                 ranks = None
-                folder.keep(step.name, {"failed": str(error)})
-                print(f"{step.name}: failed: {str(error).splitlines()[-1]}", file=sys.stderr)
+                why = str(error) if isinstance(error, RanksError) else traceback.format_exc()
+                folder.keep(step.name, {"failed": why})
+                print(f"{step.name}: failed: {why.splitlines()[-1]}", file=sys.stderr)
                 left.append(step.name)
     finally:
         _end(ranks)

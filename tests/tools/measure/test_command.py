@@ -217,6 +217,38 @@ def test_a_step_that_hangs_is_given_up(
     assert "host: kept" in capsys.readouterr().out
 
 
+def test_ranks_that_do_not_start_do_not_take_the_time_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise RanksError("no device")
+
+    names = "links", "collectives", "host", "beside"
+    monkeypatch.setattr(command, "STEPS", [Step(name, "awake?", 9, awake) for name in names])
+    monkeypatch.setattr(command, "Ranks", absent)
+    assert command.main([*SMALL, "--folder", str(tmp_path / "measured")]) == 1
+    out, err = capsys.readouterr()
+    assert err.count("failed: no device") == 2
+    assert "host: left out, ranks could not be started, 2 times" in out
+    assert "Not measured: links, collectives." in out
+    assert (tmp_path / "measured" / "measured.html").exists()
+
+
+def test_a_step_that_makes_no_sense_of_its_answers_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def puzzled(ask: Ask, scale: Scale) -> list[dict[str, Any]]:
+        return [{"seconds": ask("latency", 0.0)[0]["none"]}]
+
+    steps = Step("links", "puzzled?", LIMIT, puzzled), Step("host", "awake?", LIMIT, awake)
+    monkeypatch.setattr(command, "STEPS", steps)
+    monkeypatch.setattr(command, "_WORKER", f"{__name__}:Sleepy")
+    assert command.main([*SMALL, "--folder", str(tmp_path / "measured")]) == 1
+    assert "links: failed: TypeError: list indices" in capsys.readouterr().err
+    assert "Traceback" in json.loads((tmp_path / "measured" / "links.json").read_text())["failed"]
+    assert times(tmp_path / "measured", "host")
+
+
 @pytest.mark.parametrize(("words", "seconds"), [([], 9), (["--timeout", "70"], 70)])
 def test_the_limit_of_a_question_is_its_steps_or_the_options(
     words: list[str], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
