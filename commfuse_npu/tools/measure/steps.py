@@ -94,7 +94,7 @@ class Step:
 
 
 def _links(ask: Ask, scale: Scale) -> Times:
-    pings = ask("latency", scale.calls)[0]
+    pings = _slowest(ask("latency", scale.calls)[:1])
     found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
     for size in _sizes(scale):
         for lanes in _lanes(scale):
@@ -264,7 +264,15 @@ def _each(by_rank: Sequence[Mapping[str, list[float]]]) -> Times:
 
 
 def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    return [max(times) for times in zip(*by_rank, strict=True)]
+    """Of each call.
+
+    Raises:
+        ValueError: one took no time, of which no figure can be made.
+    """
+    found = [max(times) for times in zip(*by_rank, strict=True)]
+    if not all(seconds > 0 for seconds in found):
+        raise ValueError(f"calls took {found} seconds; the events of this device do not tell")
+    return found
 
 
 STEPS = (

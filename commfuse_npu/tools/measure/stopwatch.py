@@ -94,8 +94,6 @@ class Stopwatch:
         marks = [self._mark()]
         call(lambda: marks.append(self._mark()))
         self.synchronise()
-        if not marks[0].elapsed_time(marks[-1]) > 0:
-            raise RuntimeError("the device's events say that a call took no time; nothing is known")
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
     def _mark(self) -> Any:

@@ -47,6 +47,11 @@ def test_what_is_posted_is_what_the_backend_takes() -> None:
     assert gloo == [{"what": "batch", "seconds": [2]}, {"what": "single", "seconds": [1]}]
 
 
+def test_events_that_do_not_tell_are_told() -> None:
+    with pytest.raises(ValueError, match="events of this device do not tell"):
+        asked("host", machine=[{"backend": "hccl"}], posting=[[1.0, 0.0]], launching=[[1.0]])
+
+
 def test_communicators_of_hccl_are_measured_by_the_size_of_their_buffers() -> None:
     hccl = [{"backend": "hccl"}] * 2
     found = asked("communicators", machine=hccl, communicator=lambda mb: [(0.5, mb), (0.7, 2 * mb)])

@@ -89,12 +89,6 @@ def test_work_is_launched_ahead_also_of_the_first_one(device: Device) -> None:
     assert device.met == 0
 
 
-def test_events_that_do_not_tell_are_told(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Event, "elapsed_time", lambda self, end: 0.0)
-    with pytest.raises(RuntimeError, match="say that a call took no time"):
-        of(device, device).laps(work(device), 1)
-
-
 def test_on_a_cpu_it_is_wall_time(device: Device) -> None:
     found = of(device, None).laps(work(device), 2)
     assert found == [pytest.approx([7 * 5e-5, 1e-5])] * 2
