@@ -120,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
         help="nothing begins after, and what goes on is ended a tenth later; default %(default)g",
     )
     parser.add_argument(
-        "--timeout", type=positive, metavar="SECONDS", help="for one question; default the step's"
+        "--timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="for one question, or one form; default the step's",
     )
     parser.add_argument(
         "--launch",
@@ -267,8 +270,8 @@ def _launch(
     print(f"{step.name}: {step.question}", flush=True)
     for note in launched.notes:
         print(f"  {note}")
-    limit = options.timeout or step.seconds
-    return train(options.launch, launched, folder, deadline, limit=limit)
+    limit = options.timeout
+    return train(options.launch, launched, folder, deadline, first=step.seconds, limit=limit)
 
 
 def _write(options: argparse.Namespace, folder: Folder, command: Sequence[str]) -> None:

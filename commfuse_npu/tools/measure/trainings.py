@@ -34,7 +34,13 @@ class Training:
 
 
 def train(
-    text: str, launches: Launches, folder: Folder, deadline: Deadline, *, limit: float
+    text: str,
+    launches: Launches,
+    folder: Folder,
+    deadline: Deadline,
+    *,
+    first: float,
+    limit: float | None = None,
 ) -> list[str]:
     """Train each form that is not kept, and keep it; a form that fails leaves the others.
 
@@ -45,8 +51,9 @@ def train(
     Args:
         text: the launch, as it was asked for.
         deadline: of all of them.
-        limit: seconds for one form.  When one is trained the others have three times as long and a
-            minute: they are the same work, and one that hangs may not take the time of all.
+        first: seconds for a form before one is trained.  Then the others have three times as long
+            as it and three minutes: they are the same work, and none may take the time of all.
+        limit: seconds for each form instead, if somebody knows better.
 
     Returns:
         the names of the forms that failed or were left out.
@@ -68,10 +75,9 @@ def train(
             left.append(form.name)
             continue
         print(f"launch, {form.title}", flush=True)
-        if longest is not None:
-            limit = min(limit, 3 * longest + 60)
+        seconds = first if longest is None else min(first, 3 * longest + 180)
         start = time.monotonic()
-        found = _train(form, launches, folder, deadline.limit(limit))
+        found = _train(form, launches, folder, deadline.limit(limit or seconds))
         took = time.monotonic() - start
         if found.log is None:
             folder.keep(_name(form), {**content, "failed": found.failed})
@@ -116,7 +122,9 @@ def _train(form: Form, launches: Launches, folder: Folder, limit: float) -> Trai
             log=path,
             seconds=limit,
         )
-    except (OSError, TimeoutError) as error:
+    except TimeoutError as error:
+        return Training(form, None, _failure(f"{error}; give more with --timeout", path))
+    except OSError as error:
         return Training(form, None, _failure(str(error), path))
     if code:
         return Training(form, None, _failure(f"exit code {code}", path))

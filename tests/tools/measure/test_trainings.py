@@ -57,7 +57,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def run(launch: str, folder: Folder, limit: float = LIMIT, minutes: float = 60) -> list[str]:
     found: Launches = launches(launch, "cpu", 2, folder.path / "scratch")
-    return train(launch, found, folder, Deadline(minutes), limit=limit)
+    return train(launch, found, folder, Deadline(minutes), first=limit)
 
 
 def started() -> list[str]:
@@ -127,7 +127,7 @@ def test_a_form_that_hangs_is_ended(
     monkeypatch.setenv("HANGING", "megatron")
     monkeypatch.setenv("FAILING", "commfuse flow plain")
     assert "megatron" in run(launch, folder, limit=2)
-    assert trained(folder)[0].failed.startswith("did not end within 2 s (")
+    assert trained(folder)[0].failed.startswith("did not end within 2 s; give more with")
 
 
 def test_others_have_three_times_as_long_as_the_first(
@@ -139,8 +139,8 @@ def test_others_have_three_times_as_long_as_the_first(
         limits.append(seconds)
         if len(limits) == 1:
             return 1
-        log.write_text("\n".join(f"iteration {i}/ 10 | elapsed time per iteration (ms): 1.0 | lm "
-                                 f"loss: 1.0 |" for i in range(10)))  # fmt: skip
+        line = "iteration {}/ 10 | elapsed time per iteration (ms): 1.0 | lm loss: 1.0 |\n"
+        log.write_text("".join(line.format(i) for i in range(10)))
         clock[0] += 20
         return 0
 
@@ -148,10 +148,15 @@ def test_others_have_three_times_as_long_as_the_first(
     monkeypatch.setattr(trainings, "run_bounded", ended)
     monkeypatch.setattr(trainings.time, "monotonic", lambda: clock[0])
     assert run(launch, folder, limit=900) == ["megatron"]
-    assert limits == [900, 900, 120, 120]
+    assert limits == [900, 900, 240, 240]
     # What was kept counts, too.
     assert run(launch, folder, limit=900) == []
     assert limits[4:] == [900]
+    # Who gives more knows better.
+    (folder.path / "launch_flow.json").unlink()
+    found = launches(launch, "cpu", 2, folder.path / "scratch")
+    assert train(launch, found, folder, Deadline(60), first=900, limit=1000) == []
+    assert limits[5:] == [1000]
 
 
 def test_no_form_begins_when_the_time_is_over(launch: str, folder: Folder, capsys: Any) -> None:
