@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
@@ -158,6 +159,9 @@ def _measure(
 ) -> list[str]:
     """Returns the steps that failed or were left out."""
     deadline = Deadline(options.minutes)
+    if launched is not None:
+        # Queues, affinities and buffers of ranks are those of the launch that they are asked for.
+        os.environ.update(launched.environment)
     if folder.kept("machine") is None:
         folder.keep("machine", machine_facts(options.device, Machine.this()))
     left = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -18,6 +19,7 @@ import pytest
 from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure import command, deadline
+from commfuse_npu.tools.measure.forms import Launches
 from commfuse_npu.tools.measure.layer import layer_times
 from commfuse_npu.tools.measure.steps import STEPS, Ask, Scale, Step
 from commfuse_npu.tools.model_config import ModelConfig
@@ -215,6 +217,32 @@ def test_a_step_that_hangs_is_given_up(
     monkeypatch.setattr(command, "STEPS", (Step("links", "awake?", LIMIT, links), steps[1]))
     assert command.main([*words, "--resume"]) == 0
     assert "host: kept" in capsys.readouterr().out
+
+
+def test_ranks_have_the_environment_of_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Queued(Sleepy):
+        def __init__(self, *_: object, **__: object) -> None:
+            self.timeout = 0.0
+            assert os.environ["TASK_QUEUE_ENABLE"] == "2"
+
+        def __enter__(self) -> Queued:
+            return self
+
+        def ask(self, method: str, *_: object) -> list[Any]:
+            return [self.machine()] if method == "machine" else [[1e-6]]
+
+        def close(self) -> None:
+            """There is nothing to end."""
+
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
+    found = Launches({}, tmp_path, {"TASK_QUEUE_ENABLE": "2"})
+    monkeypatch.setattr(command, "launches", lambda *_: found)
+    monkeypatch.setattr(command, "Ranks", Queued)
+    monkeypatch.setattr(command, "STEPS", (Step("host", "awake?", LIMIT, awake), STEPS[-2]))
+    words = [*SMALL, "--folder", str(tmp_path / "measured"), "--launch", "launch.sh"]
+    assert command.main(words) == 0
 
 
 def test_ranks_that_do_not_start_do_not_take_the_time_of_all(
