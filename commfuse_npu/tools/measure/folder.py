@@ -16,7 +16,7 @@ from commfuse_npu.runtime.whole_file import write_json
 
 __all__ = ["Folder", "FolderError"]
 
-_VERSION = 1
+_VERSION = 2
 _RUN = "run"
 
 

@@ -12,7 +12,7 @@ from commfuse_npu.tools.measure.description import description
 from commfuse_npu.tools.simulate.hardware import Hardware
 
 BASE = "ascend_910b_server"
-HOST = {"host": [{"batched": True, "seconds": [2e-5]}]}
+HOST = {"host": [{"what": "batch", "seconds": [2e-5]}]}
 
 
 def described(folder: Path, facts: dict[str, Any]) -> Hardware:
