@@ -22,7 +22,7 @@ what was measured becomes a share of them; where there is none the peak is what 
                            a block of an all-gather, by the bytes that memory copies meanwhile
 ``inside.latency``         half a ping-pong of 8 bytes
 ``inside.beside_work``     by what that exchange takes longer, over the time of the GEMMs, where it
-                           outlasts them
+                           outlasts them; where there are tiles
 =========================  =========================================================================
 """
 
@@ -198,7 +198,8 @@ def _beside(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[
     gemm, exchange = median(by["gemm"]), median(by["exchange"])
     slowed = [min(_MOST_SLOWDOWN, max(0.0, 1 - gemm / one)) for one in by["gemm beside"]]
     yield "npu.transfer_slowdown", quartiles(slowed)
-    if median(by["both"]) > 1.02 * median(by["gemm beside"]):
+    # On a CPU transfers and work share a core: what they lose is the work's slowdown.
+    if peaks.cores and median(by["both"]) > 1.02 * median(by["gemm beside"]):
         pairs = zip(by["both"], by["gemm beside"], strict=True)
         yield "inside.beside_work", quartiles([_longer(*pair, exchange) for pair in pairs])
 

@@ -110,7 +110,7 @@ def test_company() -> None:
         seconds = {"gemm": 1e-3, "exchange": 2e-3, "gemm beside": 1.25e-3, "both": both}
         return {"beside": [{"what": what, "seconds": [one]} for what, one in seconds.items()]}
 
-    peaks = Peaks(0, 0.0, 0.0, 0.0)
+    peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
     # 1.25 ms beside work, in which 1 ms of the exchange passes, and the other 1 ms of it.
     found = figures(beside(2.25e-3), peaks)
     assert found["npu.transfer_slowdown"] == pytest.approx((0.2,) * 3)
@@ -118,6 +118,7 @@ def test_company() -> None:
     assert figures(beside(1.9e-3), peaks)["inside.beside_work"] == (1.0,) * 3
     # Nothing of it passes beside work.
     assert figures(beside(4e-3), peaks)["inside.beside_work"] == (10.0,) * 3
+    assert "inside.beside_work" not in figures(beside(2.25e-3), Peaks(0, 0.0, 0.0, 0.0))
     # How long the transfer took is not known where the GEMM outlasts it.
     assert "inside.beside_work" not in figures(beside(1.26e-3), peaks)
 
