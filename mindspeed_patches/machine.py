@@ -6,13 +6,11 @@ import torch
 
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.simulate.described import described
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.machine import Machine
 
 __all__ = ["described_machine"]
-
-_DESCRIBED = {"Ascend910_93": "ascend_910c_supernode", "Ascend910B": "ascend_910b_server"}
-"""Descriptions by how torch_npu's name of the device begins."""
 
 
 def described_machine(transport: Transport) -> Machine | None:
@@ -23,7 +21,7 @@ def described_machine(transport: Transport) -> Machine | None:
     if transport.device_type == "cpu":
         return None
     name = str(torch.get_device_module(transport.device_type).get_device_name())
-    for beginning, description in _DESCRIBED.items():
-        if name.startswith(beginning):
-            return Hardware.load(find_config(description, "hardware")).machine()
-    return None
+    description = described(name)
+    if description is None:
+        return None
+    return Hardware.load(find_config(description, "hardware")).machine()

@@ -16,6 +16,7 @@ from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script.options import value_of
 from commfuse_npu.tools.refusals import FLOW_REFUSALS
 from commfuse_npu.tools.simulate.cover import covering_outputs
+from commfuse_npu.tools.simulate.described import described
 from commfuse_npu.tools.simulate.flow import divides
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Layout, Step
@@ -25,9 +26,6 @@ from commfuse_npu.tools.simulate.variants import FLOWS, Variant, flowing, fused,
 __all__ = ["check_rivals"]
 
 _about = partial(Finding, "launch", "rivals")
-
-_DESCRIBED = {"910B": "ascend_910b_server", "Ascend910": "ascend_910c_supernode"}
-"""Descriptions by how npu-smi's name of the NPU begins."""
 
 _IMPL = "--transformer-impl"
 
@@ -53,10 +51,10 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
     Without any the server with Ascend 910B is assumed.
     """
     config, tp = launch.config, launch.config.tensor_model_parallel_size
-    described = _description(machine)
-    if described is None or not launch.fuse.use_commfuse or not config.uses_sequence_parallel:
+    description = _description(machine)
+    if description is None or not launch.fuse.use_commfuse or not config.uses_sequence_parallel:
         return
-    hardware = Hardware.load(find_config(described, "hardware"))
+    hardware = Hardware.load(find_config(description, "hardware"))
     figures = hardware.machine()
     if min(figures.npus_per_node, config.npus_per_node) < tp or value_of(
         launch.options, "--num-experts"
@@ -103,13 +101,13 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
             best[variant.kind] = min(best.get(variant.kind, timed), timed)
     ahead = sorted(one for one in best.values() if one[0] < mine)
     if not ahead:
-        yield _about("ok", f"none has shorter layers (simulated, {described})")
+        yield _about("ok", f"none has shorter layers (simulated, {description})")
         return
     names = [f"{named[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
     flags = [named[name][1] for _, name in ahead]
     yield _about(
         "note",
-        f"shorter layers (simulated, {described}): {', '.join(names)}",
+        f"shorter layers (simulated, {description}): {', '.join(names)}",
         action=f"measure, too: {'; '.join(flags)}",
     )
 
@@ -129,12 +127,5 @@ def _flows(launch: Launch, step: Step, chunks: int) -> bool:
 
 
 def _description(machine: Machine) -> str | None:
-    names = {name for name, _ in listed_npus(machine)} or {"910B"}
-    return next(
-        (
-            described
-            for beginning, described in _DESCRIBED.items()
-            if all(name.startswith(beginning) for name in names)
-        ),
-        None,
-    )
+    found = {described(name) for name, _ in listed_npus(machine)} or {described("910B")}
+    return found.pop() if len(found) == 1 else None

@@ -30,15 +30,14 @@ from commfuse_npu.tools.measure.trainings import train, trained
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
 from commfuse_npu.tools.report.drawing import lacking
+from commfuse_npu.tools.simulate.described import described
 from commfuse_npu.tools.simulate.hardware import Hardware
 
 __all__ = ["main"]
 
 _WORKER = "commfuse_npu.tools.measure.worker:Worker"
 _BASES = {"cpu": "cpu_paced", "cuda": "cpu_paced", "npu": "ascend_910b_server"}
-"""Whose peaks and unmeasured figures hold, by device, where --base names no other."""
-_A3, _A3_BASE = "Ascend910_93", "ascend_910c_supernode"
-"""How torch_npu's name of such a device begins, and what describes it."""
+"""Whose peaks and unmeasured figures hold, by device, where neither --base nor its name says."""
 _STARTS = 2
 """How often ranks are started in vain before no other step asks for them."""
 _SAME = "device name", "backend", "torch", "cores"
@@ -288,9 +287,8 @@ def _write(options: argparse.Namespace, folder: Folder, command: Sequence[str]) 
     if not measured and not trainings and not failed:
         return
     path, rows = None, []
-    base = options.base or _BASES[options.device]
-    if options.base is None and str(facts.get("device name")).startswith(_A3):
-        base = _A3_BASE
+    name = str(facts.get("device name"))
+    base = options.base or described(name) or _BASES[options.device]
     if measured:
         path = folder.path / "measured.yaml"
         device = facts.get("device name", options.device)
