@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from commfuse_npu.tools.bench.processes import die_with_parent
+
 from .arguments import parse_arguments
 from .checkpoint import CheckpointError, FoundCheckpoint, find_checkpoint, shape_of_run
 from .data import Corpus, load_corpus
@@ -184,4 +186,7 @@ def _set_aside(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun ends its ranks, but not when it is killed itself.
+        die_with_parent()
     sys.exit(main())

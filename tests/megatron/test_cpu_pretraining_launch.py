@@ -120,3 +120,16 @@ def test_ctrl_c_saves_and_answers_130(tmp_path: Path) -> None:
     assert "give the same command with --resume to go on" in said
     assert "Traceback" not in said
     assert list(tmp_path.glob("llama_tiny/checkpoints/iter_*/mp_rank_01_000/model_optim.pt"))
+
+
+@pytest.mark.long
+def test_ranks_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with start(tmp_path, "--train-iters", "100000", "--save-interval", "0") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if " iteration        2/" in line:
+                process.kill()
+                break
+        # It ends when nobody holds it any more.
+        process.communicate(timeout=LIMIT)
+    assert process.returncode == -signal.SIGKILL
