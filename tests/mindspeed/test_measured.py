@@ -58,6 +58,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     stack = find_stack(None, None, None)
     environment = worker_environment(stack, ENVIRONMENT / "cann", {}, folder / "tools")
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
+    # Megatron compiles its helpers with the first python3.
+    environment["PATH"] = f"{ENVIRONMENT / 'bin'}{os.pathsep}{environment['PATH']}"
     script = folder / "launch.sh"
     script.write_text(
         f"torchrun --nproc_per_node 2 pretrain_gpt.py {' '.join(MODEL.split())} {LOCAL} "
