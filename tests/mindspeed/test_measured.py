@@ -58,8 +58,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     stack = find_stack(None, None, None)
     environment = worker_environment(stack, ENVIRONMENT / "cann", {}, folder / "tools")
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
-    # Megatron compiles its helpers with the first python3.
-    environment["PATH"] = f"{ENVIRONMENT / 'bin'}{os.pathsep}{environment['PATH']}"
+    # Megatron's ranks compile its helpers with what python3 prints: not one with stand-ins.
+    helpers = ["make", "-C", str(stack.megatron / "megatron" / "core" / "datasets")]
+    path = f"{ENVIRONMENT / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(helpers, env={**os.environ, "PATH": path}, capture_output=True, check=True)
     script = folder / "launch.sh"
     script.write_text(
         f"torchrun --nproc_per_node 2 pretrain_gpt.py {' '.join(MODEL.split())} {LOCAL} "
