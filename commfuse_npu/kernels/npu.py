@@ -64,16 +64,20 @@ def accumulate_weight_gradient(
     An fp32 sum by MindSpeed's function is for bf16 factors only: the ATB operation underneath takes
     no fp32 ones, and does not transpose fp16 ones [read in ATB's documentation, CANN 8.3].  Others
     take plain torch, which casts them to fp32 first: right, but slower than a 16-bit GEMM.
+
+    MindSpeed copies a strided operand to a temporary and keeps only its address, so the GEMM would
+    read freed memory [read in ``ParamSetter::Input`` of its ``atb_adapter.cpp``, 26.1.0].  Factors
+    are therefore copied here; a strided sum, which a copy would not change, takes plain torch.
     """
     given = None
     if total.dtype != torch.float32:
         given = _matmul_add["sixteen_bits"]
     elif grad_output.dtype == torch.bfloat16:
         given = _matmul_add["fp32"]
-    if given is None:
+    if given is None or not total.is_contiguous():
         cpu.accumulate_weight_gradient(total, grad_output, total_input)
     else:
-        given(total_input, grad_output, total)
+        given(total_input.contiguous(), grad_output.contiguous(), total)
 
 
 @cache

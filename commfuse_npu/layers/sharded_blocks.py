@@ -40,9 +40,8 @@ class InputGradient:
         self._sum = grad.new_zeros((grad.shape[0], features), dtype=torch.float32)
 
     def add(self, block: torch.Tensor, run: slice) -> None:
-        # The same kernel as for weight gradients, whose faster forms want contiguous factors.
-        transposed = self._grad[:, run].t().contiguous()
-        self._kernels.accumulate_weight_gradient(self._sum, transposed, block)
+        # sum += a @ b is the kernel of the weight gradient with a transposed.
+        self._kernels.accumulate_weight_gradient(self._sum, self._grad[:, run].t(), block)
 
     def result(self) -> torch.Tensor:
         return self._sum.to(self._grad.dtype)

@@ -28,7 +28,17 @@ def _rotary_position_embedding(
 def _matmul_add_fp32(
     grad_output: torch.Tensor, total_input: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """The extension's order of arguments for our kernel, with which the fused layers add too."""
+    """The extension's order of arguments for our kernel, with which the fused layers add too.
+
+    Raises:
+        RuntimeError: a tensor is strided, for which the extension reads freed memory.
+    """
+    for tensor in (grad_output, total_input, main_grad):
+        if not tensor.is_contiguous():
+            raise RuntimeError(
+                f"npu_matmul_add_fp32: a tensor of shape {tuple(tensor.shape)} has strides "
+                f"{tensor.stride()}; make it contiguous"
+            )
     accumulate_weight_gradient(main_grad, grad_output, total_input)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
@@ -20,6 +20,10 @@ class Recorder:
         self, total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
     ) -> None:
         self.calls += 1
+        # MindSpeed copies a strided operand into memory that it has freed when the GEMM runs.
+        assert total_input.is_contiguous()
+        assert grad_output.is_contiguous()
+        assert main_grad.is_contiguous()
         main_grad.add_(grad_output.t().float() @ total_input.float())
 
 
@@ -31,13 +35,20 @@ def given() -> Iterator[tuple[Recorder, Recorder]]:
     use_matmul_add()
 
 
-def accumulated(factors: torch.dtype, total: torch.dtype) -> torch.Tensor:
+def accumulated(
+    factors: torch.dtype, total: torch.dtype, strided: Collection[str] = ()
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    grad_output = torch.randint(-3, 4, (6, 2), generator=generator).to(factors)
-    total_input = torch.randint(-3, 4, (6, 5), generator=generator).to(factors)
-    found = torch.full((2, 5), 3.0, dtype=total)
+
+    def drawn(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        values = torch.randint(-3, 4, (rows, columns), generator=generator).to(dtype)
+        return values.t().contiguous().t() if name in strided else values
+
+    grad_output = drawn("grad_output", 6, 2, factors)
+    total_input = drawn("total_input", 6, 5, factors)
+    found = drawn("total", 2, 5, total)
+    expected = found.clone()
     npu.accumulate_weight_gradient(found, grad_output, total_input)
-    expected = torch.full((2, 5), 3.0, dtype=total)
     cpu.accumulate_weight_gradient(expected, grad_output, total_input)
     assert torch.equal(found, expected)
     return found
@@ -56,6 +67,18 @@ def accumulated(factors: torch.dtype, total: torch.dtype) -> torch.Tensor:
 def test_what_was_handed_in_is_used_where_it_fits(given, factors, total, calls) -> None:
     accumulated(factors, total)
     assert tuple(recorder.calls for recorder in given) == calls
+
+
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", [("grad_output",), ("total_input",)])
+def test_strided_factors_are_copied_first(given, strided, total) -> None:
+    accumulated(torch.bfloat16, total, strided)
+    assert sum(recorder.calls for recorder in given) == 1
+
+
+def test_a_strided_sum_is_plain_torchs(given) -> None:
+    accumulated(torch.bfloat16, torch.float32, ("total",))
+    assert sum(recorder.calls for recorder in given) == 0
 
 
 def test_plain_torch_without_and_after() -> None:
