@@ -1,4 +1,4 @@
-"""What linear layers ask of their arguments."""
+"""Checks of the arguments of every op, and what autocast makes of them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,59 @@ import torch
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["autocast", "check_divisible", "check_linear", "check_sequence", "rows_of"]
+__all__ = [
+    "autocast",
+    "check_and_cast",
+    "check_device",
+    "check_divisible",
+    "check_sequence",
+    "compute_dtype",
+    "rows_of",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_linear(
+def check_and_cast(
     name: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transport: Transport,
     options: LinearOptions,
+    *,
     shards: int = 1,
-) -> None:
-    """Refuse what cannot work before any rank waits for another.
+    head_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Refuse what cannot work before any rank waits for another, and cast the rest.
+
+    A program that met two dtypes would fail with transfers under way, which breaks the transport.
+    So checks and cast are one function, which every op with a weight calls first.
 
     Args:
-        shards: in how many the rows of the weight are cut; ``weight`` is one, the bias is whole.
+        x: ``[S, ..., I]``.
+        weight: ``[O, I * head_groups]``.
+        shards: number of shards of the rows of the weight; ``weight`` is one, the bias is whole.
+        head_groups: how often ``I`` features stand side by side in the columns of the weight.
+
+    Returns:
+        ``x``, ``weight`` and ``bias``, of one dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other.
     """
     if weight.dim() != 2 or x.dim() < 2:
         raise ValueError(
             f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
             "be [S, ..., I] and [O, I]"
         )
-    if x.shape[-1] != weight.shape[1]:
+    if head_groups > 1 and weight.shape[1] != head_groups * x.shape[-1]:
+        raise ValueError(
+            f"{name}: each of {head_groups} ranks has {x.shape[-1]} features of its heads, the "
+            f"weight takes {weight.shape[1]} in all; its shape {tuple(weight.shape)} has to be "
+            f"[H, {head_groups * x.shape[-1]}]"
+        )
+    if x.shape[-1] != weight.shape[1] and head_groups == 1:
         raise ValueError(
             f"{name}: x has {x.shape[-1]} features, the weight takes {weight.shape[1]}; its shape "
             f"{tuple(weight.shape)} is [O, I]"
@@ -47,11 +75,7 @@ def check_linear(
     if x.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise TypeError(f"{name}: x is {x.dtype}; choose one of {names}")
-    if x.device.type != transport.device_type:
-        raise ValueError(
-            f"{name}: x is on {x.device}, the group transfers {transport.device_type} tensors; "
-            "move it there"
-        )
+    check_device(name, "x", x, transport)
     for other, what in ((weight, "weight"), (bias, "bias")):
         if other is None:
             continue
@@ -65,6 +89,20 @@ def check_linear(
         raise ValueError(
             f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
             "weights in the compute dtype, or turn one of the two off"
+        )
+    return autocast(x, weight, bias)
+
+
+def check_device(name: str, what: str, x: torch.Tensor, transport: Transport) -> None:
+    """The group of a transport transfers tensors of one kind of device.
+
+    Raises:
+        ValueError: ``x`` is on another one.
+    """
+    if x.device.type != transport.device_type:
+        raise ValueError(
+            f"{name}: {what} is on {x.device}, the group transfers {transport.device_type} "
+            "tensors; move it there"
         )
 
 
@@ -91,11 +129,16 @@ def autocast(
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """What autocast does for ``torch.nn.functional.linear``."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = compute_dtype(x)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """That of autocast, where it is enabled for the device of ``x``, else that of ``x``."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def rows_of(x: torch.Tensor) -> int:

@@ -31,7 +31,7 @@ from commfuse_npu.layers.attention_options import (
 from commfuse_npu.layers.attention_runs import AttentionRuns
 from commfuse_npu.layers.differentiable import differentiable
 from commfuse_npu.layers.documents import Documents
-from commfuse_npu.layers.linear_arguments import check_divisible, check_linear
+from commfuse_npu.layers.linear_arguments import check_and_cast, check_divisible
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.weight_gradient import WeightGradient
@@ -101,7 +101,8 @@ def attention_linear_reduce_scatter(
     name = "attention_linear_reduce_scatter"
     check_self_attention(name, q, k, v, dropout)
     mask = AttentionMask(causal, documents, hidden).checked(name, q)
-    check_linear(name, q.flatten(2), weight, bias, transport, options)
+    heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
+    q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
     check_divisible(name, q, transport.size)
     if takes_plain_path(name, q, transport, rows=q.shape[0] * q.shape[1]):
         return plain_attention_linear_reduce_scatter(

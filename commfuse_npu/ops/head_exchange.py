@@ -40,7 +40,7 @@ from commfuse_npu.layers.exchanged_linear import (
     LinearToHeadsExchanged,
 )
 from commfuse_npu.layers.head_linear import HeadRows
-from commfuse_npu.layers.linear_arguments import autocast, check_linear, check_sequence, rows_of
+from commfuse_npu.layers.linear_arguments import check_and_cast, check_sequence, rows_of
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.ops.job import Job, takes_plain_path
 from commfuse_npu.plan.rules import Blocks, exchange
@@ -48,7 +48,7 @@ from commfuse_npu.reference.heads import plain_all_to_all_linear, plain_linear_a
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["all_to_all_linear", "check_projection", "fused_exchange", "linear_all_to_all"]
+__all__ = ["all_to_all_linear", "fused_exchange", "linear_all_to_all"]
 
 
 # ------------------------------------------------------------- rows to heads
@@ -103,9 +103,8 @@ def linear_all_to_all(
         TransportError: a transfer failed.
     """
     name = "linear_all_to_all"
-    check_linear(name, x, weight, bias, transport, options)
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     heads = HeadRows(name, weight.shape[0], transport.size, rows)
-    x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_linear_all_to_all(
             x, weight, bias, group=transport.group, rows=rows, options=options
@@ -167,9 +166,9 @@ def all_to_all_linear(
         MismatchError, TransportError: see :func:`linear_all_to_all`.
     """
     name = "all_to_all_linear"
-    check_projection(name, x, weight, bias, transport, options)
-    check_sequence(name, x.shape[0], transport.size)
-    x, weight, bias = autocast(x, weight, bias)
+    size = transport.size
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, head_groups=size)
+    check_sequence(name, x.shape[0], size)
     if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_all_to_all_linear(x, weight, bias, group=transport.group, options=options)
     fused = fused_exchange(Job.of(transport, options, name))
@@ -205,27 +204,3 @@ def _swap(
     keep, wgrad = "received" in tensors, "wgrad" in works
     program = exchange(job.place(schedule), rows, columns, blocks, "use" in works, keep, wgrad)
     job.transport.begin(program, name, like).run(works, **tensors)
-
-
-def check_projection(
-    name: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transport: Transport,
-    options: LinearOptions,
-) -> None:
-    """Refuse what cannot work before any rank waits for another.
-
-    Raises:
-        TypeError, ValueError: ``x`` ``[S, ..., F]`` and ``weight`` ``[H, N * F]`` do not fit.
-    """
-    size = transport.size
-    if weight.dim() == 2 and weight.shape[1] != size * x.shape[-1]:
-        raise ValueError(
-            f"{name}: each of {size} ranks has {x.shape[-1]} features of its heads, the weight "
-            f"takes {weight.shape[1]} in all; its shape {tuple(weight.shape)} has to be "
-            f"[H, {size * x.shape[-1]}]"
-        )
-    part = weight[:, : x.shape[-1]] if weight.dim() == 2 else weight
-    check_linear(name, x, part, bias, transport, options)

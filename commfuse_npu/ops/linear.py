@@ -34,7 +34,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.layers.linear_arguments import autocast, check_divisible, check_linear, rows_of
+from commfuse_npu.layers.linear_arguments import check_and_cast, check_divisible, rows_of
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.weight_gradient import WeightGradient
@@ -106,8 +106,7 @@ def all_gather_linear(
         TransportError: a transfer failed.
     """
     name = "all_gather_linear"
-    check_linear(name, x, weight, bias, transport, options)
-    x, weight, bias = autocast(x, weight, bias)
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight, bias)
@@ -308,9 +307,8 @@ def linear_reduce_scatter(
         MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_reduce_scatter"
-    check_linear(name, x, weight, bias, transport, options)
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     check_divisible(name, x, transport.size)
-    x, weight, bias = autocast(x, weight, bias)
     if takes_plain_path(name, x, transport, rows=rows_of(x)):
         return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight)
@@ -459,8 +457,7 @@ def linear_all_reduce(
         TypeError, ValueError, MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_all_reduce"
-    check_linear(name, x, weight, bias, transport, options)
-    x, weight, bias = autocast(x, weight, bias)
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     if takes_plain_path(name, x, transport, rows=rows_of(x), at_least=transport.size):
         return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
     job = Job.of(transport, options, name)

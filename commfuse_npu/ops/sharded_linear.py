@@ -31,7 +31,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.layers.differentiable import differentiable
-from commfuse_npu.layers.linear_arguments import autocast, check_linear
+from commfuse_npu.layers.linear_arguments import check_and_cast
 from commfuse_npu.layers.options import LinearOptions, ShardedOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.sharded_blocks import InputGradient, columns_into, wgrad_into
@@ -102,9 +102,10 @@ def sharded_linear(
     """
     name = "sharded_linear"
     linear = LinearOptions(options.schedule, reduce_dtype=options.reduce_dtype)
-    check_linear(name, x, weight_shard, bias, transport, linear, shards=transport.size)
+    x, shard, bias = check_and_cast(
+        name, x, weight_shard, bias, transport, linear, shards=transport.size
+    )
     stamp = WeightStamp.of(weight_shard)
-    x, shard, bias = autocast(x, weight_shard, bias)
     if takes_plain_path(name, shard, transport, rows=shard.shape[0]):
         return plain_sharded_linear(x, shard, bias, group=transport.group, options=options)
     call = _Call(name, transport, options, stamp, prefetch)

@@ -30,9 +30,14 @@ from commfuse_npu.layers.attention_options import check_self_attention, options_
 from commfuse_npu.layers.differentiable import differentiable
 from commfuse_npu.layers.documents import Documents
 from commfuse_npu.layers.exchanged_attention import AttentionExchanged, AttentionLinearExchanged
-from commfuse_npu.layers.linear_arguments import autocast, check_sequence
+from commfuse_npu.layers.linear_arguments import (
+    check_and_cast,
+    check_device,
+    check_sequence,
+    compute_dtype,
+)
 from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.ops.head_exchange import check_projection, fused_exchange
+from commfuse_npu.ops.head_exchange import fused_exchange
 from commfuse_npu.ops.job import Job, takes_plain_path
 from commfuse_npu.reference.heads import (
     plain_attention_all_to_all,
@@ -103,11 +108,8 @@ def attention_all_to_all(
     check_self_attention(name, q, k, v, dropout)
     mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], transport.size)
-    if q.device.type != transport.device_type:
-        raise ValueError(
-            f"{name}: q is on {q.device}, the group transfers {transport.device_type} tensors; "
-            "move it there"
-        )
+    check_device(name, "q", q, transport)
+    q, k, v = (head.to(compute_dtype(q)) for head in (q, k, v))
     if takes_plain_path(name, q, transport, rows=_rows(q)):
         return plain_attention_all_to_all(
             q, k, v, group=transport.group, **mask._asdict(), scale=scale, options=options
@@ -173,16 +175,18 @@ def attention_all_to_all_linear(
     check_self_attention(name, q, k, v, dropout)
     mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], transport.size)
-    check_projection(name, q.flatten(2), weight, bias, transport, options)
-    q, weight, bias = autocast(q, weight, bias)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    size = transport.size
+    heads, weight, bias = check_and_cast(
+        name, q.flatten(2), weight, bias, transport, options, head_groups=size
+    )
+    q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
     if takes_plain_path(name, q, transport, rows=_rows(q)):
         return plain_attention_all_to_all_linear(
             q, k, v, weight, bias, group=transport.group, **mask._asdict(), scale=scale,
             options=options,
         )  # fmt: skip
-    by_cost = options_for_attention(options, transport.size, mask.costs_rise)
-    back = options_for_attention(options, transport.size, False).schedule
+    by_cost = options_for_attention(options, size, mask.costs_rise)
+    back = options_for_attention(options, size, False).schedule
     job = Job(transport, by_cost, name, by_cost.schedule, back)
     arguments = q, k, v, weight, bias, mask, scale, fused_exchange(job)
     return differentiable(AttentionLinearExchanged, *arguments)

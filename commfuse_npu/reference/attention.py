@@ -14,7 +14,7 @@ from commfuse_npu.layers.attention_options import (
 )
 from commfuse_npu.layers.attention_runs import run_of_gemm
 from commfuse_npu.layers.documents import Documents
-from commfuse_npu.layers.linear_arguments import check_divisible
+from commfuse_npu.layers.linear_arguments import autocast, check_divisible
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.plan.rules import made_pieces, used_pieces
 from commfuse_npu.reference.blocked_attention import blocked_attention
@@ -46,6 +46,8 @@ def plain_attention_linear_reduce_scatter(
     check_self_attention(name, q, k, v, dropout)
     mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_divisible(name, q, group.size())
+    q, weight, bias = autocast(q, weight, bias)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     options = options_for_scattered_attention(options, group.size(), mask.costs_rise)
     sources = None
     runs: dict[str, Any] = {}

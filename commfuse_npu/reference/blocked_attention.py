@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_runs import AttentionRuns
+from commfuse_npu.layers.differentiable import differentiable
 from commfuse_npu.layers.documents import Documents
 
 __all__ = ["blocked_attention"]
@@ -44,10 +45,8 @@ def blocked_attention(
     everything = [slice(0, q.shape[0])] if q.numel() else []
     runs = everything if rows is None else list(rows)
     mask = AttentionMask(causal, documents, hidden).checked("blocked_attention", q)
-    out: torch.Tensor = _BlockedAttention.apply(
-        q.contiguous(), k.contiguous(), v.contiguous(), mask, scale, runs, grad_rows or runs
-    )
-    return out
+    heads = q.contiguous(), k.contiguous(), v.contiguous()
+    return differentiable(_BlockedAttention, *heads, mask, scale, runs, grad_rows or runs)
 
 
 class _BlockedAttention(torch.autograd.Function):

@@ -23,7 +23,7 @@ from commfuse_npu.layers.exchanged_linear import (
     LinearToHeadsExchanged,
 )
 from commfuse_npu.layers.head_linear import HeadRows, beside
-from commfuse_npu.layers.linear_arguments import autocast, check_sequence
+from commfuse_npu.layers.linear_arguments import autocast, check_sequence, compute_dtype
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.rules import made_pieces, swapped_pieces
@@ -109,6 +109,7 @@ def plain_attention_all_to_all(
     check_self_attention(name, q, k, v, dropout)
     mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], group.size())
+    q, k, v = (head.to(compute_dtype(q)) for head in (q, k, v))
     size, block_rows = group.size(), q.shape[0] // group.size()
     if same_blocks:
         by_cost = options_for_attention(options, size, mask.costs_rise).schedule
