@@ -17,9 +17,11 @@ differently.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,9 +72,24 @@ class ShardedLinear(torch.nn.Module):
         self.transport = transport
         self.options = options
         self.prefetch = prefetch
-        self._place: PrefetchedWeight | None = None
-        if prefetch is not None and transport.size > 1:
-            self._place = prefetch.add(lambda: self.weight)
+        self._place = self._join()
+
+    def _join(self) -> PrefetchedWeight | None:
+        if self.prefetch is None or self.transport.size == 1:
+            return None
+        return self.prefetch.add(lambda: self.weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLinear:
+        """A layer with a weight of its own, over the same transport.
+
+        The layers of a model that is copied share a new prefetch.  Every rank makes the same copy,
+        between two passes.
+        """
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy({**self.__dict__, "_place": None}, memo)
+        made._place = made._join()
+        return made
 
     @classmethod
     def from_linear(
@@ -250,15 +267,18 @@ def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
 
 def _end_passes_with(module: torch.nn.Module, prefetch: WeightPrefetch) -> None:
     """Nothing is under way when the forward of ``module`` is over, however it ends."""
+    # Not a closure: a deep copy of the module has to end the passes of its own prefetch.
+    module.register_forward_hook(partial(_forward_ended, prefetch), always_call=True)
 
-    def forward_ended(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if in_backward():
-            # A recomputed forward; it is left by an exception when nothing more is needed of it.
-            return
-        error = sys.exc_info()[1]
-        if error is not None and output is None:
-            prefetch.interrupted(error)
-        else:
-            prefetch.end_pass()
 
-    module.register_forward_hook(forward_ended, always_call=True)
+def _forward_ended(
+    prefetch: WeightPrefetch, _module: torch.nn.Module, _args: Any, output: Any
+) -> None:
+    if in_backward():
+        # A recomputed forward; it is left by an exception when nothing more is needed of it.
+        return
+    error = sys.exc_info()[1]
+    if error is not None and output is None:
+        prefetch.interrupted(error)
+    else:
+        prefetch.end_pass()

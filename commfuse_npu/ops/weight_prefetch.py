@@ -109,6 +109,10 @@ class WeightPrefetch:
         self._last: _Use | None = None
         self._pending: _Pending | None = None
 
+    def __deepcopy__(self, memo: object) -> WeightPrefetch:
+        """Knows nothing yet: the copies of the layers join it."""
+        return WeightPrefetch()
+
     def add(self, weight: Callable[[], torch.Tensor]) -> PrefetchedWeight:
         """Take in a weight.
 

@@ -145,6 +145,10 @@ class Transport(Agreement):
         self._in_flight: set[Running] = set()
         self._thread = threading.get_ident()
 
+    def __deepcopy__(self, memo: object) -> Transport:
+        """Itself: a copy of a module transfers over the same lanes."""
+        return self
+
     @classmethod
     def create(
         cls,

@@ -203,6 +203,33 @@ def test_the_same_training_bit_for_bit(ranks, size: int) -> None:
     ranks(size).run(same_bits_every_time)
 
 
+def copied_model(rank: int) -> None:
+    """A copy trains as its original does, which it leaves as it is, over the same lanes."""
+    model, _ = train_sharded(rank, 1)
+    twin = copy.deepcopy(model)
+    before = digest(model, [])
+    losses = train(twin, rank, 2, lambda: average_gradients(twin, transport()))
+    assert digest(model, []) == before
+    assert digest(model, train(model, rank, 2, lambda: average_gradients(model, transport()))) == (
+        digest(twin, losses)
+    )
+    layers = [[m for m in of.modules() if isinstance(m, ShardedLinear)] for of in (model, twin)]
+    for ours, theirs in zip(*layers, strict=True):
+        assert ours.transport is theirs.transport
+        assert ours.weight is not theirs.weight
+    prefetches = [{id(layer.prefetch) for layer in of} for of in layers]
+    assert [len(of) for of in prefetches] == [1, 1]
+    assert prefetches[0] != prefetches[1]
+    assert not layers[1][0].prefetch.under_way
+    assert len(layers[1][0].prefetch._after) == len(layers[0][0].prefetch._after)
+    alone = copy.deepcopy(layers[0][0])  # the other layers' weights do not come along
+    assert len(alone.prefetch._weights) == 1
+
+
+def test_a_deep_copy_trains_over_the_same_lanes(ranks) -> None:
+    ranks(2).run(copied_model)
+
+
 # ---------------------------------------------------------------- against one process
 
 
