@@ -138,7 +138,11 @@ class Compute(NamedTuple):
 
 
 class Add(NamedTuple):
-    """``out = sum of terms``, in this order.  A term ``(span, k)`` is k parts, one by one."""
+    """``out = sum of terms``, in this order.  A term ``(span, k)`` is k parts, one by one.
+
+    The first term holds nothing afterwards: kernels add into it
+    (:meth:`~commfuse_npu.kernels.Kernels.sum_parts`).
+    """
 
     out: Span
     terms: tuple[tuple[Span, int], ...]
@@ -381,7 +385,7 @@ def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
     if isinstance(one, Compute):
         return one.ins, one.outs
     if isinstance(one, Add):
-        return [span for span, _ in one.terms], [one.out]
+        return [span for span, _ in one.terms], [one.out, one.terms[0][0]]
     if isinstance(one, Copy):
         return [one.source], [one.out]
     return [], []

@@ -245,6 +245,8 @@ class _Rank:
                 return
             there = self._read(span)
             parts += [there[at * rows : (at + 1) * rows] for at in range(count)]
+        first = one.terms[0][0]
+        self._write(first, [NOTHING] * first.rows)
         self._write(one.out, [self._contents.sum(terms) for terms in zip(*parts, strict=True)])
 
     # ------------------------------------------------------------------ rows

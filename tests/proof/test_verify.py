@@ -24,6 +24,7 @@ from commfuse_npu.plan.program import (
     Program,
     Record,
     Scratch,
+    Span,
     Wait,
     accesses,
 )
@@ -476,6 +477,10 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         scatter(), change(Add, out=lambda span: span._replace(buffer="weight")),
         "it changes weight",
     ),
+    "an input that is added into": (
+        scatter(), change(Add, terms=lambda terms: ((Span("weight", 0, 2), 1), *terms)),
+        "it changes weight",
+    ),
     "columns that do not fit": (
         scatter(chunks=2), change(Compute, ins=lambda ins: (ins[0], ins[1]._replace(columns=None))),
         "the columns of its matrices do not fit",
@@ -599,7 +604,8 @@ def _instead(one: Instruction, written: int, number: int, span: Any) -> Instruct
         spans = list(one.outs if written else one.ins)
         spans[number] = span
         return one._replace(**{"outs" if written else "ins": tuple(spans)})
-    if isinstance(one, Add) and not written:
+    if isinstance(one, Add) and (number or not written):
+        number = 0 if written else number  # the first term is read and written
         terms = list(one.terms)
         terms[number] = (span, terms[number][1])
         return one._replace(terms=tuple(terms))
