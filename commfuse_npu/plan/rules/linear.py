@@ -265,6 +265,11 @@ def column_backward(
 
     Begun ahead, it has x under way.  The whole dgrad is made in groups of columns, while x arrives;
     its sums travel behind wgrad and are added after it.
+
+    A group of columns of the weight is neither contiguous nor the transpose of a contiguous matrix,
+    so aclnn copies it before the GEMM (read in ``ContiguousAndCast`` of CANN's ops-nn): one copy of
+    the weight per backward, which the simulator charges.  Groups of rows need no copy, but blocks
+    of ``grad`` as groups leave links idle, and a chunk of every block is a GEMM per peer.
     """
     b = Builder(place)
     n, r = place.size, place.rank
