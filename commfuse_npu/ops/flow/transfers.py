@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from commfuse_npu.layers.linear_arguments import compute_dtype
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.weight_gradient import WeightGradient
 from commfuse_npu.runtime.collectives import Begun, begin_all_gather, begin_reduce_scatter
@@ -235,7 +236,18 @@ class Flow:
 
         Args:
             given: each with whether it accumulates into its ``main_grad``.
+
+        Raises:
+            TypeError: autocast would compute in another dtype than that of a weight.
         """
+        given = list(given)
+        for weight, _ in given:
+            dtype = compute_dtype(weight)
+            if weight.dtype != dtype:
+                raise TypeError(
+                    f"flow: a weight is {weight.dtype}, autocast computes in {dtype}, and a flow "
+                    "does not cast; keep weights in the compute dtype, or turn autocast off"
+                )
         return [Weight(weight, main_grad) for weight, main_grad in given]
 
     def gather(self, shard: torch.Tensor, name: str) -> Arriving:
