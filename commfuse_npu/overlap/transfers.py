@@ -171,7 +171,7 @@ def _refuse_fsdp() -> None:
     """Where FSDP was imported by now."""
     for module, owner, method in (
         ("torch.distributed.fsdp", "FullyShardedDataParallel", "forward"),
-        ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_pre_forward"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_root_pre_forward"),
     ):
         found = getattr(sys.modules.get(module), owner, None)
         if found is not None and not hasattr(getattr(found, method), "__wrapped__"):

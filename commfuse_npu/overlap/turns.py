@@ -28,7 +28,7 @@ class OtherSideError(RuntimeError):
 
 
 class SideState(Protocol):
-    """State outside the autograd graph that both sides write, and that each must find as it left it.
+    """State outside the autograd graph that each side has to find as it left it.
 
     Random states are such state, and a global that the forward of one micro-batch sets and the
     recomputation of another one sets again.

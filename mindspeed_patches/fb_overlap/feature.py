@@ -130,22 +130,23 @@ class Overlapping:
             self._say(f"off: {reason}")
             return plain(**step)
         if not self._decided:
-            return self._watched(step)
+            return self._watched(plain, step)
         if self.overlap is None:
             return plain(**step)
         return OverlappedSchedule(self.overlap, **step).run()
 
-    def _watched(self, step: dict[str, Any]) -> Any:
+    def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         """The first step; afterwards it is decided."""
         self._decided = True
         models = step["model"] if isinstance(step["model"], list) else [step["model"]]
         groups = _groups()
         if not groups:
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
-            return OverlappedSchedule(_InTurn(), **step).run()
+            return plain(**step)
         census = Census(models, groups)
         losses = OverlappedSchedule(census, **step).run()
-        found = torch.tensor([len(census.unknown)], device="cuda")
+        device = next(models[0].parameters()).device
+        found = torch.tensor([len(census.unknown)], device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if census.unknown:
             _logger.warning(
@@ -164,10 +165,7 @@ class Overlapping:
         return losses
 
     def _report(self, models: list[Any], step: dict[str, Any]) -> None:
-        from megatron.core import parallel_state
-
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        stage = parallel_state.get_pipeline_model_parallel_rank()
+        stages, stage = _pipeline()
         plan = slots(stages, stage, len(models), step["num_microbatches"])
         paired, total = paired_microbatches(plan)
         self._say(
@@ -182,22 +180,14 @@ class Overlapping:
                 print(f"CommFuse: forward-backward overlap: {line}", flush=True)
 
 
-class _InTurn:
-    """One after the other."""
-
-    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
-        result = backward()
-        return forward(), result
-
-
 def _obstacle(plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
     """Why this step cannot be overlapped."""
-    from megatron.core import parallel_state, utils
+    from megatron.core import utils
 
     if inspect.unwrap(plain).__module__ != _SCHEDULES:
         return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
     models = step["model"] if isinstance(step["model"], list) else [step["model"]]
-    config, stages = utils.get_model_config(models[0]), _stages()
+    config, stages = utils.get_model_config(models[0]), _pipeline()[0]
     if getattr(config, "enable_cuda_graph", False):
         return "CUDA graphs cannot hold a forward and a backward at once"
     if utils.get_model_type(models[0]).name == "encoder_and_decoder":
@@ -209,14 +199,17 @@ def _obstacle(plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
             f"--microbatch-group-size-per-virtual-pipeline-stage is "
             f"{config.microbatch_group_size_per_vp_stage}; it has to be the {stages} stages"
         )
-    del parallel_state
     return None
 
 
-def _stages() -> int:
+def _pipeline() -> tuple[int, int]:
+    """How many stages, and which is this rank's."""
     from megatron.core import parallel_state
 
-    return int(parallel_state.get_pipeline_model_parallel_world_size())
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
 
 
 def _groups() -> list[dist.ProcessGroup]:

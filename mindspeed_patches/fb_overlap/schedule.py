@@ -10,29 +10,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from commfuse_npu.overlap import ForwardBackwardOverlap
 from mindspeed_patches.fb_overlap.slots import Slot, Step, most_in_flight, slots
 
 __all__ = ["OverlappedSchedule"]
+
+
+class Pairs(Protocol):
+    """Runs a forward and a backward: :class:`~commfuse_npu.overlap.ForwardBackwardOverlap`."""
+
+    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+        """What each returns."""
 
 
 class OverlappedSchedule:
     """One training step, as Megatron's ``forward_backward_func``.
 
     Args:
-        overlap: runs the pairs.
+        pairs: runs them.
         step: the arguments of Megatron's function, by name.
     """
 
-    def __init__(self, overlap: ForwardBackwardOverlap, **step: Any) -> None:
+    def __init__(self, pairs: Pairs, **step: Any) -> None:
         from megatron.core import parallel_state, utils
         from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-        self._overlap, self._parallel, self._schedules = overlap, parallel_state, schedules
+        self._pairs, self._parallel, self._schedules = overlap, parallel_state, schedules
         self._p2p, self._step = p2p_communication, step
         self._models, self._iterators = _list(step["model"]), _list(step["data_iterator"])
         self._config = utils.get_model_config(self._models[0])
@@ -42,7 +48,8 @@ class OverlappedSchedule:
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._plan = slots(self._stages, self._stage, len(self._models), self._microbatches)
         self._losses: list[Any] = []
-        self._tokens = torch.zeros([], dtype=torch.int, device="cuda")
+        device = next(self._models[0].parameters()).device
+        self._tokens = torch.zeros([], dtype=torch.int, device=device)
         self._inputs: dict[Step, Any] = {}
         self._outputs: dict[Step, Any] = {}
         self._no_sync: ExitStack | None = None
@@ -81,14 +88,17 @@ class OverlappedSchedule:
 
     def _run_slot(self, slot: Slot, received: Any, received_gradient: Any) -> tuple[Any, Any]:
         """The output of its forward and the gradient that its backward made of its input."""
-        forward = partial(self._forward, slot.forward, received)
-        backward = partial(self._backward, slot.backward, received_gradient)
         if slot.forward is None:
-            return None, None if slot.backward is None else backward()
+            if slot.backward is None:
+                return None, None
+            return None, self._backward(slot.backward, received_gradient)
         if slot.backward is None:
-            made, gradient = forward(), None
+            made, gradient = self._forward(slot.forward, received), None
         else:
-            made, gradient = self._overlap.run(forward, backward)
+            made, gradient = self._pairs.run(
+                partial(self._forward, slot.forward, received),
+                partial(self._backward, slot.backward, received_gradient),
+            )
         output, tokens = made
         self._tokens += tokens
         self._inputs[slot.forward], self._outputs[slot.forward] = received, output
@@ -220,9 +230,8 @@ class OverlappedSchedule:
         return steps[number] if 0 <= number < len(steps) else None
 
     @staticmethod
-    def _of_chunk(functions: Any, chunk: int) -> Callable[..., Any]:
-        function: Callable[..., Any] = functions[chunk] if isinstance(functions, list) else functions
-        return function
+    def _of_chunk(functions: Any, chunk: int) -> Any:
+        return functions[chunk] if isinstance(functions, list) else functions
 
 
 def _list(value: Any) -> list[Any]:

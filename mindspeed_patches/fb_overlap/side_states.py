@@ -1,7 +1,7 @@
-"""What Megatron, MindSpeed and MindSpeed-LLM keep outside the autograd graph, for each side its own.
+"""State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph, one per side.
 
-Both sides write these names: a forward sets them for its micro-batch, and a backward sets them again
-when it recomputes another one.  Found by the census (:mod:`.census`) over rehearsed launches.
+Both sides write it: a forward sets it for its micro-batch, and a backward sets it again when it
+recomputes another one.  The names were found by the census (:mod:`.census`) over rehearsed launches.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideStat
 
 
 def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """Of experts: they keep shapes, counts and permutations of the micro-batch that they dispatch."""
+    """Of experts: they keep shapes, counts and permutations of the micro-batch they dispatch."""
     for model in models:
         for module in model.modules():
-            for name in ("token_dispatcher", "_comm_manager"):
-                module = vars(module).get(name) if vars(module).get(name) is not None else None
-                if module is None:
-                    break
-                yield module
+            dispatcher = vars(module).get("token_dispatcher")
+            if dispatcher is not None:
+                yield dispatcher
+                manager = vars(dispatcher).get("_comm_manager")
+                if manager is not None:
+                    yield manager
 
 
 @functools.cache
