@@ -38,7 +38,7 @@ class OverlappedSchedule:
         from megatron.core import parallel_state, utils
         from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-        self._pairs, self._parallel, self._schedules = overlap, parallel_state, schedules
+        self._pairs, self._parallel, self._schedules = pairs, parallel_state, schedules
         self._p2p, self._step = p2p_communication, step
         self._models, self._iterators = _list(step["model"]), _list(step["data_iterator"])
         self._config = utils.get_model_config(self._models[0])

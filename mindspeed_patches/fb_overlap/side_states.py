@@ -1,7 +1,7 @@
 """State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph, one per side.
 
 Both sides write it: a forward sets it for its micro-batch, and a backward sets it again when it
-recomputes another one.  The names were found by the census (:mod:`.census`) over rehearsed launches.
+recomputes another one.  The census (:mod:`.census`) over rehearsed launches found the names.
 """
 
 from __future__ import annotations

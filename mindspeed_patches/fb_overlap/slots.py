@@ -9,9 +9,9 @@ per stage and ``m`` micro-batches, stage ``s`` runs in slot ``t``::
 
 numbered in the order of Megatron's interleaved 1F1B schedule (``get_schedule_table`` of core
 0.12): ``p`` micro-batches through the first chunk, the same ``p`` through the next one, ...;
-backwards with the chunks reversed.  What a stage needs in slot ``t`` its neighbour made in slot ``t - 1``, and the
-first backward of the last stage comes one slot after its forward.  Without a pipeline this is the
-forward of micro-batch i + 1 beside the backward of micro-batch i.
+backwards with the chunks reversed.  What a stage needs in slot ``t`` its neighbour made in slot
+``t - 1``, and the first backward of the last stage comes one slot after its forward.  Without a
+pipeline this is the forward of micro-batch i + 1 beside the backward of micro-batch i.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
 from tests.megatron.in_ranks import megatron
 
@@ -104,7 +105,15 @@ def forward_step(iterator: Iterator[torch.Tensor], model: Chunk, *partly: bool) 
     return output, loss
 
 
-def train(case: Case, overlapped: bool, steps: int) -> dict[str, Any]:
+class InOrder:
+    """A pair, one after the other."""
+
+    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+        result = backward()
+        return forward(), result
+
+
+def train(case: Case, overlapped: bool, steps: int = 3) -> dict[str, Any]:
     """Gradients, losses and the order of calls of so many steps."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
@@ -148,10 +157,12 @@ def train(case: Case, overlapped: bool, steps: int) -> dict[str, Any]:
         functions = [reduce(number) for number in range(case.chunks)]
         config.grad_sync_func = functions if virtual else functions[0]
     config.finalize_model_grads_func = lambda chunks, _: calls.append(f"finalize {len(chunks)}")
-    wrapped = Overlapping() if overlapped else None
+    wrapped = Overlapping() if overlapped and case.tensor > 1 else None
     choose = schedules.get_forward_backward_func
     if wrapped is not None:
         choose = wrapped.get_forward_backward_func_wrapper(choose)
+    elif overlapped:  # without transfers the schedule by itself
+        choose = lambda: lambda **step: OverlappedSchedule(InOrder(), **step).run()  # noqa: E731
     torch.manual_seed(3)
     data = [batches(case) for _ in models]
     losses = []
@@ -187,8 +198,7 @@ def compare(rank: int, case: Case) -> tuple[int, list[str]]:
             virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
         )
         # Megatron's interleaved schedule frees outputs while gloo still sends them.
-        steps = 1 if case.deallocate else 3
-        ours, own = train(case, True, steps), train(replace(case, deallocate=False), False, steps)
+        ours, own = train(case, True), train(replace(case, deallocate=False), False)
         parallel_state.destroy_model_parallel()
     for mine, theirs in zip(ours["gradients"], own["gradients"], strict=True):
         assert torch.equal(mine, theirs)
