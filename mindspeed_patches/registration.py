@@ -20,6 +20,7 @@ from commfuse_npu.tools.doctor.machine import find_package
 from commfuse_npu.tools.doctor.versions import WHY_WITHOUT, WITHOUT_MINDSPEED, numbers
 
 if TYPE_CHECKING:
+    from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
     from mindspeed_patches.feature import CommFuseFeature
 
 __all__ = ["install"]
@@ -33,14 +34,14 @@ _CORE_ADAPTOR = "mindspeed.megatron_adaptor"
 
 
 def install() -> CommFuseFeature:
-    """Make ``--use-commfuse`` known to MindSpeed, and in force if it is on the command line.
+    """Make the options known to MindSpeed, and in force what is on the command line.
 
     Call it after ``import torch``, best before ``import mindspeed_llm`` (or
     ``mindspeed.megatron_adaptor`` without MindSpeed-LLM); later it patches what those have left.
     A second call changes nothing.
 
     Returns:
-        the feature, the same at every call.
+        the feature of ``--use-commfuse``, the same at every call.
 
     Raises:
         RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new.
@@ -49,21 +50,23 @@ def install() -> CommFuseFeature:
     _check_llm()
     _check_megatron()
     manager = _features_manager()
-    feature = _the_feature()
-    if getattr(manager.set_features_list, "keeps", None) is feature:
-        return feature
-    _keep(feature, manager)
+    features = _features()
+    if getattr(manager.set_features_list, "keeps", None) is features:
+        return features[0]
+    _keep(features, manager)
     late = _early_arguments_of_a_finished_import()
     if late is not None:
-        _apply(feature, late())
-    return feature
+        for feature in features:
+            _apply(feature, late())
+    return features[0]
 
 
 @functools.cache
-def _the_feature() -> CommFuseFeature:
+def _features() -> tuple[CommFuseFeature, ForwardBackwardFeature]:
+    from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
     from mindspeed_patches.feature import CommFuseFeature
 
-    return CommFuseFeature()
+    return CommFuseFeature(), ForwardBackwardFeature()
 
 
 def _features_manager() -> Any:
@@ -101,16 +104,16 @@ def _check_megatron() -> None:
         )
 
 
-def _keep(feature: CommFuseFeature, manager: Any) -> None:
-    """Put the feature at the end of the list, now and whenever the list is replaced."""
+def _keep(features: Sequence[Any], manager: Any) -> None:
+    """Put the features at the end of the list, now and whenever the list is replaced."""
     replace_list = manager.set_features_list
 
     @functools.wraps(replace_list)
     def set_features_list(features_list: Sequence[Any]) -> None:
-        others = [other for other in features_list if other is not feature]
-        replace_list([*others, feature])
+        others = [other for other in features_list if other not in features]
+        replace_list([*others, *features])
 
-    set_features_list.keeps = feature  # type: ignore[attr-defined]
+    set_features_list.keeps = features  # type: ignore[attr-defined]
     manager.set_features_list = staticmethod(set_features_list)
     set_features_list(list(manager.FEATURES_LIST))
 
@@ -125,7 +128,7 @@ def _early_arguments_of_a_finished_import() -> Callable[[], Any] | None:
     return None
 
 
-def _apply(feature: CommFuseFeature, args: Any) -> None:
+def _apply(feature: Any, args: Any) -> None:
     if not feature.is_need_apply(args):
         return
     manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager

@@ -18,6 +18,7 @@ from commfuse_npu.tools.launch_script.options import value_of
 __all__ = [
     "ATTENTION_REFUSALS",
     "DATA_PARALLEL_REFUSALS",
+    "FB_OVERLAP_REFUSALS",
     "FLOW_REFUSALS",
     "REFUSALS",
     "ULYSSES_REFUSALS",
@@ -218,6 +219,34 @@ ULYSSES_REFUSALS = _with(
     Refusal("--use-ulysses-allgather-kv", "it gathers keys and values instead of exchanging heads"),
 )
 """Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
+
+
+_OWN_SCHEDULE = "it has a pipeline schedule of its own"
+
+FB_OVERLAP_REFUSALS = _with(
+    "--commfuse-fb-overlap",
+    Refusal("--moe-fb-overlap", "it overlaps the same forwards and backwards"),
+    Refusal(
+        "--schedules-method dualpipev",
+        _OWN_SCHEDULE,
+        "leave {ours} out or choose another pipeline schedule",
+        _one_of("dualpipev"),
+    ),
+    *(
+        Refusal(option, _OWN_SCHEDULE)
+        for option in (
+            *("--recompute-in-bubble", "--recompute-in-advance", "--use-nanopipe"),
+            *("--optimize-send-recv-comm", "--automated-pipeline-perf"),
+            *("--use-multiparameter-pipeline-model-parallel", "--layerwise-disaggregated-training"),
+        )
+    ),
+    Refusal("--stage dpo", _OWN_SCHEDULE, "leave {ours} out", _one_of("dpo")),
+    Refusal("--commfuse-flow", "its chunks take turns at their transfers themselves"),
+    Refusal("--use-torch-fsdp2", "a backward frees parameters that the forward beside it uses"),
+    Refusal("--use-custom-fsdp", "a backward frees parameters that the forward beside it uses"),
+    Refusal("--enable-cuda-graph", "a graph cannot hold a forward and a backward at once"),
+)
+"""Every option that excludes ``--commfuse-fb-overlap``."""
 
 
 _OWN_LAYERS = "chunks flow through Megatron's own attention and MLP, which it replaces"

@@ -90,12 +90,27 @@ def _communicator_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Send what the tensor holds at the call.
+
+    On a device a send comes before whatever takes its memory later.  A thread of gloo's reads it
+    when the receive is there, and Megatron's interleaved schedule frees outputs before that.
+    """
+
+    @functools.wraps(function)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(tensor.detach().clone(), *args, **kwargs)
+
+    return call
+
+
 _REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "init_process_group": _with_gloo,
     "new_group": _with_gloo,
     "all_reduce": _with_average,
     "reduce_scatter_tensor": _with_average,
     "all_to_all_single": _with_host_sizes,
+    "isend": _of_a_copy,
 }
 
 

@@ -103,6 +103,9 @@ class Observer:
                     (layer, path, count) for (layer, path), count in sorted(wrappers.calls.items())
                 ]
                 self.record.plans = _plans()
+            overlapping = getattr(feature, "overlapping", None)
+            if overlapping is not None and overlapping.overlap is not None:
+                self.record.pairs = overlapping.overlap.pairs
 
     # -------------------------------------------------------- what an iteration gave
 

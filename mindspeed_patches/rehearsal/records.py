@@ -30,6 +30,7 @@ class Record:
         features: names of MindSpeed's features that were applied.
         patches: replacements and wrappers per patched function.
         collectives: ``[layer, where, operation, group, count]``.
+        pairs: how many forwards ran beside a backward.
         calls: ``[layer, path, count]`` of CommFuse's layers; empty without CommFuse.
         plans: CommFuse's programs as text, by their kind.
     """
@@ -46,6 +47,7 @@ class Record:
     features: list[str] = field(default_factory=list)
     patches: dict[str, list[str]] = field(default_factory=dict)
     collectives: list[tuple[str, str, str, str, int]] = field(default_factory=list)
+    pairs: int = 0
     calls: list[tuple[str, str, int]] = field(default_factory=list)
     plans: dict[str, str] = field(default_factory=dict)
 

@@ -14,6 +14,8 @@ from commfuse_npu.tools.launch_script.short_run import (
 
 __all__ = ["commfuse_run", "prepare", "reference_run"]
 
+FB_OVERLAP = "--commfuse-fb-overlap"
+"""It goes without ``--use-commfuse``, and beside what excludes that."""
 _MEMORY = (
     *("--swap-attention", "--swap-modules", "--swap-optimizer", "--swap-optimizer-times"),
     "--reuse-fp32-param",
@@ -29,8 +31,9 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
         folder: where relative paths of the launch begin.
     """
     shorten(options, iterations)
-    options.drop(*_MEMORY, why="there is no device memory to save")
-    if "--use-commfuse" not in options:
+    if FB_OVERLAP not in options:
+        options.drop(*_MEMORY, why="there is no device memory to save")
+    if "--use-commfuse" not in options and FB_OVERLAP not in options:
         # A launch that asks for both is shown how CommFuse refuses them.
         options.drop(*PEERS, why="CommFuse takes its place")
     # Megatron's own default is 0.1.
@@ -50,5 +53,6 @@ def commfuse_run(options: Options) -> list[str]:
     """The words of the run with CommFuse, with the options of the launch for it."""
     own = options.copy()
     own.drop("--no-use-commfuse")
-    own.set("--use-commfuse")
+    if FB_OVERLAP not in own:
+        own.set("--use-commfuse")
     return own.words

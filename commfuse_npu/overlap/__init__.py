@@ -1,0 +1,9 @@
+"""Forward-backward overlap: two micro-batches take turns at their transfers."""
+
+from __future__ import annotations
+
+from commfuse_npu.overlap.pair import ForwardBackwardOverlap
+from commfuse_npu.overlap.states import Attributes, RandomState
+from commfuse_npu.overlap.turns import OtherSideError, SideState
+
+__all__ = ["Attributes", "ForwardBackwardOverlap", "OtherSideError", "RandomState", "SideState"]

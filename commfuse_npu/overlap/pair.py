@@ -1,0 +1,155 @@
+"""A forward and a backward side by side, each hiding its transfers behind the other's work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from commfuse_npu.overlap.states import RandomState
+from commfuse_npu.overlap.transfers import take_turns_at_transfers
+from commfuse_npu.overlap.turns import BACKWARD, FORWARD, SideState, Turns
+from commfuse_npu.runtime.backends import device_backend
+
+__all__ = ["ForwardBackwardOverlap"]
+
+F = TypeVar("F")
+B = TypeVar("B")
+
+
+class ForwardBackwardOverlap:
+    """Runs the forward of one micro-batch beside the backward of another one.
+
+    They share one compute stream and take turns: where one of them would wait for a collective of
+    the named groups, the other one runs.  Nothing is cut and no operation is added, so that every
+    result has the bits of running them one after the other.  In a training loop::
+
+        overlap = ForwardBackwardOverlap([tensor_parallel_group])
+        loss = forward(batches[0])
+        for batch in batches[1:]:
+            loss, _ = overlap.run(lambda: forward(batch), loss.backward)
+        loss.backward()
+
+    With ``COMMFUSE_FB_OVERLAP=0`` in the environment :meth:`run` runs the backward, then the
+    forward.
+
+    Args:
+        groups: whose collectives are places to hand over: of tensor, expert and context
+            parallelism, not those of data parallelism or of the pipeline.  Every rank of a group
+            runs the same pairs.
+        states: state outside the autograd graph that forward and backward both write and that each
+            must find as it left it; by default the random states.
+
+    Attributes:
+        enabled: whether :meth:`run` runs them side by side.
+        pairs: how many it ran so.
+        hand_overs: how often the forwards handed over, and the backwards.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dist.ProcessGroup],
+        states: Sequence[SideState] | None = None,
+    ) -> None:
+        named = list(groups)
+        if not named:
+            raise ValueError("no group given: pass the process groups whose transfers are to hide")
+        self.device, _ = device_backend(dist.get_backend(named[0]))
+        # A collective that names no group is the whole job's.
+        self._groups = {*named, *([None] if dist.group.WORLD in named else [])}
+        self.states = [RandomState(self.device)] if states is None else list(states)
+        # One thread for all backwards: what its allocations have cached is used again.
+        self._second_thread = ThreadPoolExecutor(1, "commfuse-backward")
+        self.enabled = os.environ.get("COMMFUSE_FB_OVERLAP", "1") != "0"
+        self.pairs = 0
+        self.hand_overs = [0, 0]
+
+    def run(self, forward: Callable[[], F], backward: Callable[[], B]) -> tuple[F, B]:
+        """Both, side by side; what each returns.
+
+        The forward runs in the calling thread, the backward in a second one, with the caller's
+        device, current stream, autocast, gradient mode and torch modes.
+
+        Raises:
+            BaseException: what the side raised that failed first; the other one was ended at its
+                next transfer.
+            RuntimeError: a backward inside the forward, ``DistributedDataParallel`` outside of
+                ``no_sync()``, a fully sharded module, or a pair inside a pair.
+        """
+        if not self.enabled:
+            result = backward()
+            return forward(), result
+        turns, context = Turns(self.states), _Context(self.device)
+
+        def behind() -> Any:
+            with ExitStack() as stack:
+                context.enter(stack)
+                return _run_side(turns, BACKWARD, backward)
+
+        with take_turns_at_transfers(turns, self._groups):
+            behind_it = self._second_thread.submit(behind)
+            result_f = _run_side(turns, FORWARD, forward)
+            try:
+                result_b = behind_it.result()
+            except BaseException as error:  # Ctrl-C: the backward ends at its next transfer
+                turns.error = turns.error or error
+                behind_it.result()
+        if turns.error is not None:
+            raise turns.error
+        self.pairs += 1
+        self.hand_overs = [a + b for a, b in zip(self.hand_overs, turns.hand_overs, strict=True)]
+        return result_f, result_b
+
+
+def _run_side(turns: Turns, side: int, function: Callable[[], Any]) -> Any:
+    """What it returns; what it raises goes into the turns."""
+    error: BaseException | None = None
+    result = None
+    try:
+        if side == BACKWARD:
+            turns.begin()
+        result = function()
+    except BaseException as failure:
+        error = failure
+    turns.end(side, error)
+    return result
+
+
+class _Context:
+    """What torch keeps per thread, of the thread that makes it.
+
+    ``wait()`` makes the current stream wait, so that both sides have to be on the same one.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = None if device == "cpu" else torch.get_device_module(device)
+        if self._device is not None:
+            self._index, self._stream = self._device.current_device(), self._device.current_stream()
+        self._gradients = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", device))
+        ]
+        self._functions = _get_current_function_mode_stack()
+        self._dispatches = _get_current_dispatch_mode_stack()
+
+    def enter(self, stack: ExitStack) -> None:
+        """Set it in this thread, until the stack is left."""
+        if self._device is not None:
+            self._device.set_device(self._index)
+            stack.enter_context(self._device.stream(self._stream))
+        stack.enter_context(torch.set_grad_enabled(self._gradients))
+        for kind, dtype, enabled in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype, enabled))
+        for mode in self._functions:
+            stack.enter_context(mode)
+        for mode in self._dispatches:
+            _push_mode(mode)
+            stack.callback(_pop_mode)

@@ -1,0 +1,50 @@
+"""State outside the autograd graph that belongs to one of the two sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from commfuse_npu.overlap.turns import SideState
+
+__all__ = ["Attributes", "RandomState"]
+
+
+class RandomState(SideState):
+    """torch's default generators: of the CPU, and of the device if there is one.
+
+    A checkpoint's recomputation sets them to the states of its forward, and back; two of these that
+    take turns do not nest.
+
+    Args:
+        device: ``npu``, ``cuda``, or ``cpu`` for the CPU's alone.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._modules = [torch] if device == "cpu" else [torch, torch.get_device_module(device)]
+
+    def save(self) -> list[torch.Tensor]:
+        return [module.get_rng_state() for module in self._modules]
+
+    def restore(self, saved: list[torch.Tensor]) -> None:
+        for module, state in zip(self._modules, saved, strict=True):
+            module.set_rng_state(state)
+
+
+class Attributes(SideState):
+    """Attributes of a module, a class or an object: those named, or all if none is."""
+
+    def __init__(self, owner: Any, *names: str) -> None:
+        self._owner, self._names = owner, names
+
+    def save(self) -> dict[str, Any]:
+        if self._names:
+            return {name: getattr(self._owner, name) for name in self._names}
+        return dict(vars(self._owner))
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        if not self._names:
+            vars(self._owner).clear()
+        for name, value in saved.items():
+            setattr(self._owner, name, value)

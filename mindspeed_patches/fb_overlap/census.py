@@ -1,0 +1,114 @@
+"""Which state outside the autograd graph a forward and a backward both write.
+
+Before the first pair, one step runs in Megatron's order, and at each transfer, where a pair would
+hand over, globals and attributes are compared with those of before.  A name that forwards and
+backwards both wrote, and of which it is not known that each side may have its own
+(:mod:`.side_states`) or that it does not matter, refuses the overlap: the other side would read it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from commfuse_npu.overlap.transfers import take_turns_at_transfers
+from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
+from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers
+
+__all__ = ["Census"]
+
+_PACKAGES = ("megatron.", "mindspeed.", "mindspeed_llm.")
+_HARMLESS: tuple[str, ...] = ()
+"""Names that both sides write and neither reads for its results: counters, logs, timers."""
+_SNAPSHOTS = 100
+"""Per side of a micro-batch; layers repeat."""
+
+
+class Census:
+    """In place of :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step.
+
+    Attributes:
+        wrote: the names that forwards wrote, and those that backwards wrote.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], groups: Collection[Any]) -> None:
+        self.wrote: tuple[set[str], set[str]] = set(), set()
+        self._groups, self._owners = groups, list(_owners(models))
+
+    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+        """One after the other, as Megatron does."""
+        result = self._watched(BACKWARD, backward)
+        return self._watched(FORWARD, forward), result
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names that both sides wrote and that cannot be swapped."""
+        known = {f"{module}.{name}" for module, names in GLOBALS.items() for name in names}
+        return sorted((self.wrote[0] & self.wrote[1]) - known - set(_HARMLESS))
+
+    def _watched(self, side: int, function: Callable[[], Any]) -> Any:
+        watch = _Watch(side, self._owners)
+        with take_turns_at_transfers(watch, self._groups):
+            result = function()
+        watch.hand_over()
+        self.wrote[side].update(watch.wrote)
+        return result
+
+
+class _Watch(Turns):
+    """Looks where a pair would hand over."""
+
+    def __init__(self, side: int, owners: list[tuple[str, dict[str, Any]]]) -> None:
+        super().__init__()
+        self.side, self.wrote, self._owners = side, set[str](), owners
+        self._left, self._before = _SNAPSHOTS, self._snapshot()
+
+    def hand_over(self) -> None:
+        if self._left == 0:
+            return
+        self._left -= 1
+        before, self._before = self._before, self._snapshot()
+        for name, value in self._before.items():
+            if not _same(before.get(name), value):
+                self.wrote.add(name)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {
+            f"{owner}.{name}": tuple(value) if isinstance(value, list) else value
+            for owner, attributes in self._owners
+            for name, value in list(attributes.items())
+        }
+
+
+def _same(before: Any, value: Any) -> bool:
+    if before is value:
+        return True
+    if isinstance(value, tuple) and isinstance(before, tuple):
+        return len(before) == len(value) and all(map(_same, before, value))
+    return isinstance(value, (int, float, str)) and bool(before == value)
+
+
+def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Modules of the packages, the models' modules and what these hold, with their attributes.
+
+    The dispatchers of experts are swapped as a whole.
+    """
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(_PACKAGES) and module is not None:
+            yield name, vars(module)
+    seen = {id(one) for one in dispatchers(models)}
+    for model in models:
+        for path, module in model.named_modules():
+            yield f"{path}: {type(module).__name__}", _own(module)
+            for name, held in list(vars(module).items()):
+                ours = type(held).__module__.startswith(_PACKAGES)
+                if ours and hasattr(held, "__dict__") and id(held) not in seen:
+                    seen.add(id(held))
+                    yield f"{path}: {type(module).__name__}.{name}", vars(held)
+
+
+def _own(module: torch.nn.Module) -> dict[str, Any]:
+    return vars(module)

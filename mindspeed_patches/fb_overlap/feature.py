@@ -1,0 +1,234 @@
+"""``--commfuse-fb-overlap`` as a feature of MindSpeed: alone, or with ``--use-commfuse``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.overlap import ForwardBackwardOverlap
+from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
+from mindspeed_patches.fb_overlap.census import Census
+from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
+from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
+from mindspeed_patches.fb_overlap.slots import most_in_flight, paired_microbatches, slots
+from mindspeed_patches.layout import parallel_size
+from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
+
+if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
+    from mindspeed_patches.patching import Feature as MindSpeedFeature
+else:
+    from mindspeed.features_manager.feature import MindSpeedFeature
+
+__all__ = ["ForwardBackwardFeature", "Overlapping"]
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_logger = logging.getLogger(__name__)
+
+
+class ForwardBackwardFeature(MindSpeedFeature):
+    """Two micro-batches take turns at their transfers.
+
+    Attributes:
+        overlapping: the training's, once patches are registered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("commfuse-fb-overlap", optimization_level=2)
+        self.overlapping: Overlapping | None = None
+
+    def register_args(self, parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group(title="commfuse forward-backward overlap")
+        group.add_argument(
+            "--commfuse-fb-overlap",
+            action="store_true",
+            help="run the forward of a micro-batch beside the backward of another one, each hiding "
+            "its transfers behind the other's work; the same bits",
+        )
+        group.add_argument(
+            "--commfuse-fb-overlap-memory",
+            action="store_true",
+            help="allow it in a pipeline without virtual stages, where a stage holds the "
+            "activations of up to twice as many micro-batches",
+        )
+
+    def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
+        """Wrap the choice of the schedule.
+
+        Raises:
+            IncompatibleOptionsError: an option excludes it.
+        """
+        check_compatible(args, FB_OVERLAP_REFUSALS)
+        self.overlapping = Overlapping()
+        path = f"{_SCHEDULES}.get_forward_backward_func"
+        patch_manager.register_patch(path, self.overlapping.get_forward_backward_func_wrapper)
+
+    def validate_args(self, args: argparse.Namespace) -> None:
+        """Check the real arguments.
+
+        Raises:
+            IncompatibleOptionsError: an option excludes it, or a pipeline's memory is not allowed.
+        """
+        if not getattr(args, self.feature_name, None):
+            return
+        check_compatible(args, FB_OVERLAP_REFUSALS)
+        stages = parallel_size(args, "pipeline_model")
+        plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
+        if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
+            raise IncompatibleOptionsError(
+                f"--commfuse-fb-overlap in a pipeline of {stages} stages without virtual stages "
+                f"holds the activations of up to {2 * stages - 1} micro-batches on the first "
+                f"stage, for {stages} without it; add --commfuse-fb-overlap-memory to allow that, "
+                "or use virtual stages, where it is one model chunk more"
+            )
+
+
+class Overlapping:
+    """The schedule of one training.
+
+    The first step is Megatron's own order, watched by the census; what it finds decides, on all
+    ranks alike, whether the following ones overlap.
+
+    Attributes:
+        overlap: runs the pairs; ``None`` before the second step, and where it was refused.
+    """
+
+    def __init__(self) -> None:
+        self.overlap: ForwardBackwardOverlap | None = None
+        self._decided = False
+        self._said: set[str] = set()
+
+    def get_forward_backward_func_wrapper(
+        self, get_forward_backward_func: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Around Megatron's choice of a schedule."""
+
+        @functools.wraps(get_forward_backward_func)
+        def get(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            plain = get_forward_backward_func(*args, **kwargs)
+
+            @functools.wraps(plain)
+            def forward_backward(**step: Any) -> Any:
+                return self._run(plain, step)
+
+            return forward_backward
+
+        return get
+
+    def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
+        if step.get("forward_only"):
+            return plain(**step)
+        reason = _obstacle(plain, step)
+        if reason is not None:
+            self._say(f"off: {reason}")
+            return plain(**step)
+        if not self._decided:
+            return self._watched(plain, step)
+        if self.overlap is None:
+            return plain(**step)
+        return OverlappedSchedule(self.overlap, **step).run()
+
+    def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
+        """The first step; afterwards it is decided."""
+        self._decided = True
+        models = step["model"] if isinstance(step["model"], list) else [step["model"]]
+        groups = _groups()
+        if not groups:
+            self._say("off: no tensor, expert or context parallelism, so nothing to hide")
+            return plain(**step)
+        census = Census(models, groups)
+        losses = OverlappedSchedule(census, **step).run()
+        device = next(models[0].parameters()).device
+        found = torch.tensor([len(census.unknown)], device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if census.unknown:
+            _logger.warning(
+                "CommFuse: forward and backward both write %s", ", ".join(census.unknown)
+            )
+        if int(found.item()):
+            self._say(
+                "off: forward and backward both write state that is not known to belong to a "
+                "micro-batch (the ranks that found it name it); the training goes on without it"
+            )
+            return losses
+        scratch_of_each_side()
+        self.overlap = ForwardBackwardOverlap(groups)
+        self.overlap.states = side_states(models, self.overlap.device)
+        self._report(models, step)
+        return losses
+
+    def _report(self, models: list[Any], step: dict[str, Any]) -> None:
+        stages, stage = _pipeline()
+        plan = slots(stages, stage, len(models), step["num_microbatches"])
+        paired, total = paired_microbatches(plan)
+        self._say(
+            f"{paired} of {total} forwards of stage {stage} run beside a backward; it holds "
+            f"activations of at most {most_in_flight(plan)}"
+        )
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            if dist.get_rank() == 0:
+                print(f"CommFuse: forward-backward overlap: {line}", flush=True)
+
+
+def _obstacle(plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
+    """Why this step cannot be overlapped."""
+    from megatron.core import utils
+
+    if inspect.unwrap(plain).__module__ != _SCHEDULES:
+        return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
+    models = step["model"] if isinstance(step["model"], list) else [step["model"]]
+    config, stages = utils.get_model_config(models[0]), _pipeline()[0]
+    if getattr(config, "enable_cuda_graph", False):
+        return "CUDA graphs cannot hold a forward and a backward at once"
+    if utils.get_model_type(models[0]).name == "encoder_and_decoder":
+        return "a model of encoder and decoder sends two tensors per stage"
+    if step["num_microbatches"] * len(models) < 2:
+        return "one micro-batch has no partner"
+    if len(models) > 1 and config.microbatch_group_size_per_vp_stage != stages:
+        return (
+            f"--microbatch-group-size-per-virtual-pipeline-stage is "
+            f"{config.microbatch_group_size_per_vp_stage}; it has to be the {stages} stages"
+        )
+    return None
+
+
+def _pipeline() -> tuple[int, int]:
+    """How many stages, and which is this rank's."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Of tensor, expert and context parallelism, those with more than one rank."""
+    from megatron.core import parallel_state
+
+    names = (
+        *("tensor_model_parallel", "context_parallel", "tensor_and_context_parallel"),
+        *("expert_model_parallel", "expert_tensor_parallel", "expert_tensor_and_model_parallel"),
+    )
+    found = [
+        value
+        for name, value in vars(parallel_state).items()
+        if name.strip("_").lower().removesuffix("_group") in names
+        and isinstance(value, dist.ProcessGroup)
+    ]
+    try:
+        hybrid = importlib.import_module("mindspeed.core.context_parallel.model_parallel_utils")
+        found += [value for value in vars(hybrid).values() if isinstance(value, dist.ProcessGroup)]
+    except ModuleNotFoundError:
+        pass
+    return list({id(group): group for group in found if group.size() > 1}.values())

@@ -1,0 +1,238 @@
+"""Megatron's schedules with the forward and the backward of a slot side by side.
+
+One loop for no pipeline, a plain one and a virtual one (:mod:`.slots`), written against Megatron
+core 0.12's ``megatron.core.pipeline_parallel.schedules``: its ``forward_step`` and
+``backward_step``, called through the module, so that patches of them stay in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed_patches.fb_overlap.slots import Slot, Step, most_in_flight, slots
+
+__all__ = ["OverlappedSchedule"]
+
+
+class Pairs(Protocol):
+    """Runs a forward and a backward: :class:`~commfuse_npu.overlap.ForwardBackwardOverlap`."""
+
+    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+        """What each returns."""
+
+
+class OverlappedSchedule:
+    """One training step, as Megatron's ``forward_backward_func``.
+
+    Args:
+        pairs: runs them.
+        step: the arguments of Megatron's function, by name.
+    """
+
+    def __init__(self, pairs: Pairs, **step: Any) -> None:
+        from megatron.core import parallel_state, utils
+        from megatron.core.pipeline_parallel import p2p_communication, schedules
+
+        self._pairs, self._parallel, self._schedules = pairs, parallel_state, schedules
+        self._p2p, self._step = p2p_communication, step
+        self._models, self._iterators = _list(step["model"]), _list(step["data_iterator"])
+        self._config = utils.get_model_config(self._models[0])
+        self._model_type = utils.get_model_type(self._models[0])
+        self._microbatches: int = step["num_microbatches"]
+        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._plan = slots(self._stages, self._stage, len(self._models), self._microbatches)
+        self._losses: list[Any] = []
+        device = next(self._models[0].parameters()).device
+        self._tokens = torch.zeros([], dtype=torch.int, device=device)
+        self._inputs: dict[Step, Any] = {}
+        self._outputs: dict[Step, Any] = {}
+        self._no_sync: ExitStack | None = None
+        self._synchronised: set[int] = set()
+
+    def run(self) -> list[Any]:
+        """The step; its losses on the last stage."""
+        config, schedules = self._config, self._schedules
+        virtual, finalize = len(self._models) > 1, config.finalize_model_grads_func
+        models = self._models if virtual else self._models[0]
+        embedding = None
+        if finalize is not None and self._stages > 1:
+            embedding = schedules.clear_embedding_activation_buffer(config, models)
+        if config.timers is not None:
+            timer = config.timers("forward-backward", log_level=1)
+            timer.start(barrier=config.barrier_with_L1_time)
+        self._hold_gradients()
+        if virtual and config.param_sync_func is not None:
+            for chunk in (0, 1):
+                self._of_chunk(config.param_sync_func, chunk)(self._models[chunk].parameters())
+        arrived: tuple[Any, Any] = None, None
+        for slot, following in zip(self._plan, [*self._plan[1:], Slot(None, None)], strict=True):
+            arrived = self._exchange(slot, following, *self._run_slot(slot, *arrived))
+        self._release_gradients()
+        if config.grad_sync_func is not None:
+            for chunk in range(len(self._models)):
+                if chunk not in self._synchronised:
+                    self._of_chunk(config.grad_sync_func, chunk)(self._models[chunk].parameters())
+        if finalize is not None:
+            if self._stages > 1:
+                schedules.finish_embedding_wgrad_compute(config, embedding)
+            finalize(self._models, self._tokens if config.calculate_per_token_loss else None)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return self._losses
+
+    def _run_slot(self, slot: Slot, received: Any, received_gradient: Any) -> tuple[Any, Any]:
+        """The output of its forward and the gradient that its backward made of its input."""
+        if slot.forward is None:
+            if slot.backward is None:
+                return None, None
+            return None, self._backward(slot.backward, received_gradient)
+        if slot.backward is None:
+            made, gradient = self._forward(slot.forward, received), None
+        else:
+            made, gradient = self._pairs.run(
+                partial(self._forward, slot.forward, received),
+                partial(self._backward, slot.backward, received_gradient),
+            )
+        output, tokens = made
+        self._tokens += tokens
+        self._inputs[slot.forward], self._outputs[slot.forward] = received, output
+        return output, gradient
+
+    def _forward(self, step: Step, received: Any) -> tuple[Any, Any]:
+        config, model = self._config, self._models[step.chunk]
+        self._enter_chunk(step.chunk)
+        if len(self._models) > 1 and config.param_sync_func is not None:
+            self._begin_parameters(step)
+        partly = None
+        if config.num_microbatches_with_partial_activation_checkpoints is not None:
+            number = self._number(step, "forward") % most_in_flight(self._plan)
+            partly = number >= config.num_microbatches_with_partial_activation_checkpoints
+        made: tuple[Any, Any] = self._schedules.forward_step(
+            self._step["forward_step_func"],
+            self._iterators[step.chunk],
+            model,
+            self._microbatches,
+            received,
+            self._losses,
+            config,
+            self._step.get("collect_non_loss_data", False),
+            partly,
+            step.microbatch == 0,
+            current_microbatch=step.microbatch,
+        )
+        return made
+
+    def _backward(self, step: Step, received: Any) -> Any:
+        config, last = self._config, step.microbatch == self._microbatches - 1
+        self._enter_chunk(step.chunk)
+        virtual = len(self._models) > 1
+        if last and (config.grad_sync_func is None or (not virtual and self._stage == 0)):
+            self._release_gradients()
+            self._synchronised.add(step.chunk)
+        gradient = self._schedules.backward_step(
+            self._inputs.pop(step), self._outputs.pop(step), received, self._model_type, config
+        )
+        if virtual:
+            if config.grad_sync_func is not None:
+                self._begin_gradients(step)
+            self._hold_gradients()
+        return gradient
+
+    def _exchange(self, slot: Slot, following: Slot, output: Any, gradient: Any) -> tuple[Any, Any]:
+        """Send what this slot made to the neighbours, and receive what the next one needs."""
+        if self._stages == 1:
+            return None, None
+        send_next = slot.forward is not None and not self._is_last(slot.forward)
+        send_previous = slot.backward is not None and not self._is_first(slot.backward)
+        from_previous = following.forward is not None and not self._is_first(following.forward)
+        from_next = following.backward is not None and not self._is_last(following.backward)
+        arrived: tuple[Any, Any] = None, None
+        if send_next or send_previous or from_previous or from_next:
+            arrived = self._p2p.send_forward_backward_recv_forward_backward(
+                output if send_next else None,
+                gradient if send_previous else None,
+                recv_prev=from_previous,
+                recv_next=from_next,
+                tensor_shape=self._shape(),
+                config=self._config,
+            )
+        if send_next:
+            self._schedules.deallocate_output_tensor(
+                output, self._config.deallocate_pipeline_outputs
+            )
+        return arrived
+
+    def _is_first(self, step: Step) -> bool:
+        return self._stage == 0 and step.chunk == 0
+
+    def _is_last(self, step: Step) -> bool:
+        return self._stage == self._stages - 1 and step.chunk == len(self._models) - 1
+
+    def _shape(self) -> Any:
+        return self._schedules.get_tensor_shapes(
+            rank=self._stage,
+            model_type=self._model_type,
+            seq_length=self._step["seq_length"],
+            micro_batch_size=self._step["micro_batch_size"],
+            decoder_seq_length=self._step.get("decoder_seq_length"),
+            config=self._config,
+            encoder_decoder_xattn=False,
+        )[0]
+
+    # ---------------------------------------------- gradients, parameters, chunks
+
+    def _enter_chunk(self, chunk: int) -> None:
+        if len(self._models) > 1:
+            self._parallel.set_virtual_pipeline_model_parallel_rank(chunk)
+
+    def _hold_gradients(self) -> None:
+        """Reduce no gradients until they are released: Megatron's ``no_sync_func``."""
+        if self._no_sync is None:
+            self._no_sync = ExitStack()
+            for function in _list(self._config.no_sync_func or []):
+                self._no_sync.enter_context(function())
+
+    def _release_gradients(self) -> None:
+        if self._no_sync is not None:
+            self._no_sync.close()
+            self._no_sync = None
+
+    def _begin_gradients(self, step: Step) -> None:
+        """Begin the reduction of the chunk that all stages have finished by now."""
+        ready = self._at(self._number(step, "backward") - self._stage, "backward")
+        if ready is not None and ready.microbatch == self._microbatches - 1:
+            self._release_gradients()
+            function = self._of_chunk(self._config.grad_sync_func, ready.chunk)
+            function(self._models[ready.chunk].parameters())
+            self._synchronised.add(ready.chunk)
+
+    def _begin_parameters(self, step: Step) -> None:
+        """Begin to gather the parameters of the chunk after the one that the last stage reaches."""
+        ahead = self._at(self._number(step, "forward") + self._stage, "forward")
+        if ahead is not None and ahead.microbatch == 0 and 1 < ahead.chunk + 1 < len(self._models):
+            function = self._of_chunk(self._config.param_sync_func, ahead.chunk + 1)
+            function(self._models[ahead.chunk + 1].parameters())
+
+    def _steps(self, way: str) -> list[Step]:
+        return [step for slot in self._plan if (step := getattr(slot, way)) is not None]
+
+    def _number(self, step: Step, way: str) -> int:
+        return self._steps(way).index(step)
+
+    def _at(self, number: int, way: str) -> Step | None:
+        steps = self._steps(way)
+        return steps[number] if 0 <= number < len(steps) else None
+
+    @staticmethod
+    def _of_chunk(functions: Any, chunk: int) -> Any:
+        return functions[chunk] if isinstance(functions, list) else functions
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

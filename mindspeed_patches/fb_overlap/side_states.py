@@ -1,0 +1,86 @@
+"""State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph, one per side.
+
+Both sides write it: a forward sets it for its micro-batch, and a backward sets it again when it
+recomputes another one.  The census (:mod:`.census`) over rehearsed launches found the names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from commfuse_npu.overlap import Attributes, RandomState, SideState
+from commfuse_npu.overlap.transfers import active_turns
+from commfuse_npu.overlap.turns import BACKWARD
+
+__all__ = ["GLOBALS", "dispatchers", "scratch_of_each_side", "side_states"]
+
+GLOBALS = {
+    "megatron.core.parallel_state": ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",),
+    "mindspeed.utils": ("_ACTUAL_SEQ_LEN", "_POSITION_IDS", "_KV_INDEX", "_Q_INDEX"),
+    "mindspeed.core.context_parallel.get_batch_utils": ("_ACTUAL_SEQ_LEN", "_POSITION_IDS"),
+    "mindspeed_llm.training.utils": (
+        *("_ACTUAL_SEQ_LEN_LIST", "_MTP_POSITION_ID", "_MTP_BATCH_LIST"),
+    ),
+}
+"""Globals of modules, where a version has them: the virtual stage, lengths and positions of packed
+documents."""
+
+
+class _TrackerState(SideState):
+    """Megatron's random states by name, which ``fork()`` swaps with the device's."""
+
+    def __init__(self) -> None:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        self._tracker = get_cuda_rng_tracker()
+
+    def save(self) -> Any:
+        return self._tracker.get_states()
+
+    def restore(self, saved: Any) -> None:
+        self._tracker.set_states(saved)
+
+
+def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideState]:
+    """Of a training of these model chunks on a ``cpu``, ``npu`` or ``cuda`` device."""
+    states: list[SideState] = [RandomState(device), _TrackerState()]
+    for module, names in GLOBALS.items():
+        found = sys.modules.get(module)
+        there = [name for name in names if hasattr(found, name)]
+        if there:
+            states.append(Attributes(found, *there))
+    return [*states, *(Attributes(one) for one in dispatchers(models))]
+
+
+def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """Of experts: they keep shapes, counts and permutations of the micro-batch they dispatch."""
+    for model in models:
+        for module in model.modules():
+            dispatcher = vars(module).get("token_dispatcher")
+            if dispatcher is not None:
+                yield dispatcher
+                manager = vars(dispatcher).get("_comm_manager")
+                if manager is not None:
+                    yield manager
+
+
+@functools.cache
+def scratch_of_each_side() -> None:
+    """Let Megatron's shared buffers, into which it gathers, be one per side."""
+    buffer: Any = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
+    get: Callable[..., Any] = buffer.get_tensor
+
+    @functools.wraps(get)
+    def get_tensor(self: Any, shape: Any, dtype: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        turns = active_turns()
+        if turns is not None and turns.side == BACKWARD:
+            name = f"{name} of the backward"
+        return get(self, shape, dtype, name, *args, **kwargs)
+
+    buffer.get_tensor = get_tensor

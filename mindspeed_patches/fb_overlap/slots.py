@@ -1,0 +1,83 @@
+"""Which forward and which backward share a slot, on each stage of a pipeline.
+
+Time is cut into slots; in each a stage runs at most one forward and one backward, side by side, and
+then exchanges activations and gradients with its neighbours.  With ``p`` stages, ``v`` model chunks
+per stage and ``m`` micro-batches, stage ``s`` runs in slot ``t``::
+
+    forward   number t - s                      of m * v
+    backward  number t - (p - 1 - s) - v * p    of m * v
+
+numbered in the order of Megatron's interleaved 1F1B schedule (``get_schedule_table`` of core
+0.12): ``p`` micro-batches through the first chunk, the same ``p`` through the next one, ...;
+backwards with the chunks reversed.  What a stage needs in slot ``t`` its neighbour made in slot
+``t - 1``, and the first backward of the last stage comes one slot after its forward.  Without a
+pipeline this is the forward of micro-batch i + 1 beside the backward of micro-batch i.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Slot", "Step", "most_in_flight", "paired_microbatches", "slots"]
+
+
+class Step(NamedTuple):
+    """The forward or backward of a micro-batch through a model chunk."""
+
+    microbatch: int
+    chunk: int
+
+
+class Slot(NamedTuple):
+    forward: Step | None
+    backward: Step | None
+
+
+def slots(stages: int, stage: int, chunks: int, microbatches: int) -> list[Slot]:
+    """The slots of a stage, as many on every stage.
+
+    Args:
+        chunks: model chunks per stage, 1 without a virtual pipeline.
+
+    Raises:
+        ValueError: with more than one chunk, micro-batches that are no multiple of the stages.
+    """
+    if chunks > 1 and microbatches % stages:
+        raise ValueError(
+            f"{microbatches} micro-batches are not a multiple of the {stages} stages of a virtual "
+            "pipeline; change the global batch size"
+        )
+    group = stages if chunks > 1 else microbatches
+    order = [
+        Step(first + one, chunk)
+        for first in range(0, microbatches, group)
+        for chunk in range(chunks)
+        for one in range(group)
+    ]
+    total, lag = len(order), stages - 1 - stage + chunks * stages
+
+    def step(number: int) -> Step | None:
+        return order[number] if 0 <= number < total else None
+
+    def backward(number: int) -> Step | None:
+        found = step(number)
+        return found and Step(found.microbatch, chunks - 1 - found.chunk)
+
+    times = range(total + stages - 1 + chunks * stages)
+    return [Slot(step(t - stage), backward(t - lag)) for t in times]
+
+
+def most_in_flight(plan: list[Slot]) -> int:
+    """How many forwards hold activations at a time, at most; two sides of a slot both do."""
+    most = now = 0
+    for slot in plan:
+        now += slot.forward is not None
+        most = max(most, now)
+        now -= slot.backward is not None
+    return most
+
+
+def paired_microbatches(plan: list[Slot]) -> tuple[int, int]:
+    """How many forwards run beside a backward, and how many there are."""
+    forwards = [slot for slot in plan if slot.forward is not None]
+    return sum(slot.backward is not None for slot in forwards), len(forwards)

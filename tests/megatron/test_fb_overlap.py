@@ -1,0 +1,243 @@
+"""Overlapped schedules against Megatron's own, on the real megatron-core: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
+from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
+from tests.megatron.in_ranks import megatron
+
+LENGTH, BATCH, HIDDEN = 4, 2, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline: its layout and what is asked of the schedule."""
+
+    tensor: int = 1
+    stages: int = 1
+    chunks: int = 1
+    microbatches: int = 4
+    dropout: float = 0.0
+    recompute: bool = False
+    grad_sync: bool = False
+    deallocate: bool = False
+    partly: int | None = None
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.stages
+
+
+class Summed(torch.autograd.Function):
+    """The sum over the tensor-parallel ranks, blocking in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        total = x.clone()
+        dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return Summed.forward(ctx, grad)
+
+
+class Chunk(torch.nn.Module):
+    """Some layers of a model, as Megatron's schedules want one."""
+
+    model_type: Any = None
+
+    def __init__(self, config: Any, number: int, case: Case) -> None:
+        super().__init__()
+        from megatron.core.enums import ModelType
+
+        self.config, self.number, self.case = config, number, case
+        self.model_type = ModelType.encoder_or_decoder
+        torch.manual_seed(100 * number + dist.get_rank() % case.tensor)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.received: torch.Tensor | None = None
+        self.partly: list[Any] = []
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        self.received = tensors[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.received is None else self.received
+        for layer in self.layers:
+            if self.case.recompute:
+                x = torch.utils.checkpoint.checkpoint(self._layer, layer, x, use_reentrant=False)
+            else:
+                x = self._layer(layer, x)
+        return x
+
+    def _layer(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.dropout(torch.tanh(layer(Summed.apply(x))), self.case.dropout)
+        return x + 1
+
+
+def batches(case: Case) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    while True:
+        yield torch.randn(LENGTH, BATCH, HIDDEN, generator=generator)
+
+
+def forward_step(iterator: Iterator[torch.Tensor], model: Chunk, *partly: bool) -> Any:
+    model.partly += partly
+    output = model(next(iterator))
+
+    def loss(output: torch.Tensor) -> Any:
+        mean = output.float().pow(2).mean()
+        return mean, {"lm loss": mean.detach().clone()}
+
+    return output, loss
+
+
+class InOrder:
+    """A pair, one after the other."""
+
+    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+        result = backward()
+        return forward(), result
+
+
+def train(case: Case, overlapped: bool, steps: int = 3) -> dict[str, Any]:
+    """Gradients, losses and the order of calls of so many steps."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import TransformerConfig
+
+    virtual = case.chunks > 1
+    calls: list[str] = []
+    config = TransformerConfig(
+        num_layers=2 * case.stages * case.chunks,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        tensor_model_parallel_size=case.tensor,
+        pipeline_model_parallel_size=case.stages,
+        virtual_pipeline_model_parallel_size=case.chunks if virtual else None,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=case.deallocate,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=virtual,
+        num_microbatches_with_partial_activation_checkpoints=case.partly,
+    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    models = [Chunk(config, chunk * case.stages + stage, case) for chunk in range(case.chunks)]
+
+    def no_sync() -> Any:
+        calls.append("no_sync")
+
+        class Held:
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *_: object) -> None:
+                calls.append("sync")
+
+        return Held()
+
+    config.no_sync_func = no_sync
+    if case.grad_sync:
+
+        def reduce(number: int) -> Callable[[Any], None]:
+            return lambda _: calls.append(f"reduce chunk {number}")
+
+        functions = [reduce(number) for number in range(case.chunks)]
+        config.grad_sync_func = functions if virtual else functions[0]
+    config.finalize_model_grads_func = lambda chunks, _: calls.append(f"finalize {len(chunks)}")
+    wrapped = Overlapping() if overlapped and case.tensor > 1 else None
+    choose = schedules.get_forward_backward_func
+    if wrapped is not None:
+        choose = wrapped.get_forward_backward_func_wrapper(choose)
+    elif overlapped:  # without transfers the schedule by itself
+        choose = lambda: lambda **step: OverlappedSchedule(InOrder(), **step).run()  # noqa: E731
+    torch.manual_seed(3)
+    data = [batches(case) for _ in models]
+    losses = []
+    for _ in range(steps):
+        reduced = choose()(
+            forward_step_func=forward_step,
+            data_iterator=data if virtual else data[0],
+            model=models if virtual else models[0],
+            num_microbatches=case.microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+        )
+        losses.append([one["lm loss"] for one in reduced])
+    overlap = None if wrapped is None else wrapped.overlap
+    return {
+        "gradients": [p.grad for model in models for p in model.parameters()],
+        "losses": losses,
+        "calls": calls,
+        "random": torch.get_rng_state(),
+        "pairs": 0 if overlap is None else overlap.pairs,
+        "partly": [model.partly for model in models],
+    }
+
+
+def compare(rank: int, case: Case) -> tuple[int, list[str]]:
+    from megatron.core import parallel_state
+
+    with megatron(case.tensor), cuda_means_cpu():
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor,
+            pipeline_model_parallel_size=case.stages,
+            virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
+        )
+        # Megatron's interleaved schedule frees outputs while gloo still sends them.
+        ours, own = train(case, True), train(replace(case, deallocate=False), False)
+        parallel_state.destroy_model_parallel()
+    for mine, theirs in zip(ours["gradients"], own["gradients"], strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(ours["losses"], own["losses"], strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert ours["calls"].count("finalize 1") == own["calls"].count("finalize 1")
+    assert sorted(ours["calls"]) == sorted(own["calls"])
+    if case.recompute or not case.dropout:
+        assert torch.equal(ours["random"], own["random"])
+    return ours["pairs"], ours["calls"]
+
+
+CASES = {
+    "no pipeline": (Case(tensor=2), 2 * 3),
+    "recomputed dropout": (Case(tensor=2, dropout=0.3, recompute=True), 2 * 3),
+    "pipeline": (Case(stages=2, microbatches=8), 0),
+    "virtual pipeline": (Case(stages=2, chunks=2, microbatches=8), 0),
+    "outputs freed": (Case(stages=2, chunks=2, deallocate=True), 0),
+    "gradients reduced by chunk": (Case(stages=2, chunks=2, grad_sync=True), 0),
+    "gradients reduced at the end": (Case(stages=2, grad_sync=True), 0),
+    "fewer micro-batches than stages": (Case(stages=2, microbatches=2), 0),
+    "partly checkpointed": (Case(stages=2, microbatches=8, partly=1), 0),
+}
+LARGE = {
+    "pipeline and tensor": (Case(tensor=2, stages=2, microbatches=8), None),
+    "virtual pipeline and tensor": (
+        Case(tensor=2, stages=2, chunks=2, microbatches=8, recompute=True, dropout=0.2),
+        None,
+    ),
+    "four stages": (Case(stages=4, microbatches=8), 0),
+    "four virtual stages": (Case(stages=4, chunks=2, microbatches=8, grad_sync=True), 0),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.long) for n in LARGE)]
+)
+def test_bits_and_calls_of_megatrons_schedule(ranks: Any, name: str) -> None:
+    case, pairs = (CASES | LARGE)[name]
+    found = ranks(case.size).run(compare, case)
+    for paired, _ in found:
+        assert paired == pairs if pairs is not None else paired > 0

@@ -1,0 +1,88 @@
+"""Which forward and backward share a slot: every stage's slots against those of its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_patches.fb_overlap.slots import (
+    Slot,
+    Step,
+    most_in_flight,
+    paired_microbatches,
+    slots,
+)
+
+LAYOUTS = [
+    (stages, chunks, microbatches)
+    for stages in (1, 2, 3, 4, 8)
+    for chunks in (1, 2, 3)
+    for microbatches in (1, 2, 3, 4, 8, 16)
+    if chunks == 1 or (stages > 1 and microbatches % stages == 0)
+]
+
+
+def every_stage(stages: int, chunks: int, microbatches: int) -> list[list[Slot]]:
+    return [slots(stages, stage, chunks, microbatches) for stage in range(stages)]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), LAYOUTS)
+def test_what_a_slot_needs_was_made_one_slot_before(
+    stages: int, chunks: int, microbatches: int
+) -> None:
+    plans = every_stage(stages, chunks, microbatches)
+    assert len({len(plan) for plan in plans}) == 1
+    made: set[tuple[str, int, Step]] = set()
+    for now in zip(*plans, strict=True):
+        arrives = set(made)
+        for stage, slot in enumerate(now):
+            if slot.forward is not None and (stage, slot.forward.chunk) != (0, 0):
+                microbatch, chunk = slot.forward
+                source = (stage - 1, chunk) if stage else (stages - 1, chunk - 1)
+                assert ("forward", source[0], Step(microbatch, source[1])) in arrives
+            if slot.backward is not None:
+                microbatch, chunk = slot.backward
+                assert ("held", stage, slot.backward) in arrives
+                if (stage, chunk) != (stages - 1, chunks - 1):
+                    source = (stage + 1, chunk) if stage + 1 < stages else (0, chunk + 1)
+                    assert ("backward", source[0], Step(microbatch, source[1])) in arrives
+        # What was made a slot ago and not fetched now is lost: buffers hold one message.
+        made = {one for one in made if one[0] == "held"}
+        for stage, slot in enumerate(now):
+            if slot.forward is not None:
+                made |= {("forward", stage, slot.forward), ("held", stage, slot.forward)}
+            if slot.backward is not None:
+                made.add(("backward", stage, slot.backward))
+                made.remove(("held", stage, slot.backward))
+    assert not [one for one in made if one[0] == "held"]
+    expected = {Step(m, c) for m in range(microbatches) for c in range(chunks)}
+    for plan in plans:
+        assert {slot.forward for slot in plan if slot.forward} == expected
+        assert {slot.backward for slot in plan if slot.backward} == expected
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 8), (2, 8), (4, 16), (4, 3)])
+def test_memory_of_a_plain_pipeline(stages: int, microbatches: int) -> None:
+    for stage in range(stages):
+        plan = slots(stages, stage, 1, microbatches)
+        # 2 (p - s) - 1 when a slot begins, and the forward of the slot itself.
+        assert most_in_flight(plan) == min(microbatches, 2 * (stages - stage))
+
+
+def test_memory_of_a_virtual_pipeline_is_one_chunk_more() -> None:
+    stages, chunks, microbatches = 4, 2, 16
+    for stage in range(stages):
+        megatron = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+        assert most_in_flight(slots(stages, stage, chunks, microbatches)) == megatron + 1
+
+
+def test_how_many_have_a_partner() -> None:
+    assert paired_microbatches(slots(1, 0, 1, 8)) == (7, 8)
+    assert paired_microbatches(slots(4, 0, 1, 16)) == (16 - 2 * 4 + 1, 16)
+    assert paired_microbatches(slots(4, 3, 1, 16)) == (15, 16)
+    assert paired_microbatches(slots(4, 0, 2, 4))[0] == 0
+    assert paired_microbatches(slots(1, 0, 1, 1)) == (0, 1)
+
+
+def test_a_virtual_pipeline_needs_whole_groups() -> None:
+    with pytest.raises(ValueError, match="6 micro-batches are not a multiple of the 4 stages"):
+        slots(4, 0, 2, 6)
