@@ -133,7 +133,7 @@ class Buckets:
         self._place = transport.place(replace(options.schedule, taper=1.0))
         # An error now if its nodes do not fill the group.
         options.schedule.hops(transport.rank, transport.size, "first")
-        lanes = options.schedule.lanes_for(transport.size)
+        lanes = self._place.schedule.lanes or 1
         if lanes > transport.lanes:
             raise ValueError(
                 f"the schedule of buckets uses {lanes} lanes, the transport has "
