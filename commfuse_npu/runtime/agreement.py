@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,12 @@ def _settle_before_steps() -> None:
                 _unsettled.discard(transport)  # its groups were destroyed with all others
 
     register_optimizer_step_pre_hook(settle)
+
+
+def expect_check(check: str) -> None:
+    """Raise a ValueError unless ``check`` is one of :data:`Check`."""
+    if check not in get_args(Check):
+        raise ValueError(f"check {check!r} is unknown; choose {' or '.join(get_args(Check))}")
 
 
 class TransportError(RuntimeError):
@@ -126,6 +132,11 @@ class Agreement:
     def broken(self) -> bool:
         """Whether a failure made it useless; :meth:`error` says which."""
         return self._broken is not None
+
+    @property
+    def compares_next(self) -> bool:
+        """Whether the next operation waits for the other ranks, known or not."""
+        return self.check == "always" or (self._ledger is not None and self._ledger.sends_next)
 
     def agree(
         self, name: str, sizes: Mapping[str, Hashable] | None = None, **facts: Hashable

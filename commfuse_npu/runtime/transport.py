@@ -27,6 +27,7 @@ from commfuse_npu.runtime.agreement import (
     Check,
     MismatchError,
     TransportError,
+    expect_check,
     of_every_rank,
 )
 from commfuse_npu.runtime.backends import device_backend
@@ -180,11 +181,13 @@ class Transport(Agreement):
 
         Raises:
             PlanError: lanes is not a positive whole number.
+            ValueError: another ``check``.
             MismatchError: the processes ask for different numbers of lanes.
             TransportError: a process could not make a lane, or did not come; on every process, and
                 with what each of them met.  At the latest after three times ``timeout``: one for
                 the lane, two for the processes that are still busy with it.
         """
+        expect_check(check)
         if lanes is not None:
             Schedule(lanes=lanes)  # raises if it is no number of lanes
         world = dist.group.WORLD
@@ -410,17 +413,31 @@ class Transport(Agreement):
         Raises:
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
-        try:
+        with self.collectives(name, tensor):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
             assert work is not None
             self.wait_for(work)
+
+    @contextmanager
+    def collectives(self, name: str, *tensors: torch.Tensor) -> Iterator[None]:
+        """Whatever fails in this block breaks the transport: collectives of :attr:`group`.
+
+        Args:
+            name: the operation, for errors.
+            tensors: those of the collectives, held if they fail.
+
+        Raises:
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        try:
+            yield
         except RuntimeError as error:
             self.fail(
                 f"{name}: not every rank came here: {error}. One of them failed or does something "
                 "else; no rank may go on",
-                tensor,
+                *tensors,
             )
             raise self.error() from error
 
