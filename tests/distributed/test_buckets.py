@@ -857,3 +857,21 @@ def one_lane(rank: int) -> None:
 
 def test_buckets_take_the_lanes_that_there_are(ranks) -> None:
     ranks(3).run(one_lane)
+
+
+def many(rank: int) -> None:
+    """More than two stretches of the ledger; one rank waits at the end, the other each time."""
+    buckets = Buckets(link(), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
+    tensors = [torch.ones(8) for _ in range(200)]
+    handles = []
+    for tensor in tensors:
+        handles.append(buckets.reduce_scatter(tensor))
+        if rank:
+            handles[-1].wait()
+    for handle in handles:
+        handle.wait()
+    assert all((shard(tensor, 2, rank) == 2).all() for tensor in tensors)
+
+
+def test_many_buckets_wait_for_no_rank_that_waits(ranks) -> None:
+    ranks(2).run(many)
