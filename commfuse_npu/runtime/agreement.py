@@ -31,7 +31,10 @@ __all__ = ["Agreement", "Check", "MismatchError", "TransportError", "of_every_ra
 Check = Literal["first", "always"]
 
 _MOST_AGREED = 4096
-"""Combinations of operation and options, about 1 KiB each, and programs, that are remembered."""
+"""Combinations of operation and options, about 1 KiB each, that are remembered."""
+
+_MOST_BEGUN = 512
+"""Programs that are remembered; one that was forgotten is looked up among the combinations."""
 
 _EXPLAINING = timedelta(seconds=2)
 """How long others whose wait took too long as well are waited for, to say in what they differ."""
@@ -118,8 +121,8 @@ class Agreement:
         self.order_log: TransportLog | None = None
         self._control = control
         self._agreed: set[Hashable] = set()
-        # The same by identity, for who does not want to hash it: to number and words.
-        self._begun: dict[Hashable, tuple[int, Signature, object]] = {}
+        # What Transport.begin agreed on, so that it is not put together anew: to number and words.
+        self._begun: dict[Hashable, tuple[int, Signature]] = {}
         self._ledger: Ledger | None = None
         if self.size > 1 and check == "first":
             self._ledger = Ledger(control)
@@ -177,8 +180,7 @@ class Agreement:
         if self.size > 1 and (kind not in self._agreed or self.check == "always"):
             self._compare(name, signature)
         if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
-            # The ranks run the same operations, so that they forget the same; and what is begun
-            # by identity, which is not the same on all of them, is forgotten with it.
+            # The ranks run the same operations, so that they forget the same.
             self._agreed.clear()
             self._begun.clear()
         self._agreed.add(kind)
@@ -193,8 +195,8 @@ class Agreement:
             if not same:
                 self._went_apart(ledger)
 
-    def _remember(self, key: Hashable, agreed: tuple[int, Signature, object]) -> None:
-        if len(self._begun) >= _MOST_AGREED:
+    def _remember(self, key: Hashable, agreed: tuple[int, Signature]) -> None:
+        if len(self._begun) >= _MOST_BEGUN:
             self._begun.clear()
         self._begun[key] = agreed
 

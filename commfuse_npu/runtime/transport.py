@@ -307,8 +307,7 @@ class Transport(Agreement):
                 f"{self.device_type} tensors; move it there"
             )
         self.operations += 1
-        # By identity: hashing all that is in them takes longer than posting a transfer.
-        key = program, name, like.dtype, sum_dtype, id(options)
+        key = program, name, like.dtype, sum_dtype, options
         known = self._begun.get(key) if self.check == "first" else None
         if known is None:
             self._fits(program, name)
@@ -321,9 +320,9 @@ class Transport(Agreement):
                 "options": options,
                 **program.arguments,
             }
-            known = *self._agreed_on(name, facts, sizes), options
+            known = self._agreed_on(name, facts, sizes)
             self._remember(key, known)
-        identity, signature, _ = known
+        identity, signature = known
         if self._ledger is not None:
             self._enter(self._ledger, identity, signature)
         log = None
