@@ -7,8 +7,9 @@ wrote, or writes what it used.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from commfuse_npu.plan.program import (
@@ -136,24 +137,25 @@ class Builder:
         On gloo the notice that a receive is ready shares the socket with bulk data.
         """
         code: list[Instruction] = []
-        last = -1
-        for one in self._code:
-            if not isinstance(one, Post) or one.receive is None:
-                code.append(one)
-                continue
-            at = len(code)
-            while at > last + 1 and not self._in_the_way(code[at - 1], one.receive.span):
-                at -= 1
-            code.insert(at, Post(None, one.receive))
-            last = at
-            code.append(Post(one.send, None))
-        return code
-
-    def _in_the_way(self, before: Instruction, span: Span) -> bool:
-        if isinstance(before, Mark):
-            return True
-        reads, writes = accesses(before)
-        return any(self._clash(span, s) for s in (*reads, *writes))
+        # What came after the last receive, numbered; and who touched a span last, by slot.
+        behind: deque[tuple[int, Instruction]] = deque()
+        touched: defaultdict[str, dict[Span, int]] = defaultdict(dict)
+        marked = -1
+        for at, one in enumerate(self._code):
+            rest = one
+            if isinstance(one, Post) and one.receive is not None:
+                into, rest = one.receive.span, Post(one.send, None)
+                there = touched[self._slot(into)].items()
+                after = max((n for span, n in there if _clash(into, span)), default=-1)
+                while behind and behind[0][0] <= max(after, marked):
+                    code.append(behind.popleft()[1])
+                code.append(Post(None, one.receive))
+            behind.append((at, rest))
+            if isinstance(one, Mark):
+                marked = at
+            for span in chain(*accesses(rest)):
+                touched[self._slot(span)][span] = at
+        return [*code, *(one for _, one in behind)]
 
     def _with_waits(self, code: Sequence[Instruction]) -> list[Instruction]:
         found: list[Instruction] = []

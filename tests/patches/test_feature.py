@@ -181,7 +181,8 @@ class TestOptions:
             else real_arguments("--commfuse-tuning", "on")
         )
         tuning = commfuse_options(args).linear.tuning
-        assert tuning is not None and tuning.folder == "/somewhere/commfuse_npu"
+        assert tuning is not None
+        assert tuning.folder == "/somewhere/commfuse_npu"
         assert commfuse_options(real_arguments()).linear.tuning is None
 
     def test_tuning_and_chunks_exclude_each_other(self) -> None:
