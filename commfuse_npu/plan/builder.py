@@ -7,6 +7,7 @@ wrote, or writes what it used.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -184,26 +185,41 @@ class _UnderWay:
 
     def __init__(self, slot: Callable[[Span], str]) -> None:
         self._slot = slot
-        self._ends: defaultdict[str, dict[int, Span]] = defaultdict(dict)
+        # By slot and buffer, in the order of first rows; and the rows that the widest one spans.
+        self._ends: defaultdict[str, dict[str, list[tuple[int, int, Span]]]] = defaultdict(dict)
+        self._widest = 0
 
     def add(self, end: End) -> None:
-        self._ends[self._slot(end.span)][end.transfer.step] = end.span
+        span = end.span
+        there = self._ends[self._slot(span)].setdefault(span.buffer, [])
+        insort(there, (span.start, end.transfer.step, span))
+        self._widest = max(self._widest, _last_row(span) - span.start)
 
     def take(self, touched: Sequence[Span]) -> tuple[int, ...]:
         """The steps that have memory in common with a span."""
         taken = []
         for span in touched:
-            there = self._ends.get(self._slot(span), {})
-            steps = [step for step, other in there.items() if _clash(span, other)]
-            for step in steps:
-                del there[step]
-            taken += steps
+            for buffer, there in self._ends.get(self._slot(span), {}).items():
+                low, high = 0, len(there)
+                if buffer == span.buffer:
+                    low = bisect_left(there, (span.start - self._widest,))
+                    high = bisect_left(there, (_last_row(span),))
+                found = [one for one in there[low:high] if _clash(span, one[2])]
+                if found:
+                    there[low:high] = [one for one in there[low:high] if not _clash(span, one[2])]
+                taken += [step for _, step, _ in found]
         return tuple(sorted(taken))
 
     def take_all(self) -> tuple[int, ...]:
-        taken = tuple(sorted(step for there in self._ends.values() for step in there))
+        buffers = (there for slot in self._ends.values() for there in slot.values())
+        taken = tuple(sorted(step for there in buffers for _, step, _ in there))
         self._ends.clear()
         return taken
+
+
+def _last_row(span: Span) -> int:
+    """The row after the last one of a span."""
+    return span.stop + (span.times - 1) * span.stride
 
 
 def _clash(one: Span, other: Span) -> bool:
