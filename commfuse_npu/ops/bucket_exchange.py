@@ -91,20 +91,25 @@ class Line:
     """The buckets of one transport, in the order in which they were started.
 
     Args:
-        batched: how the transport posts.
+        transport: of the buckets.
 
     Attributes:
         agreed: the combinations of operation, size, dtype and options that the ranks have compared.
     """
 
-    def __init__(self, batched: bool) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.agreed: set[Hashable] = set()
-        self._batched = batched
+        self._transport = transport
         self._under_way: deque[_UnderWay] = deque()
+        self._not_posted: deque[_UnderWay] = deque()
+        self._last_posted: Running | None = None
 
     def add(self, bucket: torch.Tensor, running: Running, works: Mapping[str, Work]) -> None:
         """Put a bucket at the end and post what may be posted."""
-        self._under_way.append(_UnderWay(bucket, running, works))
+        one = _UnderWay(bucket, running, works)
+        self._under_way.append(one)
+        self._not_posted.append(one)
+        self._transport.suspend(running)
         self._post()
 
     def finish(self, last: Running) -> None:
@@ -139,13 +144,17 @@ class Line:
             self._post()
 
     def _post(self) -> None:
-        for bucket, running, works in self._under_way:
+        # Batches match by order, so no bucket may overtake another.
+        while self._not_posted and (not self._transport.batched or self._all_posted()):
+            bucket, running, works = self._not_posted.popleft()
+            self._last_posted = running
             running.run(works, ahead=True, bucket=bucket.view(-1, 1))
-            if self._batched and not running.all_posted:
-                # Batches match by order, so no bucket may overtake another.
-                return
+
+    def _all_posted(self) -> bool:
+        """Whether the bucket that was posted last has no transfer left to post in its wait."""
+        return self._last_posted is None or self._last_posted.all_posted
 
 
 def line_of(transport: Transport) -> Line:
     """The line of a transport: one, however many users it has, because its lanes are theirs."""
-    return transport.remembered.setdefault(__name__, Line(transport.batched))
+    return transport.remembered.setdefault(__name__, Line(transport))

@@ -24,8 +24,9 @@ same order, so the numbers are the same on all of them.  A rank waits for a tran
 
 1. in a wait, which takes the buckets in the order of starts and their steps in rising order.  With
    too little scratch memory for a whole bucket, a step is posted when an earlier one is added;
-2. before the ranks compare a combination of sizes and options that is new to them: they finish
-   everything under way first, so that nobody waits in the comparison who is still needed.
+2. before the ranks compare: a combination of sizes and options that is new to them, or the digest
+   of every 64 operations (:mod:`commfuse_npu.runtime.ledger`).  They finish everything under way
+   first, so that nobody waits in the comparison who is still needed.
 
 So take the transfer with the lowest number that is not finished.  Everything below it is, so both
 of its ends have been posted, or will be as soon as their ranks come to a wait: for a lower one they
@@ -133,7 +134,7 @@ class Buckets:
         self._place = transport.place(replace(options.schedule, taper=1.0))
         # An error now if its nodes do not fill the group.
         options.schedule.hops(transport.rank, transport.size, "first")
-        lanes = options.schedule.lanes_for(transport.size)
+        lanes = self._place.schedule.lanes or 1
         if lanes > transport.lanes:
             raise ValueError(
                 f"the schedule of buckets uses {lanes} lanes, the transport has "
@@ -275,7 +276,7 @@ class Buckets:
             )
         elements = bucket.numel() // transport.size
         combination = (name, elements, bucket.dtype, self._place, total, facts)
-        if combination not in line.agreed or transport.check == "always":
+        if combination not in line.agreed or transport.compares_next:
             # The ranks are about to wait for each other here; one that waits for a bucket instead
             # must not need this rank any more.
             line.finish_all()

@@ -130,7 +130,8 @@ def _column_forward(
     rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
     whole: torch.Tensor | None = None
     if job.forward is None:
-        whole = all_gather_rows(x, job.transport.group)
+        with job.transport.collectives(job.name):
+            whole = all_gather_rows(x, job.transport.group)
         y = torch.mm(whole, weight.t())
     else:
         y = x.new_empty((rows * job.transport.size, outputs))
@@ -211,19 +212,22 @@ def _in_megatron_order(
     """:func:`_column_backward` by torch's collectives: x arrives behind dgrad, whose sum travels
     behind wgrad (read in Megatron-Core's ``LinearWithGradAccumulationAndAsyncCommunication``)."""
     group, reduce_dtype = job.transport.group, job.options.reduce_dtype
+    name = f"{job.name} backward"
     gathered: Any = None
-    if wgrad is not None and x is not None:
-        whole, gathered = begin_all_gather(x, group)
     grad_x = summed = None
-    if needs_x:
-        full = torch.mm(grad, weight)
-        grad_x, summed = begin_reduce_scatter(full.to(reduce_dtype or full.dtype), group)
-    if gathered is not None:
-        job.transport.wait_for(gathered)
+    with job.transport.collectives(name):
+        if wgrad is not None and x is not None:
+            whole, gathered = begin_all_gather(x, group)
+        if needs_x:
+            full = torch.mm(grad, weight)
+            grad_x, summed = begin_reduce_scatter(full.to(reduce_dtype or full.dtype), group)
+        if gathered is not None:
+            job.transport.wait_for(gathered)
     if wgrad is not None and whole is not None:
         wgrad.add(grad, whole)
     if summed is not None:
-        job.transport.wait_for(summed)
+        with job.transport.collectives(name):
+            job.transport.wait_for(summed)
     return None if grad_x is None else grad_x.to(grad.dtype)
 
 
@@ -326,7 +330,8 @@ def _row_forward(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tenso
     rows, (outputs, inputs) = x.shape[0] // job.transport.size, weight.shape
     reduce_dtype = job.options.reduce_dtype
     if job.forward is None:
-        return reduce_scatter_in(torch.mm(x, weight.t()), job.transport.group, reduce_dtype)
+        with job.transport.collectives(job.name):
+            return reduce_scatter_in(torch.mm(x, weight.t()), job.transport.group, reduce_dtype)
     y = x.new_empty((rows, outputs))
     program = gemm_scatter(job.place(job.forward), rows, inputs, outputs)
     running = job.transport.begin(program, job.name, x, job.options, reduce_dtype)
@@ -351,7 +356,8 @@ def _row_backward(
     """
     outputs, inputs = weight.shape
     if job.backward is None:
-        whole = all_gather_rows(grad, job.transport.group)
+        with job.transport.collectives(f"{job.name} backward"):
+            whole = all_gather_rows(grad, job.transport.group)
         grad_x = torch.mm(whole, weight) if needs_x else None
         if before is not None:
             before.begin()

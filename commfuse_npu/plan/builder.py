@@ -7,8 +7,10 @@ wrote, or writes what it used.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from commfuse_npu.plan.program import (
@@ -136,24 +138,25 @@ class Builder:
         On gloo the notice that a receive is ready shares the socket with bulk data.
         """
         code: list[Instruction] = []
-        last = -1
-        for one in self._code:
-            if not isinstance(one, Post) or one.receive is None:
-                code.append(one)
-                continue
-            at = len(code)
-            while at > last + 1 and not self._in_the_way(code[at - 1], one.receive.span):
-                at -= 1
-            code.insert(at, Post(None, one.receive))
-            last = at
-            code.append(Post(one.send, None))
-        return code
-
-    def _in_the_way(self, before: Instruction, span: Span) -> bool:
-        if isinstance(before, Mark):
-            return True
-        reads, writes = accesses(before)
-        return any(self._clash(span, s) for s in (*reads, *writes))
+        # What came after the last receive, numbered; and who touched a span last, by slot.
+        behind: deque[tuple[int, Instruction]] = deque()
+        touched: defaultdict[str, dict[Span, int]] = defaultdict(dict)
+        marked = -1
+        for at, one in enumerate(self._code):
+            rest = one
+            if isinstance(one, Post) and one.receive is not None:
+                into, rest = one.receive.span, Post(one.send, None)
+                there = touched[self._slot(into)].items()
+                after = max((n for span, n in there if _clash(into, span)), default=-1)
+                while behind and behind[0][0] <= max(after, marked):
+                    code.append(behind.popleft()[1])
+                code.append(Post(None, one.receive))
+            behind.append((at, rest))
+            if isinstance(one, Mark):
+                marked = at
+            for span in chain(*accesses(rest)):
+                touched[self._slot(span)][span] = at
+        return [*code, *(one for _, one in behind)]
 
     def _with_waits(self, code: Sequence[Instruction]) -> list[Instruction]:
         found: list[Instruction] = []
@@ -182,26 +185,41 @@ class _UnderWay:
 
     def __init__(self, slot: Callable[[Span], str]) -> None:
         self._slot = slot
-        self._ends: defaultdict[str, dict[int, Span]] = defaultdict(dict)
+        # By slot and buffer, in the order of first rows; and the rows that the widest one spans.
+        self._ends: defaultdict[str, dict[str, list[tuple[int, int, Span]]]] = defaultdict(dict)
+        self._widest = 0
 
     def add(self, end: End) -> None:
-        self._ends[self._slot(end.span)][end.transfer.step] = end.span
+        span = end.span
+        there = self._ends[self._slot(span)].setdefault(span.buffer, [])
+        insort(there, (span.start, end.transfer.step, span))
+        self._widest = max(self._widest, _last_row(span) - span.start)
 
     def take(self, touched: Sequence[Span]) -> tuple[int, ...]:
         """The steps that have memory in common with a span."""
         taken = []
         for span in touched:
-            there = self._ends.get(self._slot(span), {})
-            steps = [step for step, other in there.items() if _clash(span, other)]
-            for step in steps:
-                del there[step]
-            taken += steps
+            for buffer, there in self._ends.get(self._slot(span), {}).items():
+                low, high = 0, len(there)
+                if buffer == span.buffer:
+                    low = bisect_left(there, (span.start - self._widest,))
+                    high = bisect_left(there, (_last_row(span),))
+                found = [one for one in there[low:high] if _clash(span, one[2])]
+                if found:
+                    there[low:high] = [one for one in there[low:high] if not _clash(span, one[2])]
+                taken += [step for _, step, _ in found]
         return tuple(sorted(taken))
 
     def take_all(self) -> tuple[int, ...]:
-        taken = tuple(sorted(step for there in self._ends.values() for step in there))
+        buffers = (there for slot in self._ends.values() for there in slot.values())
+        taken = tuple(sorted(step for there in buffers for _, step, _ in there))
         self._ends.clear()
         return taken
+
+
+def _last_row(span: Span) -> int:
+    """The row after the last one of a span."""
+    return span.stop + (span.times - 1) * span.stride
 
 
 def _clash(one: Span, other: Span) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,10 @@ __all__ = ["Agreement", "Check", "MismatchError", "TransportError", "of_every_ra
 Check = Literal["first", "always"]
 
 _MOST_AGREED = 4096
-"""Combinations of operation and options, about 1 KiB each, and programs, that are remembered."""
+"""Combinations of operation and options, about 1 KiB each, that are remembered."""
+
+_MOST_BEGUN = 512
+"""Programs that are remembered; one that was forgotten is looked up among the combinations."""
 
 _EXPLAINING = timedelta(seconds=2)
 """How long others whose wait took too long as well are waited for, to say in what they differ."""
@@ -57,6 +60,12 @@ def _settle_before_steps() -> None:
                 _unsettled.discard(transport)  # its groups were destroyed with all others
 
     register_optimizer_step_pre_hook(settle)
+
+
+def expect_check(check: str) -> None:
+    """Raise a ValueError unless ``check`` is one of :data:`Check`."""
+    if check not in get_args(Check):
+        raise ValueError(f"check {check!r} is unknown; choose {' or '.join(get_args(Check))}")
 
 
 class TransportError(RuntimeError):
@@ -112,8 +121,8 @@ class Agreement:
         self.order_log: TransportLog | None = None
         self._control = control
         self._agreed: set[Hashable] = set()
-        # The same by identity, for who does not want to hash it: to number and words.
-        self._begun: dict[Hashable, tuple[int, Signature, object]] = {}
+        # What Transport.begin agreed on, so that it is not put together anew: to number and words.
+        self._begun: dict[Hashable, tuple[int, Signature]] = {}
         self._ledger: Ledger | None = None
         if self.size > 1 and check == "first":
             self._ledger = Ledger(control)
@@ -126,6 +135,11 @@ class Agreement:
     def broken(self) -> bool:
         """Whether a failure made it useless; :meth:`error` says which."""
         return self._broken is not None
+
+    @property
+    def compares_next(self) -> bool:
+        """Whether the next operation waits for the other ranks, known or not."""
+        return self.check == "always" or (self._ledger is not None and self._ledger.sends_next)
 
     def agree(
         self, name: str, sizes: Mapping[str, Hashable] | None = None, **facts: Hashable
@@ -166,8 +180,7 @@ class Agreement:
         if self.size > 1 and (kind not in self._agreed or self.check == "always"):
             self._compare(name, signature)
         if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
-            # The ranks run the same operations, so that they forget the same; and what is begun
-            # by identity, which is not the same on all of them, is forgotten with it.
+            # The ranks run the same operations, so that they forget the same.
             self._agreed.clear()
             self._begun.clear()
         self._agreed.add(kind)
@@ -182,8 +195,8 @@ class Agreement:
             if not same:
                 self._went_apart(ledger)
 
-    def _remember(self, key: Hashable, agreed: tuple[int, Signature, object]) -> None:
-        if len(self._begun) >= _MOST_AGREED:
+    def _remember(self, key: Hashable, agreed: tuple[int, Signature]) -> None:
+        if len(self._begun) >= _MOST_BEGUN:
             self._begun.clear()
         self._begun[key] = agreed
 

@@ -152,9 +152,10 @@ class Running:
 
         Raises:
             ValueError: a tensor does not fit.
-            TransportError: a transfer failed, here or before.
+            TransportError: a transfer failed, here or before; or another thread uses the transport.
         """
         self._expect_working()
+        self._transport.resume(self)
         works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
             if not ahead:
@@ -178,6 +179,8 @@ class Running:
             raise
         if self._at == len(self.program.code) and not self.done:
             self._finish()
+        else:
+            self._transport.suspend(self)
 
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
         """Wait for what arrives in these rows of a buffer; only for what is posted already."""
@@ -204,6 +207,7 @@ class Running:
         # A wait that failed once would return at once, as if its data were there.
         if self._transport.broken:
             raise self._transport.error()
+        self._transport.expect_one_thread(self.name)
 
     # ------------------------------------------------------------------ the loop
 

@@ -60,6 +60,11 @@ class Ledger:
         self._kept.append(signature)
         return self._sends and not self.entered % _STRETCH
 
+    @property
+    def sends_next(self) -> bool:
+        """Whether the next operation ends a stretch, and waits for the digest of the last."""
+        return self._sent is not None and not (self.entered + 1) % _STRETCH
+
     def send(self, timeout: timedelta) -> bool:
         """Send the digest to the other ranks; whether theirs of the stretch before were the same.
 

@@ -4,7 +4,7 @@ A lane is a group of its own: on HCCL a communicator with a stream, which keeps 
 order; on gloo a set of sockets.
 
 The rules, each enforced here: dedicated lane groups, made and warmed up together and never in a
-forward; one issuing thread; what the ranks have to agree on (:mod:`.agreement`).
+forward; one issuing thread at a time; what the ranks have to agree on (:mod:`.agreement`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from commfuse_npu.runtime.agreement import (
     Check,
     MismatchError,
     TransportError,
+    expect_check,
     of_every_rank,
 )
 from commfuse_npu.runtime.backends import device_backend
@@ -143,6 +144,8 @@ class Transport(Agreement):
         self._lanes = tuple(lanes)
         self._places: dict[Schedule, Place] = {}
         self._in_flight: set[Running] = set()
+        # Those of them that a thread is carrying out, and which thread that is.
+        self._active: set[Running] = set()
         self._thread = threading.get_ident()
 
     def __deepcopy__(self, memo: object) -> Transport:
@@ -182,11 +185,13 @@ class Transport(Agreement):
 
         Raises:
             PlanError: lanes is not a positive whole number.
+            ValueError: another ``check``.
             MismatchError: the processes ask for different numbers of lanes.
             TransportError: a process could not make a lane, or did not come; on every process, and
                 with what each of them met.  At the latest after three times ``timeout``: one for
                 the lane, two for the processes that are still busy with it.
         """
+        expect_check(check)
         if lanes is not None:
             Schedule(lanes=lanes)  # raises if it is no number of lanes
         world = dist.group.WORLD
@@ -295,25 +300,18 @@ class Transport(Agreement):
         Raises:
             ValueError: program or tensor do not fit this transport.
             MismatchError: another rank calls something else.
-            TransportError: an earlier failure broke the transport.
+            TransportError: an earlier failure broke the transport, or another thread uses it.
         """
         if self._broken is not None:
             raise self.error()
+        self.expect_one_thread(name)
         if like.device.type != self.device_type:
             raise ValueError(
                 f"{name}: the tensor is on {like.device}, this group transfers "
                 f"{self.device_type} tensors; move it there"
             )
-        thread = threading.get_ident()
-        if self._in_flight and thread != self._thread:
-            raise TransportError(
-                f"{name}: called from a second thread while {next(iter(self._in_flight)).name} is "
-                "under way; one thread at a time may use a transport"
-            )
-        self._thread = thread
         self.operations += 1
-        # By identity: hashing all that is in them takes longer than posting a transfer.
-        key = program, name, like.dtype, sum_dtype, id(options)
+        key = program, name, like.dtype, sum_dtype, options
         known = self._begun.get(key) if self.check == "first" else None
         if known is None:
             self._fits(program, name)
@@ -326,9 +324,9 @@ class Transport(Agreement):
                 "options": options,
                 **program.arguments,
             }
-            known = *self._agreed_on(name, facts, sizes), options
+            known = self._agreed_on(name, facts, sizes)
             self._remember(key, known)
-        identity, signature, _ = known
+        identity, signature = known
         if self._ledger is not None:
             self._enter(self._ledger, identity, signature)
         log = None
@@ -339,7 +337,33 @@ class Transport(Agreement):
         tag = identity ^ (self.operations * 0x9E3779B1)
         running = Running(self, program, name, like.dtype, like.device, tag, log, sum_dtype)
         self._in_flight.add(running)
+        self.resume(running)
         return running
+
+    def expect_one_thread(self, name: str) -> None:
+        """Raise a TransportError if another thread is carrying out a program.
+
+        Args:
+            name: the operation that is to use the transport, for the error.
+        """
+        if self._active and threading.get_ident() != self._thread:
+            raise TransportError(
+                f"{name}: called from a second thread while {next(iter(self._active)).name} is "
+                "under way; one thread at a time may use a transport"
+            )
+
+    def resume(self, running: Running) -> None:
+        """This thread carries a program out, until it is suspended or finished.
+
+        A program that was begun ahead in one thread may be finished in another: autograd has
+        threads of its own on a device.
+        """
+        self._thread = threading.get_ident()
+        self._active.add(running)
+
+    def suspend(self, running: Running) -> None:
+        """A program has come to its mark; any thread may go on with it."""
+        self._active.discard(running)
 
     def _fits(self, program: Program, name: str) -> None:
         if (program.rank, program.size) != (self.rank, self.size):
@@ -392,17 +416,31 @@ class Transport(Agreement):
         Raises:
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
-        try:
+        with self.collectives(name, tensor):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
             assert work is not None
             self.wait_for(work)
+
+    @contextmanager
+    def collectives(self, name: str, *tensors: torch.Tensor) -> Iterator[None]:
+        """Whatever fails in this block breaks the transport: collectives of :attr:`group`.
+
+        Args:
+            name: the operation, for errors.
+            tensors: those of the collectives, held if they fail.
+
+        Raises:
+            TransportError: a rank did not come in time, or the transport is broken.
+        """
+        if self._broken is not None:
+            raise self.error()
+        try:
+            yield
         except RuntimeError as error:
             self.fail(
                 f"{name}: not every rank came here: {error}. One of them failed or does something "
                 "else; no rank may go on",
-                tensor,
+                *tensors,
             )
             raise self.error() from error
 
@@ -435,7 +473,9 @@ class Transport(Agreement):
         """See :meth:`Agreement.fail`; what is under way is held as long as the transport lives."""
         super().fail(why, *left_over, *self._in_flight)
         self._in_flight.clear()
+        self._active.clear()
 
     def finished(self, running: Running) -> None:
         """A program has come to its end."""
         self._in_flight.discard(running)
+        self._active.discard(running)

@@ -6,7 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +33,8 @@ class Tuning:
         folder: where answers are kept between runs, ``None`` for nowhere.  Rank 0's counts.
     """
 
-    folder: str | None = None
+    # No part of what the ranks agree on: neither compared nor in the digest.
+    folder: str | None = field(default=None, compare=False, repr=False)
 
 
 Layer = Literal["column", "row"]

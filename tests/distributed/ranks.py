@@ -52,7 +52,13 @@ def set_up_process(rank: int, size: int, port: int) -> None:
 
 
 class Gloo:
-    """What the ranks talk over; one object per rank, made for it and used in its process."""
+    """What the ranks talk over; one object per rank, made for it and used in its process.
+
+    Attributes:
+        backward_apart: run every backward in a second thread, as on a device.
+    """
+
+    backward_apart = True
 
     def join(self, size: int) -> None:
         """Join the other ranks."""
@@ -70,7 +76,10 @@ class Gloo:
 def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> None:
     set_up_process(rank, size, port)
     from commfuse_npu.runtime import agreement
+    from tests.distributed import backward_thread
 
+    if backend.backward_apart:
+        backward_thread.install()
     backend.join(size)
     while True:
         try:

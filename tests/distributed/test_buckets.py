@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -269,6 +270,24 @@ def mixed_at_first_use(rank: int, batched: bool, check: str) -> None:
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 def test_comparing_the_ranks_does_not_hang(ranks, batched: bool, check: str) -> None:
     ranks(3).run(mixed_at_first_use, batched, check)
+
+
+def started_by_a_hook(rank: int, batched: bool) -> None:
+    """A device's autograd thread starts one, the main thread the next while that is under way."""
+    link = transport(batched)
+    buckets = Buckets(link)
+    both = [torch.ones(link.size * 2) for _ in range(2)]
+    with ThreadPoolExecutor(1) as autograd:
+        autograd.submit(buckets.reduce_scatter, both[0]).result()
+        second = buckets.reduce_scatter(both[1])
+        autograd.submit(second.wait).result()
+    for bucket in both:
+        assert torch.equal(shard(bucket, link.size, rank), torch.full((2,), float(link.size)))
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+def test_one_thread_after_the_other_may_start_and_wait(ranks, batched: bool) -> None:
+    ranks(3).run(started_by_a_hook, batched)
 
 
 def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
@@ -784,3 +803,75 @@ def empty(rank: int) -> None:
 
 def test_an_empty_bucket_transfers_nothing(ranks) -> None:
     ranks(2).run(empty)
+
+
+def hook_and_main_thread(rank: int, batched: bool) -> None:
+    """Buckets are started by hooks of the backward, which has a thread of its own on a device."""
+    buckets = Buckets(link(batched), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
+    one, other, third = (torch.ones(8 * buckets._transport.size) for _ in range(3))
+    with ThreadPoolExecutor(1) as hooks:
+        hooks.submit(buckets.reduce_scatter, one).result()
+        last = buckets.reduce_scatter(other)
+        hooks.submit(last.wait).result()
+        assert last.is_completed()
+        buckets.reduce_scatter(third).wait()
+    for bucket in (one, other, third):
+        assert (shard(bucket, buckets._transport.size, rank) == buckets._transport.size).all()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_threads_take_turns_with_buckets_under_way(ranks, batched: bool) -> None:
+    ranks(2).run(hook_and_main_thread, batched)
+
+
+def binds(rank: int, batched: bool) -> None:
+    buckets = Buckets(link(batched))
+    tensors = [torch.ones(8) for _ in range(20)]
+    buckets.reduce_scatter(tensors[0]).wait()
+    with pytest.MonkeyPatch.context() as patch:
+        bound: list[str] = []
+        bind = Running._bind
+
+        def binding(running: Running, buffer: str, tensor: torch.Tensor) -> None:
+            bound.append(buffer)
+            bind(running, buffer, tensor)
+
+        patch.setattr(Running, "_bind", binding)
+        handles = [buckets.reduce_scatter(tensor) for tensor in tensors]
+        handles[-1].wait()
+    assert bound == ["bucket"] * len(tensors)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_each_bucket_is_bound_once(ranks, batched: bool) -> None:
+    ranks(2).run(binds, batched)
+
+
+def one_lane(rank: int) -> None:
+    """A schedule that names no number of lanes takes those that there are, as in every op."""
+    few = Transport.create(lanes=1, timeout=PATIENT)
+    bucket = torch.ones(12)
+    Buckets(few).reduce_scatter(bucket).wait()
+    assert (shard(bucket, 3, rank) == 3).all()
+
+
+def test_buckets_take_the_lanes_that_there_are(ranks) -> None:
+    ranks(3).run(one_lane)
+
+
+def many(rank: int) -> None:
+    """More than two stretches of the ledger; one rank waits at the end, the other each time."""
+    buckets = Buckets(link(), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
+    tensors = [torch.ones(8) for _ in range(200)]
+    handles = []
+    for tensor in tensors:
+        handles.append(buckets.reduce_scatter(tensor))
+        if rank:
+            handles[-1].wait()
+    for handle in handles:
+        handle.wait()
+    assert all((shard(tensor, 2, rank) == 2).all() for tensor in tensors)
+
+
+def test_many_buckets_wait_for_no_rank_that_waits(ranks) -> None:
+    ranks(2).run(many)

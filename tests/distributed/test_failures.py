@@ -201,6 +201,28 @@ def test_every_later_call_says_why_the_transport_is_broken(ranks) -> None:
     assert "rank 0 of 2" in waiting.value[0]
 
 
+def dies_before_a_backward_by_collectives(rank: int) -> str:
+    transport = link()
+    x, weight = layer(4)
+    weight.requires_grad_()
+    options = LinearOptions(collectives_from=1)
+    y = all_gather_linear(x, weight, transport=transport, options=options)
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(TransportError) as caught:
+        y.sum().backward()
+    assert transport.broken
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_before_a_backward_by_collectives_becomes_an_error(ranks) -> None:
+    group = ranks(2)
+    alive, _ = group.outcomes(dies_before_a_backward_by_collectives, may_die=True)
+    group.kill()
+    assert alive.error is None, alive.trace
+    assert "all_gather_linear backward: not every rank came here" in alive.value
+
+
 def weight_changed(rank: int) -> None:
     transport = link()
     for op in (all_gather_linear, linear_reduce_scatter, linear_all_reduce):
@@ -314,6 +336,11 @@ def refused_inputs(rank: int) -> None:
             ValueError,
             "reduce_dtype is torch.int32; partial sums need a floating-point dtype",
             lambda: LinearOptions(reduce_dtype=torch.int32),
+        ),
+        (
+            ValueError,
+            "check 'nver' is unknown; choose first or always",
+            lambda: link(check="nver"),
         ),
     ]
     for kind, words, call in cases:

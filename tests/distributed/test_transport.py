@@ -50,7 +50,7 @@ def test_every_lane_is_warmed_over_every_distance_in_one_order(ranks, batched: b
 
 def remembers(rank: int) -> int:
     link = Transport.create(lanes=2, timeout=PATIENT)
-    with mock.patch.object(agreement, "_MOST_AGREED", 3):
+    with mock.patch.multiple(agreement, _MOST_AGREED=3, _MOST_BEGUN=3):
         for rows in (1, 2, 3, 4, 5, 1, 2):
             y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), transport=link)
             assert torch.equal(y, torch.full((2 * rows, 3), 4.0))

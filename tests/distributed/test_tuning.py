@@ -12,8 +12,10 @@ import torch
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import (
+    Buckets,
     LinearOptions,
     all_gather_linear,
+    linear_all_reduce,
     linear_reduce_scatter,
 )
 from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
@@ -174,3 +176,33 @@ def test_ranks_that_start_from_different_schedules_are_told(ranks) -> None:
     for message in ranks(2).run(_ranks_that_differ):
         assert "do not call the same" in message
         assert "schedule" in message
+
+
+def _agreed_once(rank: int, folder: str) -> None:
+    """Equal options are one thing to a transport, and a folder is each rank's own matter."""
+    link = Transport.create(lanes=1, timeout=PATIENT)
+    options = LinearOptions(Schedule(lanes=1), tuning=Tuning(f"{folder}/{rank}"))
+    x, weight = torch.ones(ROWS, INPUTS), torch.ones(OUTPUTS, INPUTS)
+    linear_all_reduce(x, weight, transport=link, options=options)
+    all_gather_linear(x, weight, transport=link, options=options)
+    for answered in decisions(link):
+        decisions(link)[answered] = Schedule(lanes=1, chunks=2)
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        agreed_on = Transport._agreed_on
+
+        def counted(transport: Transport, name: str, *facts: Any) -> Any:
+            calls.append(name)
+            return agreed_on(transport, name, *facts)
+
+        patch.setattr(Transport, "_agreed_on", counted)
+        for _ in range(5):
+            all_gather_linear(x, weight, transport=link, options=options)
+        buckets = Buckets(link)
+        for _ in range(5):
+            buckets.reduce_scatter(torch.ones(8)).wait()
+    assert calls == ["all_gather_linear", "reduce_scatter_bucket"]
+
+
+def test_equal_options_are_put_together_once(ranks, tmp_path: Path) -> None:
+    ranks(2).run(_agreed_once, str(tmp_path))

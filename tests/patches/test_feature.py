@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from commfuse_npu import Schedule
-from commfuse_npu.tuning import Tuning
 from mindspeed_patches.arguments import DEFAULTS, commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
@@ -181,7 +180,9 @@ class TestOptions:
             if early
             else real_arguments("--commfuse-tuning", "on")
         )
-        assert commfuse_options(args).linear.tuning == Tuning("/somewhere/commfuse_npu")
+        tuning = commfuse_options(args).linear.tuning
+        assert tuning is not None
+        assert tuning.folder == "/somewhere/commfuse_npu"
         assert commfuse_options(real_arguments()).linear.tuning is None
 
     def test_tuning_and_chunks_exclude_each_other(self) -> None:

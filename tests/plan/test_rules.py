@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from commfuse_npu.plan import rules
-from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Wait
+from commfuse_npu.plan import builder, rules
+from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Span, Wait, overlap
 from commfuse_npu.plan.schedule import Place, Schedule
 
 EIGHT = 8
@@ -117,3 +117,20 @@ def test_compiled_once() -> None:
     assert program.rule == ("gemm_scatter", Schedule(), 4, 8, 8)
     assert program.arguments == {"rows": 4, "inputs": 8, "outputs": 8}
     assert rules.RULES["gemm_scatter"](place, *program.rule[2:]) is program
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_compiling_buckets_takes_work_in_proportion_to_the_transfers(monkeypatch, batched) -> None:
+    compared = []
+    for size in (16, 64):
+        calls: list[None] = []
+
+        def counted(one: Span, other: Span, calls: list[None] = calls) -> bool:
+            calls.append(None)
+            return overlap(one, other)
+
+        monkeypatch.setattr(builder, "overlap", counted)
+        place = Place(Schedule(chunks=4, lanes=7), 1, size, batched)
+        rules.bucket_gather(place, 4096 + batched, False)
+        compared.append(len(calls))
+    assert compared[1] <= 6 * compared[0]

@@ -1,0 +1,36 @@
+"""Backward in a second thread, as autograd runs it on NPU and CUDA; on CPU it runs in the caller's.
+
+:func:`install` replaces the two functions through which every backward enters the engine
+(``Tensor.backward`` and reentrant checkpointing call the first).  The caller waits for the thread,
+and what is raised there is raised in the caller.  A backward inside a backward stays in its thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any
+
+import torch
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """From here on this process runs every backward in one other thread."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="backward")
+    thread = pool.submit(threading.get_ident).result()
+
+    def apart(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def in_thread(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                return call(*args, **kwargs)
+            return pool.submit(call, *args, **kwargs).result()
+
+        return in_thread
+
+    for name in ("backward", "grad"):
+        setattr(torch.autograd, name, apart(getattr(torch.autograd, name)))
