@@ -62,7 +62,7 @@ def train(enabled: bool) -> list[torch.Tensor]:
     loss.backward()
     overlap.check()  # before the optimizer changes weights
     # end
-    if rank == 0:
+    if rank == 0 and enabled:
         print(f"{overlap.pairs} pairs, {sum(overlap.hand_overs)} transfers with work beside them")
     return [weight.grad for weight in weights if weight.grad is not None]
 
