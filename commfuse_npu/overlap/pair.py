@@ -36,6 +36,7 @@ class ForwardBackwardOverlap:
         for batch in batches[1:]:
             loss, _ = overlap.run(lambda: forward(batch), loss.backward)
         loss.backward()
+        overlap.check()
 
     With ``COMMFUSE_FB_OVERLAP=0`` in the environment :meth:`run` runs the backward, then the
     forward.
@@ -106,6 +107,26 @@ class ForwardBackwardOverlap:
         self.pairs += 1
         self.hand_overs = [a + b for a, b in zip(self.hand_overs, turns.hand_overs, strict=True)]
         return result_f, result_b
+
+    def check(self) -> None:
+        """Compare with the other ranks of each group how often each side handed over so far.
+
+        What the ranks of a group do beside a transfer is decided by hand-overs; where they differ,
+        collectives met others than they should.  Call it before the optimizer changes weights.
+
+        Raises:
+            RuntimeError: the ranks differ.
+        """
+        digest = self.hand_overs[FORWARD] * 0x9E3779B1 + self.hand_overs[BACKWARD]
+        for group in self._groups - {None}:
+            both = torch.tensor([digest, -digest], device=self.device)
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+            if int(both.sum()):
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} handed over {self.hand_overs} times in {self.pairs} "
+                    "pairs, other ranks of its group did not: their transfers met others than "
+                    "they should; run the same pairs, with the same transfers, on all of them"
+                )
 
 
 def _run_side(turns: Turns, side: int, function: Callable[[], Any]) -> Any:

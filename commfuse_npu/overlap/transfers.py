@@ -72,7 +72,8 @@ def take_turns_at_transfers(
     try:
         yield
     finally:
-        _turns = None
+        # gloo may abort a process that ends with a reference to one of its groups.
+        _turns, _groups = None, ()
 
 
 class _HandOverThenWait:

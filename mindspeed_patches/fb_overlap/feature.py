@@ -133,7 +133,9 @@ class Overlapping:
             return self._watched(plain, step)
         if self.overlap is None:
             return plain(**step)
-        return OverlappedSchedule(self.overlap, **step).run()
+        losses = OverlappedSchedule(self.overlap, **step).run()
+        self.overlap.check()
+        return losses
 
     def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         """The first step; afterwards it is decided."""

@@ -21,6 +21,7 @@ from tests.limits import LIMIT
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 RESULTS = {
+    "forward_backward_overlap": r"5 pairs, 40 transfers .*\n.*the same bits on 2 ranks: True",
     "megatron_wrappers": r"fc1: 1 forward calls fused\nfc2: 1 forward calls fused\n"
     r"largest difference to Megatron's own layers, GEMMs not split: (0|\d\.\d)e[+-]\d\d",
     "own_program": r"the product of an all-gather: True; .*",

@@ -39,7 +39,7 @@ def test_pages_lead_nowhere_that_is_not_there(made: dict[str, str]) -> None:
         assert all(link.startswith("https://") for link in links), links
 
 
-def test_the_entry_is_the_feature(made: dict[str, str]) -> None:
+def test_the_entry_is_features(made: dict[str, str]) -> None:
     found: list[object] = []
     exec(made["features_manager.txt"], {"features_list": found})
     # By name: other tests import the module anew.

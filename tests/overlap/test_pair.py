@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -343,6 +344,20 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         Dispatched.calls += 1
         return func(*args, **(kwargs or {}))
+
+
+def diverged(rank: int) -> None:
+    overlap = ForwardBackwardOverlap([world()])
+    overlap.run(lambda: dist.all_reduce(torch.ones(1)), lambda: None)
+    overlap.check()
+    # Turns of their own: each rank hands over as often as it is told.
+    overlap.run(lambda: [active_turns().hand_over() for _ in range(rank)], lambda: None)  # type: ignore[union-attr]
+    overlap.check()
+
+
+def test_ranks_that_hand_over_differently_are_told(ranks: Any) -> None:
+    for outcome in ranks(2).outcomes(diverged):
+        assert re.search(r"handed over \[\d, 0\] times in 2 pairs, other ranks", str(outcome.error))
 
 
 def context(rank: int) -> None:

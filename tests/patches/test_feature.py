@@ -292,5 +292,5 @@ class TestHooks:
         finally:
             use_matmul_add()
 
-    def test_the_flag_is_the_name_of_the_feature(self) -> None:
+    def test_the_flag_is_the_name_of_features(self) -> None:
         assert CommFuseFeature().feature_name == "use_commfuse"

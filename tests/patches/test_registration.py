@@ -32,7 +32,7 @@ def forget() -> None:
         if name.split(".")[0] in ("mindspeed", "mindspeed_llm"):
             del sys.modules[name]
     sys.modules.pop("mindspeed_patches.feature", None)
-    registration._the_feature.cache_clear()
+    registration._features.cache_clear()
     importlib.invalidate_caches()
 
 

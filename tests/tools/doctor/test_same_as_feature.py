@@ -34,9 +34,7 @@ from tests.tools.doctor.machines import CONFIG, only
         ("--nproc_per_node 2", "error"),
     ],
 )
-def test_launches_are_refused_with_data_parallelism_as_by_the_feature(
-    words: str, level: str
-) -> None:
+def test_launches_are_refused_with_data_parallelism_as_by_features(words: str, level: str) -> None:
     given = argparse.Namespace(
         commfuse_dp=True,
         use_distributed_optimizer="--use-distributed-optimizer" in words,
@@ -75,7 +73,7 @@ def test_a_group_of_one_is_refused_unless_nothing_is_allowed(words: str, level: 
         ("--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo", False),
     ],
 )
-def test_layouts_are_refused_with_ulysses_as_by_the_feature(words: str, refused: bool) -> None:
+def test_layouts_are_refused_with_ulysses_as_by_features(words: str, refused: bool) -> None:
     size, algorithm = words.split()[1::2]
     given = argparse.Namespace(
         context_parallel_size=int(size), context_parallel_algo=algorithm, num_attention_heads=8
@@ -110,7 +108,7 @@ def test_what_hides_under_ulysses_depends_on_the_layout(words: str, hides: str) 
     assert hides in only(found, "--commfuse-ulysses").action
 
 
-def test_defaults_are_those_of_the_feature() -> None:
+def test_defaults_are_those_of_features() -> None:
     ours = vars(FuseOptions())
     known = {name: DEFAULTS.get(f"commfuse_{name}", DEFAULTS.get(name)) for name in ours}
     assert known == ours
@@ -125,7 +123,7 @@ def test_defaults_are_those_of_the_feature() -> None:
         ("--seq-length 256 --tensor-model-parallel-size 1", True),
     ],
 )
-def test_layouts_are_refused_with_a_flow_as_by_the_feature(words: str, refused: bool) -> None:
+def test_layouts_are_refused_with_a_flow_as_by_features(words: str, refused: bool) -> None:
     size = 1 if "parallel-size" in words else 2
     parallel = "--no-" not in words and size > 1
     given = argparse.Namespace(
@@ -142,7 +140,7 @@ def test_layouts_are_refused_with_a_flow_as_by_the_feature(words: str, refused: 
     assert only(found, "--commfuse-flow").level == ("error" if refused else "note")
 
 
-def test_attention_without_proj_is_refused_by_the_feature() -> None:
+def test_attention_without_proj_is_refused_by_features() -> None:
     given = argparse.Namespace(commfuse_attention=True, commfuse_layers=("qkv",))
     with pytest.raises(ValueError, match="--commfuse-attention needs proj among --commfuse-layers"):
         commfuse_options(given)
@@ -152,7 +150,7 @@ def test_attention_without_proj_is_refused_by_the_feature() -> None:
 
 @pytest.mark.parametrize("local", [2, 4, 8])
 @pytest.mark.parametrize("schedule", ["auto", "shifted", "two_level"])
-def test_schedules_are_those_of_the_feature(monkeypatch, local: int, schedule: str) -> None:
+def test_schedules_are_those_of_features(monkeypatch, local: int, schedule: str) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     config = ModelConfig.load(CONFIG, ["--nproc_per_node", str(local)])
     for lanes in (1, 3, 16):

@@ -180,7 +180,7 @@ def test_nothing_fits() -> None:
         recommend(LLAMA3_8B, SERVER, 8, fixed=Fixed(tp=2, pp=3))
 
 
-def test_the_options_are_those_of_the_feature(found: Recommendation) -> None:
+def test_the_options_are_those_of_features(found: Recommendation) -> None:
     blocks = fused(direct(8, 8), 7, 4, taper=2.0, wgrad="blocks")
     wgrads = set()
     others = [candidate(Layout(8, 1, 2, 4), one) for one in (blocks, fused(direct(8, 8), 2, 4))]

@@ -1,0 +1,74 @@
+"""Two micro-batches take turns at their transfers: the same bits as one after the other.
+
+pip install -e . torch
+torchrun --standalone --nproc_per_node 2 examples/forward_backward_overlap.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# cut: overlap
+from commfuse_npu.overlap import ForwardBackwardOverlap
+
+# end
+
+dist.init_process_group("gloo")  # "hccl" on NPUs
+N, rank = dist.get_world_size(), dist.get_rank()
+tensor_parallel_group = dist.group.WORLD
+
+
+class RowParallel(torch.autograd.Function):
+    """``all_reduce(x @ W^T)``: blocking, as most hand-written layers have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        y = x @ weight.t()
+        dist.all_reduce(y, group=tensor_parallel_group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight
+        work = dist.all_reduce(grad_x, group=tensor_parallel_group, async_op=True)
+        grad_weight = grad.t() @ x
+        work.wait()
+        return grad_x / N, grad_weight
+
+
+def train(enabled: bool) -> list[torch.Tensor]:
+    torch.manual_seed(rank)
+    weights = [torch.nn.Parameter(torch.randn(16, 16) / 8) for _ in range(4)]
+    batches = [torch.randn(8, 16) for _ in range(6)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = torch.tanh(RowParallel.apply(x, weight))
+        return x.pow(2).mean()
+
+    # cut: overlap
+    overlap = ForwardBackwardOverlap([tensor_parallel_group])  # once
+    # end
+    overlap.enabled = enabled
+    # cut: overlap
+    loss = forward(batches[0])
+    for batch in batches[1:]:
+        loss, _ = overlap.run(lambda batch=batch: forward(batch), loss.backward)
+    loss.backward()
+    overlap.check()  # before the optimizer changes weights
+    # end
+    if rank == 0 and enabled:
+        print(f"{overlap.pairs} pairs, {sum(overlap.hand_overs)} transfers with work beside them")
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+same = all(map(torch.equal, train(True), train(False)))
+if rank == 0:
+    print(f"side by side and one after the other have the same bits on {N} ranks: {same}")
+dist.barrier()  # nobody leaves while another still talks
+dist.destroy_process_group()
