@@ -140,6 +140,36 @@ OTHER_MODELS = {
 """What is added to the options of two processes, and every kind of layer that is fused."""
 
 
+SEVERAL = MODEL.replace("--micro-batch-size 2", "--micro-batch-size 1")
+"""Micro-batches enough to take turns, with replicas too."""
+STAGES = "--pipeline-model-parallel-size 2 --commfuse-fb-overlap-memory"
+VIRTUAL = (
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+)
+TURNS = {
+    "plain": (2, PLAIN_WGRAD),
+    "recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE}"),
+    "recomputed_dropout": (2, f"{PLAIN_WGRAD} {RECOMPUTE} --hidden-dropout 0.1"),
+    "gradient_accumulation_fusion": (2, ""),
+    "packed_recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE} {PACKED}"),
+    "latent": (2, f"{PLAIN_WGRAD} {LATENT}"),
+    "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
+    "lora": (
+        2,
+        f"{PLAIN_WGRAD} --lora-r 8 --lora-alpha 16 "
+        "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2",
+    ),
+    "pipeline": (4, f"{PLAIN_WGRAD} {STAGES}"),
+    "packed_pipeline_recompute": (4, f"{PLAIN_WGRAD} {STAGES} {RECOMPUTE} {PACKED}"),
+    "virtual_pipeline": (4, f"{PLAIN_WGRAD} {VIRTUAL}"),
+    "distributed_optimizer": (
+        4,
+        f"{PLAIN_WGRAD} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+}
+"""Processes, and what is added to the model's options, for forward-backward overlap."""
+
+
 REPLICAS = "--use-distributed-optimizer --commfuse-dp"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000"
 
@@ -236,6 +266,24 @@ def test_other_models_change_no_bit_and_leave_no_collective(case: str, tmp_path:
     said = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
     for name in fused:
         assert re.search(rf"^CommFuse: {name}: (\d+) of \1 fused$", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_micro_batches_that_take_turns_change_no_bit(case: str, tmp_path: Path) -> None:
+    processes, options = TURNS[case]
+    launch = (
+        f"torchrun --nproc_per_node {processes} pretrain_gpt.py {SEVERAL} {LOCAL} {options} "
+        "--commfuse-fb-overlap"
+    )
+    code, printed = rehearse(tmp_path, "--iterations", "3", "--", *launch.split())
+    assert code == 0, printed
+    assert printed.endswith("identical: True\n")
+
+    reference, commfuse = records(tmp_path)
+    assert differences(reference, commfuse) == []
+    assert degeneracies(commfuse) == []
+    assert all(record.pairs > 0 for record in commfuse)
+    assert all(record.pairs == 0 for record in reference)
 
 
 @pytest.mark.parametrize("case", DATA_PARALLEL_CASES)
