@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,9 +29,17 @@ _COMMANDS = {
 }
 """By what they are for: module and question."""
 
+_PACKAGES = {
+    "torch": "install the torch of your torch_npu, or pip install 'commfuse-npu[cpu]'",
+    "yaml": "pip install pyyaml",
+}
+"""What a command may need that is not there, and how to get it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return the exit code: 0 yes, 1 no, 2 a question that makes no sense.
+    """Run a subcommand and return the exit code: 0 yes, 1 no, 2 an invalid request.
+
+    Ctrl-C ends each with 130.
 
     Each is a module with ``main(words)``, imported when it is asked for: what asks whether torch
     works must not import it.
@@ -39,7 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {name: command for group in _COMMANDS.values() for name, command in group.items()}
     if words and words[0] in known:
         module, _ = known[words[0]]
-        return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
+        if arguments is None and words[0] not in _COMMANDS["run"]:
+            # As other programs whose reader has gone: `simulate | head` ends without a word.
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
+        except KeyboardInterrupt:
+            return 130
+        except ModuleNotFoundError as error:
+            if error.name not in _PACKAGES:
+                raise
+            print(
+                f"commfuse-npu {words[0]}: {error.name} is not installed; {_PACKAGES[error.name]}",
+                file=sys.stderr,
+            )
+            return 2
     listed = []
     for group, commands in _COMMANDS.items():
         listed.append(f"{group}:")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.tools import cli
+from tests.limits import LIMIT
 
 
 def test_a_program_is_printed(capsys) -> None:
@@ -64,3 +68,39 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     told = capsys.readouterr().out
     assert re.match(r"bucket_gather\(., False\), 3 ranks, in batches, shifted, .* 1 chunks", told)
     assert "- deadlock" in told
+
+
+@pytest.mark.parametrize("command", ["coverage", "doctor", "plan", "simulate", "verify", "bench"])
+def test_ctrl_c_ends_quietly(command: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    class Interrupted:
+        @staticmethod
+        def main(words: list[str]) -> int:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", lambda name: Interrupted)
+    assert cli.main([command]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {absent!r}", name=absent)
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    absent = "torch"
+    assert cli.main(["bench"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("commfuse-npu bench: torch is not installed; install the torch of")
+    absent = "commfuse_npu.nothing"
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["bench"])
+
+
+def test_a_reader_that_has_gone_ends_it_without_a_word() -> None:
+    words = [sys.executable, "-m", "commfuse_npu.tools.cli", "verify", "--max-ranks", "3"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.stderr is not None
+        assert running.stderr.read() == b""
+        assert running.wait(LIMIT) == -signal.SIGPIPE
