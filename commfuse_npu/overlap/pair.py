@@ -63,6 +63,7 @@ class ForwardBackwardOverlap:
         if not named:
             raise ValueError("no group given: pass the process groups whose transfers are to hide")
         self.device, _ = device_backend(dist.get_backend(named[0]))
+        self._named = named
         # A collective that names no group is the whole job's.
         self._groups = {*named, *([None] if dist.group.WORLD in named else [])}
         self.states = [RandomState(self.device)] if states is None else list(states)
@@ -118,7 +119,7 @@ class ForwardBackwardOverlap:
             RuntimeError: the ranks differ.
         """
         digest = self.hand_overs[FORWARD] * 0x9E3779B1 + self.hand_overs[BACKWARD]
-        for group in self._groups - {None}:
+        for group in self._named:  # in one order on all ranks
             both = torch.tensor([digest, -digest], device=self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
             if int(both.sum()):

@@ -31,7 +31,8 @@ def forget() -> None:
     for name in list(sys.modules):
         if name.split(".")[0] in ("mindspeed", "mindspeed_llm"):
             del sys.modules[name]
-    sys.modules.pop("mindspeed_patches.feature", None)
+    for name in ("mindspeed_patches.feature", "mindspeed_patches.fb_overlap.feature"):
+        sys.modules.pop(name, None)
     registration._features.cache_clear()
     importlib.invalidate_caches()
 
@@ -72,7 +73,7 @@ def test_installed_before_or_after_mindspeed_llm(command, when: str) -> None:
     for _ in range(when.count("after") + when.count("twice")):
         first = registration.install()
     assert wrapped() == 1
-    assert features() == ["own_of_llm", "use_commfuse"]
+    assert features() == ["own_of_llm", "use_commfuse", "commfuse_fb_overlap"]
     assert registration.install() is first
 
 
@@ -108,7 +109,7 @@ def test_mindspeed_alone(command, late: bool) -> None:
     feature = registration.install()
     importlib.import_module("mindspeed.megatron_adaptor")
     assert wrapped() == 1
-    assert features() == ["own_of_mindspeed", "use_commfuse"]
+    assert features() == ["own_of_mindspeed", "use_commfuse", "commfuse_fb_overlap"]
     assert feature.wrappers is not None
     assert feature.wrappers.layers == {"qkv", "fc1"}
 
@@ -122,7 +123,7 @@ def test_nothing_is_patched_without_the_flag(command, late: bool) -> None:
     importlib.import_module("mindspeed_llm")
     assert wrapped() == 0
     assert feature.wrappers is None
-    assert features() == ["own_of_llm", "use_commfuse"]
+    assert features() == ["own_of_llm", "use_commfuse", "commfuse_fb_overlap"]
 
 
 @pytest.mark.parametrize("late", [False, True])
