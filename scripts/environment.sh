@@ -21,6 +21,8 @@ REQUIREMENTS="$ROOT/scripts/requirements"
 prepare_environment() {
     local name npu=false
     create_environment || return
+    # Before installing: from Python 3.12 on megatron-core is built, and its setup.py runs python3.
+    export PATH="$VENV/bin:$PATH"
     # torch first: with it in place nothing can bring in another one.
     once "$VENV" "$REQUIREMENTS/torch.txt" install_torch || return
     for name in "$@"; do
@@ -28,7 +30,6 @@ prepare_environment() {
         once "$VENV" "$REQUIREMENTS/$name.txt" install_file || return
     done
     once "$VENV" "$ROOT/setup.py" install_project || return
-    export PATH="$VENV/bin:$PATH"
     # One thread per rank: ranks share the cores. A torch_npu without CANN breaks `import torch`. And
     # torch may be a build with CUDA, which is not to find a GPU.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
