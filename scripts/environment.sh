@@ -72,8 +72,8 @@ install_torch() {
         source="the configured indexes, with its dependencies"
         echo "torch $version+cpu is neither on the configured indexes nor can it be had from" \
             "$cpu_builds (why: $log). Installing torch $version with its dependencies; on Linux" \
-            "CUDA is one, 3 GB to download and 5 GB on disk. To avoid that, stop here and point" \
-            "PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a CPU build." >&2
+            "CUDA is one, 3 GB to download and 5 GB on disk, and tests/npu cannot run. To avoid" \
+            "that, stop here and point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a CPU build." >&2
         "$VENV/bin/python" -m pip install --disable-pip-version-check --requirement "$1" >&2 || return
     fi
     install_file "$1" || return
@@ -98,6 +98,13 @@ install_packages() {
 }
 
 prepare_npu_environment() {
+    local site
+    site="$(site_packages "$VENV")" || return
+    if [ -e "$site/torch/lib/libtorch_cuda.so" ]; then
+        # Both register the options of their allocators under the same names, and the process aborts.
+        echo "torch_npu cannot be loaded beside a torch with CUDA." >&2
+        return 1
+    fi
     [ -e "$NPU_VENV/bin/python" ] || "$VENV/bin/python" -m venv --without-pip "$NPU_VENV" || return
     once "$NPU_VENV" "$REQUIREMENTS/npu.txt" install_npu_file || return
     "$VENV/bin/python" "$ROOT/mindspeed_patches/rehearsal/cann_stubs.py" \

@@ -23,6 +23,7 @@ PYTHON = """#!/bin/bash
 echo "$*" >> "$ASKED"
 if [ "$1" = --version ]; then echo Python 3.9.1; fi
 if [[ "$*" =~ ${FAIL:-^nothing} ]]; then echo "traceback"$'\\n'"Error: no space" >&2; exit 1; fi
+if [[ "$*" =~ sysconfig ]]; then echo "${0%/bin/python}/site"; fi
 if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; touch "$3/bin/pip"; fi
 """
 
@@ -35,18 +36,19 @@ class Machine:
         (folder / "python3").write_text(PYTHON, "utf-8")
         (folder / "python3").chmod(0o755)
 
-    def prepare(self, fail: str = "") -> tuple[int, str, list[str]]:
-        """Prepare for tests.
+    def prepare(self, fail: str = "", sets: str = "cpu test") -> tuple[int, str, list[str]]:
+        """Prepare an environment.
 
         Args:
             fail: regular expression of commands of Python that fail.
+            sets: what is installed besides torch.
 
         Returns:
             The exit code, what was said, and what pip was asked for after its usual options.
         """
         self.asked.write_text("", "utf-8")
         run = subprocess.run(
-            ["bash", "-c", f'source "{ROOT}/scripts/environment.sh"; prepare_environment cpu test'],
+            ["bash", "-c", f'source "{ROOT}/scripts/environment.sh"; prepare_environment {sets}'],
             env={
                 "PATH": f"{self.folder}:{os.environ['PATH']}",
                 "COMMFUSE_VENV": str(self.venv),
@@ -147,3 +149,12 @@ def test_another_python_is_refused(machine: Machine) -> None:
     code, said, asked = machine.prepare("-c import sys")
     assert (code, asked) == (2, [])
     assert "for Python 3.10 to 3.13; python3 is Python 3.9.1. Set PYTHON to one of these." in said
+
+
+def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> None:
+    library = machine.venv / "site" / "torch" / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    code, said, asked = machine.prepare(r"\+cpu", "npu")
+    assert (code, asked) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2]])
+    assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in said
