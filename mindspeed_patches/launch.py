@@ -40,7 +40,7 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
     # As if the script had been started itself.
     sys.argv = command
     folder = os.path.dirname(os.path.abspath(script))
-    if sys.flags.safe_path:
+    if getattr(sys.flags, "safe_path", False):  # not before Python 3.11
         sys.path.insert(0, folder)
     else:
         sys.path[0] = folder

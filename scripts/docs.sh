@@ -7,15 +7,9 @@
 # Sets up .venv-docs by itself; torch is not needed. Further arguments go to mkdocs build.
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-PACKAGES="$ROOT/scripts/requirements/docs.txt"
 VENV="$VENV-docs"
-
-if ! cmp -s "$PACKAGES" "$VENV/.installed-docs"; then
-    echo "Installing what builds the documentation into $VENV (once)" >&2
-    "${PYTHON:-python3}" -m venv "$VENV"
-    install_packages --requirement "$PACKAGES"
-    cp "$PACKAGES" "$VENV/.installed-docs"
-fi
+create_environment
+once "$VENV" "$REQUIREMENTS/docs.txt" install_file
 cd "$ROOT"
 
 # The theme's notice about a future mkdocs: the version is pinned.

@@ -2,74 +2,120 @@
 #
 #   prepare_environment cpu [test] [npu]
 #
-# The first call installs, later ones notice that nothing has changed.  Packages are installed
-# without resolving dependencies, each pinned in scripts/requirements: megatron-core alone would
-# bring some 60 packages that nothing here imports, and any other torch several GB of CUDA.
+# The first call installs; a later one installs what has changed, or what an earlier one did not
+# finish. Packages are installed without their dependencies, each pinned in scripts/requirements:
+# megatron-core alone would bring some 60 packages that nothing here imports.
 #
 # "npu" is another environment beside it, .venv-npu, for tests/npu: torch_npu and nothing else, with
 # the packages of .venv behind it, and stand-ins for CANN. In .venv itself torch_npu would break
 # every `import torch`. If it cannot be made, the rest goes on without.
+#
+#   PYTHON         the interpreter of a new environment, 3.10 to 3.13; default python3
+#   COMMFUSE_VENV  its folder; default .venv in the repository
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${COMMFUSE_VENV:-$ROOT/.venv}"
 NPU_VENV="$VENV-npu"
+REQUIREMENTS="$ROOT/scripts/requirements"
 
 prepare_environment() {
-    local set file npu=false changed=() python="${PYTHON:-python3}"
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
-        echo "The pinned packages are for Python 3.11; $python is" \
-            "$("$python" --version 2>&1). Set PYTHON to a python3.11." >&2
-        return 2
-    fi
-    # torch first: with it in place nothing can bring in another one.
-    for set in torch "$@"; do
-        if [ "$set" = npu ]; then npu=true && continue; fi
-        file="$ROOT/scripts/requirements/$set.txt"
-        cmp -s "$file" "$VENV/.installed-$set" || changed+=("$set")
-    done
-    if [ "${#changed[@]}" -gt 0 ]; then
-        echo "Installing ${changed[*]} into $VENV (once)" >&2
-        "$python" -m venv "$VENV" || return
-        for set in "${changed[@]}"; do
-            file="$ROOT/scripts/requirements/$set.txt"
-            install_packages --requirement "$file" || return
-            cp "$file" "$VENV/.installed-$set"
-        done
-        if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'
-        then
-            echo "The installed torch is not a CPU build. Point pip at an index with CPU builds" \
-                "(PIP_INDEX_URL), remove $VENV and start again." >&2
-            return 2
-        fi
-        install_packages --no-build-isolation --editable "$ROOT" || return
-    fi
+    local name npu=false
+    create_environment || return
+    # Before installing: from Python 3.12 on megatron-core is built, and its setup.py runs python3.
     export PATH="$VENV/bin:$PATH"
-    # One thread per rank: ranks share the cores. And a torch_npu without CANN breaks `import torch`.
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_DEVICE_BACKEND_AUTOLOAD=0
+    # torch first: with it in place nothing can bring in another one.
+    once "$VENV" "$REQUIREMENTS/torch.txt" install_torch || return
+    for name in "$@"; do
+        if [ "$name" = npu ]; then npu=true && continue; fi
+        once "$VENV" "$REQUIREMENTS/$name.txt" install_file || return
+    done
+    once "$VENV" "$ROOT/setup.py" install_project || return
+    # One thread per rank: ranks share the cores. A torch_npu without CANN breaks `import torch`. And
+    # torch may be a build with CUDA, which is not to find a GPU.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+        CUDA_VISIBLE_DEVICES=
     if "$npu" && ! prepare_npu_environment; then
         echo "No $NPU_VENV (see above): tests/npu will be skipped." >&2
     fi
 }
 
-prepare_npu_environment() {
-    local file="$ROOT/scripts/requirements/npu.txt" site
-    if ! cmp -s "$file" "$NPU_VENV/.installed-npu"; then
-        echo "Installing torch_npu into $NPU_VENV (once)" >&2
-        "$VENV/bin/python" -m venv --without-pip "$NPU_VENV" || return
-        PIP_PYTHON="$NPU_VENV/bin/python" install_packages --requirement "$file" || return
-        site="$(site_packages "$NPU_VENV")" || return
-        site_packages "$VENV" >"$site/behind.pth" || return
-        cp "$file" "$NPU_VENV/.installed-npu"
+create_environment() {
+    local python="${PYTHON:-python3}"
+    [ ! -e "$VENV/bin/pip" ] || return 0
+    if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; then
+        echo "The pinned packages are for Python 3.10 to 3.13; $python is" \
+            "$("$python" --version 2>&1). Set PYTHON to one of these." >&2
+        return 2
     fi
-    site="$(site_packages "$NPU_VENV")" || return
-    "$VENV/bin/python" "$ROOT/mindspeed_patches/rehearsal/cann_stubs.py" \
-        --site-packages "$site" "$NPU_VENV/cann" >/dev/null
+    "$python" -m venv "$VENV"
 }
 
-site_packages() {
-    "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+# once VENV FILE COMMAND: run COMMAND FILE, unless it has succeeded in VENV with the same FILE.
+once() {
+    local marker
+    marker="$1/.installed-$(basename "${2%.*}")"
+    cmp -s "$2" "$marker" && return
+    echo "Installing ${2#"$ROOT/"} into $1 (once)" >&2
+    "$3" "$2" && cp "$2" "$marker"
+}
+
+# The CPU build is a few hundred MB, PyPI's build for Linux has CUDA among its dependencies.
+install_torch() {
+    local version source error cpu_builds=https://download.pytorch.org/whl/cpu log="$VENV/torch.log"
+    version="$(sed -n 's/^torch==//p' "$1")"
+    if install_packages "torch==$version+cpu" 2>"$log"; then
+        source="the configured indexes"
+    elif install_packages --timeout 15 --retries 1 --index-url "$cpu_builds" \
+        "torch==$version+cpu" 2>>"$log"; then
+        source="$cpu_builds"
+    else
+        source="the configured indexes, with its dependencies"
+        echo "torch $version+cpu is neither on the configured indexes nor can it be had from" \
+            "$cpu_builds (why: $log). Installing torch $version with its dependencies; on Linux" \
+            "CUDA is one, 3 GB to download and 5 GB on disk, and tests/npu cannot run. To avoid" \
+            "that, stop here and point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a CPU build." >&2
+        "$VENV/bin/python" -m pip install --disable-pip-version-check --requirement "$1" >&2 || return
+    fi
+    install_file "$1" || return
+    if ! error="$("$VENV/bin/python" -c 'import torch' 2>&1)"; then
+        echo "torch $version, from $source, cannot be imported: ${error##*$'\n'}. Remove $VENV and" \
+            "start again." >&2
+        return 1
+    fi
+    echo "torch $version is from $source." >&2
+}
+
+install_file() {
+    install_packages --requirement "$1"
+}
+
+install_project() {
+    install_packages --no-build-isolation --editable "$ROOT"
 }
 
 install_packages() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
+}
+
+prepare_npu_environment() {
+    local site
+    site="$(site_packages "$VENV")" || return
+    if [ -e "$site/torch/lib/libtorch_cuda.so" ]; then
+        # Both register the options of their allocators under the same names, and the process aborts.
+        echo "torch_npu cannot be loaded beside a torch with CUDA." >&2
+        return 1
+    fi
+    [ -e "$NPU_VENV/bin/python" ] || "$VENV/bin/python" -m venv --without-pip "$NPU_VENV" || return
+    once "$NPU_VENV" "$REQUIREMENTS/npu.txt" install_npu_file || return
+    "$VENV/bin/python" "$ROOT/mindspeed_patches/rehearsal/cann_stubs.py" \
+        --site-packages "$(site_packages "$NPU_VENV")" "$NPU_VENV/cann" >/dev/null
+}
+
+install_npu_file() {
+    PIP_PYTHON="$NPU_VENV/bin/python" install_file "$1" || return
+    site_packages "$VENV" >"$(site_packages "$NPU_VENV")/behind.pth"
+}
+
+site_packages() {
+    "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }

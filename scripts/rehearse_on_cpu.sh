@@ -12,16 +12,11 @@ set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu npu
 
-PACKAGES="$ROOT/scripts/requirements/rehearse.txt"
 if [ ! -e "$NPU_VENV/.installed-npu" ]; then
     echo "Without torch_npu there is no rehearsal." >&2
     exit 2
 fi
-if ! cmp -s "$PACKAGES" "$NPU_VENV/.installed-rehearse"; then
-    echo "Installing what MindSpeed-LLM imports into $NPU_VENV (once)" >&2
-    PIP_PYTHON="$NPU_VENV/bin/python" install_packages --requirement "$PACKAGES"
-    cp "$PACKAGES" "$NPU_VENV/.installed-rehearse"
-fi
+once "$NPU_VENV" "$REQUIREMENTS/rehearse.txt" install_npu_file
 
 export LD_LIBRARY_PATH="$NPU_VENV/cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -35,7 +35,7 @@ def why_not() -> str | None:
         if not (ENVIRONMENT / part).exists():
             return (
                 f"{ENVIRONMENT / part} is missing; `bash scripts/test.sh tests/npu` installs "
-                "torch_npu there"
+                "torch_npu there, or says why it cannot"
             )
     return None
 

@@ -133,7 +133,7 @@ def random_models(rank: int, seeds: range) -> int:
 
 
 def test_random_models(ranks: Any) -> None:
-    assert min(ranks(2).run(random_models, range(40))) > 40
+    assert min(ranks(2).run(random_models, range(25))) > 25
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from commfuse_npu.overlap import Attributes, RandomState, pair, transfers
 from commfuse_npu.overlap.turns import Turns
 from tests.overlap import test_pair
 
-SEEDS = range(40)
+SEEDS = range(15)
 
 
 def nothing(*_: Any) -> None: ...

@@ -187,13 +187,13 @@ def _fitted(at_ratio: Sequence[Result]) -> dict[str, Machine]:
     ranges = [_GEMM_SPEED[1]] * len(firsts) + list(_FITTED.values())
     low, high = (np.log([one[end] for one in ranges]) for end in (0, 1))
 
-    def machines(point: np.ndarray) -> dict[str, Machine]:
+    def machines(point: np.ndarray[Any, Any]) -> dict[str, Machine]:
         values = [float(value) for value in np.exp(point)]
         shared: dict[str, Any] = dict(zip(_FITTED, values[len(firsts) :], strict=True))
         speeds = zip(firsts, values[: len(firsts)], strict=True)
         return {work: replace(_START, cube_flops=speed, **shared) for work, speed in speeds}
 
-    def residuals(point: np.ndarray) -> np.ndarray:
+    def residuals(point: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         found = machines(point)
         alone = [_seconds(found[work], row, COMPUTE_ONLY) for work, row in firsts.items()]
         whole = [_seconds(found[row.setting.work], row) for row in rows]

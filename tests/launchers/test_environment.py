@@ -1,0 +1,160 @@
+"""What ``scripts/environment.sh`` installs, in which order; pip is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.limits import LIMIT
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "scripts" / "requirements"
+TORCH = re.findall(r"^torch==(.+)$", (REQUIREMENTS / "torch.txt").read_text("utf-8"), re.M)[0]
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+CONFIGURED = rf"--no-deps torch=={re.escape(TORCH)}\+cpu"
+"""How pip is asked for torch where no index is named."""
+
+# Notes what it is asked for, and fails in what FAIL matches. A virtual environment is a copy of it.
+PYTHON = """#!/bin/bash
+echo "$*" >> "$ASKED"
+if [ "$1" = --version ]; then echo Python 3.9.1; fi
+if [[ "$*" =~ ${FAIL:-^nothing} ]]; then echo "traceback"$'\\n'"Error: no space" >&2; exit 1; fi
+if [[ "$*" =~ sysconfig ]]; then echo "${0%/bin/python}/site"; fi
+if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; touch "$3/bin/pip"; fi
+"""
+
+
+class Machine:
+    """A machine without packages, whose Python is a stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.venv, self.asked = folder, folder / "venv", folder / "asked"
+        (folder / "python3").write_text(PYTHON, "utf-8")
+        (folder / "python3").chmod(0o755)
+
+    def prepare(self, fail: str = "", sets: str = "cpu test") -> tuple[int, str, list[str]]:
+        """Prepare an environment.
+
+        Args:
+            fail: regular expression of commands of Python that fail.
+            sets: what is installed besides torch.
+
+        Returns:
+            The exit code, what was said, and what pip was asked for after its usual options.
+        """
+        self.asked.write_text("", "utf-8")
+        run = subprocess.run(
+            ["bash", "-c", f'source "{ROOT}/scripts/environment.sh"; prepare_environment {sets}'],
+            env={
+                "PATH": f"{self.folder}:{os.environ['PATH']}",
+                "COMMFUSE_VENV": str(self.venv),
+                "ASKED": str(self.asked),
+                "FAIL": fail,
+            },
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        usual = "-m pip install --quiet --disable-pip-version-check --no-deps "
+        asked = [
+            line.removeprefix(usual).replace(f"{ROOT}/", "")
+            for line in self.asked.read_text("utf-8").splitlines()
+            if line.startswith("-m pip")
+        ]
+        return run.returncode, run.stderr, asked
+
+    def installed(self) -> set[str]:
+        """The sets that count as installed."""
+        return {path.name.partition("-")[2] for path in self.venv.glob(".installed-*")}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+REST = [
+    "--requirement scripts/requirements/cpu.txt",
+    "--requirement scripts/requirements/test.txt",
+    f"--no-build-isolation --editable {ROOT}",
+]
+FIRST = f"torch=={TORCH}+cpu"
+SECOND = f"--timeout 15 --retries 1 --index-url {CPU_BUILDS} {FIRST}"
+THIRD = "-m pip install --disable-pip-version-check --requirement scripts/requirements/torch.txt"
+TORCH_FILE = "--requirement scripts/requirements/torch.txt"
+
+
+@pytest.mark.parametrize(
+    ("fail", "torch", "source"),
+    [
+        ("", [FIRST], "the configured indexes"),
+        (CONFIGURED, [FIRST, SECOND], CPU_BUILDS),
+        (r"\+cpu", [FIRST, SECOND, THIRD], "the configured indexes, with its dependencies"),
+    ],
+)
+def test_a_cpu_build_comes_before_one_with_cuda(
+    machine: Machine, fail: str, torch: list[str], source: str
+) -> None:
+    code, said, asked = machine.prepare(fail)
+    assert code == 0, said
+    assert asked == [*torch, TORCH_FILE, *REST]
+    assert f"torch {TORCH} is from {source}." in said
+    assert ("GB to download" in said) == (THIRD in asked)
+    assert machine.prepare() == (0, "", [])
+
+
+def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Machine) -> None:
+    for _ in range(2):
+        code, said, asked = machine.prepare("import torch")
+        assert code != 0
+        assert said.endswith(
+            f"torch {TORCH}, from the configured indexes, cannot be imported: Error: no space. "
+            f"Remove {machine.venv} and start again.\n"
+        )
+        assert asked == [FIRST, TORCH_FILE]
+        assert machine.installed() == set()
+    assert machine.prepare()[0] == 0
+    assert machine.installed() == {"torch", "cpu", "test", "setup"}
+
+
+@pytest.mark.parametrize(
+    ("fail", "left"),
+    [
+        ("-m venv", [FIRST, TORCH_FILE, *REST]),
+        ("cpu.txt", REST),
+        ("test.txt", REST[1:]),
+        ("--editable", REST[2:]),
+    ],
+)
+def test_a_failed_installation_goes_on_where_it_stopped(
+    machine: Machine, fail: str, left: list[str]
+) -> None:
+    code, said, _ = machine.prepare(fail)
+    assert code != 0
+    assert "Error: no space" in said
+    assert machine.prepare()[::2] == (0, left)
+
+
+def test_what_has_changed_is_installed_anew(machine: Machine) -> None:
+    machine.prepare()
+    (machine.venv / ".installed-cpu").write_text("numpy==1.0\n", "utf-8")
+    assert machine.prepare()[::2] == (0, REST[:1])
+
+
+def test_another_python_is_refused(machine: Machine) -> None:
+    code, said, asked = machine.prepare("-c import sys")
+    assert (code, asked) == (2, [])
+    assert "for Python 3.10 to 3.13; python3 is Python 3.9.1. Set PYTHON to one of these." in said
+
+
+def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> None:
+    library = machine.venv / "site" / "torch" / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    code, said, asked = machine.prepare(r"\+cpu", "npu")
+    assert (code, asked) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2]])
+    assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in said
