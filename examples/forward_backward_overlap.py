@@ -18,7 +18,6 @@ from commfuse_npu.overlap import ForwardBackwardOverlap
 
 dist.init_process_group("gloo")  # "hccl" on NPUs
 N, rank = dist.get_world_size(), dist.get_rank()
-tensor_parallel_group = dist.group.WORLD
 
 
 class RowParallel(torch.autograd.Function):
@@ -28,14 +27,14 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         y = x @ weight.t()
-        dist.all_reduce(y, group=tensor_parallel_group)
+        dist.all_reduce(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight
-        work = dist.all_reduce(grad_x, group=tensor_parallel_group, async_op=True)
+        work = dist.all_reduce(grad_x, async_op=True)
         grad_weight = grad.t() @ x
         work.wait()
         return grad_x / N, grad_weight
@@ -51,6 +50,7 @@ def train(enabled: bool) -> list[torch.Tensor]:
             x = torch.tanh(RowParallel.apply(x, weight))
         return x.pow(2).mean()
 
+    tensor_parallel_group = dist.group.WORLD
     # cut: overlap
     overlap = ForwardBackwardOverlap([tensor_parallel_group])  # once
     # end

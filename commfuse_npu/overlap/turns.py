@@ -104,19 +104,23 @@ class Turns:
             self.error = error
 
     def _give_turn(self, other: int) -> None:
-        self._saved[self.side] = self._save()
-        self._restore(other)
-        self.side = other
-        self._gates[other].release()
+        if self.side != other:  # else Ctrl-C came after the turn was given
+            self._saved[self.side] = self._save()
+            self._restore(other)
+            self.side = other
+        if self._gates[other].locked():
+            self._gates[other].release()
 
     def _wait_for_turn(self, side: int) -> None:
         try:
             self._gates[side].acquire()
         except BaseException as error:
-            # Ctrl-C, in the main thread.  The other side runs: let it end first, so that what this
-            # one does on its way out is not done beside it.
+            # Ctrl-C, in the main thread.  If the other side runs, let it end first, so that what
+            # this one does on its way out is not done beside it.  The lock does not tell: Ctrl-C
+            # may come just after it was acquired.
             self.interrupt(error)
-            self._gates[side].acquire()
+            if self.side != side:
+                self._gates[side].acquire()
             raise
         self._check()
 

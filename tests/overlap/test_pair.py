@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -463,3 +464,51 @@ def test_each_side_finds_its_state_as_it_left_it() -> None:
     assert sorted(found) == [10, 11, 20, 21, 22]
     assert owner.value == 11
     assert turns.hand_overs == [2, 2]
+
+
+@pytest.mark.parametrize("moment", ["turn given", "turn taken"])
+def test_ctrl_c_at_a_hand_over_ends_both_sides(moment: str) -> None:
+    """The interpreter may raise it just after a lock was released, or acquired."""
+    lock = threading.Lock
+
+    class Gate:
+        def __init__(self) -> None:
+            self.lock, self.calls = lock(), 0
+
+        def locked(self) -> bool:
+            return self.lock.locked()
+
+        def acquire(self) -> None:
+            self.lock.acquire()
+            if threading.current_thread() is threading.main_thread():
+                self.calls += 1
+                if (moment, self.calls) == ("turn taken", 2):  # the first one closes the gate
+                    raise KeyboardInterrupt
+
+        def release(self) -> None:
+            self.lock.release()
+            if threading.current_thread() is threading.main_thread():
+                self.calls += 1
+                if (moment, self.calls) == ("turn given", 2):
+                    raise KeyboardInterrupt
+
+    with mock.patch("commfuse_npu.overlap.turns.threading.Lock", Gate):
+        turns = Turns()
+    ended: list[BaseException] = []
+
+    def backward() -> None:
+        try:
+            turns.begin()
+            while True:
+                turns.hand_over()
+        except OtherSideError as error:
+            ended.append(error)
+            turns.end(BACKWARD, error)
+
+    second = threading.Thread(target=backward, daemon=True)
+    second.start()
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        turns.hand_over()
+    turns.end(FORWARD, interrupted.value)
+    second.join(60)
+    assert [error.__cause__ for error in ended] == [interrupted.value]
