@@ -37,7 +37,7 @@ _MOST_BEGUN = 512
 """Programs that are remembered; one that was forgotten is looked up among the combinations."""
 
 _EXPLAINING = timedelta(seconds=2)
-"""How long others whose wait took too long as well are waited for, to say in what they differ."""
+"""How long others whose wait failed as well are waited for, to say in what they differ."""
 
 _HISTORIES = 2
 """The tag of what was begun, in full."""
@@ -247,7 +247,7 @@ class Agreement:
         raise self.error(MismatchError)
 
     def gave_up(self, why: str, *left_over: object) -> TransportError:
-        """A wait took as long as it may: break the transport, and say so if the ranks differ."""
+        """A wait failed: break the transport, and say so if the ranks differ."""
         difference = None
         if self._ledger is not None and self._broken is None:
             try:
