@@ -260,11 +260,6 @@ class Buckets:
             total: the dtype of sums.
         """
         transport = self._transport
-        if bucket.device.type != transport.device_type:
-            raise ValueError(
-                f"{name}: the bucket is on {bucket.device}, this group transfers "
-                f"{transport.device_type} tensors; move it there"
-            )
         if transport.size == 1:
             return None
         if transport.broken:

@@ -629,7 +629,9 @@ def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error is None, outcome.trace
         assert len(set(outcome.value)) == 1
-        for part in (f"rank {rank} of 3", "reduce_scatter_bucket", "peer 2", "step ", "lane "):
+        # The emulated HCCL names the process that is gone, and may end another peer's wait first.
+        assert re.search("peer 2|process of rank 2", outcome.value[0])
+        for part in (f"rank {rank} of 3", "reduce_scatter_bucket", "step ", "lane "):
             assert part in outcome.value[0]
 
 
@@ -697,7 +699,7 @@ def refused(rank: int) -> None:
         ),
         (
             ValueError,
-            "the bucket is on meta, this group transfers cpu tensors; move it there",
+            "the tensor is on meta, this group transfers cpu tensors; move it there",
             lambda: buckets.all_gather(torch.ones(4, device="meta")),
         ),
         (
