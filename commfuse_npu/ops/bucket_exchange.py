@@ -1,13 +1,13 @@
 """Buckets under way, in the order in which they were started.
 
-:class:`BucketExchange` is the handle that a caller waits for, :class:`Line` keeps the buckets of
-one transport.  Why its order cannot hang is said in :mod:`commfuse_npu.ops.buckets`.
+:class:`BucketExchange` is the handle that a caller waits for, :class:`BucketQueue` keeps the
+buckets of one transport.  Why its order cannot hang is said in :mod:`commfuse_npu.ops.buckets`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["BucketExchange", "Line", "line_of"]
+__all__ = ["BucketExchange", "BucketQueue", "queue_of"]
 
 
 class BucketExchange:
@@ -26,11 +26,11 @@ class BucketExchange:
     """
 
     def __init__(
-        self, name: str, elements: int, line: Line, running: Running | None, *, sums: bool
+        self, name: str, elements: int, queue: BucketQueue, running: Running | None, *, sums: bool
     ) -> None:
         self._name = name
         self._elements = elements
-        self._line = line
+        self._queue = queue
         # None: there is nothing to transfer, in a group of one or for an empty bucket.
         self._running = running
         self._sums = sums
@@ -45,7 +45,7 @@ class BucketExchange:
                 is as it was if a reduction fails; a gather may have filled some of the others.
         """
         if self._running is not None:
-            self._line.finish(self._running)
+            self._queue.finish(self._running)
             self._running = None
 
     def wait_rows(self, start: int, stop: int) -> None:
@@ -69,7 +69,7 @@ class BucketExchange:
                 "wait() instead of wait_rows()"
             )
         if self._running is not None and start < stop:
-            self._line.finish_before(self._running)
+            self._queue.finish_before(self._running)
             if not self._running.done:
                 self._running.wait_rows("bucket", start, stop)
 
@@ -87,18 +87,16 @@ class _UnderWay(NamedTuple):
     works: Mapping[str, Work]
 
 
-class Line:
+class BucketQueue:
     """The buckets of one transport, in the order in which they were started.
 
     Args:
         transport: of the buckets.
-
-    Attributes:
-        agreed: the combinations of operation, size, dtype and options that the ranks have compared.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.agreed: set[Hashable] = set()
+        # A rank that waits for a bucket must not need one that waits in a comparison.
+        transport.before_comparing = self.finish_all
         self._transport = transport
         self._under_way: deque[_UnderWay] = deque()
         self._not_posted: deque[_UnderWay] = deque()
@@ -155,6 +153,9 @@ class Line:
         return self._last_posted is None or self._last_posted.all_posted
 
 
-def line_of(transport: Transport) -> Line:
-    """The line of a transport: one, however many users it has, because its lanes are theirs."""
-    return transport.remembered.setdefault(__name__, Line(transport))
+def queue_of(transport: Transport) -> BucketQueue:
+    """The queue of a transport: one, however many users it has, because its lanes are theirs."""
+    queue: BucketQueue | None = transport.remembered.get(__name__)
+    if queue is None:
+        queue = transport.remembered[__name__] = BucketQueue(transport)
+    return queue

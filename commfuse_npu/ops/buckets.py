@@ -24,9 +24,9 @@ same order, so the numbers are the same on all of them.  A rank waits for a tran
 
 1. in a wait, which takes the buckets in the order of starts and their steps in rising order.  With
    too little scratch memory for a whole bucket, a step is posted when an earlier one is added;
-2. before the ranks compare: a combination of sizes and options that is new to them, or the digest
-   of every 64 operations (:mod:`commfuse_npu.runtime.ledger`).  They finish everything under way
-   first, so that nobody waits in the comparison who is still needed.
+2. before the ranks compare options that are new to them: they finish everything under way first,
+   so that nobody waits in the comparison who is still needed.  For the digests of what was begun
+   (:mod:`commfuse_npu.runtime.ledger`) a rank waits only with nothing under way.
 
 So take the transfer with the lowest number that is not finished.  Everything below it is, so both
 of its ends have been posted, or will be as soon as their ranks come to a wait: for a lower one they
@@ -63,7 +63,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from commfuse_npu.layers.bucket_arguments import check_bucket, check_fractions
-from commfuse_npu.ops.bucket_exchange import BucketExchange, line_of
+from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
 from commfuse_npu.ops.sum_ending import sum_ending
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program, aligned
@@ -142,7 +142,7 @@ class Buckets:
             )
         self._transport = transport
         self._options = options
-        self._line = line_of(transport)
+        self._queue = queue_of(transport)
 
     def reduce_scatter(
         self, bucket: torch.Tensor, *, average: bool = False, scale: float = 1.0
@@ -195,8 +195,8 @@ class Buckets:
                 bucket.mul_(scale)
             if running is not None:
                 divisor = self._transport.size if average else 1
-                self._line.add(bucket, running, {"finish": sum_ending(divisor)})
-        return BucketExchange(name, bucket.numel(), self._line, running, sums=True)
+                self._queue.add(bucket, running, {"finish": sum_ending(divisor)})
+        return BucketExchange(name, bucket.numel(), self._queue, running, sums=True)
 
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
         """Begin to fetch the other ranks' shards of a bucket.
@@ -227,8 +227,8 @@ class Buckets:
         with torch.no_grad():
             running = self._begin(name, bucket, program, last_first, None)
             if running is not None:
-                self._line.add(bucket, running, {})
-        return BucketExchange(name, bucket.numel(), self._line, running, sums=False)
+                self._queue.add(bucket, running, {})
+        return BucketExchange(name, bucket.numel(), self._queue, running, sums=False)
 
     def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:
         """How many partials are added at once, and how many such stacks have memory.
@@ -259,31 +259,18 @@ class Buckets:
             program: for a shard of so many elements.
             total: the dtype of sums.
         """
-        transport, line = self._transport, self._line
-        if bucket.device.type != transport.device_type:
-            raise ValueError(
-                f"{name}: the bucket is on {bucket.device}, this group transfers "
-                f"{transport.device_type} tensors; move it there"
-            )
+        transport = self._transport
         if transport.size == 1:
             return None
         if transport.broken:
             raise transport.error()
-        if line.same_memory(bucket):
+        if self._queue.same_memory(bucket):
             raise ValueError(
                 f"{name}: elements of the bucket are on their way already; wait for that exchange "
                 "first"
             )
         elements = bucket.numel() // transport.size
-        combination = (name, elements, bucket.dtype, self._place, total, facts)
-        if combination not in line.agreed or transport.compares_next:
-            # The ranks are about to wait for each other here; one that waits for a bucket instead
-            # must not need this rank any more.
-            line.finish_all()
-        running = None
         if elements == 0:
             transport.agree(name, path="empty", dtype=bucket.dtype, options=facts)
-        else:
-            running = transport.begin(program(elements), name, bucket, facts, total)
-        line.agreed.add(combination)
-        return running
+            return None
+        return transport.begin(program(elements), name, bucket, facts, total)

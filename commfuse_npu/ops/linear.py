@@ -179,7 +179,8 @@ def _column_backward(
         running: what was begun with ``x``.
     """
     if job.backward is None:
-        return _in_megatron_order(grad, x, whole, weight, needs_x, wgrad, job)
+        with job.transport.collectives(f"{job.name} backward"):
+            return _in_megatron_order(grad, x, whole, weight, needs_x, wgrad, job)
     rows = grad.shape[0] // job.transport.size
     works: dict[str, Work] = {}
     tensors = {"grad": grad, "weight": weight}
@@ -212,22 +213,19 @@ def _in_megatron_order(
     """:func:`_column_backward` by torch's collectives: x arrives behind dgrad, whose sum travels
     behind wgrad (read in Megatron-Core's ``LinearWithGradAccumulationAndAsyncCommunication``)."""
     group, reduce_dtype = job.transport.group, job.options.reduce_dtype
-    name = f"{job.name} backward"
     gathered: Any = None
+    if wgrad is not None and x is not None:
+        whole, gathered = begin_all_gather(x, group)
     grad_x = summed = None
-    with job.transport.collectives(name):
-        if wgrad is not None and x is not None:
-            whole, gathered = begin_all_gather(x, group)
-        if needs_x:
-            full = torch.mm(grad, weight)
-            grad_x, summed = begin_reduce_scatter(full.to(reduce_dtype or full.dtype), group)
-        if gathered is not None:
-            job.transport.wait_for(gathered)
+    if needs_x:
+        full = torch.mm(grad, weight)
+        grad_x, summed = begin_reduce_scatter(full.to(reduce_dtype or full.dtype), group)
+    if gathered is not None:
+        job.transport.wait_for(gathered)
     if wgrad is not None and whole is not None:
         wgrad.add(grad, whole)
     if summed is not None:
-        with job.transport.collectives(name):
-            job.transport.wait_for(summed)
+        job.transport.wait_for(summed)
     return None if grad_x is None else grad_x.to(grad.dtype)
 
 

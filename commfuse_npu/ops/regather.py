@@ -12,7 +12,7 @@ that run the same model post in the same order.  The gathered input has its memo
 earlier; the rest of the program's scratch is taken when its backward runs.
 
 A backward that was pruned (``torch.autograd.grad`` for the weight of ``proj`` alone) leaves a
-program under way.  It is finished for nothing at the next forward, as on all ranks.
+program under way.  It is drained at the next forward, as on all ranks, whichever thread that is in.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Regather:
         self._begin = begin
         self._begun: tuple[torch.Tensor, Running] | None = None
         self._over = False
-        self._calls.throw_away()
+        self._calls.drain()
         self._calls.last = weakref.ref(self)
 
     @staticmethod
     def before(transport: Transport) -> Regather | None:
         """That of the layer before the row-parallel one whose forward runs."""
         calls = _calls(transport)
-        calls.throw_away()
+        calls.drain()
         last, calls.last = calls.last, None
         return None if last is None else last()
 
@@ -92,19 +92,15 @@ class _Calls:
     last: weakref.ref[Regather] | None = None
     begun: list[Regather] = field(default_factory=list)
 
-    def throw_away(self) -> None:
-        """Finish what no backward came for, with work that does nothing."""
+    def drain(self) -> None:
+        """Finish what no backward came for."""
         if not self.begun or torch._C._current_graph_task_id() != -1:
             return  # a recomputed forward belongs to a backward
-        works = dict.fromkeys(("gemm", "wgrad"), _nothing)
         for one in list(self.begun):
             begun = one.take()
             assert begun is not None
             x, running = begun
-            running.run(works, grad_x=torch.empty_like(x))
-
-
-def _nothing(*_: object) -> None: ...
+            running.drain(grad_x=torch.empty_like(x))
 
 
 def _calls(transport: Transport) -> _Calls:

@@ -12,7 +12,7 @@ layers have their scratch memory meanwhile::
 **Where it does not reach.**  A *pass* is a forward of the model, or a backward; recomputed forwards
 belong to the backward.  Nothing is started at the end of a pass for the next one, so nothing is
 under way during an optimizer step.  A weight that changed since its transfer was started, or
-another layer than expected: the program that was begun is finished for nothing, and the weight is
+another layer than expected: the program that was begun is drained, and the weight is
 gathered anew.  An expectation that was wrong once is given up.  All of it is decided by what the
 model does, so that ranks that run the same model decide the same, and post in the same order.
 
@@ -84,13 +84,9 @@ class _Pending:
     def meets(self, use: _Use, call: WeightProgram, stamp: WeightStamp, dtype: torch.dtype) -> bool:
         return (self.use, self.call, self.stamp, self.shard.dtype) == (use, call, stamp, dtype)
 
-    def throw_away(self) -> None:
-        """Finish what nobody wants, as all ranks do: with work that does nothing."""
-
-        def nothing(*_: object) -> None: ...
-
-        works = dict.fromkeys(("make", "use", "finish"), nothing)
-        self.running.run(works, out=self.shard)
+    def drain(self) -> None:
+        """Finish what nobody wants, as all ranks do."""
+        self.running.drain(out=self.shard)
 
 
 class WeightPrefetch:
@@ -151,7 +147,7 @@ class WeightPrefetch:
         if pending is not None:
             if pending.meets(use, call, stamp, shard.dtype):
                 return pending.running
-            pending.throw_away()
+            pending.drain()
         return call.begin(shard)
 
     def _follow(self, use: _Use, task: int) -> None:
@@ -183,7 +179,7 @@ class WeightPrefetch:
             self._pending = _Pending(use, call, stamp, shard, call.begin(shard))
 
     def end_pass(self) -> None:
-        """Nothing that comes belongs to the pass so far; what is under way is thrown away.
+        """Nothing that comes belongs to the pass so far; what is under way is drained.
 
         Raises:
             TransportError: it could not be finished.
@@ -191,7 +187,7 @@ class WeightPrefetch:
         self._pass_ends()
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.throw_away()
+            pending.drain()
 
     def interrupted(self, error: BaseException) -> None:
         """The program left the pass by an exception: what is under way cannot be finished.

@@ -138,7 +138,7 @@ class Builder:
         On gloo the notice that a receive is ready shares the socket with bulk data.
         """
         code: list[Instruction] = []
-        # What came after the last receive, numbered; and who touched a span last, by slot.
+        # What came after the last receive, numbered; and which of it touched a span last, by slot.
         behind: deque[tuple[int, Instruction]] = deque()
         touched: defaultdict[str, dict[Span, int]] = defaultdict(dict)
         marked = -1
@@ -149,7 +149,11 @@ class Builder:
                 there = touched[self._slot(into)].items()
                 after = max((n for span, n in there if _clash(into, span)), default=-1)
                 while behind and behind[0][0] <= max(after, marked):
-                    code.append(behind.popleft()[1])
+                    number, passed = behind.popleft()
+                    code.append(passed)
+                    for span in chain(*accesses(passed)):
+                        if touched[self._slot(span)].get(span) == number:
+                            del touched[self._slot(span)][span]
                 code.append(Post(None, one.receive))
             behind.append((at, rest))
             if isinstance(one, Mark):
@@ -199,7 +203,8 @@ class _UnderWay:
         """The steps that have memory in common with a span."""
         taken = []
         for span in touched:
-            for buffer, there in self._ends.get(self._slot(span), {}).items():
+            slot = self._ends.get(self._slot(span), {})
+            for buffer, there in list(slot.items()):
                 low, high = 0, len(there)
                 if buffer == span.buffer:
                     low = bisect_left(there, (span.start - self._widest,))
@@ -207,7 +212,9 @@ class _UnderWay:
                 found = [one for one in there[low:high] if _clash(span, one[2])]
                 if found:
                     there[low:high] = [one for one in there[low:high] if not _clash(span, one[2])]
-                taken += [step for _, step, _ in found]
+                    taken += [step for _, step, _ in found]
+                    if not there:
+                        del slot[buffer]
         return tuple(sorted(taken))
 
     def take_all(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ nothing; and everything on it is done when the program is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from commfuse_npu.plan.program import (
@@ -36,6 +37,11 @@ def with_events(
     if not any(map(is_aside, code)):
         return list(code)
     touched = _touched(code)
+    # By stream, in order; what is posted is waited for by one of the two.
+    given: dict[bool, list[int]] = {False: [], True: []}
+    for at, one in enumerate(code):
+        if not isinstance(one, Post):
+            given[is_aside(one)].append(at)
     posted: dict[int, int] = {}
     # By the place in front of which they are.
     records: dict[int, int] = {}
@@ -49,13 +55,10 @@ def with_events(
                 through = [posted[step] + 1 for _, step in one.ends]
                 known[True] = max(known[True], *through)
             continue
-        unknown = range(max(0, known[aside]), at)
-        # What is under way is waited for by one of the two.
-        others = [
-            k for k in unknown if is_aside(code[k]) != aside and not isinstance(code[k], Post)
-        ]
+        other = given[not aside]
+        unknown = other[bisect_left(other, known[aside]) : bisect_left(other, at)]
         found = [
-            k for k in others if isinstance(code[k], Mark) or _meet(touched[k], touched[at], clash)
+            k for k in unknown if isinstance(code[k], Mark) or _meet(touched[k], touched[at], clash)
         ]
         if found or known[aside] < 0:
             known[aside] = max(found, default=-1) + 1

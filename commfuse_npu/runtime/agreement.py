@@ -9,7 +9,7 @@ transfers that are left over can no longer be matched.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -37,7 +37,7 @@ _MOST_BEGUN = 512
 """Programs that are remembered; one that was forgotten is looked up among the combinations."""
 
 _EXPLAINING = timedelta(seconds=2)
-"""How long others whose wait took too long as well are waited for, to say in what they differ."""
+"""How long others whose wait failed as well are waited for, to say in what they differ."""
 
 _HISTORIES = 2
 """The tag of what was begun, in full."""
@@ -108,6 +108,8 @@ class Agreement:
         ranks: of the whole job, by place in the group.
         rank, size: place in the group.
         order_log: where to write down the order of posts and waits; ``None`` for nowhere.
+        before_comparing: called before an operation that is new waits for the other ranks to call
+            it too; it finishes what is under way that they may need of this rank.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Agreement:
         self.timeout = timeout
         self.check = check
         self.order_log: TransportLog | None = None
+        self.before_comparing: Callable[[], None] = lambda: None
         self._control = control
         self._agreed: set[Hashable] = set()
         # What Transport.begin agreed on, so that it is not put together anew: to number and words.
@@ -137,9 +140,9 @@ class Agreement:
         return self._broken is not None
 
     @property
-    def compares_next(self) -> bool:
-        """Whether the next operation waits for the other ranks, known or not."""
-        return self.check == "always" or (self._ledger is not None and self._ledger.sends_next)
+    def under_way(self) -> bool:
+        """Whether other ranks may wait for transfers of this one."""
+        return False
 
     def agree(
         self, name: str, sizes: Mapping[str, Hashable] | None = None, **facts: Hashable
@@ -178,6 +181,7 @@ class Agreement:
             *((what, bool(value) if what in sizes else value) for what, value in facts.items()),
         )
         if self.size > 1 and (kind not in self._agreed or self.check == "always"):
+            self.before_comparing()
             self._compare(name, signature)
         if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
             # The ranks run the same operations, so that they forget the same.
@@ -191,7 +195,9 @@ class Agreement:
         _unsettled.add(self)
         if ledger.enter(identity, signature):
             with self._with_others("what was begun"):
-                same = ledger.send(self.timeout)
+                ledger.send()
+                # A rank that needs what is under way here may not have sent its digest.
+                same = self.under_way or ledger.compare(self.timeout, newest=False)
             if not same:
                 self._went_apart(ledger)
 
@@ -226,7 +232,7 @@ class Agreement:
         if any(other != state for other in self.share("what was begun", state)):
             self._went_apart(ledger)
         with self._with_others("what was begun"):
-            ledger.arrived(self.timeout)
+            ledger.compare(self.timeout)
         ledger.settled()
         _unsettled.discard(self)
 
@@ -241,7 +247,7 @@ class Agreement:
         raise self.error(MismatchError)
 
     def gave_up(self, why: str, *left_over: object) -> TransportError:
-        """A wait took as long as it may: break the transport, and say so if the ranks differ."""
+        """A wait failed: break the transport, and say so if the ranks differ."""
         difference = None
         if self._ledger is not None and self._broken is None:
             try:

@@ -182,6 +182,15 @@ class Running:
         else:
             self._transport.suspend(self)
 
+    def drain(self, **tensors: torch.Tensor) -> None:
+        """Finish what nobody wants any more, as all ranks do: transfers without the work.
+
+        Args:
+            tensors: see :meth:`run`; what is in those that it writes means nothing.
+        """
+        works = {one.work: _no_work for one in self.program.code if isinstance(one, Compute)}
+        self.run(works, ahead=False, **tensors)
+
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
         """Wait for what arrives in these rows of a buffer; only for what is posted already."""
         self._expect_working()
@@ -318,7 +327,8 @@ class Running:
                     one[:] = [()]
         except RuntimeError as error:
             why = f"{self._what(step, way)}: {error}"
-            if timeout is not None and time.perf_counter() - start >= timeout.total_seconds():
+            if timeout is not None:
+                # Also before the time is over: a peer whose wait ended first closes the connection.
                 raise transport.gave_up(why, self) from error
             transport.fail(why, self)
             raise transport.error() from error
@@ -410,6 +420,9 @@ class Running:
         for (transfer, row), tensor in zip(ways, one[2:], strict=True):
             trace.add_in_order(event(row, transfer.piece, one[1], tensor.nbytes))
         trace.add(event("waiting", ways[-1][0].piece, began))
+
+
+def _no_work(*_: object) -> None: ...
 
 
 def _copy(out: torch.Tensor, source: torch.Tensor) -> None:

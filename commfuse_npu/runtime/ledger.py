@@ -1,7 +1,8 @@
 """What a rank began, in order, so that the ranks can compare it without waiting for each other.
 
 Everything enters a digest.  On gloo the digest of every stretch of operations is sent to the other
-ranks, and looked at when the next stretch is over, so that it has arrived long before::
+ranks, and looked at when the next stretch is over, so that it has arrived long before.  While
+transfers are under way it is not looked at: another rank may need them before it sends its own::
 
     begun    | stretch 0      | stretch 1      | stretch 2      | step of the optimizer
     sent     |                | 0              | 1              | 2, and the last operations
@@ -51,43 +52,45 @@ class Ledger:
         # Single messages of HCCL open communicators of their own, in the middle of a forward.
         self._sends = dist.get_backend(control) == "gloo"
         self._kept: deque[Signature] = deque(maxlen=_KEPT)
-        self._sent: Swap | None = None
+        self._sent: deque[Swap] = deque()
 
     def enter(self, identity: int, signature: Signature) -> bool:
-        """Another operation; whether a stretch is over."""
+        """Another operation; whether a digest is to be sent, or an older one to be compared."""
         self.entered += 1
         self.digest = (self.digest * 6364136223846793005 + identity) & 0x7FFFFFFFFFFFFFFF
         self._kept.append(signature)
-        return self._sends and not self.entered % _STRETCH
+        return self._sends and (not self.entered % _STRETCH or len(self._sent) > 1)
 
-    @property
-    def sends_next(self) -> bool:
-        """Whether the next operation ends a stretch, and waits for the digest of the last."""
-        return self._sent is not None and not (self.entered + 1) % _STRETCH
+    def send(self) -> None:
+        """Send the digest to the other ranks, if a stretch is over.
 
-    def send(self, timeout: timedelta) -> bool:
-        """Send the digest to the other ranks; whether theirs of the stretch before were the same.
+        Raises:
+            MissingRankError: the connection to a rank is gone.
+        """
+        if not self.entered % _STRETCH:
+            mine = torch.tensor([self.entered, self.digest])
+            theirs = {
+                peer: torch.empty_like(mine)
+                for peer in range(self._control.size())
+                if peer != self._control.rank()
+            }
+            self._sent.append(Swap(mine, theirs, self._control, _TAG))
+
+    def compare(self, timeout: timedelta, *, newest: bool = True) -> bool:
+        """Wait for the other ranks' digests; whether all of them were the same.
+
+        Args:
+            newest: also for that which was sent last.
 
         Raises:
             MissingRankError: a rank is a whole stretch behind for so long, or gone.
         """
-        mine = torch.tensor([self.entered, self.digest])
-        theirs = {
-            peer: torch.empty_like(mine)
-            for peer in range(self._control.size())
-            if peer != self._control.rank()
-        }
-        same = self.arrived(timeout)
-        self._sent = Swap(mine, theirs, self._control, _TAG)
-        return same
-
-    def arrived(self, timeout: timedelta) -> bool:
-        """Whether the digests that were sent last were the same on all ranks."""
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return True
-        theirs = sent.wait(time.monotonic() + timeout.total_seconds())
-        return all(torch.equal(sent.mine, other) for other in theirs.values())
+        end = time.monotonic() + timeout.total_seconds()
+        while len(self._sent) > (not newest):
+            sent = self._sent.popleft()
+            if any(not torch.equal(sent.mine, other) for other in sent.wait(end).values()):
+                return False
+        return True
 
     def settled(self) -> None:
         """All ranks have the same; what they began does not have to be kept any more."""

@@ -340,6 +340,11 @@ class Transport(Agreement):
         self.resume(running)
         return running
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a program was begun that is not finished."""
+        return bool(self._in_flight)
+
     def expect_one_thread(self, name: str) -> None:
         """Raise a TransportError if another thread is carrying out a program.
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.plan.program import Post
 from commfuse_npu.reference import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.executor import Running
 from tests.distributed.programs import view, watch_posts
@@ -272,24 +274,6 @@ def test_comparing_the_ranks_does_not_hang(ranks, batched: bool, check: str) -> 
     ranks(3).run(mixed_at_first_use, batched, check)
 
 
-def started_by_a_hook(rank: int, batched: bool) -> None:
-    """A device's autograd thread starts one, the main thread the next while that is under way."""
-    link = transport(batched)
-    buckets = Buckets(link)
-    both = [torch.ones(link.size * 2) for _ in range(2)]
-    with ThreadPoolExecutor(1) as autograd:
-        autograd.submit(buckets.reduce_scatter, both[0]).result()
-        second = buckets.reduce_scatter(both[1])
-        autograd.submit(second.wait).result()
-    for bucket in both:
-        assert torch.equal(shard(bucket, link.size, rank), torch.full((2,), float(link.size)))
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-def test_one_thread_after_the_other_may_start_and_wait(ranks, batched: bool) -> None:
-    ranks(3).run(started_by_a_hook, batched)
-
-
 def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
     """(lane, number of the bucket, step) of each batch, with waits that depend on the rank."""
     link = transport(True)
@@ -360,7 +344,9 @@ def starts_before_the_others(rank: int, batched: bool) -> None:
     if rank:
         # The others come only after rank 0 has started everything.
         dist.broadcast(token, 0)
-    started = list(start_all(rank, link, options, 0))
+    # So many that digests of what was begun are compared meanwhile.
+    started = [one for seed in range(30) for one in start_all(rank, link, options, seed)]
+    assert len(started) > 128
     if rank == 0:
         dist.broadcast(token, 0)
     for bucket, expected, handle in started:
@@ -643,7 +629,9 @@ def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error is None, outcome.trace
         assert len(set(outcome.value)) == 1
-        for part in (f"rank {rank} of 3", "reduce_scatter_bucket", "peer 2", "step ", "lane "):
+        # The emulated HCCL names the process that is gone, and may end another peer's wait first.
+        assert re.search("peer 2|process of rank 2", outcome.value[0])
+        for part in (f"rank {rank} of 3", "reduce_scatter_bucket", "step ", "lane "):
             assert part in outcome.value[0]
 
 
@@ -711,7 +699,7 @@ def refused(rank: int) -> None:
         ),
         (
             ValueError,
-            "the bucket is on meta, this group transfers cpu tensors; move it there",
+            "the tensor is on meta, this group transfers cpu tensors; move it there",
             lambda: buckets.all_gather(torch.ones(4, device="meta")),
         ),
         (
@@ -859,19 +847,23 @@ def test_buckets_take_the_lanes_that_there_are(ranks) -> None:
     ranks(3).run(one_lane)
 
 
-def many(rank: int) -> None:
+def many(rank: int, remembered: int) -> None:
     """More than two stretches of the ledger; one rank waits at the end, the other each time."""
     buckets = Buckets(link(), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
     tensors = [torch.ones(8) for _ in range(200)]
     handles = []
-    for tensor in tensors:
-        handles.append(buckets.reduce_scatter(tensor))
-        if rank:
-            handles[-1].wait()
-    for handle in handles:
-        handle.wait()
-    assert all((shard(tensor, 2, rank) == 2).all() for tensor in tensors)
+    with mock.patch.object(agreement, "_MOST_AGREED", remembered):
+        for number, tensor in enumerate(tensors):
+            handles.append(buckets.reduce_scatter(tensor, average=bool(number % 2)))
+            if rank:
+                handles[-1].wait()
+        for handle in handles:
+            handle.wait()
+    for number, tensor in enumerate(tensors):
+        assert (shard(tensor, 2, rank) == (1 if number % 2 else 2)).all()
 
 
-def test_many_buckets_wait_for_no_rank_that_waits(ranks) -> None:
-    ranks(2).run(many)
+@pytest.mark.parametrize("remembered", [1, 4096])
+def test_many_buckets_wait_for_no_rank_that_waits(ranks, remembered: int) -> None:
+    """Nor where the ranks forget what they agreed on, and compare it again."""
+    ranks(2).run(many, remembered)
