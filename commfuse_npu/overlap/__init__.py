@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from commfuse_npu.overlap.order import Order, Place
 from commfuse_npu.overlap.pair import ForwardBackwardOverlap
 from commfuse_npu.overlap.states import Attributes, RandomState
 from commfuse_npu.overlap.turns import OtherSideError, SideState
 
-__all__ = ["Attributes", "ForwardBackwardOverlap", "OtherSideError", "RandomState", "SideState"]
+__all__ = [
+    "Attributes",
+    "ForwardBackwardOverlap",
+    "Order",
+    "OtherSideError",
+    "Place",
+    "RandomState",
+    "SideState",
+]

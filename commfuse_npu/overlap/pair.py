@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from commfuse_npu.overlap.order import Order, Place, best_order
+from commfuse_npu.overlap.recording import Recording
 from commfuse_npu.overlap.states import RandomState
 from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, SideState, Turns
@@ -38,8 +41,9 @@ class ForwardBackwardOverlap:
         loss.backward()
         overlap.check()
 
-    With ``COMMFUSE_FB_OVERLAP=0`` in the environment :meth:`run` runs the backward, then the
-    forward.
+    They take strict turns, unless pairs were measured with :meth:`record` and an order chosen with
+    :meth:`choose_orders`.  With ``COMMFUSE_FB_OVERLAP=0`` in the environment :meth:`run` runs the
+    backward, then the forward.
 
     Args:
         groups: whose collectives are places to hand over: of tensor, expert and context
@@ -50,6 +54,8 @@ class ForwardBackwardOverlap:
 
     Attributes:
         enabled: whether :meth:`run` runs them side by side.
+        orders: of the kinds of pairs that do not take strict turns.
+        recorded: the places of both sides, of the last pair of each kind.
         pairs: how many it ran so.
         hand_overs: how often the forwards handed over, and the backwards.
     """
@@ -72,9 +78,13 @@ class ForwardBackwardOverlap:
         self.enabled = os.environ.get("COMMFUSE_FB_OVERLAP", "1") != "0"
         self.pairs = 0
         self.hand_overs = [0, 0]
+        self.orders: dict[Hashable, Order] = {}
+        self.recorded: dict[Hashable, tuple[list[Place], list[Place]]] = {}
 
-    def run(self, forward: Callable[[], F], backward: Callable[[], B]) -> tuple[F, B]:
-        """Both, side by side; what each returns.
+    def run(
+        self, forward: Callable[[], F], backward: Callable[[], B], kind: Hashable = None
+    ) -> tuple[F, B]:
+        """Both, side by side, in the order chosen for this kind of pair; what each returns.
 
         The forward runs in the calling thread, the backward in a second one, with the caller's
         device, current stream, autocast, gradient mode and torch modes.
@@ -88,7 +98,8 @@ class ForwardBackwardOverlap:
         if not self.enabled:
             result = backward()
             return forward(), result
-        turns, context = Turns(self.states), _Context(self.device)
+        turns = Turns(self.states, self.orders.get(kind, ((), ())))
+        context = _Context(self.device)
 
         def behind() -> Any:
             with ExitStack() as stack:
@@ -109,8 +120,40 @@ class ForwardBackwardOverlap:
         self.hand_overs = [a + b for a, b in zip(self.hand_overs, turns.hand_overs, strict=True)]
         return result_f, result_b
 
+    def record(
+        self,
+        forward: Callable[[], F],
+        backward: Callable[[], B],
+        kind: Hashable = None,
+        recording: Callable[[int, str], Recording] = Recording,
+    ) -> tuple[F, B]:
+        """One after the other, measuring what each takes between its places to hand over."""
+
+        def measured(side: int, function: Callable[[], Any]) -> tuple[Any, list[Place]]:
+            turns = recording(side, self.device)
+            with take_turns_at_transfers(turns, self._groups):
+                result = function()
+                return result, turns.places()
+
+        result_b, places_b = measured(BACKWARD, backward)
+        result_f, places_f = measured(FORWARD, forward)
+        self.recorded[kind] = places_f, places_b
+        return result_f, result_b
+
+    def choose_orders(self) -> None:
+        """Choose an order for each recorded kind of pair; on all ranks that of their first one.
+
+        Call it on all ranks of the groups.
+        """
+        self.orders = {kind: best_order(sides) for kind, sides in self.recorded.items()}
+        for group in self._named:
+            chosen = [self.orders]
+            dist.broadcast_object_list(chosen, dist.get_global_rank(group, 0), group)
+            self.orders = chosen[0]
+
     def check(self) -> None:
-        """Compare with the other ranks of each group how often each side handed over so far.
+        """Compare with the other ranks of each group how often each side handed over so far, and
+        the orders.
 
         What the ranks of a group do beside a transfer is decided by hand-overs; where they differ,
         collectives met others than they should.  Call it before the optimizer changes weights.
@@ -118,7 +161,7 @@ class ForwardBackwardOverlap:
         Raises:
             RuntimeError: the ranks differ.
         """
-        digest = self.hand_overs[FORWARD] * 0x9E3779B1 + self.hand_overs[BACKWARD]
+        digest = zlib.crc32(repr((self.hand_overs, sorted(self.orders.items(), key=repr))).encode())
         for group in self._named:  # in one order on all ranks
             both = torch.tensor([digest, -digest], device=self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)

@@ -3,12 +3,15 @@
 While a pair runs, a blocking collective of a named group becomes: begin it, hand over, wait::
 
     work = all_gather_into_tensor(output, input, group, async_op=True)
-    turns.hand_over()        # the other side computes while this transfer is under way
+    turns.began(work, blocking=True)  # the other side computes while this transfer is under way
     work.wait()
 
-An asynchronous collective stays as it is.  The ``wait()`` of a reduce-scatter, an all-reduce and an
-all-to-all hands over first; that of an all-gather does not, because Megatron hides the all-gather
-of a backward behind its dgrad.  Outside of a pair, and for other groups, nothing changes.
+An asynchronous collective stays as it is.  In strict turns the ``wait()`` of a reduce-scatter, an
+all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
+hides the all-gather of a backward behind its dgrad.  A chosen order (:mod:`.order`) may hand over
+at any ``wait()``, and after an asynchronous collective began.  The host's wait for a stream, where
+experts read how many tokens each of them gets, is a place, too.  Outside of a pair, and for other
+groups, nothing changes.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ _WAIT_HANDS_OVER = {
 
 _turns: Turns | None = None
 _groups: Collection[dist.ProcessGroup | None] = ()
+_beginning = False
+"""Inside of a function that is wrapped: some names of torch call others."""
 
 
 def active_turns() -> Turns | None:
@@ -76,15 +81,15 @@ def take_turns_at_transfers(
         _turns, _groups = None, ()
 
 
-class _HandOverThenWait:
-    """A ``Work`` whose ``wait()`` hands over first, while the pair runs in which it began."""
+class _Transfer:
+    """A ``Work`` whose ``wait()`` is a place to hand over while the pair runs in which it began."""
 
-    def __init__(self, work: Any, turns: Turns) -> None:
-        self._work, self._began_in = work, turns
+    def __init__(self, work: Any, turns: Turns, hands_over: bool) -> None:
+        self._work, self._began_in, self._hands_over = work, turns, hands_over
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if _turns is self._began_in:
-            self._began_in.hand_over()
+            self._began_in.waits(self._hands_over)
         return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -97,19 +102,22 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
 
     @functools.wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
+        global _beginning
         turns = _turns
         group = args[group_at] if len(args) > group_at else kwargs.get("group")
-        if turns is None or group not in _groups:
+        if turns is None or _beginning or group not in _groups:
             return function(*args, **kwargs)
         asynchronous = kwargs.pop("async_op", False) or args[async_at:] == (True,)
-        work = function(*args[:async_at], async_op=True, **kwargs)
-        if isinstance(work, _HandOverThenWait):  # one name of torch calls another
-            work = work._work
+        _beginning = True
+        try:
+            work = function(*args[:async_at], async_op=True, **kwargs)
+        finally:
+            _beginning = False
         if work is None:  # this rank is not in the group
             return None
+        turns.began(work, blocking=not asynchronous)
         if asynchronous:
-            return _HandOverThenWait(work, turns) if wait_hands_over else work
-        turns.hand_over()
+            return _Transfer(work, turns, wait_hands_over)
         work.wait()
         return None
 
@@ -122,10 +130,24 @@ def _functional_wait(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wait_tensor(tensor: torch.Tensor) -> Any:
         if _turns is not None:
-            _turns.hand_over()
+            _turns.waits(by_default=True)
         return function(tensor)
 
     return wait_tensor
+
+
+def _synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a stream: the host waits for what was enqueued so far, not for the other side's work."""
+
+    @functools.wraps(function)
+    def synchronize(stream: Any) -> Any:
+        if _turns is None:
+            return function(stream)
+        enqueued = stream.record_event()
+        _turns.waits(by_default=True)
+        return enqueued.synchronize()
+
+    return synchronize
 
 
 def _refused(
@@ -150,6 +172,10 @@ def _install() -> None:
         if function is not None:
             _replace(function, _collective(function, wait_hands_over))
     _replace(functional.wait_tensor, _functional_wait(functional.wait_tensor))
+    for device in ("cuda", "npu"):
+        stream = getattr(getattr(torch, device, None), "Stream", None)
+        if stream is not None:
+            stream.synchronize = _synchronize(stream.synchronize)
     run_backward = torch.autograd.graph._engine_run_backward
     nested = _refused(
         run_backward,

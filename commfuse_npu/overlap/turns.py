@@ -46,15 +46,20 @@ class Turns:
 
     Args:
         states: exchanged whenever the turn changes.
+        order: for each place of the forward, and of the backward, whether it hands over there
+            (:mod:`.order`); beyond the end of a list, or without one, each place has its default.
 
     Attributes:
         side: whose turn it is.
         hand_overs: how often each side handed over.
     """
 
-    def __init__(self, states: Sequence[SideState] = ()) -> None:
+    def __init__(
+        self, states: Sequence[SideState] = (), order: Sequence[Sequence[bool]] = ((), ())
+    ) -> None:
         self.side = FORWARD
         self.hand_overs = [0, 0]
+        self._order, self._places = order, [0, 0]
         self.error: BaseException | None = None
         self._states = states
         self._saved: list[list[Any]] = [[], self._save()]
@@ -70,6 +75,20 @@ class Turns:
             OtherSideError: the forward failed before it handed over.
         """
         self._wait_for_turn(BACKWARD)
+
+    def began(self, work: Any, blocking: bool) -> None:
+        """A place: a transfer began, which the caller waits for at once if it is ``blocking``."""
+        self._place(blocking)
+
+    def waits(self, by_default: bool) -> None:
+        """A place: the side is about to wait for what it began earlier."""
+        self._place(by_default)
+
+    def _place(self, by_default: bool) -> None:
+        chosen, at = self._order[self.side], self._places[self.side]
+        self._places[self.side] += 1
+        if chosen[at] if at < len(chosen) else by_default:
+            self.hand_over()
 
     def hand_over(self) -> None:
         """Let the other side run until it hands over or ends; nothing if it has ended.

@@ -9,13 +9,14 @@ backwards both wrote, and of which it is not known that each side may have its o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from commfuse_npu.overlap.transfers import take_turns_at_transfers
-from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
+from commfuse_npu.overlap import ForwardBackwardOverlap, Place
+from commfuse_npu.overlap.recording import Recording
 from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers
 
 __all__ = ["Census"]
@@ -34,14 +35,16 @@ class Census:
         wrote: the names that forwards wrote, and those that backwards wrote.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], groups: Collection[Any]) -> None:
+    def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
         self.wrote: tuple[set[str], set[str]] = set(), set()
-        self._groups, self._owners = groups, list(_owners(models))
+        self._overlap, self._owners = overlap, list(_owners(models))
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
-        """One after the other, as Megatron does."""
-        result = self._watched(BACKWARD, backward)
-        return self._watched(FORWARD, forward), result
+    def run(
+        self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
+    ) -> tuple[Any, Any]:
+        """One after the other, as Megatron does; measured, so that an order can be chosen."""
+        watch = partial(_Watch, wrote=self.wrote, owners=self._owners)
+        return self._overlap.record(forward, backward, kind, watch)
 
     @property
     def unknown(self) -> list[str]:
@@ -49,31 +52,40 @@ class Census:
         known = {f"{module}.{name}" for module, names in GLOBALS.items() for name in names}
         return sorted((self.wrote[0] & self.wrote[1]) - known - set(_HARMLESS))
 
-    def _watched(self, side: int, function: Callable[[], Any]) -> Any:
-        watch = _Watch(side, self._owners)
-        with take_turns_at_transfers(watch, self._groups):
-            result = function()
-        watch.hand_over()
-        self.wrote[side].update(watch.wrote)
-        return result
 
+class _Watch(Recording):
+    """Looks at each place to hand over, and at the end of a side."""
 
-class _Watch(Turns):
-    """Looks where a pair would hand over."""
+    def __init__(
+        self,
+        side: int,
+        device: str,
+        *,
+        wrote: tuple[set[str], set[str]],
+        owners: list[tuple[str, dict[str, Any]]],
+    ) -> None:
+        self._wrote, self._owners, self._left = wrote[side], owners, _SNAPSHOTS
+        self._before = self._snapshot()
+        super().__init__(side, device)
 
-    def __init__(self, side: int, owners: list[tuple[str, dict[str, Any]]]) -> None:
-        super().__init__()
-        self.side, self.wrote, self._owners = side, set[str](), owners
-        self._left, self._before = _SNAPSHOTS, self._snapshot()
+    def places(self) -> list[Place]:
+        places = super().places()
+        self._left = 1
+        self._look()
+        return places
 
-    def hand_over(self) -> None:
+    def _passed(self) -> None:
+        self._look()
+        super()._passed()
+
+    def _look(self) -> None:
         if self._left == 0:
             return
         self._left -= 1
         before, self._before = self._before, self._snapshot()
         for name, value in self._before.items():
             if not _same(before.get(name), value):
-                self.wrote.add(name)
+                self._wrote.add(name)
 
     def _snapshot(self) -> dict[str, Any]:
         return {

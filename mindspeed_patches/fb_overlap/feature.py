@@ -145,10 +145,10 @@ class Overlapping:
         if not groups:
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
             return plain(**step)
-        census = Census(models, groups)
+        overlap = ForwardBackwardOverlap(groups)
+        census = Census(overlap, models)
         losses = OverlappedSchedule(census, **step).run()
-        device = next(models[0].parameters()).device
-        found = torch.tensor([len(census.unknown)], device=device)
+        found = torch.tensor([len(census.unknown)], device=overlap.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if census.unknown:
             _logger.warning(
@@ -161,8 +161,9 @@ class Overlapping:
             )
             return losses
         scratch_of_each_side()
-        self.overlap = ForwardBackwardOverlap(groups)
-        self.overlap.states = side_states(models, self.overlap.device)
+        overlap.states = side_states(models, overlap.device)
+        overlap.choose_orders()
+        self.overlap = overlap
         self._report(models, step)
         return losses
 

@@ -7,7 +7,7 @@ core 0.12's ``megatron.core.pipeline_parallel.schedules``: its ``forward_step`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -22,8 +22,10 @@ __all__ = ["OverlappedSchedule"]
 class Pairs(Protocol):
     """Runs a forward and a backward: :class:`~commfuse_npu.overlap.ForwardBackwardOverlap`."""
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
-        """What each returns."""
+    def run(
+        self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
+    ) -> tuple[Any, Any]:
+        """What each returns; pairs of the same kind run the same chunks."""
 
 
 class OverlappedSchedule:
@@ -98,6 +100,7 @@ class OverlappedSchedule:
             made, gradient = self._pairs.run(
                 partial(self._forward, slot.forward, received),
                 partial(self._backward, slot.backward, received_gradient),
+                (slot.forward.chunk, slot.backward.chunk),
             )
         output, tokens = made
         self._tokens += tokens

@@ -108,7 +108,9 @@ def forward_step(iterator: Iterator[torch.Tensor], model: Chunk, *partly: bool) 
 class InOrder:
     """A pair, one after the other."""
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+    def run(
+        self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Any
+    ) -> tuple[Any, Any]:
         result = backward()
         return forward(), result
 

@@ -1,0 +1,145 @@
+"""At which places the two sides hand over: chosen once, from what each side takes between them.
+
+Strict turns, a hand-over at every blocking transfer, pair a long piece of one side with a short one
+of the other as they come.  :func:`best_order` looks for the list that ends first on one device,
+which computes one piece at a time, and one link, which moves one transfer at a time.  Any list is
+correct: a side that does not hand over waits for its own transfer, and one that has ended leaves
+the other one to run to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from commfuse_npu.overlap.turns import BACKWARD, FORWARD
+
+__all__ = ["Order", "Place", "best_order", "duration", "strict_turns"]
+
+Order = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""For each place of the forward, and of the backward, whether it hands over there."""
+
+_STATES_KEPT = 4
+"""Of those that have come as far; 8 were nowhere more than 1.5 % shorter, in five times as long."""
+
+
+class Place(NamedTuple):
+    """Where a side may hand over: after a transfer began, or before it waits for one.
+
+    The last place of a side is its end.
+
+    Attributes:
+        work: seconds of computation since the place before.
+        transfer: seconds of the transfer that begins here, 0 if none does.
+        waits: whether the side has to wait for the transfer that it began last.
+        by_default: whether it hands over here in strict turns.
+    """
+
+    work: float
+    transfer: float
+    waits: bool
+    by_default: bool
+
+
+Sides = tuple[Sequence[Place], Sequence[Place]]
+
+
+class _State(NamedTuple):
+    """Seconds: of the device, of the link, of what each side waits for, and of what it began."""
+
+    now: float = 0.0
+    link: float = 0.0
+    due: tuple[float, float] = (0.0, 0.0)
+    begun: tuple[float, float] = (0.0, 0.0)
+
+    def after(self, side: int, place: Place) -> _State:
+        now, link, begun = max(self.now, self.due[side]) + place.work, self.link, self.begun[side]
+        if place.transfer:
+            link = begun = max(link, now) + place.transfer
+        due = begun if place.waits else 0.0
+        if side == FORWARD:
+            return _State(now, link, (due, self.due[BACKWARD]), (begun, self.begun[BACKWARD]))
+        return _State(now, link, (self.due[FORWARD], due), (self.begun[FORWARD], begun))
+
+    def is_nowhere_later_than(self, other: _State) -> bool:
+        return (
+            self.now <= other.now
+            and self.link <= other.link
+            and all(map(float.__le__, self.due + self.begun, other.due + other.begun))
+        )
+
+
+def strict_turns(sides: Sides) -> Order:
+    """A hand-over wherever it is the default."""
+    forward, backward = (tuple(place.by_default for place in side) for side in sides)
+    return forward, backward
+
+
+def duration(sides: Sides, order: Order) -> float:
+    """Seconds until both sides have ended, the forward first to run."""
+    state, side, at = _State(), FORWARD, [0, 0]
+    while True:
+        if at[side] == len(sides[side]):
+            if at[1 - side] == len(sides[1 - side]):
+                return max(state.now, *state.due)
+            side = 1 - side
+            continue
+        number = at[side]
+        state = state.after(side, sides[side][number])
+        at[side] += 1
+        if order[side][number]:
+            side = 1 - side
+
+
+class _Way(NamedTuple):
+    """How a state was reached: by the hand-over, or none, at the last place of a side."""
+
+    state: _State
+    side: int = FORWARD
+    handed_over: bool = False
+    before: _Way | None = None
+
+
+def best_order(sides: Sides) -> Order:
+    """The order that ends first, of strict turns and those that dynamic programming keeps.
+
+    It goes over how many places each side has passed and which side is next, and keeps of the
+    states there the earliest few.  32 layers take some seconds.
+    """
+    reached: dict[tuple[int, int, int], list[_Way]] = {(0, 0, FORWARD): [_Way(_State())]}
+    ends = len(sides[FORWARD]), len(sides[BACKWARD])
+    for _ in range(sum(ends)):
+        following: dict[tuple[int, int, int], list[_Way]] = {}
+        for (*at, side), ways in reached.items():
+            place = sides[side][at[side]]
+            at[side] += 1
+            left = at[FORWARD] < ends[FORWARD], at[BACKWARD] < ends[BACKWARD]
+            for way in ways:
+                state = way.state.after(side, place)
+                for handed_over in (False, True):
+                    then = 1 - side if handed_over else side
+                    if left[then] or not any(left):
+                        key = at[FORWARD], at[BACKWARD], then
+                        following.setdefault(key, []).append(_Way(state, side, handed_over, way))
+        reached = {key: _earliest(ways) for key, ways in following.items()}
+    last = min(
+        (way for ways in reached.values() for way in ways),
+        key=lambda way: max(way.state.now, *way.state.due),
+    )
+    order: tuple[list[bool], list[bool]] = [], []
+    while last.before is not None:
+        order[last.side].append(last.handed_over)
+        last = last.before
+    found = tuple(order[FORWARD][::-1]), tuple(order[BACKWARD][::-1])
+    return min(strict_turns(sides), found, key=partial(duration, sides))
+
+
+def _earliest(ways: list[_Way]) -> list[_Way]:
+    kept: list[_Way] = []
+    for way in sorted(ways, key=lambda way: (way.state.now, way.state.link, sum(way.state.due))):
+        if not any(better.state.is_nowhere_later_than(way.state) for better in kept):
+            kept.append(way)
+            if len(kept) == _STATES_KEPT:
+                break
+    return kept
