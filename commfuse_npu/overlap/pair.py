@@ -107,13 +107,13 @@ class ForwardBackwardOverlap:
                 return _run_side(turns, BACKWARD, backward)
 
         with take_turns_at_transfers(turns, self._groups):
-            behind_it = self._second_thread.submit(behind)
-            result_f = _run_side(turns, FORWARD, forward)
             try:
+                behind_it = self._second_thread.submit(behind)
+                result_f = _run_side(turns, FORWARD, forward)
                 result_b = behind_it.result()
             except BaseException as error:  # Ctrl-C: the backward ends at its next transfer
-                turns.error = turns.error or error
-                behind_it.result()
+                turns.end(FORWARD, error)
+                self._second_thread.submit(int).result()  # after the backward
         if turns.error is not None:
             raise turns.error
         self.pairs += 1

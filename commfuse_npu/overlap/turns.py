@@ -107,8 +107,7 @@ class Turns:
     def end(self, side: int, error: BaseException | None = None) -> None:
         """A side returned, or raised ``error``; the other one runs to its end."""
         self._ended[side] = True
-        if error is not None and self.error is None:
-            self.error = error
+        self.error = self.error or error
         other = 1 - side
         if self._ended[other]:
             # A backward leaves random states as it found them, so those of the forward stay.
@@ -116,11 +115,6 @@ class Turns:
                 self._restore(FORWARD)
         else:
             self._give_turn(other)
-
-    def interrupt(self, error: BaseException) -> None:
-        """End the side that runs, at its next hand-over, with what this side was interrupted by."""
-        if self.error is None:
-            self.error = error
 
     def _give_turn(self, other: int) -> None:
         if self.side != other:  # else Ctrl-C came after the turn was given
@@ -137,7 +131,7 @@ class Turns:
             # Ctrl-C, in the main thread.  If the other side runs, let it end first, so that what
             # this one does on its way out is not done beside it.  The lock does not tell: Ctrl-C
             # may come just after it was acquired.
-            self.interrupt(error)
+            self.error = self.error or error
             if self.side != side:
                 self._gates[side].acquire()
             raise

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,13 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commfuse_npu.overlap import Attributes, ForwardBackwardOverlap, OtherSideError, transfers
+from commfuse_npu.overlap import (
+    Attributes,
+    ForwardBackwardOverlap,
+    OtherSideError,
+    transfers,
+    turns,
+)
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
 
@@ -445,17 +452,17 @@ def test_each_side_finds_its_state_as_it_left_it() -> None:
         value = 0
 
     owner = Owner()
-    turns = Turns([Attributes(owner, "value")])
+    both = Turns([Attributes(owner, "value")])
     found: list[int] = []
 
     def side(me: int, values: list[int]) -> None:
         if me == BACKWARD:
-            turns.begin()
+            both.begin()
         for value in values:
             owner.value = value
-            turns.hand_over()
+            both.hand_over()
             found.append(owner.value)
-        turns.end(me)
+        both.end(me)
 
     second = threading.Thread(target=side, args=(BACKWARD, [20, 21, 22]))
     second.start()
@@ -463,52 +470,65 @@ def test_each_side_finds_its_state_as_it_left_it() -> None:
     second.join(60)
     assert sorted(found) == [10, 11, 20, 21, 22]
     assert owner.value == 11
-    assert turns.hand_overs == [2, 2]
+    assert both.hand_overs == [2, 2]
 
 
-@pytest.mark.parametrize("moment", ["turn given", "turn taken"])
-def test_ctrl_c_at_a_hand_over_ends_both_sides(moment: str) -> None:
-    """The interpreter may raise it just after a lock was released, or acquired."""
-    lock = threading.Lock
+class Interrupt:
+    """Raises KeyboardInterrupt in the main thread, before an instruction of run() or the turns."""
 
-    class Gate:
-        def __init__(self) -> None:
-            self.lock, self.calls = lock(), 0
+    def __init__(self, at: int) -> None:
+        self.left = at
 
-        def locked(self) -> bool:
-            return self.lock.locked()
+    def __enter__(self) -> None:
+        sys.settrace(self.trace)
 
-        def acquire(self) -> None:
-            self.lock.acquire()
-            if threading.current_thread() is threading.main_thread():
-                self.calls += 1
-                if (moment, self.calls) == ("turn taken", 2):  # the first one closes the gate
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def trace(self, frame: Any, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename == turns.__file__ or code.co_name in ("run", "_run_side"):
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                self.left -= 1
+                if self.left == 0:
                     raise KeyboardInterrupt
+            return self.trace
+        return None
 
-        def release(self) -> None:
-            self.lock.release()
-            if threading.current_thread() is threading.main_thread():
-                self.calls += 1
-                if (moment, self.calls) == ("turn given", 2):
-                    raise KeyboardInterrupt
 
-    with mock.patch("commfuse_npu.overlap.turns.threading.Lock", Gate):
-        turns = Turns()
-    ended: list[BaseException] = []
+def interrupted_anywhere(rank: int) -> int:
+    """How many instructions there are."""
+    overlap = ForwardBackwardOverlap([world()])
+    for at in itertools.count(1):
+        running: list[int] = []
 
-    def backward() -> None:
+        def side(me: int, count: int, running: list[int] = running) -> None:
+            for _ in range(count):
+                running.append(me)
+                assert running == [me], "both sides run"
+                running.remove(me)
+                active().hand_over()
+
+        interrupt = Interrupt(at)
         try:
-            turns.begin()
-            while True:
-                turns.hand_over()
-        except OtherSideError as error:
-            ended.append(error)
-            turns.end(BACKWARD, error)
+            with interrupt:
+                overlap.run(lambda s=side: s(FORWARD, 2), lambda s=side: s(BACKWARD, 3))
+        except KeyboardInterrupt:
+            assert interrupt.left == 0
+        if active_turns() is not None:  # in the last instructions, when both sides have ended
+            transfers._turns = None
+        assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
+        if interrupt.left > 0:
+            return at
+    raise AssertionError
 
-    second = threading.Thread(target=backward, daemon=True)
-    second.start()
-    with pytest.raises(KeyboardInterrupt) as interrupted:
-        turns.hand_over()
-    turns.end(FORWARD, interrupted.value)
-    second.join(60)
-    assert [error.__cause__ for error in ended] == [interrupted.value]
+
+def active() -> Turns:
+    found = active_turns()
+    assert found is not None
+    return found
+
+
+def test_ctrl_c_at_any_instruction_ends_both_sides(ranks: Any) -> None:
+    assert min(ranks(2).run(interrupted_anywhere, timeout=120)) > 200
