@@ -45,7 +45,7 @@ class Blocking:
         self.carrier = carrier
 
     def gather_gemm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        whole = self.carrier.gather(x).wait()
+        whole = self.carrier.gathered(x)
         y = x.new_empty((whole.shape[0], weight.shape[0]))
         gemm_into(y, whole, weight.t())
         self.carrier.give_back(whole)
@@ -56,13 +56,13 @@ class Blocking:
 
     def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         grad_x = self._scattered_product(grad, weight)
-        whole = self.carrier.gather(x).wait()
+        whole = self.carrier.gathered(x)
         grad_weight = grad.t().matmul(whole)
         self.carrier.give_back(whole)
         return grad_x, grad_weight
 
     def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        whole = self.carrier.gather(grad).wait()
+        whole = self.carrier.gathered(grad)
         grad_x = torch.empty_like(x)
         gemm_into(grad_x, whole, weight)
         grad_weight = whole.t().matmul(x)
@@ -73,7 +73,7 @@ class Blocking:
         full = self._take(a, a.shape[0], b.shape[1])
         gemm_into(full, a, b)
         out = a.new_empty((a.shape[0] // self.carrier.size, b.shape[1]))
-        result = self.carrier.scatter(full, out).wait()
+        result = self.carrier.scattered(full, out)
         self.carrier.pool.give_back([full])
         return result
 

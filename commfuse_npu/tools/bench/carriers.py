@@ -13,16 +13,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.overlap.transfers import active_turns
+
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
 from commfuse_npu.tools.bench.buffer_pool import BufferPool
 
-__all__ = ["Carrier", "DirectExchange", "NoTransfers", "Pending", "TorchCollectives"]
+__all__ = ["Carrier", "DirectExchange", "NoTransfers", "Pending", "TakingTurns", "TorchCollectives"]
 
 
 class Pending:
@@ -44,13 +47,18 @@ class Pending:
         self._carrier, self._works, self._finish = carrier, works, finish
         self.result = result
 
-    def wait(self) -> torch.Tensor:
-        """The result; only the waiting for transfers counts as blocked, not the additions."""
+    def arrive(self) -> None:
+        """Wait for the transfers; at once if they were waited for."""
         if self._works:
             start = time.perf_counter()
             for work in self._works:
                 work.wait()
+            self._works = []
             self._carrier.blocked_seconds += time.perf_counter() - start
+
+    def wait(self) -> torch.Tensor:
+        """The result; only the waiting for transfers counts as blocked, not the additions."""
+        self.arrive()
         self._finish()
         return self.result
 
@@ -80,6 +88,14 @@ class Carrier(ABC):
     @abstractmethod
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         """Begin the sum of ``[n * s, F]`` over the ranks, of which ``out`` gets its ``[s, F]``."""
+
+    def gathered(self, shard: torch.Tensor) -> torch.Tensor:
+        """Blocking: the result of :meth:`gather`."""
+        return self.gather(shard).wait()
+
+    def scattered(self, full: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Blocking: the result of :meth:`scatter`."""
+        return self.scatter(full, out).wait()
 
 
 class _OverGroup(Carrier):
@@ -180,6 +196,43 @@ class DirectExchange(_OverGroup):
             self.pool.give_back(others)
 
         return Pending(self, works, out, add)
+
+
+class TakingTurns(DirectExchange):
+    """Direct exchanges whose waits are places to hand over while a forward and a backward pair.
+
+    As :mod:`commfuse_npu.overlap` has it of torch's collectives.
+    """
+
+    def gathered(self, shard: torch.Tensor) -> torch.Tensor:
+        return self._blocking(super().gather(shard))
+
+    def scattered(self, full: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self._blocking(super().scatter(full, out))
+
+    def gather(self, shard: torch.Tensor) -> Pending:
+        return self._asynchronous(super().gather(shard), False)
+
+    def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        return self._asynchronous(super().scatter(full, out), True)
+
+    def _blocking(self, pending: Pending) -> torch.Tensor:
+        turns = active_turns()
+        if turns is not None:
+            turns.began(SimpleNamespace(wait=pending.arrive), blocking=True)
+        return pending.wait()
+
+    def _asynchronous(self, pending: Pending, hands_over: bool) -> Pending:
+        turns = active_turns()
+        if turns is None:
+            return pending
+        turns.began(SimpleNamespace(wait=pending.arrive), blocking=False)
+
+        def arrive_at_a_turn() -> torch.Tensor:
+            turns.waits(hands_over)
+            return pending.wait()
+
+        return SimpleNamespace(wait=arrive_at_a_turn)  # type: ignore[return-value]
 
 
 class NoTransfers(Carrier):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.ops.flow import Flow
+from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import split
 from commfuse_npu.reference import (
     plain_all_gather_linear,
@@ -33,19 +35,34 @@ from commfuse_npu.tools.bench.baselines import (
     row_parallel,
 )
 from commfuse_npu.tools.bench.buffer_pool import BufferPool
-from commfuse_npu.tools.bench.carriers import Carrier, DirectExchange, NoTransfers, TorchCollectives
+from commfuse_npu.tools.bench.carriers import (
+    Carrier,
+    DirectExchange,
+    NoTransfers,
+    TakingTurns,
+    TorchCollectives,
+)
 from commfuse_npu.tools.bench.flows import CarriedFlow, FlowForm, flow_form, plain_flow_form
 from commfuse_npu.tools.bench.ring import Ring
+from commfuse_npu.tools.bench.shapes import MICROBATCHES
 from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tools.one_device.backend import BACKEND as ONE_DEVICE
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["Form", "Groups", "baseline", "form_of", "plain_form"]
+__all__ = ["Form", "Groups", "baseline", "form_of", "in_order", "plain_form"]
 
 _Layer = Callable[..., torch.Tensor]
 
 _RUNS = 8
 """Of queries in the attention of the baselines, as many as the most chunks of a flow."""
+
+
+_Pair = Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]]
+
+
+def in_order(forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+    result = backward()
+    return forward(), result
 
 
 @dataclass(frozen=True)
@@ -58,12 +75,14 @@ class Form:
         attention_linear_reduce_scatter: ``q [S, B, A, D], k and v [S, B, G, D], weight ->
             [s, B, O]``, causal.
         blocked_seconds: host time spent in waits for transfers since the start.
+        pair: runs the forward of a micro-batch and the backward of another one.
     """
 
     all_gather_linear: _Layer
     linear_reduce_scatter: _Layer
     attention_linear_reduce_scatter: _Layer
     blocked_seconds: Callable[[], float]
+    pair: _Pair = in_order
 
 
 class Groups:
@@ -130,6 +149,8 @@ def form_of(variant: Variant, groups: Groups) -> Form | FlowForm:
         )
     if variant.kind == "compute":
         return baseline(Blocking(NoTransfers(transport.rank, transport.size)))
+    if variant.kind == "turns":
+        return _taking_turns(groups)
     if variant.kind == "ring":
         return baseline(Ring(DirectExchange(groups.direct, groups.pool)))
     carrier: Carrier = (
@@ -140,6 +161,24 @@ def form_of(variant: Variant, groups: Groups) -> Form | FlowForm:
     if variant.kind == "sliced":
         return baseline(Sliced(carrier, variant.slices))
     return baseline(MegatronOrder(carrier) if variant.kind == "megatron" else Blocking(carrier))
+
+
+def _taking_turns(groups: Groups) -> Form:
+    """The first step is measured, the following ones run in the order chosen from it."""
+    overlap = ForwardBackwardOverlap([groups.direct], states=())
+    measured = 0
+
+    def pair(forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+        nonlocal measured
+        if measured < MICROBATCHES["micro-batches"] - 1:
+            measured += 1
+            return overlap.record(forward, backward)
+        if not overlap.orders:
+            overlap.choose_orders()
+        return overlap.run(forward, backward)
+
+    carrier = TakingTurns(groups.direct, groups.pool)
+    return replace(baseline(MegatronOrder(carrier)), pair=pair)
 
 
 def _flow(variant: Variant, groups: Groups) -> FlowForm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
+from math import isnan
 from typing import Any
 
 from commfuse_npu.tools.bench.programme import LINKS
@@ -99,7 +100,7 @@ def cells(rows: Sequence[Result]) -> Iterator[tuple[str, ...]]:
             f"{row.median_ms:.1f}", f"{low:.1f}-{high:.1f}", f"{row.exposed_ms:.1f}",
             percent(row.removed), percent(row.blocked_removed), percent(row.of_hideable),
             f"{row.speedup:.2f}x", f"{row.cpu_ms:.1f}", f"{row.blocked_ms:.1f}",
-            f"{row.extra_mib:.1f}", _bits(row),
+            "-" if isnan(row.extra_mib) else f"{row.extra_mib:.1f}", _bits(row),
         )  # fmt: skip
 
 

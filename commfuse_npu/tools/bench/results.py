@@ -17,6 +17,7 @@ blocked removed     1 - blocked / blocked of the reference
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Result:
         removed: overhead removed; ``None`` if nothing of the reference was exposed.
         hideable: 0 to 1.
         of_hideable: ``None`` if the reference is at the bound.
-        extra_mib: peak memory beyond that of the computation alone, in MiB.
+        extra_mib: peak memory beyond that of the computation alone, in MiB; NaN if not measured.
     """
 
     setting: Setting
@@ -144,7 +145,7 @@ def evaluate(setting: Setting, measured: Measured, checks: Mapping[str, Check]) 
                 blocked_removed=_share(blocked_reference - blocked, blocked_reference),
                 speedup=reference / total,
                 cpu_ms=_median_ms(s.cpu for s in samples),
-                extra_mib=(checks[name].peak_bytes - checks[COMPUTE].peak_bytes) / 2**20,
+                extra_mib=_extra_mib(checks[name], checks[COMPUTE]),
                 check=checks[name],
                 rounds=measured.rounds,
                 disturbed_rounds=measured.disturbed,
@@ -163,6 +164,12 @@ def _quartiles(times: Sequence[float]) -> tuple[float, float]:
         return times[0], times[0]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
     return low, high
+
+
+def _extra_mib(check: Check, compute: Check) -> float:
+    if check.peak_bytes == 0:
+        return math.nan
+    return (check.peak_bytes - compute.peak_bytes) / 2**20
 
 
 def _share(part: float, whole: float) -> float | None:

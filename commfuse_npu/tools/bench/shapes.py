@@ -15,6 +15,7 @@ __all__ = [
     "COLLECTIVES",
     "ITEM_BYTES",
     "LAYERS",
+    "MICROBATCHES",
     "WORKS",
     "Shape",
     "bytes_per_pair",
@@ -36,6 +37,7 @@ COLLECTIVES: dict[str, tuple[Collective, ...]] = {
     "attention": _BLOCK,
     "layer": (*_BLOCK, *_BLOCK),
     "layers": (*_BLOCK, *_BLOCK) * 2,
+    "micro-batches": (*_BLOCK, *_BLOCK) * 2 * 8,
 }
 """The collectives of each work, each over blocks of ``[s, H]``."""
 
@@ -46,10 +48,14 @@ WORKS: dict[str, str] = {
     "attention": "attention block, forward and backward with weight gradients",
     "layer": "a whole Llama layer, forward and backward with weight gradients",
     "layers": "two Llama layers in a row, forward and backward with weight gradients",
+    "micro-batches": "eight micro-batches of two Llama layers, gradients added up",
 }
 
-LAYERS: dict[str, int] = {work: 2 if work == "layers" else 1 for work in WORKS}
+LAYERS: dict[str, int] = {work: 2 if work in ("layers", "micro-batches") else 1 for work in WORKS}
 """How many sets of weights a work has."""
+
+MICROBATCHES: dict[str, int] = {work: 8 if work == "micro-batches" else 1 for work in WORKS}
+"""How often a work runs, forward and backward."""
 
 
 @dataclass(frozen=True)

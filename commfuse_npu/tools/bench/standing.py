@@ -81,7 +81,9 @@ def _verdict(results: Sequence[Result]) -> list[str]:
     schedule = next(
         (one for ranks in _sizes(results) for one in of_group(ranks) if one.name == ours), None
     )
-    options = " ".join(["--use-commfuse", *(_options(schedule) if schedule else ())])
+    turns = schedule is not None and schedule.kind == "turns"
+    flags = [] if turns else ["--use-commfuse"]
+    options = " ".join([*flags, *(_options(schedule) if schedule else ())])
     compared = "; ".join(said)
     rounding = ""
     if schedule is not None and schedule.kind == "flow":
@@ -116,6 +118,8 @@ def _said(share: float) -> str:
 def _options(variant: Variant) -> Iterator[str]:
     if variant.kind == "flow":
         yield f"--commfuse-flow {variant.slices}"
+    elif variant.kind == "turns":
+        yield "--commfuse-fb-overlap"
     elif variant.tuned:
         yield "--commfuse-tuning on"
     elif variant.schedule is not None:

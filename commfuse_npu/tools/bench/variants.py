@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.bench.shapes import MICROBATCHES
 from commfuse_npu.tools.simulate.variants import Wgrad
 
 __all__ = [
@@ -50,13 +51,13 @@ __all__ = [
 COMPUTE, COMMUNICATION, REFERENCE = "compute", "communication", "p2p"
 
 Kind = Literal[
-    "compute", "communication", "blocking", "sliced", "ring", "megatron", "fused", "flow"
+    "compute", "communication", "blocking", "sliced", "ring", "megatron", "fused", "flow", "turns"
 ]
 
 _CHUNKS = (1, 2, 4, 8)
 _TAPERED = ((2, 1.5), (4, 1.5), (4, 2.0), (6, 1.5), (4, 0.5))
 _SLICES = (2, 4, 8)
-_WHOLE_LAYERS = ("layer", "layers")
+_WHOLE_LAYERS = ("layer", "layers", "micro-batches")
 _WITH_BACKWARD = ("mlp", "attention", *_WHOLE_LAYERS)
 
 
@@ -68,7 +69,7 @@ class Variant:
         direct: carried by direct exchanges rather than by torch's collectives.
         slices: for ``sliced`` and, chunks of the sequence, ``flow``.
         schedule: for ``fused``.
-        tuned: take the schedule as what may be varied.
+        tuned: take the schedule, or the order of turns, as what may be varied.
         wgrad: how weight gradients are made.
     """
 
@@ -107,16 +108,19 @@ def of_group(size: int) -> list[Variant]:
     for k in _SLICES:
         found.append(Variant(f"flow-{k}", "flow", slices=k))
         found.append(Variant(f"flow-{k}-coll", "flow", direct=False, slices=k))
+    found.append(Variant("fb-overlap", "turns", tuned=True))
     return found
 
 
 def is_ours(name: str) -> bool:
     """Whether a variant of this name is this project's."""
-    return name.startswith(("ours", "auto", "flow"))
+    return name.startswith(("ours", "auto", "flow", "fb-overlap"))
 
 
 def applies_to(variant: Variant, work: str) -> bool:
     """Whether a variant is about this work: some are about the backward or whole layers only."""
+    if variant.kind == "turns":
+        return MICROBATCHES[work] > 1
     if variant.kind == "flow":
         return work in _WHOLE_LAYERS
     return work in _WITH_BACKWARD or (variant.kind != "megatron" and variant.wgrad == "whole")

@@ -134,7 +134,7 @@ class Worker:
         It warms the variant up besides.
 
         Args:
-            memory: whether the peak is wanted; the profiler takes a while.
+            memory: whether the peak is wanted, else it is 0; the profiler takes a while.
         """
         work, form = self._work, self._form(variant)
         if self._reference is None:
@@ -164,12 +164,16 @@ class Worker:
     def forget_tuning(self) -> None:
         """What was fastest is not any more: the link is another one, or the GEMMs."""
         decisions(self._groups.transport).clear()
+        self._forms = {of: form for of, form in self._forms.items() if not of.tuned}
 
     def tune(self, variant: Variant) -> Check:
         """Let a variant try out what is fastest, unless another one did already, then check it."""
         decided = decisions(self._groups.transport)
         with self._gemms():
             self._work.run(self._form(variant))
+        if variant.kind == "turns":
+            # Profiled in one thread, the memory of two sides is neither's.
+            return self.check(variant, memory=False)
         chosen = tuple(
             f"{of.layer} {of.half} {of.inputs} x {of.outputs}: {schedule or 'collectives'}"
             for (of, _), schedule in decided.items()

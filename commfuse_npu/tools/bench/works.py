@@ -6,14 +6,17 @@ width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 
 from commfuse_npu.ops.flow import Part
 from commfuse_npu.tools.bench.carriers import Carrier
 from commfuse_npu.tools.bench.flows import FlowForm
-from commfuse_npu.tools.bench.forms import Form
+from commfuse_npu.tools.bench.forms import Form, in_order
 from commfuse_npu.tools.bench.layer_parts import AttentionPart, MlpPart, norm, swiglu
-from commfuse_npu.tools.bench.shapes import COLLECTIVES, LAYERS, Shape
+from commfuse_npu.tools.bench.shapes import COLLECTIVES, LAYERS, MICROBATCHES, Shape
 
 __all__ = ["DTYPES", "Work"]
 
@@ -47,7 +50,7 @@ class Work:
                 weights["gate_up"] = self._draw(2 * ffn, hidden, scale=hidden**-0.5)
             if name not in ("all-gather", "attention"):
                 weights["down"] = self._draw(hidden, ffn, scale=shape.ffn**-0.5)
-            if name in ("attention", "layer", "layers"):
+            if name not in ("all-gather", "reduce-scatter", "mlp"):
                 wide = (self._heads + 2 * self._groups) * shape.head
                 weights["qkv"] = self._draw(wide, hidden, scale=hidden**-0.5)
                 inner = self._heads * shape.head
@@ -79,8 +82,13 @@ class Work:
                 if self.name == "all-gather":
                     return [form.all_gather_linear(self._x, weights["gate_up"])]
                 return [form.linear_reduce_scatter(self._x, weights["down"])]
-        y, leaves, grad = self.forward(form)
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+        under_way, total = self.forward(form), None
+        for _ in range(MICROBATCHES[self.name] - 1):
+            pair = form.pair if isinstance(form, Form) else in_order
+            under_way, total = pair(
+                partial(self.forward, form), partial(_backward, *under_way, total)
+            )
+        return [under_way[0].detach(), *_backward(*under_way, total)]
 
     def forward(
         self, form: Form | FlowForm
@@ -168,3 +176,14 @@ class Work:
         cos, sin = (turn[run] for turn in self._turns)
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _backward(
+    y: torch.Tensor,
+    leaves: list[torch.Tensor],
+    grad: torch.Tensor,
+    total: Sequence[torch.Tensor] | None,
+) -> Sequence[torch.Tensor]:
+    """Gradients of the leaves, added to those of the micro-batches before."""
+    grads = torch.autograd.grad(y, leaves, grad)
+    return grads if total is None else [a.add_(b) for a, b in zip(total, grads, strict=True)]

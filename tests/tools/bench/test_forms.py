@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from commfuse_npu.tools.bench.carriers import (
     Pending,
     TorchCollectives,
 )
+from commfuse_npu.tools.bench.forms import Form
 from commfuse_npu.tools.bench.ring import Ring
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms, modelled_seconds
@@ -78,9 +80,35 @@ def test_every_variant_computes_the_same(
             assert check.equal_same_gemms is (True if ours else None), where
 
 
+def _turns(rank: int) -> tuple[Any, int, Any]:
+    worker = Worker()
+    worker.set_up("micro-batches", _shape(worker.size), "fp32", 7, None)
+    (turns,) = (variant for variant in of_group(worker.size) if variant.kind == "turns")
+    check = worker.tune(turns)
+    form = worker._form(turns)
+    assert isinstance(form, Form)
+    overlap = inspect.getclosurevars(form.pair).nonlocals["overlap"]
+    samples, _ = worker.round([turns])
+    worker.forget_tuning()
+    assert worker._form(turns) is not form
+    worker._groups.transport.close()
+    return check, overlap.pairs, (overlap.orders, samples[0].total > 0)
+
+
+def test_micro_batches_take_turns_with_megatrons_bits(ranks: Any) -> None:
+    first, second = ranks(2).run(_turns, timeout=_LIMIT)
+    assert first[2] == second[2]
+    check, pairs, (orders, _) = first
+    assert check.equal
+    assert pairs == 2 * 7  # the first step of three is measured
+    (order,) = orders.values()
+    # Two layers: 8 transfers of a forward, 12 of a backward of which 8 end elsewhere; the ends.
+    assert [len(side) for side in order] == [9, 21]
+
+
 def _tuned(rank: int) -> list[tuple[object, list[int]]]:
     worker = Worker()
-    auto, other = (variant for variant in of_group(worker.size) if variant.tuned)
+    auto, other = (v for v in of_group(worker.size) if v.tuned and v.kind != "turns")
     found: list[tuple[object, list[int]]] = []
     trials: list[int] = []
     timed = tuner._timed

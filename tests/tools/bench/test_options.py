@@ -68,7 +68,7 @@ def test_a_flow_is_of_whole_layers() -> None:
     ]
     for flow in flows:
         works = [work for work in WORKS if applies_to(flow, work)]
-        assert works == ["layer", "layers"]
+        assert works == ["layer", "layers", "micro-batches"]
         assert is_ours(flow.name)
 
 
