@@ -33,18 +33,39 @@ class Census:
 
     Attributes:
         wrote: the names that forwards wrote, and those that backwards wrote.
+        kept: bytes that autograd kept for the backward of a chunk's forward, at most.
     """
 
     def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
         self.wrote: tuple[set[str], set[str]] = set(), set()
+        self.kept = 0
         self._overlap, self._owners = overlap, list(_owners(models))
+        self._parameters = {
+            parameter.untyped_storage().data_ptr()
+            for model in models
+            for parameter in model.parameters()
+        }
 
     def run(
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
     ) -> tuple[Any, Any]:
         """One after the other, as Megatron does; measured, so that an order can be chosen."""
         watch = partial(_Watch, wrote=self.wrote, owners=self._owners)
-        return self._overlap.record(forward, backward, kind, watch)
+        return self._overlap.record(partial(self._weighed, forward), backward, kind, watch)
+
+    def _weighed(self, forward: Callable[[], Any]) -> Any:
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = forward()
+        self.kept = max(self.kept, sum(kept.values()))
+        return result
 
     @property
     def unknown(self) -> list[str]:

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,17 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
+from commfuse_npu.overlap.order import duration, strict_turns
 from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
-from mindspeed_patches.fb_overlap.slots import most_in_flight, paired_microbatches, slots
+from mindspeed_patches.fb_overlap.slots import (
+    in_flight_without,
+    most_in_flight,
+    paired_microbatches,
+    slots,
+)
 from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 
@@ -94,15 +101,21 @@ class Overlapping:
     """The schedule of one training.
 
     The first step is Megatron's own order, watched by the census; what it finds decides, on all
-    ranks alike, whether the following ones overlap.
+    ranks alike, whether the following ones overlap.  On a device one more step in Megatron's order
+    and two that overlap are then compared, and the faster way is kept: where the host is the limit,
+    nothing is gained.
 
     Attributes:
         overlap: runs the pairs; ``None`` before the second step, and where it was refused.
+        clock: seconds, with nothing under way on the device; ``None`` on a CPU, where ranks that
+            share cores say nothing about speed.
     """
 
     def __init__(self) -> None:
         self.overlap: ForwardBackwardOverlap | None = None
+        self.clock: Callable[[], float] | None = None
         self._decided = False
+        self._tried: list[float] = []
         self._said: set[str] = set()
 
     def get_forward_backward_func_wrapper(
@@ -133,8 +146,31 @@ class Overlapping:
             return self._watched(plain, step)
         if self.overlap is None:
             return plain(**step)
-        losses = OverlappedSchedule(self.overlap, **step).run()
-        self.overlap.check()
+        if self.clock is not None and len(self._tried) < 3:
+            return self._try(plain, step, self.overlap, self.clock)
+        return _overlapped(self.overlap, step)
+
+    def _try(
+        self,
+        plain: Callable[..., Any],
+        step: dict[str, Any],
+        overlap: ForwardBackwardOverlap,
+        clock: Callable[[], float],
+    ) -> Any:
+        """A step of three; after the last one the faster way is kept."""
+        start = clock()
+        losses = _overlapped(overlap, step) if self._tried else plain(**step)
+        self._tried.append(clock() - start)
+        if len(self._tried) == 3:
+            slowest = torch.tensor(self._tried, device=overlap.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            in_order, _, overlapped = (1e3 * seconds for seconds in slowest.tolist())
+            compared = f"a step took {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
+            if overlapped >= in_order:
+                self.overlap = None
+                self._say(f"off: {compared}; the host, not the transfers, is probably the limit")
+            else:
+                self._say(compared)
         return losses
 
     def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
@@ -164,23 +200,58 @@ class Overlapping:
         overlap.states = side_states(models, overlap.device)
         overlap.choose_orders()
         self.overlap = overlap
-        self._report(models, step)
+        if overlap.device != "cpu":
+            self.clock = _synchronised_clock(overlap.device)
+        self._report(overlap, models, step, census.kept)
         return losses
 
-    def _report(self, models: list[Any], step: dict[str, Any]) -> None:
+    def _report(
+        self, overlap: ForwardBackwardOverlap, models: list[Any], step: dict[str, Any], kept: int
+    ) -> None:
         stages, stage = _pipeline()
-        plan = slots(stages, stage, len(models), step["num_microbatches"])
+        layout = stages, stage, len(models), step["num_microbatches"]
+        plan = slots(*layout)
         paired, total = paired_microbatches(plan)
+        most, without = most_in_flight(plan), in_flight_without(*layout)
         self._say(
             f"{paired} of {total} forwards of stage {stage} run beside a backward; it holds "
-            f"activations of at most {most_in_flight(plan)}"
+            f"activations of at most {most}, of {without} without it: up to "
+            f"{(most - without) * kept / 2**20:.1f} MiB more"
         )
+        for kind, sides in overlap.recorded.items():
+            order, strict = overlap.orders[kind], strict_turns(sides)
+            taken, places = map(sum, order), (len(side) - 1 for side in sides)
+            hidden = sum(place.transfer > 0 for side in sides for place in side)
+            alone = sum(place.work + place.transfer for side in sides for place in side)
+            self._say(
+                f"chunks {kind}: {hidden} transfers; the forward hands over at {next(taken)} of "
+                f"{next(places)} places, the backward at {next(taken)} of {next(places)}; "
+                f"estimated from the first step {1e3 * duration(sides, order):.1f} ms, "
+                f"{1e3 * duration(sides, strict):.1f} in strict turns, {1e3 * alone:.1f} one "
+                "after the other"
+            )
 
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
             if dist.get_rank() == 0:
                 print(f"CommFuse: forward-backward overlap: {line}", flush=True)
+
+
+def _overlapped(overlap: ForwardBackwardOverlap, step: dict[str, Any]) -> Any:
+    losses = OverlappedSchedule(overlap, **step).run()
+    overlap.check()
+    return losses
+
+
+def _synchronised_clock(device: str) -> Callable[[], float]:
+    module = torch.get_device_module(device)
+
+    def clock() -> float:
+        module.synchronize()
+        return time.perf_counter()
+
+    return clock
 
 
 def _obstacle(plain: Callable[..., Any], step: dict[str, Any]) -> str | None:

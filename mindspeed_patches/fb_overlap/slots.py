@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Slot", "Step", "most_in_flight", "paired_microbatches", "slots"]
+__all__ = ["Slot", "Step", "in_flight_without", "most_in_flight", "paired_microbatches", "slots"]
 
 
 class Step(NamedTuple):
@@ -75,6 +75,13 @@ def most_in_flight(plan: list[Slot]) -> int:
         most = max(most, now)
         now -= slot.backward is not None
     return most
+
+
+def in_flight_without(stages: int, stage: int, chunks: int, microbatches: int) -> int:
+    """The same in Megatron's own order, 1F1B: its warm-up forwards and one more."""
+    ahead = stages - 1 - stage
+    warm_up = 2 * ahead + (chunks - 1) * stages if chunks > 1 else ahead
+    return min(microbatches * chunks, warm_up + 1)
 
 
 def paired_microbatches(plan: list[Slot]) -> tuple[int, int]:

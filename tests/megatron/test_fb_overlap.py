@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,7 +118,9 @@ class InOrder:
         return forward(), result
 
 
-def train(case: Case, overlapped: bool, steps: int = 3) -> dict[str, Any]:
+def train(
+    case: Case, overlapped: bool, steps: int = 3, clock: Sequence[float] = ()
+) -> dict[str, Any]:
     """Gradients, losses and the order of calls of so many steps."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
@@ -162,6 +167,7 @@ def train(case: Case, overlapped: bool, steps: int = 3) -> dict[str, Any]:
     wrapped = Overlapping() if overlapped and case.tensor > 1 else None
     choose = schedules.get_forward_backward_func
     if wrapped is not None:
+        wrapped.clock = iter(clock).__next__ if clock else None
         choose = wrapped.get_forward_backward_func_wrapper(choose)
     elif overlapped:  # without transfers the schedule by itself
         choose = lambda: lambda **step: OverlappedSchedule(InOrder(), **step).run()  # noqa: E731
@@ -189,7 +195,8 @@ def train(case: Case, overlapped: bool, steps: int = 3) -> dict[str, Any]:
     }
 
 
-def compare(rank: int, case: Case) -> tuple[int, list[str]]:
+@contextmanager
+def layout(case: Case) -> Iterator[None]:
     from megatron.core import parallel_state
 
     with megatron(case.tensor), cuda_means_cpu():
@@ -199,9 +206,14 @@ def compare(rank: int, case: Case) -> tuple[int, list[str]]:
             pipeline_model_parallel_size=case.stages,
             virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
         )
+        yield
+        parallel_state.destroy_model_parallel()
+
+
+def compare(rank: int, case: Case) -> tuple[int, list[str]]:
+    with layout(case):
         # Megatron's interleaved schedule frees outputs while gloo still sends them.
         ours, own = train(case, True), train(replace(case, deallocate=False), False)
-        parallel_state.destroy_model_parallel()
     for mine, theirs in zip(ours["gradients"], own["gradients"], strict=True):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(ours["losses"], own["losses"], strict=True):
@@ -243,3 +255,35 @@ def test_bits_and_calls_of_megatrons_schedule(ranks: Any, name: str) -> None:
     found = ranks(case.size).run(compare, case)
     for paired, _ in found:
         assert paired == pairs if pairs is not None else paired > 0
+
+
+def tried(rank: int, overlapped: float) -> tuple[int, str]:
+    """Five steps; the second takes 2 s in Megatron's order, the fourth so long on rank 1."""
+    case, said = Case(tensor=2), io.StringIO()
+    clock = [0.0, 2.0, 2.0, 9.0, 9.0, 9.0 + (overlapped if rank else 0.5)]
+    with layout(case), redirect_stdout(said):
+        ours, own = train(case, True, 5, clock), train(case, False, 5)
+    assert all(map(torch.equal, ours["gradients"], own["gradients"]))
+    return ours["pairs"], said.getvalue()
+
+
+@pytest.mark.parametrize(("overlapped", "pairs"), [(1.5, 3 * 3), (2.5, 0)])
+def test_it_is_off_on_all_ranks_where_it_is_slower(
+    ranks: Any, overlapped: float, pairs: int
+) -> None:
+    first, second = ranks(2).run(tried, overlapped)
+    assert first[0] == second[0] == pairs
+    figures = f"a step took {1000 * overlapped:.1f} ms, 2000.0 ms in Megatron's order"
+    assert (f"off: {figures}" in first[1]) is (pairs == 0)
+    assert figures in first[1]
+
+
+def test_the_first_step_tells_memory_and_order(ranks: Any) -> None:
+    said = ranks(2).run(tried, 1.5)[0][1]
+    assert "3 of 4 forwards of stage 0 run beside a backward" in said
+    assert re.search(r"at most 2, of 1 without it: up to 0\.\d MiB more", said)
+    assert re.search(
+        r"chunks \(0, 0\): 3 transfers; the forward hands over at \d of 2 places, the backward at "
+        r"\d of 1; estimated from the first step \d+\.\d ms",
+        said,
+    )

@@ -7,6 +7,7 @@ import pytest
 from mindspeed_patches.fb_overlap.slots import (
     Slot,
     Step,
+    in_flight_without,
     most_in_flight,
     paired_microbatches,
     slots,
@@ -86,3 +87,20 @@ def test_how_many_have_a_partner() -> None:
 def test_a_virtual_pipeline_needs_whole_groups() -> None:
     with pytest.raises(ValueError, match="6 micro-batches are not a multiple of the 4 stages"):
         slots(4, 0, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "without", "most"),
+    [
+        ((1, 0, 1, 8), 1, 2),
+        ((4, 0, 1, 8), 4, 8),
+        ((4, 3, 1, 8), 1, 2),
+        ((4, 0, 1, 2), 2, 2),
+        ((2, 0, 2, 8), 5, 6),
+        ((2, 1, 2, 8), 3, 4),
+    ],
+)
+def test_activations_in_flight(layout: tuple[int, int, int, int], without: int, most: int) -> None:
+    """Without it those of Megatron's warm-up and one more; two sides of a slot both count."""
+    assert in_flight_without(*layout) == without
+    assert most_in_flight(slots(*layout)) == most
