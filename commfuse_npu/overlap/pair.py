@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from commfuse_npu.overlap.order import Order, Place, best_order
 from commfuse_npu.overlap.recording import Recording
 from commfuse_npu.overlap.states import RandomState
 from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, SideState, Turns
+from commfuse_npu.plan.turn_order import Order, Place, best_order
 from commfuse_npu.runtime.backends import device_backend
 
 __all__ = ["ForwardBackwardOverlap"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.overlap.order import Place
 from commfuse_npu.overlap.turns import Turns
+from commfuse_npu.plan.turn_order import Place
 
 __all__ = ["Recording"]
 
@@ -23,18 +23,25 @@ class Recording(Turns):
         super().__init__()
         self.side = side
         self._events = None if device == "cpu" else torch.get_device_module(device)
-        self._measured: list[tuple[Any, Any, Any, bool, bool]] = []
+        self._measured: list[tuple[Any, Any, Any, int | None, bool]] = []
+        self._under_way: list[Any] = []
         self._resumed = self._now()
 
     def began(self, work: Any, blocking: bool) -> None:
         began = self._now()
         work.wait()
-        self._measured.append((self._resumed, began, self._now(), blocking, blocking))
+        waits = len(self._under_way) if blocking else None
+        self._measured.append((self._resumed, began, self._now(), waits, blocking))
+        if not blocking:
+            self._under_way.append(work)
         self._passed()
 
-    def waits(self, by_default: bool) -> None:
-        now = self._now()
-        self._measured.append((self._resumed, now, now, True, by_default))
+    def waits(self, by_default: bool, work: Any = None) -> None:
+        now, waits = self._now(), None
+        if work in self._under_way:
+            waits = self._under_way.index(work)
+            del self._under_way[waits]
+        self._measured.append((self._resumed, now, now, waits, by_default))
         self._passed()
 
     def places(self) -> list[Place]:
@@ -46,7 +53,7 @@ class Recording(Turns):
             Place(self._seconds(resumed, began), self._seconds(began, arrived), waits, by_default)
             for resumed, began, arrived, waits, by_default in [
                 *self._measured,
-                (self._resumed, end, end, False, False),
+                (self._resumed, end, end, None, False),
             ]
         ]
 

@@ -8,10 +8,10 @@ While a pair runs, a blocking collective of a named group becomes: begin it, han
 
 An asynchronous collective stays as it is.  In strict turns the ``wait()`` of a reduce-scatter, an
 all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
-hides the all-gather of a backward behind its dgrad.  A chosen order (:mod:`.order`) may hand over
-at any ``wait()``, and after an asynchronous collective began.  The host's wait for a stream, where
-experts read how many tokens each of them gets, is a place, too.  Outside of a pair, and for other
-groups, nothing changes.
+hides the all-gather of a backward behind its dgrad.  A chosen order
+(:mod:`commfuse_npu.plan.turn_order`) may hand over at any ``wait()``, and after an asynchronous
+collective began.  The host's wait for a stream, where experts read how many tokens each of them
+gets, is a place, too.  Outside of a pair, and for other groups, nothing changes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Transfer:
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if _turns is self._began_in:
-            self._began_in.waits(self._hands_over)
+            self._began_in.waits(self._hands_over, self._work)
         return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

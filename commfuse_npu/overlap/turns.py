@@ -17,9 +17,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from commfuse_npu.plan.turn_order import BACKWARD, FORWARD
+
 __all__ = ["BACKWARD", "FORWARD", "OtherSideError", "SideState", "Turns"]
 
-FORWARD, BACKWARD = 0, 1
 NAMES = "forward", "backward"
 
 
@@ -46,8 +47,8 @@ class Turns:
 
     Args:
         states: exchanged whenever the turn changes.
-        order: for each place of the forward, and of the backward, whether it hands over there
-            (:mod:`.order`); beyond the end of a list, or without one, each place has its default.
+        order: for each place of the forward, and of the backward, whether it hands over there;
+            beyond the end of a list, or without one, each place has its default.
 
     Attributes:
         side: whose turn it is.
@@ -80,8 +81,8 @@ class Turns:
         """A place: a transfer began, which the caller waits for at once if it is ``blocking``."""
         self._place(blocking)
 
-    def waits(self, by_default: bool) -> None:
-        """A place: the side is about to wait for what it began earlier."""
+    def waits(self, by_default: bool, work: Any = None) -> None:
+        """A place: the side is about to wait for what it began earlier, ``work`` if it is known."""
         self._place(by_default)
 
     def _place(self, by_default: bool) -> None:

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
-from commfuse_npu.overlap.order import duration, strict_turns
-from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
-from mindspeed_patches.fb_overlap.census import Census
-from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
-from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
-from mindspeed_patches.fb_overlap.slots import (
+from commfuse_npu.plan.slots import (
     in_flight_without,
     most_in_flight,
     paired_microbatches,
     slots,
 )
+from commfuse_npu.plan.turn_order import duration, strict_turns
+from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
+from mindspeed_patches.fb_overlap.census import Census
+from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
+from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
 from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 

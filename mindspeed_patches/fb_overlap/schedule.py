@@ -1,7 +1,7 @@
 """Megatron's schedules with the forward and the backward of a slot side by side.
 
-One loop for no pipeline, a plain one and a virtual one (:mod:`.slots`), written against Megatron
-core 0.12's ``megatron.core.pipeline_parallel.schedules``: its ``forward_step`` and
+One loop for no pipeline, a plain one and a virtual one (:mod:`commfuse_npu.plan.slots`), written
+against Megatron core 0.12's ``megatron.core.pipeline_parallel.schedules``: its ``forward_step`` and
 ``backward_step``, called through the module, so that patches of them stay in force.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mindspeed_patches.fb_overlap.slots import Slot, Step, most_in_flight, slots
+from commfuse_npu.plan.slots import Slot, Step, most_in_flight, slots
 
 __all__ = ["OverlappedSchedule"]
 

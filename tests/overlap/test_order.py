@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
-from commfuse_npu.overlap.order import best_order, duration, strict_turns
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
+from commfuse_npu.plan.turn_order import best_order, duration, strict_turns
 from tests.overlap import test_pair
 
-END = Place(1.0, 0.0, waits=False, by_default=False)
-BLOCKING = Place(1.0, 1.0, waits=True, by_default=True)
+END = Place(1.0, 0.0, waits=None, by_default=False)
+BLOCKING = Place(1.0, 1.0, waits=0, by_default=True)
 
 
 def test_one_after_the_other_exposes_every_transfer() -> None:
@@ -31,7 +31,7 @@ def test_one_after_the_other_exposes_every_transfer() -> None:
 
 
 def test_an_asynchronous_transfer_is_beside_its_own_side() -> None:
-    begins, waits = Place(1.0, 1.0, False, False), Place(1.0, 0.0, True, True)
+    begins, waits = Place(1.0, 1.0, None, False), Place(1.0, 0.0, 0, True)
     assert duration(([begins, waits, END], [END]), ((False,) * 3, (False,))) == 4
     short = waits._replace(work=0.25)
     assert duration(([begins, short, END], [END]), ((False,) * 3, (False,))) == 4
@@ -39,7 +39,7 @@ def test_an_asynchronous_transfer_is_beside_its_own_side() -> None:
 
 
 def test_transfers_share_one_link() -> None:
-    long = Place(1.0, 4.0, waits=True, by_default=True)
+    long = Place(1.0, 4.0, waits=0, by_default=True)
     sides = [long, END], [long, END]
     # The second transfer begins when the first one has ended: 1, 1 + 4, 1 + 4 + 4, 1.
     assert duration(sides, strict_turns(sides)) == 10
@@ -47,8 +47,8 @@ def test_transfers_share_one_link() -> None:
 
 def test_a_chosen_order_hands_over_between_dgrad_and_wgrad() -> None:
     """A norm of the forward has a gather after it; the whole wgrad is there to hide it."""
-    gather, scatter = Place(0.1, 1, True, True), Place(4, 1, True, True)
-    dgrad_then_scatter, wgrad = Place(4, 1, False, False), Place(4, 0, True, True)
+    gather, scatter = Place(0.1, 1, 0, True), Place(4, 1, 0, True)
+    dgrad_then_scatter, wgrad = Place(4, 1, None, False), Place(4, 0, 0, True)
     sides = [gather, scatter] * 3 + [END], [gather, dgrad_then_scatter, wgrad] * 3 + [END]
     work = sum(place.work for side in sides for place in side)
     chosen = best_order(sides)
@@ -57,21 +57,21 @@ def test_a_chosen_order_hands_over_between_dgrad_and_wgrad() -> None:
     assert any(chosen[BACKWARD][1::3])
 
 
-places = st.lists(
-    st.builds(
-        Place,
-        work=st.integers(0, 4).map(float),
-        transfer=st.integers(0, 3).map(float),
-        waits=st.booleans(),
-        by_default=st.booleans(),
-    ),
-    min_size=1,
-    max_size=4,
-)
+@st.composite
+def places(draw: st.DrawFn) -> list[Place]:
+    """Of one side: some wait at once, some later, some for what was begun before another."""
+    found, under_way = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        transfer = float(draw(st.integers(0, 3)))
+        under_way += transfer > 0
+        waits = draw(st.integers(0, under_way - 1)) if under_way and draw(st.booleans()) else None
+        under_way -= waits is not None
+        found.append(Place(float(draw(st.integers(0, 4))), transfer, waits, draw(st.booleans())))
+    return found
 
 
 @settings(max_examples=60, deadline=None)
-@given(places, places)
+@given(places(), places())
 def test_the_best_of_all_lists_is_found(forward: list[Place], backward: list[Place]) -> None:
     sides = forward, backward
     lists = [itertools.product((False, True), repeat=len(side)) for side in sides]
@@ -160,8 +160,8 @@ def recorded(rank: int) -> Any:
 
     assert overlap.record(side(1), side(2), "kind") == ("1", "2")
     kinds = [
-        [(place.transfer > 0, place.waits, place.by_default) for place in places]
-        for places in overlap.recorded["kind"]
+        [(place.transfer > 0, place.waits, place.by_default) for place in side]
+        for side in overlap.recorded["kind"]
     ]
     overlap.choose_orders()
     assert overlap.run(side(1), side(2), "kind") == ("1", "2")
@@ -170,8 +170,8 @@ def recorded(rank: int) -> Any:
 
 
 def test_an_order_is_chosen_from_what_was_recorded(ranks: Any) -> None:
-    blocking, began = (True, True, True), (True, False, False)
-    gather_waits, sum_waits, end = (False, True, False), (False, True, True), (False, False, False)
+    blocking, began, end = (True, 0, True), (True, None, False), (False, None, False)
+    gather_waits, sum_waits = (False, 1, False), (False, 0, True)
     rest = [began, began, gather_waits, sum_waits, end]
     first, second = ranks(2).run(recorded)
     assert first == second

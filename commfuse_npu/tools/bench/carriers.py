@@ -226,10 +226,11 @@ class TakingTurns(DirectExchange):
         turns = active_turns()
         if turns is None:
             return pending
-        turns.began(SimpleNamespace(wait=pending.arrive), blocking=False)
+        work = SimpleNamespace(wait=pending.arrive)
+        turns.began(work, blocking=False)
 
         def arrive_at_a_turn() -> torch.Tensor:
-            turns.waits(hands_over)
+            turns.waits(hands_over, work)
             return pending.wait()
 
         return SimpleNamespace(wait=arrive_at_a_turn)  # type: ignore[return-value]

@@ -78,19 +78,21 @@ class Launches:
 
     Attributes:
         origin: of what is added without one.
+        prefix: of the keys of its messages, where two of these are put together.
     """
 
     def __init__(self, batched: bool = True) -> None:
         self.batched = batched
         self.operations: list[Operation] = []
         self.origin: Origin | None = None
+        self.prefix = ""
         self._last: dict[str, int] = {}
         self._prefixes = 0
 
     def unique(self, name: str) -> tuple[str, int]:
         """A prefix of keys that no other operation of this rank uses; the same on every rank."""
         self._prefixes += 1
-        return name, self._prefixes
+        return self.prefix + name, self._prefixes
 
     def compute(
         self,
@@ -106,6 +108,11 @@ class Launches:
         engine = ASIDE if aside else COMPUTE
         self._last[engine] = self._add(name, engine, seconds, (), (), after, launches, origin)
         return self._last[engine]
+
+    def again(self, one: Operation, after: Iterable[int]) -> int:
+        """Add an operation of another list, which waits for these of this one."""
+        self.operations.append(replace(one, after=tuple(sorted(after))))
+        return len(self.operations) - 1
 
     def last(self, *, aside: bool) -> int | None:
         """The index of the last work of a stream."""

@@ -19,7 +19,7 @@ def role(variant: Variant) -> Role:
 
     Nobody can launch an ideal kernel, nor CoC with the fastest slices for each operation.
     """
-    if variant.kind in ("fused", "flow"):
+    if variant.ours:
         return "ours"
     if variant.kind == "megatron":
         return "today"

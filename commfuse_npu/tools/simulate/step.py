@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate import flow, llama
+from commfuse_npu.tools.simulate import flow, llama, turns
 from commfuse_npu.tools.simulate.data_parallel import (
     GRADIENT_BYTES,
     DataParallel,
@@ -161,12 +161,17 @@ class StepTime:
 
 
 class LayerTime(NamedTuple):
-    """Seconds of a layer, of waiting in it, and of what a stage has besides its layers' own."""
+    """Seconds of a layer, of waiting in it, and of what a stage has besides its layers' own.
+
+    ``pair``: where forward and backward of two micro-batches run side by side, of a layer of both,
+    and of what a stage has besides.
+    """
 
     forward: float
     backward: float
     waiting: float
     ends: tuple[float, float] = (0.0, 0.0)
+    pair: tuple[float, float] | None = None
 
     @property
     def seconds(self) -> float:
@@ -239,13 +244,16 @@ class Step:
         embedding = self._embedding(variant)
         forwards[0] += embedding
         backwards[0] += embedding
-        ends = one_forward_one_backward(
-            forwards,
-            backwards,
-            training.micro_batches,
-            0.0 if free else self._between_stages,
-            training.vpp,
-        )
+        between = 0.0 if free else self._between_stages
+        play = training.micro_batches, between, training.vpp
+        if layer.pair is None:
+            ends = one_forward_one_backward(forwards, backwards, *play)
+        else:
+            pairs = [count * layer.pair[0] + layer.pair[1] for count in chunks]
+            pairs[-1] += sum(head)
+            pairs[0] += 2 * embedding
+            ends = turns.step_ends(forwards, backwards, pairs, *play)
+            f, b = (part * layer.pair[0] / layer.seconds for part in (f, b))
         end, exposed = max(ends), 0.0
         if not free:
             stages = range(len(training.layers))
@@ -263,10 +271,31 @@ class Step:
     def _layer(self, variant: Variant) -> LayerTime:
         if variant.kind == "flow":
             return self._flowing(variant)
+        if variant.kind == "turns":
+            return self._turning(variant)
         forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
         waiting = forward.waiting + backward.waiting
         waiting += sum(one.waiting for one in self._attended(variant) or ())
         return LayerTime(forward.seconds, backward.seconds, waiting)
+
+    def _turning(self, variant: Variant) -> LayerTime:
+        """Megatron's order alone; side by side what two more layers add to two."""
+        alone = self.layer_time(Variant("megatron", "megatron"))
+        shape, attended = self.training.shape, self._attended(variant)
+        again = self.training.recompute == "full"
+
+        def side_by_side(layers: int) -> Played:
+            return self.group.play(
+                variant,
+                lambda rank: turns.pair(rank, shape, layers, attended, again=again),
+                steady=True,
+            )
+
+        two, four = side_by_side(2), side_by_side(4)
+        layer = (four.seconds - two.seconds) / 2
+        waiting = (four.waiting - two.waiting) / 2
+        pair = layer, max(0.0, two.seconds - 2 * layer)
+        return LayerTime(alone.forward, alone.backward, waiting, pair=pair)
 
     def _flowing(self, variant: Variant) -> LayerTime:
         """A layer in the middle of a stage: what a third one adds to two."""

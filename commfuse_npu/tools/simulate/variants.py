@@ -37,6 +37,9 @@
 ``commfuse-flow-K``    ``--commfuse-flow K``: K chunks of the sequence flow through all layers of a
                        stage, a collective per chunk (:mod:`commfuse_npu.tools.simulate.flow`);
                        what is outside of the layers in Megatron's order
+``commfuse-fb``        ``--commfuse-fb-overlap``: forward and backward of two micro-batches take
+                       turns (:mod:`commfuse_npu.tools.simulate.turns`); what has no partner, and
+                       what is outside of the layers, in Megatron's order
 =====================  ===========================================================================
 """
 
@@ -50,11 +53,12 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["COC_FUSED", "COMPUTE_ONLY", "FLOWS", "IDEAL", "MC2", "REFERENCE", "Sums", "Variant",
-           "Way", "Wgrad", "direct", "flowing", "fused", "sliced", "tuned", "variants"]  # fmt: skip
+__all__ = ["COC_FUSED", "COMPUTE_ONLY", "FLOWS", "IDEAL", "MC2", "REFERENCE", "TURNS", "Sums",
+           "Variant", "Way", "Wgrad", "direct", "flowing", "fused", "sliced", "tuned",
+           "variants"]  # fmt: skip
 
 Kind = Literal[
-    "compute", "plain", "megatron", "sliced", "coc_fused", "mc2", "ideal", "fused", "flow"
+    "compute", "plain", "megatron", "sliced", "coc_fused", "mc2", "ideal", "fused", "flow", "turns"
 ]
 
 Sums = Literal["ordered", "once"]
@@ -102,7 +106,7 @@ class Variant:
     @property
     def ours(self) -> bool:
         """Whether it is this project's, and can be launched."""
-        return self.kind in ("fused", "flow")
+        return self.kind in ("fused", "flow", "turns")
 
     @property
     def other_rounding(self) -> str:
@@ -136,6 +140,7 @@ COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
 COC_FUSED = Variant("coc-fused", "coc_fused")
 MC2 = Variant("mc2", "mc2")
+TURNS = Variant("commfuse-fb", "turns")
 IDEAL = Variant("kernel-ideal", "ideal")
 
 
@@ -237,5 +242,6 @@ def variants(
         ours(lanes, chunks[-1], attention=True),
         ours(lanes, chunks[-1], attention=True, wgrad="blocks"),
         *map(flowing, flows),
+        TURNS,
     ]
     return list({variant.name: variant for variant in found}.values())

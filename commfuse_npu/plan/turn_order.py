@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import le
 from typing import NamedTuple
 
-from commfuse_npu.overlap.turns import BACKWARD, FORWARD
+__all__ = ["BACKWARD", "FORWARD", "Order", "Place", "best_order", "duration", "strict_turns"]
 
-__all__ = ["Order", "Place", "best_order", "duration", "strict_turns"]
+FORWARD, BACKWARD = 0, 1
+"""The sides."""
 
 Order = tuple[tuple[bool, ...], tuple[bool, ...]]
 """For each place of the forward, and of the backward, whether it hands over there."""
@@ -32,13 +34,14 @@ class Place(NamedTuple):
     Attributes:
         work: seconds of computation since the place before.
         transfer: seconds of the transfer that begins here, 0 if none does.
-        waits: whether the side has to wait for the transfer that it began last.
+        waits: which of the side's transfers under way it has to wait for, 0 for the one begun
+            first; ``None`` for none of them.
         by_default: whether it hands over here in strict turns.
     """
 
     work: float
     transfer: float
-    waits: bool
+    waits: int | None
     by_default: bool
 
 
@@ -46,28 +49,29 @@ Sides = tuple[Sequence[Place], Sequence[Place]]
 
 
 class _State(NamedTuple):
-    """Seconds: of the device, of the link, of what each side waits for, and of what it began."""
+    """Seconds: of the device, of the link, of what each side waits for and has under way."""
 
     now: float = 0.0
     link: float = 0.0
     due: tuple[float, float] = (0.0, 0.0)
-    begun: tuple[float, float] = (0.0, 0.0)
+    under_way: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     def after(self, side: int, place: Place) -> _State:
-        now, link, begun = max(self.now, self.due[side]) + place.work, self.link, self.begun[side]
+        now, link, due = max(self.now, self.due[side]) + place.work, self.link, 0.0
+        under_way = self.under_way[side]
         if place.transfer:
-            link = begun = max(link, now) + place.transfer
-        due = begun if place.waits else 0.0
+            link = max(link, now) + place.transfer
+            under_way = (*under_way, link)
+        if place.waits is not None:
+            due = under_way[place.waits]
+            under_way = under_way[: place.waits] + under_way[place.waits + 1 :]
         if side == FORWARD:
-            return _State(now, link, (due, self.due[BACKWARD]), (begun, self.begun[BACKWARD]))
-        return _State(now, link, (self.due[FORWARD], due), (self.begun[FORWARD], begun))
+            return _State(now, link, (due, self.due[1]), (under_way, self.under_way[1]))
+        return _State(now, link, (self.due[0], due), (self.under_way[0], under_way))
 
-    def is_nowhere_later_than(self, other: _State) -> bool:
-        return (
-            self.now <= other.now
-            and self.link <= other.link
-            and all(map(float.__le__, self.due + self.begun, other.due + other.begun))
-        )
+    @property
+    def all(self) -> tuple[float, ...]:
+        return (self.now, self.link, *self.due, *self.under_way[0], *self.under_way[1])
 
 
 def strict_turns(sides: Sides) -> Order:
@@ -138,7 +142,7 @@ def best_order(sides: Sides) -> Order:
 def _earliest(ways: list[_Way]) -> list[_Way]:
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.state.now, way.state.link, sum(way.state.due))):
-        if not any(better.state.is_nowhere_later_than(way.state) for better in kept):
+        if not any(all(map(le, better.state.all, way.state.all)) for better in kept):
             kept.append(way)
             if len(kept) == _STATES_KEPT:
                 break

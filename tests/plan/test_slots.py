@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_patches.fb_overlap.slots import (
+from commfuse_npu.plan.slots import (
     Slot,
     Step,
     in_flight_without,
