@@ -314,6 +314,11 @@ def _dtype(name: str) -> torch.dtype | None:
     return torch.float32 if name == "float32" else None
 
 
+_BUCKET_LANES = 2
+"""Gradients and parameters have lanes of their own, each with buffers and a stream of the device's
+pool; a bucket is long enough for two transfers at a time to fill the links."""
+
+
 def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
     """Of the data-parallel group, context-parallel ranks included."""
     tensor_parallel = parallel_size(args, "tensor_model")
@@ -325,7 +330,7 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
     size = max(1, world // (tensor_parallel * stages))
     return replace(
         OPTIONS,
-        schedule=schedule_for(given, size, stride=inner),
+        schedule=schedule_for(given, size, stride=inner, lanes=_BUCKET_LANES),
         reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
     )
 
@@ -351,7 +356,11 @@ def _typed(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def schedule_for(
-    given: argparse.Namespace, size: int, stride: int = 1, chunks: int = 1
+    given: argparse.Namespace,
+    size: int,
+    stride: int = 1,
+    chunks: int = 1,
+    lanes: int | None = None,
 ) -> Schedule:
     """The schedule that the options ask for, for a group of ``size`` ranks.
 
@@ -362,7 +371,7 @@ def schedule_for(
     Args:
         stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
             for context and data parallelism.
-        chunks: if the options ask for no number of them.
+        chunks, lanes: if the options ask for no number of them.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
     local = size if processes % stride else processes // stride
@@ -372,7 +381,7 @@ def schedule_for(
         shape = "two_level" if spans_nodes else "shifted"
     schedule = Schedule(
         shape=shape,
-        lanes=given.commfuse_lanes,
+        lanes=given.commfuse_lanes or lanes,
         chunks=given.commfuse_chunks or chunks,
         taper=given.commfuse_taper,
         node_size=min(local, size) if shape == "two_level" else None,

@@ -26,8 +26,8 @@ from mindspeed_patches.arguments import (
     checked_options,
     complete_options,
 )
-from mindspeed_patches.hccl_buffer import message_megabytes, take_lane_megabytes
-from mindspeed_patches.lanes import Lanes, TensorParallelLanes
+from mindspeed_patches.hccl_buffer import take_lane_megabytes
+from mindspeed_patches.lanes import Lanes
 from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
 from mindspeed_patches.wrappers import LinearWrappers
@@ -109,13 +109,10 @@ class CommFuseFeature(MindSpeedFeature):
                 "fused with a projection that one rank alone transfers nothing for; leave one of "
                 "the two out"
             )
-        by_message = None
-        if not getattr(args, "hccl_group_buffer", None):
-            by_message = message_megabytes(args)
+        sized = not getattr(args, "hccl_group_buffer", None)
         megabytes = take_lane_megabytes(args)
         for lanes in self._lanes:
-            of_linears = isinstance(lanes, TensorParallelLanes)
-            lanes.buffer_megabytes = by_message if of_linears and by_message else megabytes
+            lanes.buffer_megabytes = lanes.message_megabytes(args) if sized else megabytes
 
 
 def _elsewhere(options: CommFuseOptions) -> bool:

@@ -2,22 +2,30 @@
 
 HCCL allocates twice its buffer size per communicator (200 MB by default), so lanes are worth
 sizing.  MindSpeed's option names the groups by a fixed list and refuses any other name; the part
-that is meant for the lanes is therefore taken out before MindSpeed reads it.  Lanes of
-tensor-parallel groups are sized to their messages if the option is not given at all; others that
-are not named get what MindSpeed gives the group that they are made for.
+that is meant for the lanes is therefore taken out before MindSpeed reads it.  Lanes are sized to
+their messages if the option is not given at all; if it does not name them, they get what MindSpeed
+gives the group that they are made for.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch.distributed as dist
 
-from commfuse_npu.runtime.hccl_options import buffers_of
-from mindspeed_patches.layout import rows_of_blocks
+from commfuse_npu.runtime.hccl_options import buffers_of, lane_megabytes
+from mindspeed_patches.layout import parallel_size, rows_of_blocks
 
-__all__ = ["LANES", "lane_options", "message_megabytes", "take_lane_megabytes"]
+__all__ = [
+    "LANES",
+    "lane_options",
+    "of_blocks",
+    "of_buckets",
+    "of_heads",
+    "take_lane_megabytes",
+]
 
 LANES = "commfuse"
 """The name of the lanes in ``--hccl-group-buffer``."""
@@ -50,23 +58,45 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
     return megabytes
 
 
-_LEAST_MEGABYTES, _MOST_MEGABYTES = 16, 200
-
-
-def message_megabytes(args: argparse.Namespace) -> int | None:
+def of_blocks(args: argparse.Namespace) -> int | None:
     """What a lane of a tensor-parallel group needs to carry its longest message at once, in MB.
 
     A block of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, which the backward of a
-    column-parallel layer gathers whole, rounded up to a power of two and not below 16; no more than
-    HCCL's own 200, in which longer messages go in rounds.
-    ``None`` where the arguments do not say.
+    column-parallel layer gathers whole.  ``None`` where the arguments do not say.
     """
-    rows, hidden = rows_of_blocks(args), getattr(args, "hidden_size", None)
-    if rows is None or hidden is None:
+    return _megabytes(rows_of_blocks(args), getattr(args, "hidden_size", None), args)
+
+
+def of_heads(args: argparse.Namespace) -> int | None:
+    """The same of a context-parallel group, whose ranks exchange a CP-th of each other's heads.
+
+    These are as many numbers as a block of a tensor-parallel group has, a CP-th of them per peer.
+    """
+    hidden = getattr(args, "hidden_size", None)
+    heads = None if hidden is None else -(-int(hidden) // parallel_size(args, "context"))
+    return _megabytes(rows_of_blocks(args), heads, args)
+
+
+def of_buckets(args: argparse.Namespace) -> int | None:
+    """The same of a data-parallel group: a rank's shard of a bucket of gradients in fp32.
+
+    Megatron's buckets have ``--ddp-bucket-size`` parameters, else 40 million or a million per rank
+    (``DistributedDataParallelConfig`` of core 0.12), and without ``--overlap-grad-reduce`` all.
+    """
+    model_parallel = parallel_size(args, "tensor_model") * parallel_size(args, "pipeline_model")
+    world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
+    ranks = max(1, world // model_parallel)
+    if ranks == 1 or not getattr(args, "overlap_grad_reduce", None):
+        return None
+    parameters = getattr(args, "ddp_bucket_size", None) or max(40_000_000, 1_000_000 * ranks)
+    return lane_megabytes(4 * int(parameters) / ranks)
+
+
+def _megabytes(rows: int | None, width: int | None, args: argparse.Namespace) -> int | None:
+    if rows is None or width is None:
         return None
     item = 2 if getattr(args, "bf16", False) or getattr(args, "fp16", False) else 4
-    megabytes = -(-rows * hidden * item // 2**20)
-    return min(_MOST_MEGABYTES, max(_LEAST_MEGABYTES, 1 << (megabytes - 1).bit_length()))
+    return lane_megabytes(rows * int(width) * item)
 
 
 def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str = "tp") -> Any:

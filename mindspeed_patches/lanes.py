@@ -7,17 +7,21 @@ the lanes come right after ``initialize_model_parallel``, and go before ``destro
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.order_log import shared_order_log
+from commfuse_npu.runtime.second_stream import second_stream
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.hccl_buffer import lane_options
+from mindspeed_patches.hccl_buffer import lane_options, of_blocks, of_buckets, of_heads
 
 __all__ = ["ContextParallelLanes", "DataParallelLanes", "Lanes", "OverLanes", "TensorParallelLanes"]
 
@@ -61,6 +65,8 @@ class Lanes:
 
     _what: str
     _name: str  # Megatron's, of the group
+    message_megabytes: Callable[[argparse.Namespace], int | None]
+    """HCCL's buffer that carries the longest message at once; ``None`` where nothing says."""
 
     def __init__(self, user: OverLanes, lanes: int | None) -> None:
         self.buffer_megabytes: int | None = None
@@ -106,6 +112,7 @@ class Lanes:
     def open(self, timeout_minutes: float) -> None:
         """Make the lanes; a collective of all processes, when Megatron's groups exist."""
         group = self._group()
+        _take_second_stream(group)
         log = None
         if self.order_log is not None:
             log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
@@ -131,10 +138,18 @@ class Lanes:
             transport.close()
 
 
+def _take_second_stream(group: dist.ProcessGroup) -> None:
+    """Before the lanes draw from torch_npu's pool: of 32 streams the 33rd is the first again."""
+    device, _ = device_backend(dist.get_backend(group))
+    if device != "cpu":
+        module = torch.get_device_module(device)
+        second_stream(torch.device(device, module.current_device()))
+
+
 class TensorParallelLanes(Lanes):
     """Lanes of the tensor-parallel groups, for the linear layers."""
 
-    _what, _name = "tensor-parallel", "tp"
+    _what, _name, message_megabytes = "tensor-parallel", "tp", staticmethod(of_blocks)
 
     def _group(self) -> dist.ProcessGroup:
         from megatron.core import parallel_state
@@ -148,7 +163,7 @@ class ContextParallelLanes(Lanes):
     (With ``ulysses_cp_algo``; its hybrid algorithms exchange heads in a part of the group.)
     """
 
-    _what, _name = "context-parallel", "cp"
+    _what, _name, message_megabytes = "context-parallel", "cp", staticmethod(of_heads)
 
     def _group(self) -> dist.ProcessGroup:
         from megatron.core import parallel_state
@@ -169,7 +184,7 @@ class DataParallelLanes(Lanes):
     parameters, which a common order of buckets would make them do.
     """
 
-    _what, _name = "data-parallel", "dp_cp"
+    _what, _name, message_megabytes = "data-parallel", "dp_cp", staticmethod(of_buckets)
 
     def _group(self) -> dist.ProcessGroup:
         from megatron.core import parallel_state

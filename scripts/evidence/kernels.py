@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.simulate.hardware import Hardware
-from commfuse_npu.tools.simulate.machine import Machine
+from commfuse_npu.tools.simulate.machine import FusedKernel, Machine
 
 __all__ = ["Measured", "Prediction", "main", "predict", "read"]
 
@@ -50,7 +50,7 @@ class Prediction(NamedTuple):
     """Errors on the shapes that were left out, as shares of what was measured.
 
     Attributes:
-        fitted: efficiency of GEMMs, and the share that the kernel hides.
+        fitted: efficiency of GEMMs, and the share that the kernel hides of shorter transfers.
     """
 
     fitted: tuple[float, float]
@@ -95,12 +95,18 @@ def predict(machine: Machine, shapes: Sequence[Measured]) -> Prediction:
         middle = (low + high) / 2
         low, high = (middle, high) if off(middle) > 0 else (low, middle)
     gemm = time(replace(int8, gemm_efficiency=high))
-    hidden = statistics.median(one.hidden for one in known)
-    kernel = replace(machine, coc_fused_hidden=hidden)
+    hidden, hidden_gemm = (
+        statistics.median(of) if of else 0.0
+        for of in (
+            [one.hidden for one in known if one.gemm >= one.gather],
+            [one.hidden for one in known if one.gemm < one.gather],
+        )
+    )
+    kernel = FusedKernel(hidden, hidden_gemm, machine.inside.rate)
     return Prediction(
         (high, hidden),
         [gemm(one) / one.gemm - 1 for one in others],
-        [kernel.coc_fused(one.gemm, one.gather) / one.total - 1 for one in others],
+        [kernel.seconds(one.gemm, one.gather) / one.total - 1 for one in others],
     )
 
 

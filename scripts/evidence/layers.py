@@ -9,9 +9,11 @@ Simulates forward and backward of one layer, each form at its best: ours with th
 chunks for each operation, or Megatron's order where that is faster, CoC with the fastest number of
 slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
 sums are made in one pass, and weight gradients of row-parallel layers by blocks.  A flow is a layer
-in the middle of a stage, with the fastest of 2, 3, 4, 6 and 8 chunks that divide a rank's tokens.
-Times are shares of those with blocking collectives.  Nobody can launch the last three: CoC tuned
-for each operation as ours is, kernels without a cost of cutting, and no communication at all.  Who
+in the middle of a stage, with the fastest of 2, 3, 4, 6 and 8 chunks that divide a rank's tokens;
+forward-backward a layer of a forward beside one of a backward, in the middle of a step.
+Times are shares of those with blocking collectives.  Nobody can launch the last four: CoC tuned
+for each operation as ours is, the kernels of hicann/catccos, kernels without a cost of cutting, and
+no communication at all.  Who
 is ahead is counted a second time with HCCL's sums in an order, as ours are, but for a flow.
 """
 
@@ -34,12 +36,14 @@ from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.step import LayerTime, Step
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (
+    CATCCOS,
     COC_FUSED,
     COMPUTE_ONLY,
     FLOWS,
     IDEAL,
     MC2,
     REFERENCE,
+    TURNS,
     Variant,
     direct,
     flowing,
@@ -58,11 +62,11 @@ _SIZES = (2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 6)
 _SLICES = (2, 4, 8)
 
-OURS = ("ours", "ours, other rounding", "default", "flow")
+OURS = ("ours", "ours, other rounding", "default", "flow", "forward-backward")
 _KERNEL = "CoC fused"
 RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
-BOUNDS = ("CoC tuned", "ideal", "compute")
-_GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "flow")
+BOUNDS = ("CoC tuned", "catccos", "ideal", "compute")
+_GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "flow", "forward-backward")
 _KERNELS = ("MC2", _KERNEL)
 """What waits inside of them is not seen."""
 
@@ -118,7 +122,8 @@ def forms(
         "default": default if rows >= least_rows(tp) else megatron,
         **{f"flow {k}": flowing(k) for k in flows if rows % k == 0},
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
-        **({_KERNEL: COC_FUSED} if tp == 8 else {}),
+        "forward-backward": TURNS,
+        **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
         "Megatron": megatron,
         "MC2": MC2,
         "CoC tuned": sliced(),

@@ -73,7 +73,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("sizes", "local", "expected"),
         [
-            ({}, "8", Schedule("shifted", lanes=3)),
+            ({}, "8", Schedule("shifted", lanes=2)),
             ({}, "2", Schedule("two_level", lanes=2, node_size=1)),  # the same transfers as shifted
             ({}, "4", Schedule("two_level", lanes=2, node_size=2)),
             ({"pipeline_model_parallel_size": 2}, "8", Schedule("shifted", lanes=1)),

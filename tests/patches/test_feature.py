@@ -89,10 +89,10 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("sizes", "chunks"),
         [
-            ({"seq_length": 8192, "micro_batch_size": 1}, 4),
+            ({"seq_length": 8192, "micro_batch_size": 1}, 2),
             ({"seq_length": "4096", "micro_batch_size": "1"}, 2),
-            ({"seq_length": 8192, "micro_batch_size": 2}, 4),
-            ({"seq_length": 8192, "micro_batch_size": 1, "context_parallel_size": 2}, 2),
+            ({"seq_length": "2048", "micro_batch_size": 2}, 2),
+            ({"seq_length": 4096, "micro_batch_size": 1, "context_parallel_size": 2}, 1),
             ({"seq_length": 8192, "micro_batch_size": 1, "commfuse_tuning": "on"}, 1),
             ({"seq_length": 4096, "micro_batch_size": 1, "commfuse_chunks": 4}, 4),
         ],

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from mindspeed_patches.hccl_buffer import message_megabytes, take_lane_megabytes
+from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads, take_lane_megabytes
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,21 @@ LLAMA3_8B = {
 )
 def test_lanes_are_sized_to_their_messages(change, megabytes: int) -> None:
     args = argparse.Namespace(**{**LLAMA3_8B, **change})
-    assert message_megabytes(args) == megabytes
+    assert of_blocks(args) == megabytes
 
 
 def test_no_size_without_a_shape() -> None:
-    assert message_megabytes(argparse.Namespace(seq_length=8192)) is None
+    assert of_blocks(argparse.Namespace(seq_length=8192)) is None
+
+
+def test_lanes_of_heads_and_buckets_are_sized_to_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    context = {"micro_batch_size": 16, "context_parallel_size": 2}
+    assert of_heads(argparse.Namespace(**{**LLAMA3_8B, **context})) == 32
+    assert of_heads(argparse.Namespace(seq_length=8192)) is None
+    args = argparse.Namespace(**LLAMA3_8B, overlap_grad_reduce=True)
+    assert of_buckets(args) == 32, "40 million fp32 gradients over 8 ranks are 19 MiB"
+    args.ddp_bucket_size = 400_000_000
+    assert of_buckets(args) == 200
+    args.overlap_grad_reduce = False
+    assert of_buckets(args) is None, "all gradients are one bucket"

@@ -112,7 +112,7 @@ def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
         wrong = Finding("launch", "--commfuse-schedule", "error", str(error), "", "choose another")
         return Report((*findings, wrong))
     layers = fused_layers(launch)
-    findings += check_transfers(machine, launch, schedule, layers)
+    findings += check_transfers(machine, launch, layers)
     findings += check_rivals(machine, launch, schedule)
     here = (
         f"this machine has {npus} NPUs" if npus else "this machine has no NPU and can rehearse it"

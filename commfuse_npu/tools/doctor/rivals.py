@@ -14,14 +14,14 @@ from commfuse_npu.tools.doctor.fuse_options import min_rows_of
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script.options import value_of
-from commfuse_npu.tools.refusals import FLOW_REFUSALS
+from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS, FLOW_REFUSALS
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.described import described
 from commfuse_npu.tools.simulate.flow import divides
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import FLOWS, Variant, flowing, fused, variants
+from commfuse_npu.tools.simulate.variants import FLOWS, TURNS, Variant, flowing, fused, variants
 
 __all__ = ["check_rivals"]
 
@@ -37,6 +37,7 @@ _FLAGS = {
     },
     "coc-fused": ("CoC as a kernel", "--use-ascend-coc --coc-fused-kernel"),
     "mc2": ("MC2", "--use-ascend-mc2"),
+    TURNS.name: ("forward-backward overlap", "--commfuse-fb-overlap"),
 }
 """By name of the variant: what it is, and what is given in place of ``--use-commfuse``."""
 
@@ -44,8 +45,8 @@ _FLAGS = {
 def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterator[Finding]:
     """A layer of the launch beside Megatron's order, CoC and MC2, at typical figures.
 
-    Beside these, operator by operator stands a flow, if the launch would start with one, and beside
-    a flow operator by operator.
+    Beside these stand forward-backward overlap and a flow, if the launch would start with them, and
+    beside a flow operator by operator.
 
     Nothing is said of groups that span nodes, of experts and of NPUs that are not described.
     Without any the server with Ascend 910B is assumed.
@@ -75,6 +76,7 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
         )
     chunks = [launch.fuse.flow] if launch.fuse.flow is not None else FLOWS
     flows = [flowing(k) for k in chunks if _flows(launch, step, k)]
+    overlapping = [TURNS] if _overlaps(launch) else []
     local = "" if value_of(launch.options, _IMPL) else f" {_IMPL} local"
     named = {
         **_FLAGS,
@@ -84,18 +86,19 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
         },
     }
     if launch.fuse.flow is not None and flows:
-        ours, others = flows[0], [operators]
+        ours, others = flows[0], [operators, *overlapping]
         named[operators.name] = "operator by operator", "leave --commfuse-flow out"
     else:
-        ours, others = operators, flows
+        ours, others = operators, [*flows, *overlapping]
 
     def seconds(variant: Variant) -> float:
-        return sum(step.layer(variant, half).seconds for half in ("forward", "backward"))
+        return step.layer_time(variant).seconds
 
     mine = seconds(ours)
     # The fastest of each kind.
     best: dict[str, tuple[float, str]] = {}
-    for variant in [*others, *variants(tp, tp, 1)]:
+    rivals = (variant for variant in variants(tp, tp, 1) if variant != TURNS)
+    for variant in [*others, *rivals]:
         if variant.name in named:
             timed = seconds(variant), variant.name
             best[variant.kind] = min(best.get(variant.kind, timed), timed)
@@ -110,6 +113,17 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
         f"shorter layers (simulated, {description}): {', '.join(names)}",
         action=f"measure, too: {'; '.join(flags)}",
     )
+
+
+def _overlaps(launch: Launch) -> bool:
+    """Whether a launch could pair forwards and backwards, and does not."""
+    config, options = launch.config, launch.options
+    refused = any(one.value_in(options) is not None for one in FB_OVERLAP_REFUSALS)
+    plain_pipeline = config.pipeline_model_parallel_size > 1 and not any(
+        word.startswith("--num-") and "virtual" in word for word in options
+    )
+    several = config.global_batch_size > config.micro_batch_size * config.data_parallel_size
+    return several and not (refused or plain_pipeline or "--commfuse-fb-overlap" in options)
 
 
 def _flows(launch: Launch, step: Step, chunks: int) -> bool:

@@ -118,6 +118,14 @@ def check_cann(machine: Machine) -> Finding:
         )
     if numbers(version)[:2] < (8, 3):
         return about("warning", version, f"8.3 or newer, for torch_npu {NPU_TORCH}", "update it")
+    if numbers(version)[:2] == (9, 0):
+        return about(
+            "warning",
+            version,
+            "8.5, or 9.1 and newer: hcomm 9.0 drops return codes of grouped transfers (read in "
+            "hccl_group.cc:234, 274), so that a transfer that failed is reported as done",
+            "update it, or leave --use-commfuse out; --commfuse-fb-overlap needs no such transfer",
+        )
     return about("ok", version)
 
 

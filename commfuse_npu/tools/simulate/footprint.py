@@ -28,9 +28,9 @@ fp32.  Its transfers are collectives of the group; lanes are there for the outpu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -157,13 +157,12 @@ def communicators(variant: Variant, step: Step, hardware: Hardware) -> float:
     """Bytes that HCCL allocates: one communicator for plain collectives, one per lane for programs.
 
     The lanes' two buffers are sized to their messages, from 16 MB to HCCL's own size
-    (:func:`mindspeed_patches.hccl_buffer.message_megabytes`).
+    (:func:`~commfuse_npu.runtime.hccl_options.lane_megabytes`).
     """
     whole = hardware.typical("host.communicator_bytes")
 
     def sized(message: float) -> float:
-        megabytes = math.ceil(message / 2**20)
-        return min(whole, 2 * 2.0**20 * max(16, 1 << (megabytes - 1).bit_length()))
+        return min(whole, 2 * 2.0**20 * lane_megabytes(message))
 
     if variant.kind == "compute":
         return 0.0

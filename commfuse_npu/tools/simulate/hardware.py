@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from commfuse_npu.tools.config_file import ConfigError, read_config
-from commfuse_npu.tools.simulate.machine import Level, LinkTopology, Machine
+from commfuse_npu.tools.simulate.machine import FusedKernel, Level, LinkTopology, Machine
 
 __all__ = ["Choice", "Figure", "Hardware"]
 
@@ -45,6 +45,13 @@ class _Rule(NamedTuple):
         return bound + (f" and at most {self.most:g}" if math.isfinite(self.most) else "")
 
 
+_KERNELS = "coc_fused", "catccos"
+_KERNEL_RULES = {
+    "hidden": _Rule("share", 0, 1, group="links", exclusive=False),
+    "hidden_gemm": _Rule("share", 0, 1, group="links", exclusive=False),
+    "efficiency": _Rule("share", 0, 1, group="links"),
+}
+
 _RULES: dict[str, dict[str, _Rule]] = {
     "npu": {
         "cube_flops": _Rule("FLOP/s", 0),
@@ -66,7 +73,7 @@ _RULES: dict[str, dict[str, _Rule]] = {
         "message_copies": _Rule("copies", 0, 4, False, "links", exclusive=False),
     },
     "rivals": {
-        "coc_fused_hidden": _Rule("share", 0, 1, group="links", exclusive=False),
+        **{f"{kernel}_{name}": rule for kernel in _KERNELS for name, rule in _KERNEL_RULES.items()},
         "mc2_grows": _Rule("share", 0, 1, False, "links", exclusive=False),
         "ordered_sums": _Rule("share", 0, 1, False, "links", exclusive=False),
     },
@@ -188,6 +195,10 @@ class Hardware:
                 beside_work=value(f"{section}.beside_work"),
             )
 
+        def kernel(name: str) -> FusedKernel:
+            hidden, hidden_gemm, efficiency = (value(f"rivals.{name}_{of}") for of in _KERNEL_RULES)
+            return FusedKernel(hidden, hidden_gemm, value("inside.rate") * efficiency)
+
         inside = level("inside")
         assert inside is not None
         return Machine(
@@ -205,7 +216,8 @@ class Hardware:
             between=level("between"),
             batched=self.batched,
             message_copies=value("host.message_copies"),
-            coc_fused_hidden=value("rivals.coc_fused_hidden"),
+            coc_fused=kernel("coc_fused"),
+            catccos=kernel("catccos"),
             mc2_grows=value("rivals.mc2_grows"),
             ordered_sums=value("rivals.ordered_sums") if self.deterministic else 0.0,
         )

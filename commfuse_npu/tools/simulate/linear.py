@@ -176,6 +176,13 @@ def _takes_kernel(rank: Rank, inner: int) -> bool:
     )
 
 
+def _kernel(rank: Rank, gemm: float, size: float) -> float:
+    """Seconds of a kernel that others measured, over blocks of so many bytes."""
+    machine = rank.machine
+    kernel = machine.catccos if rank.variant.name == "catccos" else machine.coc_fused
+    return machine.fused(kernel, gemm, size, rank.size)
+
+
 def _mc2_gather(
     rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
 ) -> tuple[int, ...]:
@@ -254,9 +261,8 @@ def _gather_gemm(
 ) -> tuple[int, ...]:
     """Returns what to wait for until all rows are there."""
     machine, n = rank.machine, rank.size
-    if rank.variant.kind == "coc_fused":
-        gemm = machine.gemm(rows * n, inner, outer)
-        rank.compute(name, machine.coc_fused(gemm, machine.collective(rows * inner * item, n)))
+    if rank.variant.kind == "kernel":
+        rank.compute(name, _kernel(rank, machine.gemm(rows * n, inner, outer), rows * inner * item))
         return ()
     if _takes_kernel(rank, inner):
         if rank.variant.kind == "mc2":
@@ -296,9 +302,8 @@ def _gemm_scatter(
     """
     machine, n, kind = rank.machine, rank.size, rank.variant.kind
     waits: tuple[int, ...] = ()
-    if kernel and kind == "coc_fused":
-        gemm = machine.gemm(rows * n, inner, outer)
-        rank.compute(name, machine.coc_fused(gemm, machine.collective(rows * outer * item, n)))
+    if kernel and kind == "kernel":
+        rank.compute(name, _kernel(rank, machine.gemm(rows * n, inner, outer), rows * outer * item))
     elif kernel and _takes_kernel(rank, inner) and kind == "mc2":
         waits = _mc2_scatter(rank, name, rows, inner, outer, item)
     elif kernel and _takes_kernel(rank, inner):

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ITEM_BYTES", "SUM_BYTES", "TILE", "Level", "LinkTopology", "Machine"]
+__all__ = ["ITEM_BYTES", "SUM_BYTES", "TILE", "FusedKernel", "Level", "LinkTopology", "Machine"]
 
 LinkTopology = Literal["full_mesh", "switched", "nic_per_npu", "nic_per_node"]
 
@@ -49,6 +49,29 @@ class Level:
 
 
 @dataclass(frozen=True)
+class FusedKernel:
+    """A kernel that computes and transfers at once, as others measured it.
+
+    Attributes:
+        hidden: share of the transfer that is hidden where the GEMM is longer.
+        hidden_gemm: share of the GEMM that is hidden where the transfer is longer.
+        rate: bytes/s per link and direction that its own transfer reaches.
+    """
+
+    hidden: float
+    hidden_gemm: float
+    rate: float
+
+    def seconds(self, gemm: float, transfer: float) -> float:
+        """Of a GEMM and a transfer that take so long alone."""
+        share = self.hidden if gemm >= transfer else self.hidden_gemm
+        return gemm + transfer - share * min(gemm, transfer)
+
+
+NO_KERNEL = FusedKernel(0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Point values; see ``configs/hardware/*.yaml`` for what they mean.
 
@@ -69,7 +92,8 @@ class Machine:
     between: Level | None
     batched: bool
     message_copies: float = 0.0
-    coc_fused_hidden: float = 0.0
+    coc_fused: FusedKernel = NO_KERNEL
+    catccos: FusedKernel = NO_KERNEL
     mc2_grows: float = 0.0
     ordered_sums: float = 0.0
 
@@ -121,9 +145,11 @@ class Machine:
         """How many times longer HCCL's reduce-scatter takes for sums in an order."""
         return 1 + self.ordered_sums * ranks / 8
 
-    def coc_fused(self, gemm: float, transfer: float) -> float:
-        """Seconds of MindSpeed's fused kernel, which hides a share of the shorter of the two."""
-        return gemm + transfer - self.coc_fused_hidden * min(gemm, transfer)
+    def fused(self, kernel: FusedKernel, gemm: float, size: float, ranks: int) -> float:
+        """Seconds of a GEMM with a collective over blocks of so many bytes in one kernel."""
+        latency, slower = self.inside.latency, self.inside.rate / kernel.rate
+        transfer = latency + slower * (self.collective(size, ranks) - latency)
+        return kernel.seconds(gemm, transfer)
 
     def buffered(self, size: float) -> float:
         """Seconds that a message of so many bytes takes through buffers at both of its ends.

@@ -403,7 +403,7 @@ def _others(hardware: Hardware, tp: int) -> list[Variant]:
     members = Group(hardware.machine(), tp).members_per_node
     found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
     # Nobody can launch CoC tuned for each operation, nor plain collectives with Megatron.
-    kinds = ("megatron", "sliced", "coc_fused", "mc2", "ideal")
+    kinds = ("megatron", "sliced", "kernel", "mc2", "ideal")
     return [one for one in found if (one.kind in kinds and not one.tuned) or tp == 1]
 
 

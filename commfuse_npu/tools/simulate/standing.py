@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from commfuse_npu.tools.simulate.sweep import Outcome, Point
-from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import CATCCOS, IDEAL, REFERENCE, Variant
 
 __all__ = ["Standing", "change", "of", "outcome", "role", "seconds", "verdict"]
 
@@ -17,15 +17,16 @@ Role = Literal["ours", "today", "rival", "bound", "plain"]
 def role(variant: Variant) -> Role:
     """What a variant is to somebody who chooses.
 
-    Nobody can launch an ideal kernel, nor CoC with the fastest slices for each operation.
+    Nobody can launch an ideal kernel, catccos in MindSpeed-LLM, nor CoC with the fastest slices for
+    each operation.
     """
     if variant.ours:
         return "ours"
     if variant.kind == "megatron":
         return "today"
-    if variant.kind == "ideal" or (variant.kind == "sliced" and variant.tuned):
+    if variant in (IDEAL, CATCCOS) or (variant.kind == "sliced" and variant.tuned):
         return "bound"
-    return "rival" if variant.kind in ("sliced", "coc_fused", "mc2") else "plain"
+    return "rival" if variant.kind in ("sliced", "kernel", "mc2") else "plain"
 
 
 @dataclass(frozen=True)

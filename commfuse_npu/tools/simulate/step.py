@@ -174,8 +174,14 @@ class LayerTime(NamedTuple):
     pair: tuple[float, float] | None = None
 
     @property
-    def seconds(self) -> float:
+    def alone(self) -> float:
+        """Of forward and backward one after the other."""
         return self.forward + self.backward
+
+    @property
+    def seconds(self) -> float:
+        """Of a forward and a backward, in the middle of a step."""
+        return self.alone if self.pair is None else self.pair[0]
 
 
 @dataclass
@@ -253,7 +259,7 @@ class Step:
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
             ends = turns.step_ends(forwards, backwards, pairs, *play)
-            f, b = (part * layer.pair[0] / layer.seconds for part in (f, b))
+            f, b = (part * layer.pair[0] / layer.alone for part in (f, b))
         end, exposed = max(ends), 0.0
         if not free:
             stages = range(len(training.layers))

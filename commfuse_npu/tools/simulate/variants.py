@@ -15,6 +15,8 @@
                        the share of the shorter of GEMM and transfer that others measured;
                        Megatron's order in the backward of column-parallel layers (read in
                        MindSpeed 26.1.0)
+``catccos``            the kernels of hicann/catccos in its place, alike; no launch of MindSpeed-LLM
+                       takes them yet
 ``mc2``                what ``--use-ascend-mc2`` does (read in MindSpeed@028de58, which says that it
                        is not for A3, and does not refuse it there): gathers before a GEMM and
                        reduce-scatters after one are kernels that cut by the host's formula
@@ -53,12 +55,12 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["COC_FUSED", "COMPUTE_ONLY", "FLOWS", "IDEAL", "MC2", "REFERENCE", "TURNS", "Sums",
-           "Variant", "Way", "Wgrad", "direct", "flowing", "fused", "sliced", "tuned",
+__all__ = ["CATCCOS", "COC_FUSED", "COMPUTE_ONLY", "FLOWS", "IDEAL", "MC2", "REFERENCE", "TURNS",
+           "Sums", "Variant", "Way", "Wgrad", "direct", "flowing", "fused", "sliced", "tuned",
            "variants"]  # fmt: skip
 
 Kind = Literal[
-    "compute", "plain", "megatron", "sliced", "coc_fused", "mc2", "ideal", "fused", "flow", "turns"
+    "compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "flow", "turns"
 ]
 
 Sums = Literal["ordered", "once"]
@@ -138,7 +140,8 @@ class Variant:
 
 COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
-COC_FUSED = Variant("coc-fused", "coc_fused")
+COC_FUSED = Variant("coc-fused", "kernel")
+CATCCOS = Variant("catccos", "kernel")
 MC2 = Variant("mc2", "mc2")
 TURNS = Variant("commfuse-fb", "turns")
 IDEAL = Variant("kernel-ideal", "ideal")
@@ -230,7 +233,7 @@ def variants(
         Variant("megatron", "megatron"),
         *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
         sliced(),
-        *([COC_FUSED] if size == members_per_node == 8 else []),
+        *([COC_FUSED, CATCCOS] if size == members_per_node == 8 else []),
         *([MC2] if size == members_per_node and size in RANKS else []),
         IDEAL,
         ours(min(2, max(1, size - 1)), 1),

@@ -27,7 +27,14 @@ from tests.tools.doctor.machines import NPU_ANSWERS, machine, only, summary
         ("HCCL_BUFFSIZE", "0", "error"),
         ("HCCL_BUFFSIZE", "64MB", "error"),
         ("P2P_HCCL_BUFFSIZE", "20", "ok"),
+        ("P2P_HCCL_BUFFSIZE", "0", "ok"),
         ("P2P_HCCL_BUFFSIZE", "-1", "error"),
+        ("HCCL_OP_RETRY_ENABLE", None, "ok"),
+        ("HCCL_OP_RETRY_ENABLE", "L0:0, L1:0, L2:0", "ok"),
+        ("HCCL_OP_RETRY_ENABLE", "L0:0, L1:1, L2:0", "warning"),
+        ("HCCL_OP_EXPANSION_MODE", None, "ok"),
+        ("HCCL_OP_EXPANSION_MODE", "AI_CPU", "ok"),
+        ("HCCL_OP_EXPANSION_MODE", "AIV", "warning"),
         ("TORCH_HCCL_BLOCKING_WAIT", "1", "warning"),
         ("TORCH_HCCL_BLOCKING_WAIT", "0", "ok"),
         ("ASCEND_LAUNCH_BLOCKING", "1", "warning"),
@@ -70,3 +77,35 @@ def test_a_launch_needs_one_connection() -> None:
     assert summary(only(by_launcher, name)) == ("ok", "1")
     alone = [word if word != "2" else "1" for word in words]
     assert not [f for f in check_variables(machine({name: "8"}), launch(*alone)) if f.what == name]
+
+
+def test_retries_leave_room_for_few_lanes() -> None:
+    name, words = "HCCL_OP_RETRY_ENABLE", ["--config"]
+    variables = machine({name: "L1:1"})
+    found = only(check_variables(variables, launch(*words)), name)
+    assert found.level == "error"
+    assert "at most 5 communicators, and each lane is one of 7" in found.expected
+    few = only(check_variables(variables, launch(*words, "--commfuse-lanes", "2")), name)
+    assert few.level == "ok"
+
+
+@pytest.mark.parametrize("option", ["--commfuse-wgrad blocks", "--commfuse-flow 4"])
+def test_a_product_that_is_added_needs_atb(option: str) -> None:
+    name, words = "ATB_HOME_PATH", ["--config", *option.split()]
+    missing = only(check_variables(machine(), launch(*words)), name)
+    assert missing.level == "warning"
+    assert option.split()[0] in missing.expected
+    there = only(check_variables(machine({name: "/usr/local/atb"}), launch(*words)), name)
+    assert summary(there) == ("ok", "/usr/local/atb")
+    assert not [f for f in check_variables(machine(), launch("--config")) if f.what == name]
+
+
+def test_streams_are_counted_against_the_pool() -> None:
+    name = "STREAMS_PER_DEVICE"
+    assert only(check_variables(machine(), launch("--config")), name).level == "ok"
+    many = "--commfuse-dp --use-distributed-optimizer --tensor-model-parallel-size 4 --nnodes 8"
+    words = ["--config", *many.split(), "--commfuse-lanes", "14"]
+    found = only(check_variables(machine(), launch(*words)), name)
+    assert found.level == "warning"
+    # 3 and 2 x 14 lanes and the second stream; the job, TP and DP, and two with others.
+    assert found.value == "37 streams: 32 of lanes and sums, 5 of Megatron's groups"

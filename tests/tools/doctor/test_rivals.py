@@ -61,7 +61,7 @@ def test_each_rival_is_named_where_it_is_faster_and_only_there(
     rival = replace(as_fast_as, name=name)
     monkeypatch.setattr("commfuse_npu.tools.doctor.rivals.variants", lambda *_: [rival])
     monkeypatch.setattr("commfuse_npu.tools.doctor.rivals.FLOWS", ())
-    (found,) = rivals()
+    (found,) = rivals("--commfuse-fb-overlap")
     if flag and as_fast_as is COMPUTE_ONLY:
         assert (found.level, found.action) == ("note", f"measure, too: {flag}")
     else:
@@ -97,8 +97,8 @@ LOCAL = "--transformer-impl local"
 @pytest.mark.parametrize(
     ("words", "named", "not_named"),
     [
-        ("", "a flow of 4 chunks 15.0%", "operator by operator"),
-        (LOCAL, "a flow of 4 chunks 15.0%", "operator by operator"),
+        ("", "a flow of 4 chunks 19.2%", "operator by operator"),
+        (LOCAL, "a flow of 4 chunks 19.2%", "operator by operator"),
         # It is what runs.
         (f"{LOCAL} --commfuse-flow 4", "", "a flow"),
         (f"{LOCAL} --commfuse-flow 4 --seq-length 1024", "operator by operator 1", "a flow"),
@@ -107,7 +107,7 @@ LOCAL = "--transformer-impl local"
         (f"{LOCAL} --sliding-window 64", "", "a flow"),
         (f"{LOCAL} --hidden-dropout 0.1", "", "a flow"),
         ("--transformer-impl transformer_engine", "", "a flow"),
-        ("--commfuse-flow 4", "CoC as a kernel 6.6%", "a flow"),
+        ("--commfuse-flow 4", "CoC as a kernel 6.8%", "a flow"),
         (f"{LOCAL} --commfuse-min-rows 4096", "", "a flow"),
         (f"{LOCAL} --seq-length 8200", "", "a flow"),
     ],
@@ -131,3 +131,19 @@ def test_a_slow_schedule_loses_to_more() -> None:
     made = launch("--config")
     (found,) = check_rivals(machine(), made, Schedule(lanes=1, chunks=1))
     assert MEGATRON in found.action
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("", True),
+        ("--commfuse-fb-overlap", False),
+        ("--pipeline-model-parallel-size 2 --nnodes 2", False),
+        ("--global-batch-size 2", False),
+        ("--moe-fb-overlap", False),
+    ],
+)
+def test_forward_backward_overlap_is_named_where_it_would_run(words: str, named: bool) -> None:
+    (found,) = rivals(words)
+    assert ("forward-backward overlap" in found.value) is named
+    assert ("--commfuse-fb-overlap" in found.action) is named
