@@ -81,6 +81,8 @@ def in_flight_without(stages: int, stage: int, chunks: int, microbatches: int) -
     """The same in Megatron's own order, 1F1B: its warm-up forwards and one more."""
     ahead = stages - 1 - stage
     warm_up = 2 * ahead + (chunks - 1) * stages if chunks > 1 else ahead
+    if chunks > 1 and microbatches == stages:
+        warm_up = microbatches * chunks  # as interleaved schedules have it
     return min(microbatches * chunks, warm_up + 1)
 
 

@@ -23,7 +23,7 @@ from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
 from commfuse_npu.tools.simulate.plot import pictures
-from commfuse_npu.tools.simulate.recommendation_report import fusing
+from commfuse_npu.tools.simulate.recommendation_report import launching
 from commfuse_npu.tools.simulate.report import heading, scale, table
 from commfuse_npu.tools.simulate.standing import of as standing_of
 from commfuse_npu.tools.simulate.standing import verdict
@@ -100,9 +100,7 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     what = training(model, first, sequences[0], options)
     step = Step(hardware.machine(), what, options.disturbance)
     launches = {
-        name: ["--use-commfuse", *fusing(known[name], what)]
-        for name in (standing.ours, standing.alike)
-        if name
+        name: [*launching(known[name], what)] for name in (standing.ours, standing.alike) if name
     }
     said = verdict(points, standing, launches)
     rows: list[Row] = []

@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
-from commfuse_npu.tools.simulate.pipeline_parallel import under_way
 from commfuse_npu.tools.simulate.step import Shared, Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
@@ -83,7 +83,7 @@ def footprint(
     shared: Shared | None = None,
 ) -> Footprint:
     """What the fullest pipeline stage needs; ``shared``: see :class:`~.step.Step`."""
-    stages = (_stage(model, training, stage) for stage in range(len(training.layers)))
+    stages = (_stage(model, training, stage, variant) for stage in range(len(training.layers)))
     weights, gradients, optimizer, activations = max(stages, key=sum)
     sizes = training.tp, training.cp, training.dp, len(training.layers)
     # One communicator of every kind of group, and the variant's lanes besides.
@@ -94,7 +94,9 @@ def footprint(
     return Footprint(weights, gradients, optimizer, activations, communication)
 
 
-def _stage(model: ModelConfig, training: Training, stage: int) -> tuple[float, float, float, float]:
+def _stage(
+    model: ModelConfig, training: Training, stage: int, variant: Variant
+) -> tuple[float, float, float, float]:
     shape, stages = training.shape, len(training.layers)
     layers = training.layers[stage]
     table = training.vocabulary * training.hidden
@@ -107,7 +109,11 @@ def _stage(model: ModelConfig, training: Training, stage: int) -> tuple[float, f
         ITEM_BYTES * (5 * shape.hidden + shape.qkv + 3 * shape.feed_forward) + _STATISTICS * heads
     )
     kept = whole if training.recompute == "none" else rows * ITEM_BYTES * shape.hidden
-    held = under_way(stages, training.vpp, stage, training.micro_batches)
+    layout = stages, stage, training.vpp, training.micro_batches
+    if variant.kind == "turns":
+        held = most_in_flight(slots(*layout)) / training.vpp
+    else:
+        held = in_flight_without(*layout) / training.vpp
     activations = held * layers * kept
     if training.recompute == "full":
         activations += whole
@@ -164,7 +170,7 @@ def communicators(variant: Variant, step: Step, hardware: Hardware) -> float:
     def sized(message: float) -> float:
         return min(whole, 2 * 2.0**20 * lane_megabytes(message))
 
-    if variant.kind == "compute":
+    if variant.kind in ("compute", "turns"):
         return 0.0
     if variant.kind == "flow":
         # A block of hidden states from every peer.

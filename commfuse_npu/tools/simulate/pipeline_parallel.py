@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-__all__ = ["interleaves", "one_forward_one_backward", "under_way"]
+__all__ = ["interleaves", "one_forward_one_backward"]
 
 
 class _Part(NamedTuple):
@@ -37,13 +37,6 @@ class _Part(NamedTuple):
 def interleaves(stages: int, chunks: int, micro_batches: int) -> bool:
     """Whether Megatron has a schedule: micro-batches go through chunks ``stages`` at a time."""
     return chunks == 1 or (stages > 1 and micro_batches % stages == 0)
-
-
-def under_way(stages: int, chunks: int, stage: int, micro_batches: int) -> float:
-    """How many micro-batches a stage holds at most, in those of the whole stage."""
-    if chunks == 1:
-        return min(stages - stage, micro_batches)
-    return min(_warm(stages, chunks, stage, micro_batches) + 1, micro_batches * chunks) / chunks
 
 
 def one_forward_one_backward(

@@ -2,7 +2,8 @@
 
 Every layout that fits the model, the NPUs and their memory is simulated with a few schedules of
 CommFuse, at typical figures; the best layouts then with all of them.  A recommendation names the
-shortest step, the next best layout, and what is fastest without CommFuse, each on all five machines
+shortest step, ours or not, the next best layout, and what is fastest without CommFuse, each on all
+five machines
 of the hardware's ranges (see :mod:`.sweep`): how often the order stays the same says how much it is
 worth.
 """
@@ -35,9 +36,11 @@ from commfuse_npu.tools.simulate.sweep import (
     training,
 )
 from commfuse_npu.tools.simulate.variants import (
+    CATCCOS,
     COMPUTE_ONLY,
     FLOWS,
     REFERENCE,
+    TURNS,
     Variant,
     Wgrad,
     flowing,
@@ -150,7 +153,8 @@ class Recommendation:
 
     @property
     def best(self) -> Candidate:
-        return self.ranked[0]
+        """The shortest step of what can be launched, with CommFuse or without."""
+        return min(self.ranked[0], self.rivals[0], key=_seconds)
 
     @property
     def other(self) -> Candidate:
@@ -160,8 +164,8 @@ class Recommendation:
     @property
     def runner_up(self) -> Candidate | None:
         """The best candidate of the next layout; without one, the next schedule."""
-        following = (*self.ranked[1:], *self.schedules[1:])
-        return following[0] if following else None
+        following = (*self.ranked, *self.schedules)
+        return next((one for one in following if one not in (self.best, self.other)), None)
 
     @property
     def fused(self) -> Candidate | None:
@@ -370,6 +374,8 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
             for wgrad in wgrads
         ]
         found += [flowing(chunks) for chunks in FLOWS if flow.divides(what.shape, chunks)]
+    if what.tp > 1 and what.micro_batches > 1:
+        found.append(TURNS)
     return found
 
 
@@ -402,9 +408,10 @@ def _quick(
 def _others(hardware: Hardware, tp: int) -> list[Variant]:
     members = Group(hardware.machine(), tp).members_per_node
     found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
-    # Nobody can launch CoC tuned for each operation, nor plain collectives with Megatron.
+    # Nobody can launch CoC tuned for each operation, catccos, nor plain collectives with Megatron.
     kinds = ("megatron", "sliced", "kernel", "mc2", "ideal")
-    return [one for one in found if (one.kind in kinds and not one.tuned) or tp == 1]
+    launched = (one for one in found if one.kind in kinds and not one.tuned and one != CATCCOS)
+    return list(launched) if tp > 1 else found
 
 
 def _played(

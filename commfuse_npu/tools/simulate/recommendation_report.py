@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, limit
@@ -14,7 +15,7 @@ from commfuse_npu.tools.simulate.step import Training
 from commfuse_npu.tools.simulate.sweep import CORNERS
 from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["COLUMNS", "as_json", "fitting", "fusing", "layouts", "options", "reasons", "report"]
+__all__ = ["COLUMNS", "as_json", "fitting", "launching", "layouts", "options", "reasons", "report"]
 
 COLUMNS = (
     *("", "TP", "CP", "PP", "DP", "recompute", "schedule", "step", "tokens/s/NPU", "MFU"),
@@ -60,11 +61,7 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
     ]
     if stages := _uneven(chosen):
         given += ["--num-layer-list", stages]
-    return (
-        [*given, "--use-commfuse", *fusing(chosen.variant, chosen.training)]
-        if chosen.variant.ours
-        else given
-    )
+    return [*given, *launching(chosen.variant, chosen.training)]
 
 
 def _uneven(chosen: Candidate) -> str:
@@ -96,12 +93,28 @@ def _chosen(model: ModelConfig, chosen: Candidate) -> Iterator[str]:
         yield from ("--recompute-num-layers", "1")
 
 
-def fusing(variant: Variant, training: Training) -> Iterator[str]:
-    """A way of ours as options of ``pretrain_gpt.py``."""
+def launching(variant: Variant, training: Training) -> Iterator[str]:
+    """A way to run the layers as options of ``pretrain_gpt.py``; none for Megatron's own order."""
     schedule = variant.schedule
-    if schedule is None:
-        yield from ("--commfuse-flow", str(variant.slices))
-        return
+    if variant.kind == "sliced":
+        yield from ("--use-ascend-coc", "--coc-parallel-num", str(variant.slices))
+    elif variant.kind == "kernel":
+        yield from ("--use-ascend-coc", "--coc-fused-kernel")
+    elif variant.kind == "mc2":
+        yield "--use-ascend-mc2"
+    elif variant.kind == "turns":
+        yield "--commfuse-fb-overlap"
+        if len(training.layers) > 1 and training.vpp == 1:
+            yield "--commfuse-fb-overlap-memory"
+    elif variant.kind == "flow":
+        yield from ("--use-commfuse", "--commfuse-flow", str(variant.slices))
+        yield from ("--transformer-impl", "local")
+    elif schedule is not None:
+        yield "--use-commfuse"
+        yield from _fusing(variant, schedule, training)
+
+
+def _fusing(variant: Variant, schedule: Schedule, training: Training) -> Iterator[str]:
     yield from ("--commfuse-lanes", str(schedule.lanes))
     if variant.tuned:
         yield from ("--commfuse-tuning", "on")
@@ -213,14 +226,15 @@ def reasons(found: Recommendation) -> Iterator[str]:
     yield ""
     if found.runner_up is not None:
         yield f"- Runner-up: {_name(found.runner_up)}, {_against(found, found.runner_up)}."
-    if not best.variant.ours:
+    if best.layout.tp == 1:
         yield (
             "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
             "parallelism by Ulysses (--commfuse-ulysses) and data parallelism (--commfuse-dp)."
         )
-        if found.fused is not None and found.fused is not found.runner_up:
-            yield f"- With CommFuse: {_name(found.fused)}, {_against(found, found.fused)}."
-    elif best.layout.tp > 1:
+    if not best.variant.ours and found.fused not in (None, found.runner_up):
+        assert found.fused is not None
+        yield f"- With CommFuse: {_name(found.fused)}, {_against(found, found.fused)}."
+    if best.layout.tp > 1:
         yield (
             f"- Plain transfers take {typical:.0%} of the computing time of a layer (range "
             f"{low:.0%} .. {high:.0%}): {_what_that_means(typical)}"
@@ -232,8 +246,6 @@ def reasons(found: Recommendation) -> Iterator[str]:
         )
     if found.other != best:
         yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."
-    if found.other.seconds < best.seconds:
-        yield "  **CommFuse is not ahead here.** Measure both."
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in vars(best.memory).items())
     yield f"- Memory of the fullest NPU, GiB: {parts}."
 

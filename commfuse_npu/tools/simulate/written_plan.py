@@ -10,7 +10,7 @@ from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.model_config import ModelConfig, given_options
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Candidate, Recommendation
-from commfuse_npu.tools.simulate.recommendation_report import options
+from commfuse_npu.tools.simulate.recommendation_report import launching, options
 
 __all__ = ["check_target", "planned", "write_plan"]
 
@@ -23,7 +23,8 @@ _DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overla
 def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelConfig:
     """The model in the layout that was simulated, with the options that no key has."""
     words = options(model, chosen)
-    at = words.index("--use-commfuse") if "--use-commfuse" in words else len(words)
+    ours = list(launching(chosen.variant, chosen.training)) if chosen.variant.ours else []
+    at = len(words) - len(ours)
     npus = chosen.layout.npus
     per_node = min(npus, hardware.npus_per_host)
     size = {"npus_per_node": per_node, "nnodes": npus // per_node, "num_layer_list": None}
@@ -60,8 +61,6 @@ def write_plan(path: Path, found: Recommendation, model: ModelConfig, hardware: 
         f"# TP {layout.tp} x PP {layout.pp} x CP {layout.cp} x DP {layout.dp}, "
         f"{best.variant.name}, {best.seconds:.3g} s a step. Simulated, not measured.",
     ]
-    if found.other.seconds < best.seconds:
-        lines.append("# CommFuse is not ahead here: measure USE_COMMFUSE=0, too.")
     with whole_file(path) as part:
         text = planned(model, hardware, best).as_yaml()
         part.write_text("\n".join([*lines, text]), "utf-8")

@@ -26,7 +26,7 @@ def as_simulated(efficiency: float, hidden: float) -> list[Measured]:
     )
     found = []
     for m, k, n in SHAPES:
-        gemm, gather = int8.gemm(8 * m, k, n), 1e-9 * m * k
+        gemm, gather = int8.gemm(8 * m, k, n), 5e-11 * m * k
         total = gemm + gather - hidden * min(gemm, gather)
         found.append(Measured(8 * m, k, n, total, gemm, gather))
     return found

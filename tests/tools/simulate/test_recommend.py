@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor import read_launch
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.hardware import Figure, Hardware
 from commfuse_npu.tools.simulate.recommend import (
@@ -186,6 +188,11 @@ def test_the_options_are_those_of_features(found: Recommendation) -> None:
     others = [candidate(Layout(8, 1, 2, 4), one) for one in (blocks, fused(direct(8, 8), 2, 4))]
     for one in (*found.schedules, *others):
         given = _given(options(SMALL, one))
+        if one.variant.kind == "turns":
+            assert given.commfuse_fb_overlap
+            assert not given.use_commfuse
+            check_compatible(given, FB_OVERLAP_REFUSALS)
+            continue
         assert given.use_commfuse
         for refusals in (REFUSALS, ATTENTION_REFUSALS):
             check_compatible(given, refusals)
@@ -281,8 +288,9 @@ def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Pat
 def test_chunks_flow_where_that_is_fastest(found: Recommendation, tmp_path: Path) -> None:
     assert found.best.variant.kind == "flow"
     words = options(SMALL, found.best)
-    assert words[-3:] == ["--use-commfuse", "--commfuse-flow", str(found.best.variant.slices)]
-    assert planned(SMALL, SERVER, found.best).commfuse_options == tuple(words[-3:])
+    flow = ["--use-commfuse", "--commfuse-flow", str(found.best.variant.slices)]
+    assert words[-5:] == [*flow, "--transformer-impl", "local"]
+    assert planned(SMALL, SERVER, found.best).commfuse_options == tuple(words[-5:])
     text = report(found, SMALL, Path("small.yaml"), SERVER)
     assert text.count("losses are equal to within rounding, not bit for bit") == 1
     assert "there is nothing to fuse" not in text
@@ -291,7 +299,7 @@ def test_chunks_flow_where_that_is_fastest(found: Recommendation, tmp_path: Path
 def test_chunks_flow_only_where_the_product_takes_them() -> None:
     model = replace(SMALL, num_layers=4)
     around = recommend(model, SERVER, 4, fixed=Fixed(tp=2, cp=2, pp=1))
-    assert {one.variant.kind for one in around.schedules} == {"fused"}
+    assert {one.variant.kind for one in around.schedules} == {"fused", "turns"}
     odd = recommend(model, SERVER, 2, sequence=2046, fixed=Fixed(tp=2, cp=1, pp=1))
     assert odd.best.variant.slices == 3, "which alone divides 1023 tokens"
 
@@ -311,10 +319,11 @@ def test_the_report_says_where_something_else_is_ahead(found: Recommendation) ->
         changed = replace(found, rivals=(other, *found.rivals[1:]), steps=steps)
         return report(changed, SMALL, find_config("llama3_8b"), SERVER)
 
-    assert "CommFuse is not ahead here" in said(0.5 * found.best.seconds)
+    ahead = said(0.5 * found.best.seconds)
+    assert re.search(rf"Recommended: TP \d, .*, {found.other.variant.name}, ", ahead)
+    assert re.search(r"Runner-up: .*, 100\.0% longer \(\d of 5 machines", ahead)
     behind = said(2 * found.best.seconds)
-    assert "CommFuse is not ahead here" not in behind
-    assert "100.0% longer" in behind
+    assert re.search(r"Without CommFuse: .*, 100\.0% longer", behind)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,8 +337,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert launch in out
     assert out.endswith(f"\nWritten: {file}: all figures\n")
     assert ModelConfig.load(plan).tensor_model_parallel_size == 4
-    assert "Recommended: TP 4, CP 1, PP 1, DP 1, commfuse-" in out
-    assert "--use-commfuse" in out
+    assert "Recommended: TP 4, CP 1, PP 1, DP 1, commfuse-fb" in out
+    assert out.count("--commfuse-fb-overlap") == 1
     content = json.loads(file.read_text())
     assert content["simulated"] is True
     assert content["layouts"][0]["layout"] == Layout(4, 1, 1, 1)._asdict()

@@ -8,7 +8,7 @@ import pytest
 
 from commfuse_npu.tools.simulate import plot, standing
 from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
-from commfuse_npu.tools.simulate.variants import Variant, variants
+from commfuse_npu.tools.simulate.variants import CATCCOS, IDEAL, variants
 
 KNOWN = {variant.name: variant for variant in variants(8, 8, 7, flows=(4,))}
 STEPS = {
@@ -124,7 +124,7 @@ def test_without_ours_there_is_nothing_to_say(names: tuple[str, ...]) -> None:
 
 def test_a_bound_is_what_cannot_be_launched_whatever_it_is_called() -> None:
     assert standing.role(replace(KNOWN["coc-2"], tuned=(2, 4))) == "bound"
-    assert standing.role(Variant("other", "ideal")) == "bound"
+    assert standing.role(IDEAL) == standing.role(CATCCOS) == "bound"
 
 
 def test_what_varies_is_on_the_axis() -> None:

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.slots import in_flight_without
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import engine, group
 from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
 from commfuse_npu.tools.simulate.hardware import Hardware
-from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward, under_way
+from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, fused, variants
@@ -73,10 +74,10 @@ def test_interleaved_chunks_divide_the_bubble(
 
 
 def test_interleaved_stages_hold_more_and_less_wherever_they_are() -> None:
-    assert [under_way(4, 1, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
-    # 2 * (p - 1 - i) + (v - 1) * p + 1 chunks of v per stage.
-    assert [under_way(4, 2, stage, 16) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
-    assert under_way(4, 2, 0, 4) == 4, "all that there are"
+    assert [in_flight_without(4, stage, 1, 16) for stage in range(4)] == [4, 3, 2, 1]
+    # 2 * (p - 1 - i) + (v - 1) * p + 1 chunks.
+    assert [in_flight_without(4, stage, 2, 16) for stage in range(4)] == [11, 9, 7, 5]
+    assert in_flight_without(4, 0, 2, 4) == 8, "all that there are"
 
 
 def test_an_interleaved_layout_has_to_divide() -> None:
