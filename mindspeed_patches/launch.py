@@ -9,14 +9,18 @@ is ``torchrun ... pretrain_gpt.py ...`` with :func:`mindspeed_patches.install` c
 
 from __future__ import annotations
 
+import difflib
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 
+from mindspeed_patches.arguments import DEFAULTS
 from mindspeed_patches.registration import install
 
 __all__ = ["main"]
+
+_OVERLAP = "commfuse_fb_overlap", "commfuse_fb_overlap_memory"
 
 
 def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = install) -> None:
@@ -37,6 +41,7 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
             f"mindspeed_patches.launch: there is no script {script} in {os.getcwd()}; run it from "
             "MindSpeed-LLM's folder or give the script's path"
         )
+    _check_names(command[1:])
     # As if the script had been started itself.
     sys.argv = command
     folder = os.path.dirname(os.path.abspath(script))
@@ -46,6 +51,20 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
         sys.path[0] = folder
     prepare()
     runpy.run_path(script, run_name="__main__")
+
+
+def _check_names(words: Sequence[str]) -> None:
+    """Refuse an option that looks like ours and is none, with the one that was meant.
+
+    Megatron would refuse it as well, after it has listed all of its own.
+    """
+    known = [f"--{name.replace('_', '-')}" for name in (*DEFAULTS, *_OVERLAP)]
+    known += [f"--no-{name.removeprefix('--')}" for name in known]
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith(("--commfuse", "--use-commfuse", "--no-commfuse")) and name not in known:
+            (near,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise SystemExit(f"mindspeed_patches.launch: unknown: {name}; did you mean {near}?")
 
 
 if __name__ == "__main__":

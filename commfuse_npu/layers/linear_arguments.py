@@ -14,6 +14,7 @@ __all__ = [
     "check_and_cast",
     "check_device",
     "check_divisible",
+    "check_given",
     "check_sequence",
     "compute_dtype",
     "rows_of",
@@ -50,6 +51,7 @@ def check_and_cast(
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit each other.
     """
+    check_given(name, transport, options)
     if weight.dim() != 2 or x.dim() < 2:
         raise ValueError(
             f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
@@ -91,6 +93,24 @@ def check_and_cast(
             "weights in the compute dtype, or turn one of the two off"
         )
     return autocast(x, weight, bias)
+
+
+def check_given(name: str, transport: object, options: object) -> None:
+    """Refuse what is easily mistaken for them.
+
+    Raises:
+        TypeError: a group for a transport, a mapping for options.
+    """
+    if not isinstance(transport, Transport):
+        raise TypeError(
+            f"{name}: transport is a {type(transport).__name__}; pass what "
+            "Transport.create(group) returned on every rank"
+        )
+    if not isinstance(options, LinearOptions):
+        raise TypeError(
+            f"{name}: options is a {type(options).__name__}; pass LinearOptions(...), as "
+            "LinearOptions(Schedule(chunks=2))"
+        )
 
 
 def check_device(name: str, what: str, x: torch.Tensor, transport: Transport) -> None:

@@ -37,6 +37,7 @@ __all__ = [
 
 Shape = Literal["shifted", "two_level"]
 
+_MOST_CHUNKS = 256
 _MOST_TAPER = 8.0
 _MOST_LANES = 7
 """By default: each is a communicator with buffers of its own."""
@@ -120,6 +121,11 @@ class Schedule:
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise PlanError(f"{name} is {number!r}; it must be a whole number from 1")
+        if self.chunks > _MOST_CHUNKS:
+            raise PlanError(
+                f"chunks is {self.chunks}; at most {_MOST_CHUNKS}, each of which every rank posts "
+                "to every other one"
+            )
         if self.shape == "two_level":
             if not isinstance(self.node_size, int) or self.node_size < 1:
                 raise PlanError(

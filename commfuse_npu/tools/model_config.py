@@ -194,15 +194,18 @@ class ModelConfig:
         yield from _indivisible(
             "number of heads", heads, "query groups", groups, "--num-attention-heads"
         )
-        yield from _indivisible("feed-forward width", ffn, "TP", tp, "--ffn-hidden-size")
-        for what, count in (("attention heads", heads), ("query groups", groups)):
-            if count % tp:
-                sizes = range(1, min(count, _MOST_TP) + 1)
-                fitting = [str(size) for size in sizes if not (heads % size | groups % size)]
-                yield (
-                    f"{count} {what} are not divisible by TP {tp}; "
-                    f"choose TP from {', '.join(fitting)}"
-                )
+        sizes = range(1, min(groups, _MOST_TP) + 1)
+        fitting = [str(size) for size in sizes if not (heads % size | groups % size | ffn % size)]
+        split = ("attention heads", heads), ("query groups", groups)
+        wrong = [f"{count} {what}" for what, count in split if count % tp]
+        if wrong:
+            wrong += [f"a feed-forward width of {ffn}"] if ffn % tp else []
+            yield (
+                f"{', '.join(wrong)} are not divisible by TP {tp}; choose TP from "
+                f"{', '.join(fitting)}"
+            )
+        else:
+            yield from _indivisible("feed-forward width", ffn, "TP", tp, "--ffn-hidden-size")
         if self.max_position_embeddings < self.seq_length:
             yield (
                 f"sequence length {self.seq_length} exceeds --max-position-embeddings "
@@ -428,16 +431,28 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
 
 def _from_yaml(path: Path) -> dict[str, Any]:
     content = read_config(path)
+    if {"npu", "host", "inside"} <= content.keys():
+        raise ConfigError(
+            f"{path} describes a machine; give it as --hardware, and a model's file here"
+        )
     for key in content:
         if key not in _KINDS:
             near = difflib.get_close_matches(str(key), _KINDS, n=1, cutoff=0.0)
             raise ConfigError(f"{path}: unknown option {key!r}; did you mean {near[0]!r}?")
+    quoted = [k for k in content if _KINDS[k] in ("int", "float") and _is_number(content[k])]
+    if quoted:
+        raise ConfigError(f"{path}: {', '.join(quoted)}: a number as text; leave the quotes out")
     missing = [name for name, kind in _KINDS.items() if name not in content and kind != _WORDS]
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
     return {
         name: _converted(_KINDS[name], value, f"{path}: {name}") for name, value in content.items()
     }
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is text of digits alone: yaml reads 1e-5 as text, too, which is meant."""
+    return isinstance(value, str) and value.strip().replace(".", "", 1).isdecimal()
 
 
 def _converted(kind: str, value: Any, where: str) -> Any:

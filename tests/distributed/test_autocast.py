@@ -92,3 +92,25 @@ def flow_refused(rank: int) -> None:
 
 def test_a_flow_does_not_cast_and_says_so(ranks: Any) -> None:
     ranks(2).run(flow_refused)
+
+
+def mistaken(rank: int, name: str) -> list[str]:
+    """What is said of a group in the place of a transport, and of a mapping in that of options."""
+    transport = Transport.create(lanes=1)
+    op = getattr(ops, name)
+    tensors = [torch.zeros(shape) for shape in SHAPES[name][:2]]
+    said = []
+    for wrong in ({"transport": transport.group}, {"options": {"chunks": 2}}):
+        with pytest.raises(TypeError) as error:
+            op(*tensors, **{"transport": transport, **wrong})
+        said.append(str(error.value))
+    transport.close()
+    return said
+
+
+@pytest.mark.parametrize("name", ["all_gather_linear", "linear_reduce_scatter"])
+def test_what_is_mistaken_for_a_transport_or_options_is_named(ranks: Any, name: str) -> None:
+    for group, mapping in ranks(2).run(mistaken, name):
+        assert group.startswith(f"{name}: transport is a ProcessGroup")
+        assert "pass what Transport.create(group) returned" in group
+        assert mapping.startswith(f"{name}: options is a dict; pass LinearOptions(...)")

@@ -78,8 +78,8 @@ def test_a_tied_embedding_is_counted_once() -> None:
         (
             "llama2_13b",
             "--tensor-model-parallel-size 16 --nnodes 2 --num-query-groups 8",
-            "40 attention heads are not divisible by TP 16; choose TP from 1, 2, 4, 8\n"
-            "8 query groups are not divisible by TP 16; choose TP from 1, 2, 4, 8",
+            "40 attention heads, 8 query groups are not divisible by TP 16; choose TP from "
+            "1, 2, 4, 8",
         ),
         (
             "llama3_8b",

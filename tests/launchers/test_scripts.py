@@ -323,7 +323,7 @@ def test_the_printed_command_is_run_as_it_is_in_a_shell(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"TP": "3"}, "32 attention heads are not divisible by TP 3; choose TP from 1, 2, 4, 8"),
+        ({"TP": "3"}, "32 attention heads, 8 query groups, a feed-forward width of 14336 are not"),
         ({"TP": "16", "NNODES": "2"}, "8 query groups are not divisible by TP 16; choose TP from"),
         ({"NPUS_PER_NODE": "12"}, "12 NPUs (NNODES 1 x NPUS_PER_NODE 12) are not divisible by TP"),
         ({"CP": "2"}, "8 NPUs (NNODES 1 x NPUS_PER_NODE 8) are not divisible by TP*PP*CP = 8*1*2"),

@@ -70,7 +70,11 @@ def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
         machine = dict(found["machine"])
         notes = list(machine.pop("notes"))
         return machine, [_result(row) for row in found["results"]], notes
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except KeyError as error:
+        raise ValueError(
+            f"{path}: not what `commfuse-npu bench --json` writes: there is no {error} in it"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: not what `commfuse-npu bench --json` writes: {type(error).__name__} {error}"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import sys
@@ -75,9 +76,21 @@ def _main(options: argparse.Namespace, given: Sequence[str], scratch: Path) -> i
         print("interrupted; what is finished is kept", file=sys.stderr)
         code = 130
     _write(options, folder, command)
-    if code:
+    if code and lacking_backend(options.device):
+        print(lacking_backend(options.device), file=sys.stderr)
+    elif code:
         print(f"Go on with: commfuse-npu measure --resume {shlex.join(_without_resume(given))}")
     return code
+
+
+def lacking_backend(device: str) -> str:
+    """Why ranks cannot run on a device at all; empty if nothing is missing."""
+    if device == "npu" and importlib.util.find_spec("torch_npu") is None:
+        return (
+            "--device npu: torch_npu is not installed; install it (commfuse-npu doctor says which "
+            "one), or measure another machine: --device cpu"
+        )
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:

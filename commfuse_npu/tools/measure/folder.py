@@ -44,6 +44,11 @@ class Folder:
         stored = self._read(_RUN)
         expected = {"measure": _VERSION, **about}
         if stored is None:
+            if resume:
+                raise FolderError(
+                    f"{path} holds no run to go on with; leave --resume out, or give its folder "
+                    "with --folder"
+                )
             if path.exists() and any(path.iterdir()):
                 raise FolderError(f"{path} is not empty; choose a new folder with --folder")
             path.mkdir(parents=True, exist_ok=True)
@@ -66,8 +71,18 @@ class Folder:
             )
 
     def keep(self, step: str, content: Mapping[str, Any]) -> None:
-        """Write a step down."""
-        write_json(self._file(step), content, indent=1)
+        """Write a step down.
+
+        Raises:
+            FolderError: it cannot be written.
+        """
+        try:
+            write_json(self._file(step), content, indent=1)
+        except OSError as error:
+            raise FolderError(
+                f"{self._file(step)}: {error.strerror or error}; make room, or take another "
+                "--folder"
+            ) from error
 
     def kept(self, step: str) -> dict[str, Any] | None:
         """What a step wrote; ``None`` if it is not there, or damaged, which is said."""

@@ -9,6 +9,7 @@ communicator, in the order in which they are launched.  A hand-over costs the ho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from commfuse_npu.plan.slots import Slot, slots
@@ -71,28 +72,40 @@ def pair(
 def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
     """Cut at transfers: after one began, and before work that waits for one begun earlier."""
     found: list[_Piece] = []
-    start, work, under_way = 0, 0.0, list[int]()
+    start, work, under_way = 0, 0.0, list[range]()
 
     def cut(stop: int, transfer: float, waits: int | None, by_default: bool) -> None:
         nonlocal start, work
         found.append(_Piece(range(start, stop), Place(work, transfer, waits, by_default)))
         start, work = stop, 0.0
 
-    for index, one in enumerate(operations):
-        if one.engine == COMPUTE:
-            for which in [which for which in under_way if which in one.after]:
-                cut(index, 0.0, under_way.index(which), "scatter" in operations[which].name)
-                under_way.remove(which)
+    for transfer, run in groupby(enumerate(operations), _transfer):
+        numbers = [number for number, _ in run]
+        begun = range(numbers[0], numbers[-1] + 1)
+        if not isinstance(transfer, str):
+            one = operations[begun.start]
+            for waited in [other for other in under_way if set(other) & set(one.after)]:
+                scatters = "scatter" in operations[waited[0]].name
+                cut(begun.start, 0.0, under_way.index(waited), scatters)
+                under_way.remove(waited)
             work += one.seconds
             continue
-        follows = next((o for o in operations[index:] if o.engine == COMPUTE), None)
-        blocking = follows is not None and index in follows.after
-        seconds = rank.machine.collective(max(m.size for m in one.sends), rank.size)
-        cut(index + 1, seconds, len(under_way) if blocking else None, blocking)
+        sizes = [message.size for at in begun for message in operations[at].sends]
+        follows = (one for one in operations[begun.stop :] if one.engine == COMPUTE)
+        blocking = bool(set(begun) & {at for one in islice(follows, 1) for at in one.after})
+        seconds = rank.machine.collective(max(sizes), rank.size)
+        cut(begun.stop, seconds, len(under_way) if blocking else None, blocking)
         if not blocking:
-            under_way.append(index)
+            under_way.append(begun)
     cut(len(operations), 0.0, None, False)
     return found
+
+
+def _transfer(numbered: tuple[int, Operation]) -> str | int:
+    """The name of a transfer, which without batches is one operation to receive and one to send;
+    of work its number, each being by itself."""
+    number, one = numbered
+    return number if one.engine == COMPUTE else one.name
 
 
 def _merge(

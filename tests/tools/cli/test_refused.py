@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,18 @@ QUESTIONS = (
     ("plan gather_gemm --taper 9", "taper is 9.0; from 1/8 to 8"),
     ("plan gather_gemm --shape warp", "shape 'warp' is unknown; choose one of shifted, two_level"),
     ("plan gather_gemm --shape two_level --node-size 3", "group size 4 is not a multiple of node"),
+    ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
+    (
+        "simulate --model quoted.yaml",
+        "hidden_size: a number as text; leave the quotes out",
+    ),
+    ("simulate --model llama3_8b --tp 3 --sequence-lengths 8190", "choose TP from 1, 2, 4, 8"),
+    ("plan gather_gemm --chunks 1000", "256"),
+    ("measure --device cpu --ranks 2 --resume --folder nothere", "nothere holds no run to go on"),
+    (
+        "bench --from wrong.json",
+        "writes: there is no 'machine' in it",
+    ),
     ("plan gather_gemm --tp 4", "--tp: no effect on a program; leave it out"),
     ("plan --model llama3_8b --ranks 4", "--ranks: no effect on a recommendation"),
     ("plan --model llama_tiny", "'llama_tiny' is neither a file nor one of llama2_13b"),
@@ -143,8 +156,20 @@ QUESTIONS = (
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("asked")
     (folder / "there").mkdir()
-    for name, text in (("file", "x"), ("bad.yaml", "a: 1"), ("bad.json", "{}")):
-        (folder / name).write_text(text)
+    configs = ROOT / "configs"
+    machine = (configs / "hardware" / "ascend_910b_server.yaml").read_text("utf-8")
+    model = (configs / "llama3_8b.yaml").read_text("utf-8")
+    quoted = re.sub(r"^(hidden_size: )(\d+)", r'\1"\2"', model, flags=re.M)
+    assert quoted != model
+    for name, text in (
+        ("file", "x"),
+        ("bad.yaml", "a: 1"),
+        ("bad.json", "{}"),
+        ("wrong.json", '{"results": []}'),
+        ("machine.yaml", machine),
+        ("quoted.yaml", quoted),
+    ):
+        (folder / name).write_text(text, "utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "tests.tools.cli.refused"],
         input="\n".join(question for question, _ in QUESTIONS),

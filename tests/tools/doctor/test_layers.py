@@ -74,7 +74,10 @@ def test_a_layout_that_does_not_fit_is_an_error() -> None:
     assert not report.ready
     assert report.layers == ()
     layout = [finding.value for finding in report.findings if finding.what == "layout"]
-    assert "8 query groups are not divisible by TP 3; choose TP from 1, 2, 4, 8" in layout
+    assert (
+        "32 attention heads, 8 query groups, a feed-forward width of 14336 are not divisible by "
+        "TP 3; choose TP from 1, 2, 4, 8" in layout
+    )
 
 
 ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"

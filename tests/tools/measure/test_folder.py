@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commfuse_npu.tools.measure.command import lacking_backend
 from commfuse_npu.tools.measure.folder import Folder, FolderError
 
 ABOUT = {"device": "cpu", "ranks": 2}
@@ -34,7 +36,9 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(FolderError, match="is not empty; choose a new folder with --folder"):
-        Folder(tmp_path, ABOUT, resume=True)
+        Folder(tmp_path, ABOUT, resume=False)
+    with pytest.raises(FolderError, match="holds no run to go on with; leave --resume out"):
+        Folder(tmp_path / "nothere", ABOUT, resume=True)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -49,3 +53,22 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str, capsys: Any) -> None
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(FolderError, match=r"run\.json .*; remove it"):
         Folder(tmp_path, ABOUT, resume=True)
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path / "run", ABOUT, resume=False)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("commfuse_npu.tools.measure.folder.write_json", full)
+    with pytest.raises(FolderError, match=r"run/links\.json: No space left on device; make room"):
+        folder.keep("links", {"times": []})
+
+
+def test_without_torch_npu_there_is_nothing_to_go_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "torch_npu is not installed" in lacking_backend("npu")
+    assert lacking_backend("cpu") == ""

@@ -101,7 +101,13 @@ def test_numbers_of_npus(capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        (["--tp", "3"], ["configs/llama3_8b.yaml: 32 attention heads are not divisible by TP 3"]),
+        (
+            ["--tp", "3"],
+            [
+                "configs/llama3_8b.yaml: 32 attention heads, 8 query groups, a feed-forward width "
+                "of 14336 are not divisible by TP 3",
+            ],
+        ),
         (["--tp", "8", "--dp", "2"], ["ascend_910b_server.yaml: nodes:", "16 NPUs are more than"]),
         (["--sequence-lengths", "1001"], ["sequence length 1001 is not divisible by TP*CP"]),
         (["--npus", "12"], ["--npus 12 is not divisible by TP*CP*PP = 8*1*1 = 8; choose 8 or 16"]),
