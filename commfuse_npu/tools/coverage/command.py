@@ -37,6 +37,9 @@ def main(words: Sequence[str]) -> int:
         "--json", type=new_file, metavar="FILE", help="write all of it as JSON, too"
     )
     parser.add_argument(
+        "--all", action="store_true", help="a paragraph on each launch, besides the counts"
+    )
+    parser.add_argument(
         "--timeout",
         type=positive,
         default=_SECONDS,
@@ -51,12 +54,12 @@ def main(words: Sequence[str]) -> int:
     )
     given = parser.parse_args(words)
     try:
-        return _report(given.folder, given.timeout, given.chunks, given.json)
+        return _report(given.folder, given.timeout, given.chunks, given.json, given.all)
     except (UsageError, OSError) as error:
         return refuse("coverage", error)
 
 
-def _report(folder: Path, timeout: float, chunks: int, page: Path | None) -> int:
+def _report(folder: Path, timeout: float, chunks: int, page: Path | None, everything: bool) -> int:
     reader = Reader(folder, timeout)
     used, scripts = reader.read()
     launches: list[Coverage] = []
@@ -74,9 +77,11 @@ def _report(folder: Path, timeout: float, chunks: int, page: Path | None) -> int
             except (UsageError, ConfigError) as error:
                 unread[script.name] = str(error)
     tell("")
-    for launch in launches:
+    for launch in launches if everything else ():
         print("\n".join(_about(launch)), end="\n\n")
     print(*table(launches), "", *lines(launches), sep="\n")
+    if not everything:
+        print("what becomes of each launch, and why: --all")
     for what, count in sorted(Counter(others.values()).items()):
         print(f"no such training: {count} scripts: {what}")
     print(f"Scripts were run {used.said}. Nothing was trained: read, by rules.")
@@ -107,6 +112,9 @@ def _about(launch: Coverage) -> list[str]:
     if taken:
         alone = "alone, for no tensor-parallel layer" if launch.refused else "besides"
         told.append(f"  {alone}: {', '.join(taken)}")
+    if launch.overlap.transfers:
+        why = launch.overlap.obstacle
+        told.append(f"  {'not ' if why else ''}--commfuse-fb-overlap{f': {why}' if why else ''}")
     if not launch.excluded:
         exchanging = launch.layout.context > 1
         told += [

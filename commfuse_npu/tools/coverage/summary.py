@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
@@ -66,6 +67,11 @@ def counts(launches: Sequence[Coverage]) -> dict[str, Any]:
         "and without what excludes --use-commfuse": fitting(exchanging, "--commfuse-ulysses"),
         "not refused": len(taken),
         "of these with short blocks": sum(one.short for one in taken),
+        "with transfers of TP, EP or CP": sum(one.overlap.transfers for one in launches),
+        "--commfuse-fb-overlap passes as typed": sum(not one.overlap.obstacle for one in launches),
+        "and without the flags of another overlap": sum(
+            not one.overlap.without for one in launches
+        ),
         **{
             f"of these {flag} passes": fitting(taken, flag)
             for flag in ("--commfuse-attention", *flows, "--commfuse-dp")
@@ -81,7 +87,17 @@ def lines(launches: Sequence[Coverage]) -> list[str]:
         for name, count in found.items()
         if name.endswith(" passes")
     ]
+    kept = Counter(
+        _reason(one.overlap.obstacle)
+        for one in launches
+        if one.overlap.transfers and one.overlap.obstacle
+    )
     return [
+        f"of {len(launches)} launches {found['with transfers of TP, EP or CP']} have transfers of "
+        f"TP, EP or CP; --commfuse-fb-overlap hides them in "
+        f"{found['--commfuse-fb-overlap passes as typed']} as typed, in "
+        f"{found['and without the flags of another overlap']} without the flags of another overlap"
+        + (f"; not: {', '.join(f'{n} x {why}' for why, n in kept.most_common())}" if kept else ""),
         "TP above 1 and neither LoRA nor another overlap: "
         f"{found['TP above 1, neither LoRA nor another overlap']}, in full "
         f"{found['of these full']}",
@@ -94,3 +110,8 @@ def lines(launches: Sequence[Coverage]) -> list[str]:
         f"of these, blocks too short to be faster, left to Megatron's order by default: "
         f"{found['of these with short blocks']}",
     ]
+
+
+def _reason(obstacle: str) -> str:
+    """The same for launches that differ in their numbers only."""
+    return re.sub(r"^\d+ micro-batches: \d+%", "too few micro-batches: less than half", obstacle)

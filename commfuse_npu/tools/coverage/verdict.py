@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from commfuse_npu.plan import block_rows
+from commfuse_npu.tools.coverage.overlap import Overlapped, judge_overlap
 from commfuse_npu.tools.doctor.fuse_options import FuseOptions, min_rows_of
 from commfuse_npu.tools.launch_script.launch import Launch
 from commfuse_npu.tools.launch_script.options import Options
@@ -122,6 +123,7 @@ class Coverage:
             it would be taken, where ``--use-commfuse`` is.
         short: blocks are so short that the feature leaves them to Megatron by default, though they
             can be fused.
+        overlap: what forward-backward overlap would do.
         notes: what else a reader should know.
     """
 
@@ -134,6 +136,7 @@ class Coverage:
     without: str
     flags: dict[str, str]
     short: bool
+    overlap: Overlapped
     notes: Sequence[str]
 
     @property
@@ -179,6 +182,7 @@ def cover(script: str, launch: Launch, chunks: int) -> Coverage:
         f"{whole} without {' '.join(excluded)}" if excluded and layout.tensor > 1 else "",
         _flags(launch, layout, fuse, chunks),
         bool(short),
+        judge_overlap(launch, layout.data, max(layout.tensor, layout.context, layout.expert) > 1),
         tuple(filter(None, (short, _unread_model(launch)))),
     )
 

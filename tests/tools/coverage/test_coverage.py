@@ -44,7 +44,7 @@ def only(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = asked(SCRIPTS)
+    code, found = asked(SCRIPTS, "--all")
     assert code == 0
     verdicts = {one["script"]: (one["verdict"], one["kind"]) for one in found["launches"]}
     assert verdicts == {
@@ -84,6 +84,74 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert "  full without --use-ascend-coc\n" in said
     assert "  partial without --use-ascend-coc\n" in said
     assert "no such training: 2 scripts: generation, evaluation, conversion or data\n" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "obstacle", "without", "paired"),
+    [
+        (TP, 8, "", "", 7 / 8),
+        (TP, 1, "one micro-batch has no partner", None, 0.0),
+        (TP, 2, "", "", 1 / 2),
+        (f"{TP} --use-ascend-coc", 8, "--use-ascend-coc: its transfers are inside", "", 7 / 8),
+        (f"{TP} --moe-fb-overlap", 8, "--moe-fb-overlap: it overlaps the same", "", 7 / 8),
+        (f"{TP} --stage dpo", 8, "--stage dpo: it has a pipeline schedule", None, 7 / 8),
+        (f"{TP} --pipeline-model-parallel-size 2", 8, "", "", 5 / 8),
+        (
+            f"{TP} --pipeline-model-parallel-size 2",
+            4,
+            "4 micro-batches: 25% of a stage's have a partner",
+            None,
+            1 / 4,
+        ),
+        (
+            f"{TP} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            8,
+            "",
+            "",
+            11 / 16,
+        ),
+        ("", 8, "no tensor, expert or context parallelism", None, None),
+        ("--num-experts 8 --expert-model-parallel-size 4", 8, "", "", 7 / 8),
+    ],
+)
+def test_forward_backward_overlap_is_judged(
+    asked: Asked,
+    options: str,
+    batches: int,
+    obstacle: str,
+    without: str | None,
+    paired: float | None,
+) -> None:
+    processes = 8
+    stages = 2 if "pipeline" in options else 1
+    replicas = processes // (stages * (4 if TP in options else 1))
+    text = script(f"{options} --global-batch-size {batches * replicas}", processes)
+    found = asked({"it.sh": text})[1]
+    overlap = only(found)["overlap"]
+    assert overlap["obstacle"].startswith(obstacle)
+    assert bool(overlap["obstacle"]) is bool(obstacle)
+    assert overlap["without"] == (overlap["obstacle"] if without is None else without)
+    assert overlap["paired"] == (None if paired is None else pytest.approx(paired))
+    assert found["counts"]["--commfuse-fb-overlap passes as typed"] == (not obstacle)
+
+
+def test_the_counts_come_first_and_a_paragraph_on_each_if_asked(
+    asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {f"{n}.sh": script(f"{TP} --global-batch-size {2 * n}") for n in (1, 8)}
+    asked(texts)
+    said = capsys.readouterr().out
+    assert (
+        "of 2 launches 2 have transfers of TP, EP or CP; --commfuse-fb-overlap hides them in 1 as "
+        "typed, in 1 without the flags of another overlap; not: 1 x one micro-batch has no partner"
+    ) in said
+    assert "what becomes of each launch, and why: --all" in said
+    assert "1.sh: full" not in said
+    asked(texts, "--all")
+    said = capsys.readouterr().out
+    assert "1.sh: full" in said
+    assert "  not --commfuse-fb-overlap: one micro-batch has no partner" in said
+    assert "--all" not in said
 
 
 def test_a_launch_is_described(asked: Asked) -> None:
@@ -301,6 +369,9 @@ def test_the_real_examples(tmp_path: Path) -> None:
     assert counts["launches"] == len(found["launches"]) >= 90
     assert counts["launches"] == sum(counts[name] for name in ("full", "partial", "refused"))
     kinds = ("LoRA", "another overlap", "else", "TP 1")
+    assert counts["with transfers of TP, EP or CP"] >= 70
+    assert counts["--commfuse-fb-overlap passes as typed"] >= 40
+    assert counts["and without the flags of another overlap"] >= 55
     assert counts["refused"] == sum(counts[name] for name in kinds)
     # One of each is there in every version from 2.3.0 on.
     assert all(counts[name] for name in ("full", "partial", "LoRA", "another overlap", "TP 1"))
