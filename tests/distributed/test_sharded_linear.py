@@ -140,7 +140,7 @@ def variants() -> list[Case]:
     cases = []
     for schedule in (
         *(Schedule(lanes=lanes, chunks=chunks) for lanes, chunks in product((1, 3), (1, 2, 3))),
-        Schedule(lanes=2, chunks=400),
+        Schedule(lanes=2, chunks=256),
         Schedule(lanes=1, chunks=3, taper=2.0),
         Schedule("two_level", 2, node_size=1),
     ):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from commfuse_npu.overlap import Attributes, RandomState, pair, transfers
 from commfuse_npu.overlap.turns import Turns
-from tests.overlap import test_pair
+from commfuse_npu.plan import slots, turn_order
+from tests.distributed.ranks import Ranks
+from tests.overlap import test_order, test_pair
+from tests.plan import test_slots
 
 SEEDS = range(15)
 
@@ -107,3 +113,133 @@ def result_used_too_early(rank: int) -> None:
 def test_a_result_that_is_used_before_its_wait_is_noticed(ranks: Any) -> None:
     for outcome in ranks(2).outcomes(result_used_too_early):
         assert isinstance(outcome.error, AssertionError), outcome
+
+
+# ------------------------------------------------------------- lists, slots, what is refused
+
+
+def of_the_other_side(self: Turns, by_default: bool) -> None:
+    chosen, at = self._order[1 - self.side], self._places[self.side]
+    self._places[self.side] += 1
+    if chosen[at] if at < len(chosen) else by_default:
+        self.hand_over()
+
+
+def without_waiting(self: Any, side: int, place: Any) -> Any:
+    return in_time(self, side, place._replace(waits=None))
+
+
+in_time = turn_order._State.after
+
+
+def late_by_a_slot(stages: int, stage: int, chunks: int, microbatches: int) -> Any:
+    plan = on_time(stages, stage, chunks, microbatches)
+    empty = slots.Slot(None, None)
+    return [empty, *plan] if stage else [*plan, empty]
+
+
+on_time = slots.slots
+
+IN_PROCESS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
+    "each side reads the other one's list": (
+        Turns,
+        "_place",
+        of_the_other_side,
+        lambda: test_order.test_both_sides_complete_for_every_list((2, 3)),
+    ),
+    "an estimate forgets the waits": (
+        turn_order._State,
+        "after",
+        without_waiting,
+        test_order.test_one_after_the_other_exposes_every_transfer,
+    ),
+    "a stage is a slot late": (
+        test_slots,
+        "slots",
+        late_by_a_slot,
+        lambda: test_slots.test_what_a_slot_needs_was_made_one_slot_before(2, 1, 4),
+    ),
+    "the search keeps the latest": (
+        turn_order,
+        "_earliest",
+        lambda ways: ways[-1:],
+        test_order.test_a_chosen_order_hands_over_between_dgrad_and_wgrad,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_a_wrong_list_or_slot_is_noticed(name: str) -> None:
+    owner, attribute, fault, check = IN_PROCESS[name]
+    check()
+    with mock.patch.object(owner, attribute, fault), pytest.raises(AssertionError):
+        check()
+
+
+def not_shared(objects: list[Any], *_: Any) -> None:
+    """Each rank keeps the order that it found."""
+
+
+def own_order(rank: int) -> None:
+    """The search finds another order on each rank; they compare what each of them takes."""
+
+    def found(sides: Any) -> Any:
+        return tuple((rank == 0,) * len(side) for side in sides)
+
+    overlap = pair.ForwardBackwardOverlap([test_pair.world()])
+    with mock.patch.object(pair, "best_order", found):
+        overlap.record(transfer, transfer)
+        overlap.choose_orders()
+    overlap.check()
+
+
+def transfer() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def order_is_not_shared(rank: int) -> None:
+    own_order(rank)
+    with mock.patch.object(dist, "broadcast_object_list", not_shared):
+        own_order(rank)
+
+
+def test_an_order_that_is_not_shared_is_noticed(ranks: Any) -> None:
+    for outcome in ranks(2).outcomes(order_is_not_shared):
+        assert re.search("their transfers met others than they should", str(outcome.error))
+
+
+IN_RANKS: dict[str, tuple[Any, str, Any, Callable[[int], Any]]] = {
+    "the second thread has no context": (pair._Context, "enter", nothing, test_pair.context),
+    "nothing is refused": (
+        transfers,
+        "_refused",
+        lambda function, *_: function,
+        test_pair.refused,
+    ),
+    "the forward runs alone": (
+        pair.ForwardBackwardOverlap,
+        "run",
+        lambda self, forward, backward, kind=None: (forward(), backward())[::1],
+        test_pair.sequence,
+    ),
+}
+
+
+def planted_in_ranks(rank: int, name: str) -> None:
+    owner, attribute, fault, check = IN_RANKS[name]
+    transfers._install.cache_clear()
+    with mock.patch.object(owner, attribute, fault):
+        check(rank)
+
+
+@pytest.mark.parametrize("name", IN_RANKS)
+def test_what_a_pair_promises_is_noticed(name: str) -> None:
+    """In processes of their own: what is wrapped twice stays so."""
+    own = Ranks(2)
+    try:
+        for outcome in own.outcomes(planted_in_ranks, name):
+            failed = outcome.error
+            assert failed is not None
+            assert isinstance(failed, AssertionError) or "DID NOT RAISE" in str(failed)
+    finally:
+        own.kill()

@@ -113,11 +113,11 @@ def test_a_rank_alone(tmp_path, capsys) -> None:
         ([HEADER, TRANSPORT, {**PROGRAM, "arguments": ["x" * 9999, 1]}], "no bucket_gather .Type"),
         (
             [HEADER, TRANSPORT, {**PROGRAM, "schedule": {"chunks": 10**12}}],
-            "more than 8192 transfers",
+            "chunks is 1000000000000; at most 256",
         ),
         (
             [HEADER, TRANSPORT, {**PROGRAM, "schedule": TAPERED, "arguments": [9999, False]}],
-            "no bucket_gather .OverflowError",
+            "chunks is 2000; at most 256",
         ),
         (
             [HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["begin", 0, 0]],

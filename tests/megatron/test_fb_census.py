@@ -1,0 +1,99 @@
+"""What forward and backward both write is found, and gather buffers are of one side."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from commfuse_npu.overlap import ForwardBackwardOverlap
+from mindspeed_patches.fb_overlap.census import Census
+from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side
+
+LENGTHS = "mindspeed_llm.lengths_of_a_test"
+
+
+class Layer(torch.nn.Module):
+    """Keeps something of a micro-batch, as a dispatcher of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+        self.calls = 0
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def found(rank: int) -> list[str]:
+    module: Any = ModuleType(LENGTHS)
+    module.lengths, module.of_forwards, module.table = None, None, [0]
+    sys.modules[LENGTHS] = module
+    layer = Layer()
+
+    def forward() -> None:
+        module.lengths, module.of_forwards = [1, 2], "forward"
+        dist.all_reduce(torch.ones(1))
+        layer.kept = torch.ones(1)
+        module.table.append(1)
+
+    def backward() -> None:
+        module.lengths = [3, 4]
+        layer.kept = torch.zeros(1)
+        dist.all_reduce(torch.ones(1))
+        module.table.append(2)
+
+    try:
+        census = Census(ForwardBackwardOverlap([world()]), [torch.nn.Sequential(layer)])
+        census.run(forward, backward, None)
+    finally:
+        del sys.modules[LENGTHS]
+    return census.unknown
+
+
+def test_what_both_sides_write_is_found(ranks: Any) -> None:
+    expected = ["0: Layer.kept", f"{LENGTHS}.lengths", f"{LENGTHS}.table"]
+    assert ranks(2).run(found) == [expected, expected]
+
+
+def activations(rank: int) -> int:
+    census = Census(ForwardBackwardOverlap([world()]), [layer := torch.nn.Linear(8, 8)])
+    x = torch.randn(4, 8, requires_grad=True)
+    losses: list[torch.Tensor] = []
+    census.run(lambda: losses.append(torch.tanh(layer(x)).sum()), lambda: None, None)
+    losses[0].backward()
+    return census.kept
+
+
+def test_activations_are_weighed_without_parameters(ranks: Any) -> None:
+    """Of ``tanh(x W^T + b)`` its input and its output."""
+    assert ranks(2).run(activations) == [2 * 4 * 8 * 4] * 2
+
+
+def scratch(rank: int) -> None:
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    scratch_of_each_side()
+    overlap = ForwardBackwardOverlap([world()])
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        buffer = GlobalMemoryBuffer()
+
+        def place() -> int:
+            return int(buffer.get_tensor([4], torch.float32, "mpu").data_ptr())
+
+        forward, backward = overlap.run(place, place)
+        assert forward != backward
+        assert place() == forward
+
+
+def test_gather_buffers_are_of_one_side(ranks: Any) -> None:
+    ranks(2).run(scratch)
