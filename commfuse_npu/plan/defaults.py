@@ -35,7 +35,7 @@ def usual_chunks(size: int, rows: int) -> int:
     """The chunks of a tensor-parallel block of so many rows.
 
     Few, because each is a transfer per peer to post, which no cache of HCCL's makes cheaper: where
-    a post costs the host 40 us, 2 chunks are at most 2 % slower than Megatron's order at TP 8, 4
+    a post costs the host 40 us, 2 chunks are at most 3 % slower than Megatron's order at TP 8, 4
     chunks 62 % (simulated, Llama 3 8B, 4,096 tokens, A2).  ``--commfuse-chunks`` or tuning asks for
     more where a post was measured to cost less.
     """

@@ -220,7 +220,9 @@ class Overlapping:
         )
         for kind, sides in overlap.recorded.items():
             order, strict = overlap.orders[kind], strict_turns(sides)
-            taken, places = map(sum, order), (len(side) - 1 for side in sides)
+            # The last place is the end.
+            taken = (sum(part[:-1]) for part in order)
+            places = (len(side) - 1 for side in sides)
             hidden = sum(place.transfer > 0 for side in sides for place in side)
             alone = sum(place.work + place.transfer for side in sides for place in side)
             self._say(

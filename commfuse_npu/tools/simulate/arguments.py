@@ -70,6 +70,13 @@ def parser() -> argparse.ArgumentParser:
         "--commfuse-dp; default %(default)s",
     )
     what.add_argument(
+        "--launch-us",
+        type=positive,
+        metavar="MICROSECONDS",
+        help="that the host takes to launch a kernel, a collective or a batch of transfers, in "
+        "place of the description's host.launch_overhead",
+    )
+    what.add_argument(
         "--deterministic",
         action="store_true",
         help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "

@@ -50,6 +50,8 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     _refuse_what_has_no_effect(given)
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     hardware = replace(hardware, deterministic=given.deterministic)
+    if given.launch_us is not None:
+        hardware = hardware.with_figure("host.launch_overhead", 1e-6 * given.launch_us)
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)
     layouts = _layouts(given, model)

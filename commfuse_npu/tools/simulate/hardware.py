@@ -12,7 +12,7 @@ import difflib
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -221,6 +221,11 @@ class Hardware:
             mc2_grows=value("rivals.mc2_grows"),
             ordered_sums=value("rivals.ordered_sums") if self.deterministic else 0.0,
         )
+
+    def with_figure(self, name: str, value: float) -> Hardware:
+        """With one value for a figure, and no range."""
+        given = Figure(value, value, value, "given on the command line")
+        return replace(self, figures={**self.figures, name: given})
 
     @property
     def npus(self) -> int:

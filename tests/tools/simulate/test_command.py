@@ -17,6 +17,23 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 QUICK = ["simulate", "--typical", "--variants", "megatron,commfuse-c2*", "--micro-batches", "1"]
 
 
+def test_what_a_launch_costs_the_host_can_be_given(capsys, tmp_path: Path) -> None:
+    """Many posts cost, few do not."""
+    page = tmp_path / "page.json"
+    words = ["simulate", "--tp", "8", "--sequence-lengths", "4096", "--typical", "--micro-batches"]
+    words += ["2", "--variants", "megatron,commfuse-c4-l7,commfuse-fb", "--json", str(page)]
+    steps = {}
+    for cost in ("15", "60"):
+        assert cli.main([*words, "--launch-us", cost]) == 0
+        (point,) = json.loads(page.read_text("utf-8"))["points"]
+        steps[cost] = {one["variant"]: one["step"]["typical"] for one in point["variants"]}
+        page.unlink()
+    assert steps["60"]["megatron"] == pytest.approx(steps["15"]["megatron"], rel=0.01)
+    assert steps["60"]["commfuse-fb"] == pytest.approx(steps["15"]["commfuse-fb"], rel=0.01)
+    assert steps["60"]["commfuse-c4-l7"] > 1.5 * steps["60"]["megatron"]
+    assert steps["15"]["commfuse-c4-l7"] < steps["15"]["megatron"]
+
+
 def test_tables_and_json(capsys, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     lengths = ["--sequence-lengths", "2048", "4096"]
