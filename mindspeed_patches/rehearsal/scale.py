@@ -195,7 +195,9 @@ def _batches(options: Options, layout: Layout, small: Layout) -> None:
     micro = options.number("--micro-batch-size", 1)
     batches = options.number("--global-batch-size", micro * layout.data) // (micro * layout.data)
     micro = min(micro, 2)
-    batches = max(1, min(batches, max(2, small.pipeline)))
+    # So many that forwards and backwards pair on the first stage, too.
+    several = 4 * small.pipeline if "--commfuse-fb-overlap" in options else small.pipeline
+    batches = max(1, min(batches, max(2, several)))
     options.set("--micro-batch-size", micro)
     if "--global-batch-size" in options:
         options.set("--global-batch-size", micro * small.data * batches)
