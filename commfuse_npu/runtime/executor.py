@@ -95,6 +95,8 @@ class Running:
     Attributes:
         name: of the operation, for errors.
         done: whether everything of it was carried out and waited for.
+        transferred: what it sends or receives in, by the address of the memory, if the transport
+            has to erase it from the streams of its lanes.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Running:
         self._at = 0
         self._views: list[Any] = [None] * len(program.spans)
         self._arenas: list[Arena] = []
+        self.transferred: dict[int, torch.Tensor] = {}
         self._second = transport.second_stream(device)
         self._events: dict[int, Any] = {}
         # By identity of what is waited for: a batch is one thing, sent and received.
@@ -356,6 +359,8 @@ class Running:
                 raise ValueError(
                     f"{self.name}: {buffer} of shape {tuple(tensor.shape)} is not contiguous"
                 )
+            if self._transport.lane_streams is not None:
+                self.transferred[tensor.untyped_storage().data_ptr()] = tensor
         trace = self._transport.trace
         if trace is not None and tensor.data_ptr() in trace.linears:
             self._linear = trace.linears[tensor.data_ptr()]
@@ -380,6 +385,7 @@ class Running:
         if self._log is not None:
             self._log.finish()
         self._transport.finished(self)
+        self.transferred = {}
 
     # ------------------------------------------------------------------ words
 

@@ -32,6 +32,7 @@ from commfuse_npu.runtime.agreement import (
 )
 from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.lane_streams import LaneStreams
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.runtime.second_stream import SecondStream, second_stream
@@ -115,6 +116,7 @@ class Transport(Agreement):
         remembered: what higher rooms keep per group of ranks; nothing here uses it.
         trace: where to write down what happens; ``None`` for nowhere.
         second_stream: the one beside the current stream of a device, if there are two.
+        lane_streams: where what was transferred is erased from; ``None`` for nowhere.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Transport(Agreement):
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
         self.trace: Trace | None = None
+        self.lane_streams: LaneStreams | None = None
         # A group whose device is made up brings the streams of it (commfuse_npu.tools.one_device).
         self.second_stream: Callable[[torch.device], SecondStream | None] = getattr(
             lanes[0], "second_stream", second_stream
@@ -270,6 +273,7 @@ class Transport(Agreement):
                         f"{what}: rank {source} of the group says that it is {theirs.item()}: the "
                         "lane's ranks are not those of the group"
                     )
+        self.lane_streams = LaneStreams.of(self._lanes, mine.device)
 
     def close(self) -> None:
         """Give the lanes up.  Every process of the group calls it, with nothing under way."""
@@ -484,3 +488,8 @@ class Transport(Agreement):
         """A program has come to its end."""
         self._in_flight.discard(running)
         self._active.discard(running)
+        if self.lane_streams is not None:
+            # Memory that another program transfers too, such as a buffer of buckets, is left to it.
+            busy = {address for other in self._in_flight for address in other.transferred}
+            done = (one for at, one in running.transferred.items() if at not in busy)
+            self.lane_streams.erase(done, running.program.lanes)

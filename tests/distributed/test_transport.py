@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import Transport
-from commfuse_npu.ops import all_gather_linear
+from commfuse_npu.ops import Buckets, all_gather_linear
 from commfuse_npu.runtime import agreement
 from tests.limits import PATIENT
 
@@ -62,3 +63,34 @@ def remembers(rank: int) -> int:
 def test_what_was_agreed_on_is_forgotten_alike(ranks) -> None:
     one, other = ranks(2).run(remembers)
     assert one == other
+
+
+class _Erased:
+    """Stands in for the streams of HCCL's lanes: whose memory was erased, and from how many."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int]] = []
+
+    def erase(self, tensors: Iterable[torch.Tensor], lanes: int) -> None:
+        self.found += [(tensor.untyped_storage().data_ptr(), lanes) for tensor in tensors]
+
+
+def erases(rank: int) -> None:
+    link, erased = Transport.create(lanes=2, timeout=PATIENT), _Erased()
+    assert link.lane_streams is None, "gloo has none"
+    link.lane_streams = erased  # type: ignore[assignment]
+    x = torch.ones(4, 3)
+    all_gather_linear(x, torch.ones(2, 3), transport=link)
+    assert (x.untyped_storage().data_ptr(), 2) in erased.found
+    # Buckets of one buffer: the last that is done erases it.
+    buckets, buffer = Buckets(link), torch.ones(12)
+    handles = [buckets.all_gather(bucket) for bucket in buffer.split(6)]
+    erased.found.clear()
+    handles[0].wait()
+    assert erased.found == []
+    handles[1].wait()
+    assert erased.found == [(buffer.untyped_storage().data_ptr(), 2)]
+
+
+def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(ranks) -> None:
+    ranks(3).run(erases)

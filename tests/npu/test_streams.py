@@ -1,4 +1,4 @@
-"""What the second stream asks of torch_npu, held against the wheel."""
+"""What the second stream and those of lanes ask of torch_npu, held against the wheel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ def parameters() -> dict[str, list[str]]:
     import inspect
 
     import torch
+    import torch_npu
 
     npu: Any = torch.get_device_module("npu")
     asked = {
@@ -17,7 +18,9 @@ def parameters() -> dict[str, list[str]]:
         "Event.record": npu.Event.record,
         "stream": npu.stream,
         "current_stream": npu.current_stream,
+        "erase_stream": torch_npu.erase_stream,
     }
+    assert torch_npu._C._distributed_c10d.ProcessGroupHCCL._get_stream_id
     return {name: list(inspect.signature(call).parameters) for name, call in asked.items()}
 
 
@@ -28,3 +31,4 @@ def test_streams_and_events_are_called_as_the_wheel_declares_them(npu: Any) -> N
     assert found["Event.record"] == ["self", "stream"]
     assert found["stream"] == ["stream"]
     assert found["current_stream"] == ["device"]
+    assert found["erase_stream"] == ["tensor", "stream"]

@@ -1,0 +1,46 @@
+"""Which streams tensors are erased from, with a torch_npu that is made up."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_npu.runtime.lane_streams import LaneStreams
+
+NPU: Any = SimpleNamespace(type="npu", index=3)
+
+
+def lane(stream: int) -> Any:
+    backend = SimpleNamespace(_get_stream_id=lambda: stream)
+    return SimpleNamespace(_get_backend=lambda device: backend)
+
+
+@pytest.fixture
+def erased(monkeypatch) -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
+    npu = SimpleNamespace(
+        Stream=lambda **words: words, current_stream=lambda device: SimpleNamespace(device_type=20)
+    )
+    module: Any = SimpleNamespace(npu=npu, erase_stream=lambda *given: found.append(given))
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+    return found
+
+
+def test_tensors_are_erased_from_the_streams_of_the_lanes_that_are_used(erased) -> None:
+    made = LaneStreams.of([lane(5), lane(7), lane(9)], NPU)
+    assert made is not None
+    x, y = torch.ones(1), torch.ones(2)
+    made.erase([x, y], 2)
+    five, seven = ({"stream_id": stream, "device_index": 3, "device_type": 20} for stream in (5, 7))
+    expected = [(x, five), (x, seven), (y, five), (y, seven)]
+    assert all(a is x and b == y for (a, b), (x, y) in zip(erased, expected, strict=True))
+
+
+def test_elsewhere_there_is_nothing_to_erase(erased) -> None:
+    assert LaneStreams.of([lane(5)], torch.device("cpu")) is None
+    del sys.modules["torch_npu"].erase_stream
+    assert LaneStreams.of([lane(5)], NPU) is None, "a torch_npu before 7.2"
