@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.communicators import DATA_PARALLEL_LANES
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES
@@ -71,7 +72,8 @@ def exchanged(group: Group, elements: int) -> Exchanged:
         group: the data-parallel ranks.
         elements: of a rank's shard.
     """
-    variant = Variant("buckets", "fused", schedule=group.direct)
+    lanes = min(DATA_PARALLEL_LANES, group.direct.lanes_for(group.size))
+    variant = Variant("buckets", "fused", schedule=replace(group.direct, lanes=lanes))
     shard = elements * GRADIENT_BYTES
 
     def finish(_: Compute, __: Width) -> float:
