@@ -17,7 +17,7 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
-from commfuse_npu.plan import usual_chunks
+from commfuse_npu.plan import DATA_PARALLEL_LANES, usual_chunks
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
 from mindspeed_patches.layout import parallel_size, rows_of_blocks
@@ -314,11 +314,6 @@ def _dtype(name: str) -> torch.dtype | None:
     return torch.float32 if name == "float32" else None
 
 
-_BUCKET_LANES = 2
-"""Gradients and parameters have lanes of their own, each with buffers and a stream of the device's
-pool; a bucket is long enough for two transfers at a time to fill the links."""
-
-
 def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
     """Of the data-parallel group, context-parallel ranks included."""
     tensor_parallel = parallel_size(args, "tensor_model")
@@ -330,7 +325,7 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
     size = max(1, world // (tensor_parallel * stages))
     return replace(
         OPTIONS,
-        schedule=schedule_for(given, size, stride=inner, lanes=_BUCKET_LANES),
+        schedule=schedule_for(given, size, stride=inner, lanes=DATA_PARALLEL_LANES),
         reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
     )
 

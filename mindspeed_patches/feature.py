@@ -15,6 +15,7 @@ import argparse
 import importlib
 import importlib.util
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from commfuse_npu.kernels import use_matmul_add
@@ -150,8 +151,17 @@ def _use_mindspeeds_matmul_add() -> None:
     except ModuleNotFoundError as error:
         _logger.info("CommFuse accumulates weight gradients in plain torch: %s", error)
         return
+    fp32 = getattr(ops, "npu_matmul_add_fp32", None)
+    if fp32 is not None and not os.environ.get("ATB_HOME_PATH"):
+        # All ranks would compile it in their first backward, and fail there.
+        _logger.warning(
+            "ATB_HOME_PATH is unset, and MindSpeed's matmul-add needs ATB: CommFuse accumulates "
+            "weight gradients in plain torch, which is slower; install NNAL and source its "
+            "atb/set_env.sh"
+        )
+        fp32 = None
     use_matmul_add(
-        fp32=getattr(ops, "npu_matmul_add_fp32", None),
+        fp32=fp32,
         sixteen_bits=getattr(ops, "npu_matmul_add_fp16", None),
     )
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from commfuse_npu.plan.block_order import Own
-from commfuse_npu.plan.defaults import block_rows, least_rows, usual_chunks
+from commfuse_npu.plan.defaults import (
+    DATA_PARALLEL_LANES,
+    block_rows,
+    least_rows,
+    usual_chunks,
+)
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import (
     Hop,
@@ -16,6 +21,7 @@ from commfuse_npu.plan.schedule import (
 )
 
 __all__ = [
+    "DATA_PARALLEL_LANES",
     "Hop",
     "Own",
     "Place",

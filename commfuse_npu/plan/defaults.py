@@ -6,7 +6,11 @@ Both limits are those of the described machines, simulated, for layers of three 
 
 from __future__ import annotations
 
-__all__ = ["block_rows", "least_rows", "usual_chunks"]
+__all__ = ["DATA_PARALLEL_LANES", "block_rows", "least_rows", "usual_chunks"]
+
+DATA_PARALLEL_LANES = 2
+"""Of gradients, and of parameters.  Each lane has HCCL's buffers and a stream of the device's pool;
+a bucket is long enough for two transfers at a time to fill the links."""
 
 
 def block_rows(sequence: int, micro_batch: int, size: int, context_parallel: int = 1) -> int:

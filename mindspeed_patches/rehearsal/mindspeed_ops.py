@@ -6,6 +6,7 @@ are put there, in plain torch.
 
 from __future__ import annotations
 
+import os
 import types
 
 import torch
@@ -44,11 +45,10 @@ def _matmul_add_fp32(
 
 def install() -> None:
     """Fill the loader's table; MindSpeed has to be importable, and torch_npu set up."""
-    from mindspeed.op_builder.atb_builder import AtbOpBuilder
     from mindspeed.op_builder.builder import MindSpeedOpBuilder
 
-    # It would look for the ATB library first.
-    AtbOpBuilder.load = MindSpeedOpBuilder.load
+    # Its loader asks where ATB is before it looks into the table, and so does the feature.
+    os.environ.setdefault("ATB_HOME_PATH", "emulated")
     MindSpeedOpBuilder._loaded_ops.update(
         npu_rotary_position_embedding=types.SimpleNamespace(
             npu_rotary_position_embedding=_rotary_position_embedding

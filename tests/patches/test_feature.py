@@ -271,7 +271,7 @@ class TestHooks:
         assert registered.times("megatron.training.training.get_model") == training
 
     def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         from commfuse_npu.kernels import npu, use_matmul_add
 
@@ -279,10 +279,16 @@ class TestHooks:
         ops = types.ModuleType("mindspeed.ops.npu_matmul_add")
         ops.npu_matmul_add_fp32 = lambda *tensors: calls.append(tensors)
         monkeypatch.setitem(sys.modules, "mindspeed.ops.npu_matmul_add", ops)
+        monkeypatch.delenv("ATB_HOME_PATH", raising=False)
         args = real_arguments(transformer_impl="local")
         x, grad = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(4, 2, dtype=torch.bfloat16)
         total = torch.zeros(2, 3)
         try:
+            CommFuseFeature().register_patches(PatchManager(), args)
+            npu.accumulate_weight_gradient(total, grad, x)
+            assert not calls, "it could not be compiled"
+            assert "ATB_HOME_PATH is unset" in caplog.text
+            monkeypatch.setenv("ATB_HOME_PATH", "/usr/local/Ascend/nnal/atb")
             CommFuseFeature().register_patches(PatchManager(), args)
             npu.accumulate_weight_gradient(total, grad, x)
             # Input first, as in Megatron's extension; this MindSpeed has nothing for 16 bits.

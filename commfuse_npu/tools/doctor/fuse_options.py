@@ -33,6 +33,7 @@ class FuseOptions:
     taper: float = 1.0
     tuning: Literal["off", "on"] = "off"
     min_rows: int | Literal["auto"] = "auto"
+    wgrad: Literal["whole", "blocks"] = "whole"
     attention: bool = False
     flow: int | None = None
     ulysses: bool = False
@@ -54,6 +55,7 @@ class FuseOptions:
         parser.add_argument("--commfuse-taper", dest="taper", type=float)
         parser.add_argument("--commfuse-tuning", dest="tuning", choices=("off", "on"))
         parser.add_argument("--commfuse-min-rows", dest="min_rows", type=_rows)
+        parser.add_argument("--commfuse-wgrad", dest="wgrad", choices=("whole", "blocks"))
         parser.add_argument("--commfuse-attention", dest="attention", action=flag)
         parser.add_argument("--commfuse-flow", dest="flow", type=int)
         parser.add_argument("--commfuse-ulysses", dest="ulysses", action=flag)

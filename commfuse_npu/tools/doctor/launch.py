@@ -21,7 +21,8 @@ _LAUNCHER_VARIABLES = {
     "HCCL_EXEC_TIMEOUT": "3600",
     "TASK_QUEUE_ENABLE": "2",
 }
-_LAUNCHER_OPTIONS = ("--use-distributed-optimizer",)  # of those that are asked for here
+# Of those that are asked for here.
+_LAUNCHER_OPTIONS = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
 ASSUMED_VOCABULARY = 32000
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from commfuse_npu.plan import PlanError
+from commfuse_npu.plan import DATA_PARALLEL_LANES, PlanError
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.fuse_options import schedule_of
@@ -36,8 +36,8 @@ class LanesOf(NamedTuple):
 
 _MOST_LANES = 7
 """By default (:meth:`~commfuse_npu.plan.Schedule.lanes_for`)."""
-_BUCKET_LANES, _DIRECTIONS = 2, 2
-"""Of data parallelism by default; gradients and parameters have lanes of their own."""
+_DIRECTIONS = 2
+"""Gradients and parameters have lanes of their own."""
 _BUCKET = 40_000_000
 """Parameters, at least, of a bucket of Megatron's (core 0.12) with ``--overlap-grad-reduce``."""
 
@@ -58,7 +58,7 @@ def lanes_of(launch: Launch) -> list[LanesOf]:
         found.append(LanesOf("context", lanes, block / context))
     replicas = config.data_parallel_size * context
     if fuse.dp and replicas > 1:
-        lanes = _DIRECTIONS * min(fuse.lanes or _BUCKET_LANES, replicas - 1)
+        lanes = _DIRECTIONS * min(fuse.lanes or DATA_PARALLEL_LANES, replicas - 1)
         overlapped = "--overlap-grad-reduce" in launch.options
         bucket = value_of(launch.options, "--ddp-bucket-size")
         parameters = int(bucket) if bucket else max(_BUCKET, 1_000_000 * replicas)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from commfuse_npu.tools.option_types import Parser, new_file, page, picture, whole, words
+from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, whole, words
 
 __all__ = ["parser"]
 
