@@ -1,4 +1,4 @@
-"""Results as the JSON that ``--json`` writes, and back from it (``--from``, ``--against``)."""
+"""Results as the JSON that ``--json`` writes, and back from it (``--from``)."""
 
 from __future__ import annotations
 

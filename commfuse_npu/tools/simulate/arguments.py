@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, whole, words
+from commfuse_npu.tools.option_types import Parser, new_file, page, picture, whole, words
 
 __all__ = ["parser"]
 
@@ -110,27 +109,5 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--trace", type=new_file, metavar="FILE", help="one layer for Perfetto, typical figures"
     )
-    out.add_argument(
-        "--beside",
-        type=Path,
-        metavar="FILE",
-        help="a measured trace to put into that of --trace, rank by rank",
-    )
     out.add_argument("--trace-variant", help="whose; by default the best of ours", metavar="NAME")
-    check = parser.add_argument_group("how well it predicts (instead of all of the above)")
-    check.add_argument(
-        "--against",
-        type=Path,
-        metavar="FILE",
-        help="what commfuse-npu bench --json wrote: fit to it at one ratio, predict the rest",
-    )
-    check.add_argument(
-        "--calibrated",
-        type=new_file,
-        metavar="FILE",
-        help="write the machine that was fitted, two ranks in fp32, for --hardware",
-    )
-    check.add_argument(
-        "--fit-ratio", type=positive, help="wire time / computing time to fit at; default 0.5"
-    )
     return parser

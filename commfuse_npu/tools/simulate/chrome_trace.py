@@ -10,7 +10,7 @@ from commfuse_npu.tools.simulate.lanes import LANES, sent_by
 from commfuse_npu.tools.simulate.launches import COMPUTE, Chunk, Operation
 from commfuse_npu.tools.simulate.names import name
 
-__all__ = ["beside", "chrome_trace", "read_trace"]
+__all__ = ["chrome_trace"]
 
 
 def chrome_trace(
@@ -81,24 +81,3 @@ def chrome_trace(
 def _layer(operation: Operation) -> int:
     """Chunks of the layers before and after it are under way beside those of one in a flow."""
     return operation.origin.layer if isinstance(operation.origin, Chunk) else 1
-
-
-def read_trace(content: Any) -> dict[str, Any]:
-    """``content`` if it is a trace as :func:`commfuse_npu.tools.trace_file.write` makes them.
-
-    Raises:
-        ValueError: it is not.
-    """
-    events = content.get("traceEvents") if isinstance(content, dict) else None
-    if not isinstance(events, list) or not all(
-        isinstance(event, dict) and isinstance(event.get("pid"), int) for event in events
-    ):
-        raise ValueError("it is not a trace: a mapping with traceEvents, each with a number as pid")
-    return dict(content)
-
-
-def beside(simulated: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """Both traces in one: the measured processes follow the simulated ones."""
-    first = 1 + max((event["pid"] for event in simulated["traceEvents"]), default=-1)
-    moved = [{**event, "pid": first + event["pid"]} for event in measured["traceEvents"]]
-    return {**simulated, "traceEvents": [*simulated["traceEvents"], *moved]}

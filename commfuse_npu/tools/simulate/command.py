@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.runtime.whole_file import whole_file, write_json
+from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import refuse
@@ -18,7 +17,7 @@ from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.report.charts import Row
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.arguments import parser
-from commfuse_npu.tools.simulate.chrome_trace import beside, chrome_trace, read_trace
+from commfuse_npu.tools.simulate.chrome_trace import chrome_trace
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
@@ -45,9 +44,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
-    if given.against is not None:
-        return _predict(given)
-    _refuse_what_has_no_effect(given)
+    if given.trace_variant is not None and given.trace is None:
+        raise ValueError("--trace-variant is for --trace; give both, or neither")
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     hardware = replace(hardware, deterministic=given.deterministic)
     model_path = find_config(given.model)
@@ -75,7 +73,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         raise ValueError(
             f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(known)}"
         )
-    measured = _measured(given.beside) if given.beside else None
     try:
         swept = sweep(model, hardware, layouts, sequences, options, tell)
     except ConfigError as error:
@@ -123,8 +120,7 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         played = [(part, step.layer(known[name], part)) for part in PARTS]
         about = {"variant": name, "simulated": True, "model": model_path.stem,
                  "hardware": hardware.name, "sequence": sequences[0], "layout": sizes}  # fmt: skip
-        trace = chrome_trace(played, sum(what.layers), about)
-        write_json(path, trace if measured is None else beside(trace, measured))
+        write_json(path, chrome_trace(played, sum(what.layers), about))
 
     code = write_outputs(
         "simulate",
@@ -151,33 +147,6 @@ def _own_options(problem: str) -> str:
     return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda of: of[1].replace("-", "_"), here)
 
 
-def _predict(given: argparse.Namespace) -> int:
-    # Here and not above: numpy is needed for this alone.
-    from commfuse_npu.tools.bench.stored import load
-    from commfuse_npu.tools.simulate.calibrate import described, predictions, report
-
-    _, results, _ = load(given.against)
-    ratio = 0.5 if given.fit_ratio is None else given.fit_ratio
-    print(report(list(predictions(results, ratio)), ratio))
-    if given.calibrated:
-        text = described(results, ratio, given.against.name)
-        with whole_file(given.calibrated) as part:
-            part.write_text(text, encoding="utf-8")
-    return 0
-
-
-def _refuse_what_has_no_effect(given: argparse.Namespace) -> None:
-    for option, needed in (
-        ("calibrated", "against"),
-        ("fit_ratio", "against"),
-        ("beside", "trace"),
-        ("trace_variant", "trace"),
-    ):
-        if getattr(given, option) is not None and getattr(given, needed) is None:
-            said = option.replace("_", "-")
-            raise ValueError(f"--{said} is for --{needed}; give both, or neither")
-
-
 def _refuse_what_is_not_there(given: argparse.Namespace, layout: Layout) -> None:
     ranks = max(layout.tp, layout.cp)
     for option, most in (
@@ -188,13 +157,6 @@ def _refuse_what_is_not_there(given: argparse.Namespace, layout: Layout) -> None
         if (getattr(given, option) or 0) > most:
             said = f"--{option.replace('_', '-')} {getattr(given, option)}"
             raise ValueError(f"{said}: a group of {ranks} ranks has {most}; choose {most} or less")
-
-
-def _measured(path: Path) -> dict[str, Any]:
-    try:
-        return read_trace(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"--beside {path}: {error}") from error
 
 
 def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
