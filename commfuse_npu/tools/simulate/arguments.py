@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from commfuse_npu.tools.option_types import Parser, new_file, page, picture, whole, words
+from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, whole, words
 
 __all__ = ["parser"]
 
@@ -89,6 +89,13 @@ def parser() -> argparse.ArgumentParser:
         default=[4],
         help="that flow through whole layers (--commfuse-flow), where they divide a rank's tokens; "
         "default 4",
+    )
+    how.add_argument(
+        "--post-us",
+        type=positive,
+        metavar="US",
+        help="microseconds for which a point-to-point batch keeps the host, posted and waited for, "
+        "instead of the description's",
     )
     how.add_argument(
         "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"

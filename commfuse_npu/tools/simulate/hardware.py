@@ -12,7 +12,7 @@ import difflib
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -62,6 +62,7 @@ _RULES: dict[str, dict[str, _Rule]] = {
     },
     "host": {
         "launch_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
+        "post_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
         "communicator_bytes": _Rule("bytes", 0, more_is_better=False, exclusive=False),
         "message_copies": _Rule("copies", 0, 4, False, "links", exclusive=False),
     },
@@ -161,6 +162,11 @@ class Hardware:
             figures=figures,
         )
 
+    def posting(self, seconds: float) -> Hardware:
+        """The same with a host that takes so many seconds to post a batch and to wait for it."""
+        given = Figure(seconds, seconds, seconds, "given")
+        return replace(self, figures={**self.figures, "host.post_overhead": given})
+
     def machine(self, compute: Choice = "typical", links: Choice = "typical") -> Machine:
         """The machine with a value picked from every range.
 
@@ -201,6 +207,7 @@ class Hardware:
             hbm_bandwidth=value("npu.hbm_bandwidth") * value("npu.hbm_efficiency"),
             transfer_slowdown=value("npu.transfer_slowdown"),
             launch_overhead=value("host.launch_overhead"),
+            post_overhead=value("host.post_overhead"),
             inside=inside,
             between=level("between"),
             batched=self.batched,

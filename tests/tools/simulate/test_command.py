@@ -17,6 +17,22 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 QUICK = ["simulate", "--typical", "--variants", "megatron,commfuse-c2*", "--micro-batches", "1"]
 
 
+def test_a_post_costs_what_is_asked(capsys, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = [*QUICK, "--sequence-lengths", "4096", "--tp", "8", "--json", str(out)]
+    steps = {}
+    for us in ("15", "60"):
+        assert cli.main([*words, "--post-us", us]) == 0
+        found = json.loads(out.read_text())["points"][0]["variants"]
+        steps[us] = {one["variant"]: one["step"]["typical"] for one in found}
+    assert steps["15"]["megatron"] == steps["60"]["megatron"]
+    assert steps["15"]["commfuse-c2-l7"] < steps["60"]["commfuse-c2-l7"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--post-us", "0"])
+    assert ended.value.code == 2
+    assert "--post-us" in capsys.readouterr().err
+
+
 def test_tables_and_json(capsys, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     lengths = ["--sequence-lengths", "2048", "4096"]
