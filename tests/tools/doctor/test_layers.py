@@ -13,9 +13,9 @@ from tests.tools.doctor.machines import machine, only
 def test_what_a_launch_would_fuse() -> None:
     report = diagnose(machine(packages={"torch": Package("2.13.0")}), launch("--config"))
     assert report.ready
-    assert report.plan.startswith("shifted, 7 lanes, 4 chunks")
+    assert report.plan.startswith("shifted, 7 lanes, 2 chunks")
     block = 1024 * 2 * 4096 * 2
-    quarter = block // 4
+    half = block // 2
     rows = {
         layer.layer: (
             layer.operator,
@@ -30,15 +30,15 @@ def test_what_a_launch_would_fuse() -> None:
     }
     x, y = (1024, 2, 4096), 8192
     assert rows == {
-        "qkv": ("all_gather_linear", x, (768, 4096), (y, 2, 768), 28, quarter, block),
-        "proj": ("linear_reduce_scatter", (y, 2, 512), (4096, 512), x, 28, quarter, quarter),
-        "fc1": ("all_gather_linear", x, (3584, 4096), (y, 2, 3584), 28, quarter, block),
-        "fc2": ("linear_reduce_scatter", (y, 2, 1792), (4096, 1792), x, 28, quarter, quarter),
-        "output": ("all_gather_linear", x, (16032, 4096), (y, 2, 16032), 28, quarter, block),
+        "qkv": ("all_gather_linear", x, (768, 4096), (y, 2, 768), 14, half, block),
+        "proj": ("linear_reduce_scatter", (y, 2, 512), (4096, 512), x, 14, half, half),
+        "fc1": ("all_gather_linear", x, (3584, 4096), (y, 2, 3584), 14, half, block),
+        "fc2": ("linear_reduce_scatter", (y, 2, 1792), (4096, 1792), x, 14, half, half),
+        "output": ("all_gather_linear", x, (16032, 4096), (y, 2, 16032), 14, half, block),
     }
     assert (
         "fc1    [1024, 2, 4096] x [3584, 4096] -> [8192, 2, 3584]: all_gather_linear, "
-        "28 transfers of 4.00 MB (4194304 bytes)"
+        "14 transfers of 8.00 MB (8388608 bytes)"
     ) in report.as_text()
 
 
@@ -54,7 +54,7 @@ def test_a_group_over_two_nodes_gets_two_levels() -> None:
     words = ("--nproc_per_node", "8", "--nnodes", "2", "--tensor-model-parallel-size", "16")
     found = launch("--config", *words, "--num-query-groups", "16")
     report = diagnose(machine(), found)
-    assert report.plan.startswith("two_level, 2 lanes, 4 chunks")
+    assert report.plan.startswith("two_level, 2 lanes, 2 chunks")
     assert "8 ranks per node" in report.plan
 
 
@@ -87,15 +87,15 @@ def proj(*words: str) -> tuple[str | None, str, int, int]:
 
 
 def test_attention_and_projection_are_one_op() -> None:
-    quarter = 1024 * 2 * 4096 * 2 // 4
+    half = 1024 * 2 * 4096 * 2 // 2
     words = ("--config", "--commfuse-attention")
-    assert proj(*words) == ("attention_linear_reduce_scatter", "", 28, quarter)
-    assert proj(*words, "--no-commfuse-attention") == ("linear_reduce_scatter", "", 28, quarter)
+    assert proj(*words) == ("attention_linear_reduce_scatter", "", 14, half)
+    assert proj(*words, "--no-commfuse-attention") == ("linear_reduce_scatter", "", 14, half)
     report = diagnose(machine(packages={"torch": Package("2.13.0")}), launch(*words))
     assert report.ready
     assert (
         "proj   [8192, 2, 512] x [4096, 512] -> [1024, 2, 4096]: attention and projection as one "
-        "op attention_linear_reduce_scatter, 28 transfers of 4.00 MB (4194304 bytes)"
+        "op attention_linear_reduce_scatter, 14 transfers of 8.00 MB (8388608 bytes)"
     ) in report.as_text()
     others = [layer for layer in report.layers if layer.layer != "proj"]
     assert others == [
