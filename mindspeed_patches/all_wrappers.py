@@ -50,6 +50,7 @@ def register_wrappers(
         described=options.described,
         # A flow runs at any length, unless a limit was given.
         rows=None if options.flow is not None and options.min_rows is None else options.rows,
+        hidden=options.hidden,
     )
     lanes: list[Lanes] = []
     if linears:

@@ -20,7 +20,7 @@ from commfuse_npu.ops import BucketOptions, LinearOptions
 from commfuse_npu.plan import DATA_PARALLEL_LANES, usual_chunks
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
-from mindspeed_patches.layout import parallel_size, rows_of_blocks
+from mindspeed_patches.layout import hidden_size, parallel_size, rows_of_blocks
 from mindspeed_patches.refusals import (
     ATTENTION_REFUSALS,
     DATA_PARALLEL_REFUSALS,
@@ -106,8 +106,8 @@ _OPTIONS = {
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block; by default, in tensor-parallel layers, 4 for blocks of 1024 rows "
-        "that are 8192 together, 2 from 512 rows on (with two ranks 1024), else 1",
+        "sub-blocks per block; by default, in tensor-parallel layers, 2 from 2^22 numbers per "
+        "block on (1024 rows of 4096; with two ranks 1024 rows), else 1",
         type=whole(1),
     ),
     "commfuse_taper": _option(
@@ -164,7 +164,8 @@ _OPTIONS = {
     "commfuse_min_rows": _option(
         "auto",
         "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU that "
-        "is described 512, with two ranks 256, unless chunks are given or tuned; 0: none stays",
+        "is described 2^19 numbers per rank (at TP 8 1024 rows of 4096), at least 256, unless "
+        "chunks are given or tuned; 0: none stays",
         type=_number_or("auto", minimum=0),
         metavar="ROWS",
     ),
@@ -195,7 +196,7 @@ class CommFuseOptions:
     Attributes:
         linear: of the fused layers.
         described: set ``linear.collectives_from`` from the description of this NPU.
-        rows: of this launch's blocks; ``None`` if it does not say.
+        rows, hidden: of this launch's blocks; ``None`` if it does not say.
         min_rows: layers whose block has fewer stay Megatron's; ``None``: as many as on this NPU
             Megatron's order is faster for.
         layers: names of the layers to fuse.
@@ -210,6 +211,7 @@ class CommFuseOptions:
     linear: LinearOptions
     described: bool
     rows: int | None
+    hidden: int | None
     min_rows: int | None
     layers: tuple[str, ...]
     attention: bool
@@ -240,8 +242,8 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             "one or the other out"
         )
     tensor_parallel = parallel_size(args, "tensor_model")
-    rows = rows_of_blocks(args)
-    chunks = 1 if tuned else 2 if rows is None else usual_chunks(tensor_parallel, rows)
+    rows, hidden = rows_of_blocks(args), hidden_size(args)
+    chunks = 1 if tuned or rows is None else usual_chunks(tensor_parallel, rows, hidden)
     least, min_rows = given.commfuse_collectives_from, given.commfuse_min_rows
     if min_rows == "auto":
         # Who says how blocks are cut, or has it tried out, has chosen.
@@ -257,6 +259,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         ),
         described=least == "auto",
         rows=rows,
+        hidden=hidden,
         min_rows=min_rows,
         layers=given.commfuse_layers,
         attention=given.commfuse_attention,

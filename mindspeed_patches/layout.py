@@ -10,12 +10,18 @@ from typing import Any
 
 from commfuse_npu.plan import block_rows
 
-__all__ = ["parallel_size", "rows_of_blocks"]
+__all__ = ["hidden_size", "parallel_size", "rows_of_blocks"]
 
 
 def parallel_size(args: argparse.Namespace, kind: str) -> int:
     """Of a parallel dimension: ``tensor_model``, ``pipeline_model`` or ``context``."""
     return int(getattr(args, f"{kind}_parallel_size", None) or 1)
+
+
+def hidden_size(args: argparse.Namespace) -> int | None:
+    """Features of a row; ``None`` where the arguments do not say."""
+    size = getattr(args, "hidden_size", None)
+    return None if size is None else int(size)
 
 
 def rows_of_blocks(args: argparse.Namespace) -> int | None:

@@ -88,7 +88,7 @@ class LinearWrappers(OverLanes):
         min_rows: layers of which a rank's block has fewer rows keep Megatron's forward; ``None``:
             :func:`~commfuse_npu.plan.least_rows` on an NPU that is described, else 0.
         described: take ``collectives_from`` from the description of the NPU, if there is one.
-        rows: of the blocks of this launch, if they are known.
+        rows, hidden: of the blocks of this launch, if they are known.
 
     Attributes:
         transport: lanes of the tensor-parallel group.
@@ -115,6 +115,7 @@ class LinearWrappers(OverLanes):
         min_rows: int | None = 0,
         described: bool = False,
         rows: int | None = None,
+        hidden: int | None = None,
     ) -> None:
         unknown = sorted(set(layers) - set(LAYERS))
         if unknown:
@@ -124,7 +125,7 @@ class LinearWrappers(OverLanes):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
         self._form = form
-        self._rows, self._min_rows = rows, min_rows or 0
+        self._rows, self._hidden, self._min_rows = rows, hidden, min_rows or 0
         self._described, self._limited = described, min_rows is None
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
         self._said: set[tuple[str, str]] = set()
@@ -139,7 +140,7 @@ class LinearWrappers(OverLanes):
             for fusion, options in self._options.items():
                 self._options[fusion] = replace(options, collectives_from=least)
         if self._limited:
-            self._min_rows = least_rows(size) if machine else 0
+            self._min_rows = least_rows(size, self._hidden) if machine else 0
 
     @property
     def _too_few(self) -> Obstacle:

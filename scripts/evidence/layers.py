@@ -33,7 +33,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.machine import Machine
-from commfuse_npu.tools.simulate.step import LayerTime, Step
+from commfuse_npu.tools.simulate.step import LayerTime, Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
@@ -110,16 +110,17 @@ def _ahead(shares: dict[str, float], form: str, others: Sequence[str]) -> bool:
 
 
 def forms(
-    machine: Machine, tp: int, lanes: int, rows: int, flows: Sequence[int] = FLOWS
+    machine: Machine, lanes: int, what: Training, flows: Sequence[int] = FLOWS
 ) -> dict[str, Variant]:
-    """By name; ``rows`` of a rank's block, ``flows`` the numbers of chunks of a flow."""
+    """By name; ``flows`` are the numbers of chunks of a flow."""
+    tp, rows, hidden = what.tp, what.shape.block, what.hidden
     base, least = direct(tp, tp), covering_outputs(machine, tp)
     megatron = Variant("megatron", "megatron")
-    default = fused(base, lanes, usual_chunks(tp, rows), collectives_from=least)
+    default = fused(base, lanes, usual_chunks(tp, rows, hidden), collectives_from=least)
     return {
         "ours": tuned(base, lanes, _CHUNKS),
         "ours, other rounding": tuned(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
-        "default": default if rows >= least_rows(tp) else megatron,
+        "default": default if rows >= least_rows(tp, hidden) else megatron,
         **{f"flow {k}": flowing(k) for k in flows if rows % k == 0},
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
         "forward-backward": TURNS,
@@ -149,7 +150,7 @@ def point(
     hardware = Hardware.load(find_config(machine, "hardware"))
     options = Options(micro_batch=1, micro_batches=1)
     what = training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
-    every = forms(hardware.machine(), tp, best_lanes(hardware, tp), sequence // tp, flows)
+    every = forms(hardware.machine(), best_lanes(hardware, tp), what, flows)
     times = [
         _times(Step(hardware.machine(compute, links), what), every)
         for compute, links in CORNERS[:corners]

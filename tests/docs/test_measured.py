@@ -93,7 +93,7 @@ def test_the_first_screen_is_what_is_simulated(row: list[str]) -> None:
         8192,
         Options(micro_batch=1, micro_batches=1),
     )
-    every = forms(hardware.machine(), tp, best_lanes(hardware, tp), 8192 // tp, flows=(4,))
+    every = forms(hardware.machine(), best_lanes(hardware, tp), what, flows=(4,))
     steps = [Step(hardware.machine(*corner), what) for corner in CORNERS]
 
     def shorter(*forms: str) -> str:

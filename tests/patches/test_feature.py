@@ -82,17 +82,18 @@ class TestOptions:
         assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS | {"use_commfuse": True}
         options = commfuse_options(args)
         assert options.layers == LAYERS
-        assert (options.rows, options.min_rows) == (None, None)
+        assert (options.rows, options.hidden, options.min_rows) == (None, None, None)
         assert options.linear.reduce_dtype is None
-        assert options.linear.schedule == Schedule("shifted", lanes=1, chunks=2)
+        assert options.linear.schedule == Schedule("shifted", lanes=1, chunks=1)
 
     @pytest.mark.parametrize(
         ("sizes", "chunks"),
         [
             ({"seq_length": 8192, "micro_batch_size": 1}, 2),
-            ({"seq_length": "4096", "micro_batch_size": "1"}, 2),
-            ({"seq_length": "2048", "micro_batch_size": 2}, 2),
-            ({"seq_length": 4096, "micro_batch_size": 1, "context_parallel_size": 2}, 1),
+            ({"seq_length": "4096", "micro_batch_size": "1"}, 1),
+            ({"seq_length": "4096", "micro_batch_size": "1", "hidden_size": "8192"}, 2),
+            ({"seq_length": 8192, "micro_batch_size": 2}, 2),
+            ({"seq_length": 8192, "micro_batch_size": 1, "context_parallel_size": 2}, 1),
             ({"seq_length": 8192, "micro_batch_size": 1, "commfuse_tuning": "on"}, 1),
             ({"seq_length": 4096, "micro_batch_size": 1, "commfuse_chunks": 4}, 4),
         ],

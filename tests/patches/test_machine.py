@@ -32,7 +32,7 @@ def opened(monkeypatch: pytest.MonkeyPatch):
             *options,
             transformer_impl="local",
             tensor_model_parallel_size=tp,
-            **{"seq_length": 512, "micro_batch_size": 1, "hidden_size": 64} | sizes,
+            **{"seq_length": 512, "micro_batch_size": 1, "hidden_size": 4096} | sizes,
         )
         wrappers, _, _ = register_wrappers(PatchManager(), commfuse_options(args))
         wrappers.transport = SimpleNamespace(size=tp, device_type="npu" if name else "cpu")  # type: ignore[assignment]
@@ -58,7 +58,7 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
 @pytest.mark.parametrize(
     ("name", "tp", "options", "least"),
     [
-        (A2, 8, "", 512),
+        (A2, 8, "", 1024),
         (A3, 4, "", 512),
         (A2, 2, "", 256),
         (OTHER, 8, "", 0),
@@ -66,7 +66,7 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
         (A2, 8, "--commfuse-min-rows 0", 0),
         (A2, 8, "--commfuse-chunks 2", 0),
         (None, 8, "--commfuse-min-rows 64", 64),
-        (A2, 8, "--commfuse-collectives-from never", 512),
+        (A2, 8, "--commfuse-collectives-from never", 1024),
     ],
 )
 def test_blocks_of_few_rows_stay_megatrons_on_a_described_npu(
@@ -80,6 +80,12 @@ def test_blocks_of_few_rows_stay_megatrons_on_a_described_npu(
         assert obstacle(wrappers, least - 1) == said
 
 
+def test_wide_layers_are_fused_in_shorter_blocks(opened) -> None:
+    wrappers = opened(A2, 8, hidden_size=8192)
+    assert obstacle(wrappers, 512) is None
+    assert obstacle(wrappers, 511) is not None
+
+
 @pytest.mark.parametrize(("name", "least"), [(A2, 1734), (OTHER, None), (None, None)])
 def test_collectives_stay_where_the_description_says_it(opened, name, least) -> None:
     options = opened(name, 8)._options[False]
@@ -90,7 +96,7 @@ def test_collectives_stay_where_the_description_says_it(opened, name, least) -> 
 def test_the_machines_limit_is_told_with_its_reason_and_the_way_out(opened) -> None:
     reason = obstacle(opened(A2, 8), 64)
     assert told(reason or "") == (
-        "a block has fewer rows than the 512 of --commfuse-min-rows (Megatron's own order is "
+        "a block has fewer rows than the 1024 of --commfuse-min-rows (Megatron's own order is "
         "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
         "lengthen it)"
     )

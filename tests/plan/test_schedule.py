@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_npu.plan import PlanError, Schedule, block_rows, split, taper_down, usual_chunks
+from commfuse_npu.plan import (
+    PlanError,
+    Schedule,
+    block_rows,
+    least_rows,
+    split,
+    taper_down,
+    usual_chunks,
+)
 
 
 def targets(schedule: Schedule, rank: int, size: int, own: str) -> list[int]:
@@ -143,20 +151,26 @@ def test_plan_and_proof_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "chunks"),
+    ("size", "rows", "hidden", "chunks"),
     [
-        (2, 1023, 1),
-        (4, 511, 1),
-        (8, 511, 1),
-        (8, 512, 2),
-        (2, 1024, 2),
-        (2, 16384, 2),
-        (8, 4096, 2),
-        (16, 1023, 2),
+        *((size, 1023, None, 1) for size in (2, 4, 8, 16)),
+        *((size, 1024, 4096, 2) for size in (2, 4, 8, 16)),
+        (8, 1 << 20, 4096, 2),
+        *((8, 511, 8192, 1), (8, 512, 8192, 2), (2, 1023, 8192, 1)),
+        *((8, 2047, 2048, 1), (8, 2048, 2048, 2)),
     ],
 )
-def test_long_blocks_are_cut(size: int, rows: int, chunks: int) -> None:
-    assert usual_chunks(size, rows) == chunks
+def test_long_blocks_are_cut_in_two(size: int, rows: int, hidden: int | None, chunks: int) -> None:
+    assert usual_chunks(size, rows, hidden) == chunks
+
+
+@pytest.mark.parametrize(
+    ("size", "hidden", "rows"),
+    [(2, None, 256), (4, None, 512), (8, None, 1024), (8, 8192, 512), (2, 8192, 256),
+     (8, 2048, 2048)],
+)  # fmt: skip
+def test_more_ranks_need_longer_blocks(size: int, hidden: int | None, rows: int) -> None:
+    assert least_rows(size, hidden) == rows
 
 
 @pytest.mark.parametrize(("context", "rows"), [(1, 2048), (2, 1024)])

@@ -255,7 +255,7 @@ def _short_blocks(launch: Launch, layout: Layout, fuse: FuseOptions) -> str:
     """What is to be said of blocks whose layers the feature leaves to Megatron; empty of others."""
     length, batch = (launch.options.number(f"--{name}", 0) for name in _OF_A_BLOCK)
     rows = block_rows(length, batch, layout.tensor, layout.context)
-    limit = min_rows_of(layout.tensor, fuse)
+    limit = min_rows_of(layout.tensor, launch.options.number("--hidden-size", 0), fuse)
     if layout.tensor == 1 or not rows or rows >= limit:
         return ""
     return (

@@ -85,19 +85,20 @@ def _rows(text: str) -> int | str:
 
 def chunks_of(config: ModelConfig, options: FuseOptions) -> int:
     """The chunks of a tensor-parallel block: those asked for, or those of the feature."""
-    usual = usual_chunks(config.tensor_model_parallel_size, config.block_rows)
+    usual = usual_chunks(config.tensor_model_parallel_size, config.block_rows, config.hidden_size)
     return options.chunks or (1 if options.tuning == "on" else usual)
 
 
-def min_rows_of(size: int, options: FuseOptions) -> int:
+def min_rows_of(size: int, hidden: int | None, options: FuseOptions) -> int:
     """With fewer rows per block layers stay Megatron's, on an NPU that is described.
 
     Args:
         size: of the tensor-parallel group.
+        hidden: features of a row, if they are known.
     """
     if options.min_rows != "auto":
         return options.min_rows
-    return 0 if options.chunks or options.tuning == "on" else least_rows(size)
+    return 0 if options.chunks or options.tuning == "on" else least_rows(size, hidden)
 
 
 def schedule_of(config: ModelConfig, options: FuseOptions) -> Schedule:

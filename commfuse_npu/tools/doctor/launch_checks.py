@@ -139,8 +139,8 @@ def _check_flow(config: ModelConfig, chunks: int) -> Finding:
 def _check_rows(launch: Launch) -> Iterator[Finding]:
     """Where blocks are too short to be fused, or so short that it does not pay."""
     config, fuse = launch.config, launch.fuse
-    rows, least = config.block_rows, least_rows(config.tensor_model_parallel_size)
-    limit = min_rows_of(config.tensor_model_parallel_size, fuse)
+    sizes = config.tensor_model_parallel_size, config.hidden_size
+    rows, least, limit = config.block_rows, least_rows(*sizes), min_rows_of(*sizes, fuse)
     about = partial(_about, "rows of a block", "warning", f"{rows} (tokens of a micro-batch / TP)")
     if rows < limit:
         why = ", whose own order is faster then (simulated)" if fuse.min_rows == "auto" else ""

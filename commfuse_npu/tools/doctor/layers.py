@@ -107,7 +107,8 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
 
 def _too_few(launch: Launch) -> str:
     """Why blocks keep Megatron's forward for their length; empty if they do not."""
-    limit = min_rows_of(launch.config.tensor_model_parallel_size, launch.fuse)
-    if launch.config.block_rows < limit:
+    config = launch.config
+    limit = min_rows_of(config.tensor_model_parallel_size, config.hidden_size, launch.fuse)
+    if config.block_rows < limit:
         return f"a block has fewer rows than the {limit} of --commfuse-min-rows"
     return ""

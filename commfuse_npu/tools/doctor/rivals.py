@@ -65,7 +65,7 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
     sequence = config.seq_length // config.context_parallel_size
     step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, one))
     operators = Variant("megatron", "megatron")
-    if config.block_rows >= min_rows_of(config.tensor_model_parallel_size, launch.fuse):
+    if config.block_rows >= min_rows_of(tp, config.hidden_size, launch.fuse):
         operators = fused(
             replace(schedule, lanes=None, chunks=1, taper=1.0),
             schedule.lanes_for(tp),

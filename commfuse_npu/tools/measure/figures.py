@@ -13,8 +13,8 @@ what was measured becomes a share of them; where there is none the peak is what 
                            also ``npu.half_rows``, from runs of fewer queries
 ``npu.hbm_...``            two bytes read and two written of each number that is copied
 ``npu.transfer_slowdown``  ``1 - alone / beside`` of GEMMs beside an exchange with all peers
-``host.launch_overhead``   the host's time to post a step, of its operations where they are single
-                           ones; where a GEMM was launched, too, the low end is of that
+``host.post_overhead``     the host's time to post a step, of its operations where they are single
+``host.launch_overhead``   the host's time to launch a GEMM; of a post where none was launched
 ``host.communicator_...``  device memory that is taken when a lane is there, with HCCL's own buffers
 ``inside.rate``, ``...``   the largest message on all lanes at once, with HCCL's copies in its time;
                            of an all-gather where that is faster and copies are told apart
@@ -187,10 +187,8 @@ def _host(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[st
     by = {one["what"]: one["seconds"] for one in times}
     # gloo's transport posts single operations, a send and a receive; others post a batch.
     posted = [seconds / 2 for seconds in by["single"]] if "single" in by else by["batch"]
-    low, typical, high = quartiles(posted)
-    if "GEMM" in by:
-        low = min(low, quartiles(by["GEMM"])[0])
-    yield "host.launch_overhead", (low, typical, high)
+    yield "host.post_overhead", quartiles(posted)
+    yield "host.launch_overhead", quartiles(by.get("GEMM", posted))
 
 
 def _beside(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:

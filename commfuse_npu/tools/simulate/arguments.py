@@ -69,13 +69,6 @@ def parser() -> argparse.ArgumentParser:
         "--commfuse-dp; default %(default)s",
     )
     what.add_argument(
-        "--launch-us",
-        type=positive,
-        metavar="MICROSECONDS",
-        help="that the host takes to launch a kernel, a collective or a batch of transfers, in "
-        "place of the description's host.launch_overhead",
-    )
-    what.add_argument(
         "--deterministic",
         action="store_true",
         help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "
@@ -96,6 +89,13 @@ def parser() -> argparse.ArgumentParser:
         default=[4],
         help="that flow through whole layers (--commfuse-flow), where they divide a rank's tokens; "
         "default 4",
+    )
+    how.add_argument(
+        "--post-us",
+        type=positive,
+        metavar="US",
+        help="microseconds for which a point-to-point batch keeps the host, posted and waited for, "
+        "instead of the description's",
     )
     how.add_argument(
         "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"

@@ -126,8 +126,7 @@ def simulate(
     Raises:
         SimulationError: operations are left that wait for something that never happens.
     """
-    overhead = 0.0 if launched else links.machine.launch_overhead
-    return _Simulation(launches, links, speeds, overhead).run()
+    return _Simulation(launches, links, speeds, launched).run()
 
 
 class _Simulation:
@@ -136,9 +135,9 @@ class _Simulation:
         launches: Sequence[Launches],
         links: Links,
         speeds: Sequence[Sequence[float]] | None,
-        overhead: float,
+        launched: bool,
     ) -> None:
-        self.links, self.speeds, self.overhead = links, speeds, overhead
+        self.links, self.speeds, self.launched = links, speeds, launched
         self.slowdown = links.machine.transfer_slowdown
         self.operations = [rank.operations for rank in launches]
         self.now = 0.0
@@ -177,7 +176,7 @@ class _Simulation:
                 for need in needs:
                     followers[need].append(index)
                 waiting[index] = len(needs)
-                launched += operation.launches * self.overhead
+                launched += 0.0 if self.launched else operation.host(self.links.machine)
                 if launched > 0:
                     waiting[index] += 1
                     self._push(launched, "launched", rank, index)

@@ -60,15 +60,14 @@ class Played:
             for one in self.timeline.moved
             if one.start < stop and one.end > start
         )
-        most = max(
+        host = max(
             sum(
-                one.launches
+                one.host(self.links.machine)
                 for one in rank.operations
                 if isinstance(one.origin, Chunk) and one.origin.layer == layer
             )
             for rank in self.launches
         )
-        host = most * self.links.machine.launch_overhead
         timeline = Timeline(stop - start, spans, moved)
         return replace(self, timeline=timeline, host=host, layer=layer)
 
@@ -137,8 +136,8 @@ class Group:
             if not self.disturbance.none:
                 speeds = self.disturbance.speeds(launches)
         timeline = simulate(launches, links, speeds, launched=steady)
-        most = max(sum(one.launches for one in rank.operations) for rank in launches)
-        host = most * self.machine.launch_overhead if steady else 0.0
+        hosts = (sum(one.host(self.machine) for one in rank.operations) for rank in launches)
+        host = max(hosts) if steady else 0.0
         return Played(timeline, tuple(launches), links, host)
 
     def build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:

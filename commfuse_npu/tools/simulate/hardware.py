@@ -69,6 +69,7 @@ _RULES: dict[str, dict[str, _Rule]] = {
     },
     "host": {
         "launch_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
+        "post_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
         "communicator_bytes": _Rule("bytes", 0, more_is_better=False, exclusive=False),
         "message_copies": _Rule("copies", 0, 4, False, "links", exclusive=False),
     },
@@ -168,6 +169,11 @@ class Hardware:
             figures=figures,
         )
 
+    def posting(self, seconds: float) -> Hardware:
+        """The same with a host that takes so many seconds to post a batch and to wait for it."""
+        given = Figure(seconds, seconds, seconds, "given")
+        return replace(self, figures={**self.figures, "host.post_overhead": given})
+
     def machine(self, compute: Choice = "typical", links: Choice = "typical") -> Machine:
         """The machine with a value picked from every range.
 
@@ -212,6 +218,7 @@ class Hardware:
             hbm_bandwidth=value("npu.hbm_bandwidth") * value("npu.hbm_efficiency"),
             transfer_slowdown=value("npu.transfer_slowdown"),
             launch_overhead=value("host.launch_overhead"),
+            post_overhead=value("host.post_overhead"),
             inside=inside,
             between=level("between"),
             batched=self.batched,
@@ -221,11 +228,6 @@ class Hardware:
             mc2_grows=value("rivals.mc2_grows"),
             ordered_sums=value("rivals.ordered_sums") if self.deterministic else 0.0,
         )
-
-    def with_figure(self, name: str, value: float) -> Hardware:
-        """With one value for a figure, and no range."""
-        given = Figure(value, value, value, "given on the command line")
-        return replace(self, figures={**self.figures, name: given})
 
     @property
     def npus(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from commfuse_npu.plan.program import Program
+from commfuse_npu.tools.simulate.machine import Machine
 
 __all__ = ["ASIDE", "COMPUTE", "Chunk", "Key", "Launches", "Message", "Operation", "Origin",
            "fold"]  # fmt: skip
@@ -56,6 +57,7 @@ class Operation:
         sends, receives: messages; the operation is done when all of them are.
         after: indices of operations of the same rank that have to be done before.
         launches: how many launches of the host it takes; 0 inside a kernel or a collective.
+        posts: how many point-to-point batches the host posts for it.
         origin: what it is a part of.
     """
 
@@ -67,6 +69,11 @@ class Operation:
     after: tuple[int, ...]
     launches: int
     origin: Origin | None = None
+    posts: int = 0
+
+    def host(self, machine: Machine) -> float:
+        """Seconds for which it keeps the host."""
+        return self.launches * machine.launch_overhead + self.posts * machine.post_overhead
 
 
 class Launches:
@@ -127,6 +134,7 @@ class Launches:
         *,
         after: Iterable[int] = (),
         launches: int = 1,
+        posts: int = 0,
         origin: Origin | None = None,
     ) -> tuple[int, int]:
         """Add transfers on a lane; returns what is done when they are received, and when sent.
@@ -137,13 +145,13 @@ class Launches:
         if COMPUTE in self._last:
             needs.add(self._last[COMPUTE])
         if self.batched:
-            both = self._add(name, lane, 0.0, sends, receives, needs, launches, origin)
+            both = self._add(name, lane, 0.0, sends, receives, needs, launches, origin, posts)
             return both, both
         received = sent = -1
         if receives:
-            received = self._add(name, None, 0.0, (), receives, needs, launches, origin)
+            received = self._add(name, None, 0.0, (), receives, needs, launches, origin, posts)
         if sends:
-            sent = self._add(name, lane, 0.0, sends, (), needs, launches, origin)
+            sent = self._add(name, lane, 0.0, sends, (), needs, launches, origin, posts)
         return received, sent
 
     def _add(
@@ -156,6 +164,7 @@ class Launches:
         after: Iterable[int],
         launches: int,
         origin: Origin | None,
+        posts: int = 0,
     ) -> int:
         self.operations.append(
             Operation(
@@ -167,6 +176,7 @@ class Launches:
                 tuple(sorted(after)),
                 launches,
                 origin or self.origin,
+                posts,
             )
         )
         return len(self.operations) - 1

@@ -88,6 +88,7 @@ class Machine:
     hbm_bandwidth: float
     transfer_slowdown: float
     launch_overhead: float
+    post_overhead: float
     inside: Level
     between: Level | None
     batched: bool

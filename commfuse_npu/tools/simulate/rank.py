@@ -4,9 +4,11 @@ A fused operation is its :class:`~commfuse_npu.plan.program.Program`, instructio
 the one that the transport runs.  What an instruction costs:
 
 =========  ========================================================================================
-``Post``   a launch, and a transfer on its lane, with a copy through the buffers of its communicator
-           at both ends (read in HCCL); without ``batched`` each receive and each send
-``Wait``   nothing; the work and the transfers that follow start when what it names is done
+``Post``   the host's ``post_overhead``, and a transfer on its lane, with a copy through the buffers
+           of its communicator at both ends (read in HCCL); without ``batched`` each receive and
+           each send
+``Wait``   nothing, its host time is counted with the post; the work and the transfers that follow
+           start when what it names is done
 Compute    a launch, and what the operation says that this work takes
 ``Add``    memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass over
            all parts and one launch
@@ -249,6 +251,8 @@ class Rank:
                     [message(one.send)] if one.send else [],
                     [message(one.receive)] if one.receive else [],
                     after=self._pending[False],
+                    launches=0,
+                    posts=1,
                     origin=origin,
                 )
                 if one.receive:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 16 --seq-length 8192 "
+    "--num-layers 4 --hidden-size 4096 --num-attention-heads 16 --seq-length 8192 "
     "--micro-batch-size 1 --attention-dropout 0.0 --hidden-dropout 0.0 --transformer-impl local "
     "--use-distributed-optimizer"
 )

@@ -51,8 +51,8 @@ def test_the_flag_and_what_has_to_be_with_it() -> None:
 def test_short_blocks_are_warned_about(
     changes: str, expected: str | None, action: str | None
 ) -> None:
-    words = FUSED.replace("parallel-size 2", "parallel-size 4")
-    found = [one for one in check_launch(launch(*f"{words} {changes}".split()))
+    sizes = "--hidden-size 4096 --tensor-model-parallel-size 4"
+    found = [one for one in check_launch(launch(*f"{FUSED} {sizes} {changes}".split()))
              if one.what == "rows of a block"]  # fmt: skip
     assert [one.level for one in found] == ["warning"] * (expected is not None)
     for one in found:

@@ -73,7 +73,7 @@ def test_a_supported_set_on_npus_is_ready(tmp_path) -> None:
         ("--no-use-commfuse",
          "llama3_8b at TP 8 would run, but nothing of it is fused: --use-commfuse is not given; "),
         ("--seq-length 1024", "llama3_8b at TP 8 would run, but nothing of it is fused: a block "
-         "has fewer rows than the 512 of --commfuse-min-rows; "),
+         "has fewer rows than the 1024 of --commfuse-min-rows; "),
     ],
 )  # fmt: skip
 def test_the_last_line_says_for_what_it_is_ready(words: str, said: str) -> None:

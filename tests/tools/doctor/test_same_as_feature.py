@@ -176,7 +176,9 @@ def wrapped(monkeypatch, made: Launch) -> tuple[wrappers.LinearWrappers, list[tu
         monkeypatch.setattr(wrappers, name, operator)
     found = wrappers.LinearWrappers(
         layers=made.fuse.layers,
-        min_rows=min_rows_of(made.config.tensor_model_parallel_size, made.fuse),
+        min_rows=min_rows_of(
+            made.config.tensor_model_parallel_size, made.config.hidden_size, made.fuse
+        ),
     )
     tp = made.config.tensor_model_parallel_size
     found.transport = SimpleNamespace(size=tp)  # type: ignore[assignment]

@@ -58,7 +58,7 @@ def test_everything_is_measured_described_and_shown(tmp_path: Path, capsys: Any)
     base = Hardware.load(find_config("cpu_paced", "hardware")).figures
     measured = {name for name, figure in figures.items() if figure.source.startswith("Measured")}
     assert measured >= {"npu.cube_flops", "npu.half_rows", "npu.hbm_bandwidth", "inside.rate",
-                        "inside.latency", "host.launch_overhead"}  # fmt: skip
+                        "inside.latency", "host.post_overhead"}  # fmt: skip
     assert all(figures[name] == base[name] for name in figures.keys() - measured)
     options = ["--hardware", str(described), "--model", "llama3_8b", "--tp", "2"]
     assert simulate([*options, "--sequence-lengths", "4096"]) == 0

@@ -18,6 +18,7 @@ IDEAL = Machine(
     hbm_bandwidth=math.inf,
     transfer_slowdown=0.0,
     launch_overhead=0.0,
+    post_overhead=0.0,
     inside=Level("full_mesh", 1.0, 0.0),
     between=None,
     batched=True,

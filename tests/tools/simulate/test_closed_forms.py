@@ -295,9 +295,11 @@ def test_transfers_slow_the_work_that_hides_them(c: float, t: float, slowdown: f
 
 
 def test_a_host_that_launches_slowly_is_what_is_waited_for() -> None:
-    machine = ideal(rate=math.inf, launch_overhead=2.0)
-    # Gather, own block, other block: three launches.
-    assert gather(machine, 2, fused(1), 0.0, 1.0) == pytest.approx(6.0)
+    machine = ideal(rate=math.inf, launch_overhead=2.0, post_overhead=5.0)
+    # Own block, other block: two launches, and a post.
+    assert gather(machine, 2, fused(1), 0.0, 1.0) == pytest.approx(9.0)
+    # A collective is a launch like any other.
+    assert gather(machine, 2, REFERENCE, 0.0, 1.0) == pytest.approx(4.0)
 
 
 def test_partials_are_added_in_memory() -> None:

@@ -30,6 +30,8 @@ def test_shipped_descriptions_can_be_read(path: Path) -> None:
     assert worst.inside.rate <= best.inside.rate
     assert worst.gemm(1024, 4096, 4096) > best.gemm(1024, 4096, 4096)
     assert worst.launch_overhead >= best.launch_overhead
+    assert worst.post_overhead >= best.post_overhead >= best.launch_overhead
+    assert hardware.posting(4e-5).machine("unfavourable", "favourable").post_overhead == 4e-5
     # Links alone do not change what work takes.
     other = hardware.machine("favourable", "unfavourable")
     assert other.gemm(1024, 4096, 4096) == best.gemm(1024, 4096, 4096)
