@@ -63,6 +63,13 @@ def register_cpu_kernels() -> None:
         library.impl(name, kernel, "CompositeImplicitAutograd")
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, "CPU")
+    # That of 2.7.1 has no gradient of sink, and a result too many ends the process there.
+    grads = len(torch.ops.npu.npu_fusion_attention_grad.default._schema.returns)
+
+    def attention_grad(*args: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
+        return fusion_attention_grad(*args, **keywords)[:grads]
+
+    library.impl("npu_fusion_attention_grad", attention_grad, "CPU")
     # Its arguments come by position up to the last one that is given.
     schema = torch.ops.npu.npu_fusion_attention.default._schema
     names = [argument.name for argument in schema.arguments]
@@ -599,7 +606,6 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rotary_mul,
 }
 _KERNELS: dict[str, Callable[..., Any]] = {
-    "npu_fusion_attention_grad": fusion_attention_grad,
     "npu_apply_adam_w.out": apply_adam_w,
     "npu_all_gather_base_mm": all_gather_base_mm,
     "npu_mm_reduce_scatter_base": mm_reduce_scatter_base,

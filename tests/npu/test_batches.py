@@ -58,13 +58,19 @@ def _batch(group: _Group | None, device: str) -> list[dist.P2POp]:
 
 
 def handles(device: str, soc: str, grouped: bool) -> tuple[list[Any], list[Any]]:
-    """In the worker: what the function returns and asks, on a device and version of CANN."""
+    """In the worker: what the function returns and asks, on a device and version of CANN.
+
+    Nothing if it has no groups, as in torch_npu before 26.
+    """
     from torch_npu.distributed import distributed_c10d
 
     group = _Group()
+    if grouped and not hasattr(distributed_c10d, "_CANN_VERSION"):
+        return [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_c10d.npu, "get_device_name", lambda: soc)
-        patch.setattr(distributed_c10d, "_CANN_VERSION", grouped)
+        if hasattr(distributed_c10d, "_CANN_VERSION"):
+            patch.setattr(distributed_c10d.npu, "get_device_name", lambda: soc)
+            patch.setattr(distributed_c10d, "_CANN_VERSION", grouped)
         patch.setattr(distributed_c10d, "_get_default_group", lambda: group)
         named = grouped and device == "npu"
         batch = _batch(group if named else None, device)
@@ -88,6 +94,8 @@ def test_one_operation_of_hccl_has_one_handle(npu) -> None:
 
 def test_a_grouped_call_of_newer_versions_has_one_handle(npu) -> None:
     returned, events = npu.run(handles, "npu", "Ascend910B1", True)
+    if not events:
+        pytest.skip("this torch_npu posts no batch as a group")
     assert returned == ["the handle"]
     assert events == ["start", 0, 1, 2, 3, "end"]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -152,6 +152,8 @@ class _Simulation:
         self._running: dict[tuple[int, str], _Work] = {}
         self._spans: list[Span] = []
         self._moved: list[Moved] = []
+        self._shared_anew: dict[LinkId, None] = {}
+        self._hurried: dict[int, None] = {}
         self._left = self._turns = 0
         self._prepare()
 
@@ -195,7 +197,13 @@ class _Simulation:
     def run(self) -> Timeline:
         for rank, index in self._ready:
             self._start(rank, index)
-        while self._events:
+        while self._events or self._shared_anew:
+            # Once for all that begins and ends in an instant: a rank of a large group has a
+            # transfer per peer, and each would share the link among all of them again.
+            if not self._events or self._events[0][0] > self.now:
+                self._set_rates()
+            if not self._events:
+                break
             time, _, kind, what, number = heapq.heappop(self._events)
             if kind == "launched":
                 assert isinstance(what, int)
@@ -311,7 +319,7 @@ class _Simulation:
             self._transfers[rank][flow] = None
             if len(self._transfers[rank]) == 1:
                 self._change_speed(rank)
-        self._share(flow.links, flow)
+        self._shared_anew.update(dict.fromkeys(flow.links))
 
     def _end(self, flow: _Flow) -> None:
         for link in flow.links:
@@ -320,7 +328,7 @@ class _Simulation:
             del self._transfers[rank][flow]
             if not self._transfers[rank]:
                 self._change_speed(rank)
-        self._share(flow.links)
+        self._shared_anew.update(dict.fromkeys(flow.links))
         self._moved.append(
             Moved(flow.message, flow.links, flow.ready, flow.start, self.now, flow.cause)
         )
@@ -330,18 +338,20 @@ class _Simulation:
             if self._open[rank][index] == 0:
                 self._done(rank, index, number)
 
-    def _share(self, links: Iterable[LinkId], new: _Flow | None = None) -> None:
-        """Give the transfers on these links the rate that they have from now on."""
-        self._hurry({flow: None for link in links for flow in self._on_link[link]}, new)
-
-    def _hurry(self, affected: Iterable[_Flow], new: _Flow | None = None) -> None:
+    def _set_rates(self) -> None:
+        """Give the transfers whose links or ends have changed the rate that they have from now."""
+        affected = {flow: None for link in self._shared_anew for flow in self._on_link[link]}
+        for rank in self._hurried:
+            affected |= self._transfers[rank]
+        self._shared_anew.clear()
+        self._hurried.clear()
         for flow in affected:
             rate = min(self._capacity[link] / len(self._on_link[link]) for link in flow.links)
             if any(self._busy[rank] for rank in self._touched(flow.message)):
                 rate /= self.links.beside_work(flow.message.source, flow.message.target)
-            if rate == flow.rate and flow is not new:
+            if rate == flow.rate:
                 continue
-            if flow is not new and not math.isinf(flow.rate):
+            if not math.isinf(flow.rate):
                 flow.remaining -= flow.rate * (self.now - flow.since)
             flow.rate, flow.since = rate, self.now
             flow.turn += 1
@@ -355,7 +365,7 @@ class _Simulation:
         busy = (rank, COMPUTE) in self._running
         if busy != self._busy[rank]:
             self._busy[rank] = busy
-            self._hurry(list(self._transfers[rank]))
+            self._hurried[rank] = None
 
     def _change_speed(self, rank: int) -> None:
         running = [(rank, engine) for engine in _STREAMS if (rank, engine) in self._running]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from commfuse_npu.tools.simulate.launches import Chunk
 from commfuse_npu.tools.simulate.linear import wgrad_seconds
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, LayerShape, elementwise
+from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.tools.simulate.rank import Rank
 
 __all__ = ["backward", "divides", "forward"]
@@ -98,12 +99,15 @@ def forward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
     c = _Chunks(rank, shape, chunks, range(1, layers + 1))
     n, h = shape.ranks, shape.hidden
     f, qkv = shape.feed_forward // n, shape.qkv // n
+    keys = qkv - h // n
     attend = shape.attention(rank.machine)
 
     def attention(chunk: int) -> None:
         c.gemm("qkv", h, qkv)
         elementwise(rank, "rotary", c.everywhere, qkv, qkv)
-        rank.compute("attention", attend(c.rows_of(chunk)))
+        # Keys and values of the chunk go to those of the chunks before.
+        copied = rank.machine.memory(2 * c.everywhere * keys * ITEM_BYTES)
+        rank.compute("attention", attend(c.rows_of(chunk)) + copied, launches=3)
         c.gemm("proj", h // n, h)
 
     def mlp(chunk: int) -> None:
@@ -138,11 +142,19 @@ def backward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
     c = _Chunks(rank, shape, chunks, range(layers, 0, -1))
     n, h = shape.ranks, shape.hidden
     f, qkv = shape.feed_forward // n, shape.qkv // n
+    keys = qkv - h // n
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
 
     def attention(chunk: int) -> None:
         c.gemm("proj dgrad", h, h // n)
-        rank.compute("attention backward", attend(c.rows_of(chunk)))
+        # Gradients of all keys and values that it saw are added to sums in fp32, zeroed before the
+        # first chunk; the chunk's own are rounded.
+        run = c.rows_of(chunk)
+        zeroed = SUM_BYTES * run.stop if chunk == chunks - 1 else 0
+        added = (ITEM_BYTES + 2 * SUM_BYTES) * run.stop
+        rounded = (SUM_BYTES + ITEM_BYTES) * c.everywhere
+        traffic = rank.machine.memory((zeroed + added + rounded) * keys)
+        rank.compute("attention backward", attend(run) + traffic, launches=5)
         elementwise(rank, "rotary backward", c.everywhere, qkv, qkv)
         c.gemm("qkv dgrad", qkv, h)
 

@@ -3,8 +3,7 @@
 A layer's forward and backward are simulated event by event for one tensor-parallel group, which
 stands for all of them; a stage is its layers one after the other; the pipeline is played by its
 dependencies; data-parallel buckets overlap with the layers.  So a step of 4,096 NPUs costs hardly
-more than one of 8; ``plan`` plays many layouts, and groups over nodes rank by rank: 195 s of CPU
-time for Llama 3 70B on 4,096 NPUs, where 1,024 take 15.
+more than one of 8.
 
 Left out, for want of figures: transfers of different groups do not slow each other down where they
 share links (between nodes they mostly do not), and switches do not block.

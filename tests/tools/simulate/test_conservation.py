@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +131,24 @@ def two_ranks() -> tuple[list, Links]:
         column(rank, "x", 4, 5 * 10**8, 1)
         launches.append(rank.finish())
     return launches, Links(MACHINE, 2)
+
+
+def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None:
+    """Sharing a link anew for each of n transfers would take n * n of them."""
+    pushed: list[float] = []
+
+    def counted(events: list[Any], event: Any, push=heapq.heappush) -> None:
+        pushed.append(event[0])
+        push(events, event)
+
+    monkeypatch.setattr("heapq.heappush", counted)
+    machine = replace(ideal(), npus_per_node=513, inside=Level("switched", 1.0, 0.0))
+    found = []
+    for size in (65, 513):
+        pushed.clear()
+        assert Group(machine, size).collective(1.0, REFERENCE) == pytest.approx(size - 1)
+        found.append(len(pushed) / (size - 1))
+    assert found[1] <= found[0] <= 4
 
 
 def test_a_receive_that_nobody_sends_is_reported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -313,3 +314,19 @@ def test_memory_of_a_flow() -> None:
     assert buffers(flows, at) == 6 / 4 * 8192 * h * 2 + 4 * 3 * h * f / 8
     # A lane per peer for the output layer, sized to its blocks of 8 MB.
     assert communicators(flows, at, SERVER) == 7 * 2 * 16 * 2**20
+
+
+def test_keys_and_values_are_gathered_and_their_gradients_summed() -> None:
+    """12 rows in each of 4 chunks, keys and values of 8 features on a rank, a byte a second."""
+    shape = replace(SHAPE, qkv=2 * (4 + 8))
+    machine = replace(IDEAL, attention_efficiency=math.inf, hbm_bandwidth=1.0)
+    summed = [(10 * seen + 6 * 12 + zeroed) * 8 for seen, zeroed in
+              ((48, 4 * 48), (36, 0), (24, 0), (12, 0))]  # fmt: skip
+    for build, name, wanted in (
+        (flow.forward, "attention", [2 * 2 * 12 * 8] * 4),
+        (flow.backward, "attention backward", summed),
+    ):
+        rank = Rank(machine, 0, RANKS, RANKS, flowing(4))
+        build(rank, shape, 4, 1)
+        found = [one.seconds for one in rank.finish().operations if one.name == name]
+        assert found == pytest.approx(wanted)
