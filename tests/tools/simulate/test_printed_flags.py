@@ -1,0 +1,68 @@
+"""The flags that plan and simulate print are flags that the doctor and the feature take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.doctor import read_launch
+from commfuse_npu.tools.doctor.launch_checks import check_launch
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
+from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.tools.simulate.recommend import Candidate
+from commfuse_npu.tools.simulate.recommendation_report import options
+from commfuse_npu.tools.simulate.step import Layout
+from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
+from commfuse_npu.tools.simulate.variants import Variant
+from mindspeed_patches.arguments import complete_options
+from mindspeed_patches.refusals import check_compatible
+from tests.tools.simulate.test_recommend import _given
+
+PATH = find_config("llama3_8b")
+MODEL = ModelConfig.load(PATH)
+HARDWARE = Hardware.load(find_config("ascend_910b_server", "hardware"))
+ALONE = Layout(8, 1, 1, 1)
+
+
+def candidate(variant: Variant, layout: Layout, **changes: object) -> Candidate:
+    what = replace(training(MODEL, layout, MODEL.seq_length, Options()), **changes)
+    return Candidate(what, variant, 1.0, footprint(MODEL, what, variant, HARDWARE))
+
+
+NOBODYS = {"plain-mesh", "plain-ring", "coc-tuned", "catccos", "kernel-ideal"}
+FORMS = {
+    variant.name: variant
+    for variant in of_hardware(HARDWARE, ALONE, Options(flows=(2, 4)))
+    if variant.name not in NOBODYS
+}
+
+
+def check(words: list[str]) -> None:
+    """The doctor and the launch find nothing wrong with a model's options and these."""
+    line = [*MODEL.arguments(), *words]
+    launch = read_launch(None, line, {})
+    assert launch is not None
+    assert not [str(one) for one in check_launch(launch) if one.level == "error"]
+    given = _given(line)
+    vars(given).update({k: int(v) for k, v in vars(given).items() if str(v).isdecimal()})
+    if launch.fuse.use_commfuse:
+        complete_options(given)
+    else:
+        check_compatible(given, FB_OVERLAP_REFUSALS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_printed_is_taken(name: str) -> None:
+    words = options(MODEL, candidate(FORMS[name], ALONE))
+    check(words)
+    assert ("--use-commfuse" in words) == (FORMS[name].kind in ("fused", "flow"))
+
+
+@pytest.mark.parametrize("layout", [Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)])
+@pytest.mark.parametrize("variant", [FORMS["commfuse-flow-4"], FORMS["commfuse-fb"]])
+def test_a_layout_and_recomputation_are_taken(variant: Variant, layout: Layout) -> None:
+    check(options(MODEL, candidate(variant, layout, recompute="full")))
