@@ -3,9 +3,8 @@
 Every layout that fits the model, the NPUs and their memory is simulated with a few schedules of
 CommFuse, at typical figures; the best layouts then with all of them.  A recommendation names the
 shortest step, ours or not, the next best layout, and what is fastest without CommFuse, each on all
-five machines
-of the hardware's ranges (see :mod:`.sweep`): how often the order stays the same says how much it is
-worth.
+five machines of the hardware's ranges (see :mod:`.sweep`): how often the order stays the same says
+how much it is worth.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class Recommendation:
     @property
     def best(self) -> Candidate:
         """The shortest step of what can be launched, with CommFuse or without."""
-        return min(self.ranked[0], self.rivals[0], key=_seconds)
+        return _fastest((self.ranked[0], self.rivals[0]))
 
     @property
     def other(self) -> Candidate:
@@ -163,7 +162,7 @@ class Recommendation:
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The best candidate of the next layout; without one, the next schedule."""
+        """The next best candidate of a layout, or without one the next schedule."""
         following = (*self.ranked, *self.schedules)
         return next((one for one in following if one not in (self.best, self.other)), None)
 
@@ -262,19 +261,19 @@ def recommend(
         by_form.setdefault(one.variant.kind, []).append(one)
     bounds = by_form.pop("ideal", [])
     rivals = tuple(sorted(map(_fastest, by_form.values()), key=_seconds))
-    compared = {ranked[0], rivals[0], *ranked[1:2], *schedules[1:2]}
-    compared |= set([one for one in ranked if one.variant.ours][:1])
-    steps = {one: _on_all_machines(hardware, one) for one in compared}
-    return Recommendation(
+    result = Recommendation(
         len(best_of),
         tuple(ranked),
         schedules,
         rivals,
         _fastest(bounds) if bounds else None,
         refused,
-        _ratio(hardware, ranked[0]),
-        steps,
+        _ratio(hardware, _fastest((ranked[0], rivals[0]))),
+        {},
     )
+    compared = {result.best, result.other, result.runner_up, result.fused}
+    steps = {one: _on_all_machines(hardware, one) for one in compared if one is not None}
+    return replace(result, steps=steps)
 
 
 def _seconds(candidate: Candidate) -> float:

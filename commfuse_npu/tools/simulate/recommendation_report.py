@@ -137,7 +137,7 @@ def _fusing(variant: Variant, schedule: Schedule, training: Training) -> Iterato
 
 
 def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
-    """All candidates that were kept, the recommended one first."""
+    """What is recommended, and all candidates that were kept, the shortest step first."""
 
     def plain(one: Candidate) -> dict[str, object]:
         return {
@@ -152,9 +152,10 @@ def as_json(found: Recommendation, model: ModelConfig) -> dict[str, object]:
 
     return {
         "simulated": True,
+        "recommended": plain(found.best),
         "layouts": [plain(one) for one in found.ranked],
         "schedules": [plain(one) for one in found.schedules],
-        "without_commfuse": [plain(one) | {"options": None} for one in found.rivals],
+        "without_commfuse": [plain(one) for one in found.rivals],
         "bound": found.bound and plain(found.bound) | {"options": None},
         "communication_per_computation": found.ratio._asdict(),
         "refused": found.refused.as_json(),
@@ -210,11 +211,11 @@ def fitting(found: Recommendation, hardware: Hardware) -> str:
 def _schedules(found: Recommendation) -> Iterator[str]:
     if len(found.schedules) < 2:
         return
-    first = found.best.seconds
+    first, *others = found.schedules
     rest = ", ".join(
-        f"{one.variant.name} {one.seconds / first - 1:+.1%}" for one in found.schedules[1:4]
+        f"{one.variant.name} {one.seconds / first.seconds - 1:+.1%}" for one in others[:3]
     )
-    yield f"Schedules of the first layout: {found.best.variant.name}, then {rest}."
+    yield f"Schedules of the first layout: {first.variant.name}, then {rest}."
     yield ""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -20,6 +21,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.hardware import Figure, Hardware
+from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.recommend import (
     Candidate,
     Fixed,
@@ -27,8 +29,8 @@ from commfuse_npu.tools.simulate.recommend import (
     Recommendation,
     recommend,
 )
-from commfuse_npu.tools.simulate.recommendation_report import options, report
-from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.recommendation_report import as_json, options, report
+from commfuse_npu.tools.simulate.step import Layout, Step, StepTime, Training
 from commfuse_npu.tools.simulate.sweep import Options, training
 from commfuse_npu.tools.simulate.variants import Variant, direct, fused
 from commfuse_npu.tools.simulate.written_plan import check_target, planned, write_plan
@@ -87,6 +89,56 @@ def test_all_layouts_of_a_cluster_are_ranked_by_their_steps() -> None:
     text = report(found, LLAMA3_70B, find_config("llama3_70b"), CLUSTER)
     ahead = found.other.seconds < found.best.seconds
     assert ("CommFuse is not ahead here" in text) == ahead
+
+
+class TimedStep:
+    """Steps whose seconds are given, by tensor parallelism and by who it is."""
+
+    seconds: ClassVar[dict[tuple[int, bool], float]]
+
+    def __init__(self, machine: Machine, training: Training, **_: object) -> None:
+        self.tp = training.tp
+
+    def time(self, variant: Variant) -> StepTime:
+        layer = 0.5 if variant.kind == "compute" else 0.5 + self.tp
+        return StepTime(self.seconds[self.tp, variant.ours], layer, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        # The next best layout has nothing to fuse, and is the rival, too.
+        ({(1, False): 2, (2, True): 1, (2, False): 5, (4, True): 4, (4, False): 5}, (2, True)),
+        # A rival in a layout in which ours is not the first is the best.
+        ({(1, False): 8, (2, True): 2, (2, False): 5, (4, True): 4, (4, False): 1}, (4, False)),
+        ({(1, False): 1, (2, True): 2, (2, False): 5, (4, True): 4, (4, False): 5}, (1, False)),
+    ],
+)
+def test_the_best_is_compared_with_whatever_is_named_beside_it(
+    seconds: dict[tuple[int, bool], float], best: tuple[int, bool], monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(TimedStep, "seconds", seconds, raising=False)
+    monkeypatch.setattr("commfuse_npu.tools.simulate.recommend.Step", TimedStep)
+    model = replace(SMALL, num_layers=8)
+    found = recommend(model, SERVER, 4, fixed=Fixed(cp=1, pp=1))
+    assert (found.best.layout.tp, found.best.variant.ours) == best
+    assert found.best.seconds == min(seconds.values())
+    assert set(found.steps) == {found.best, found.other, found.runner_up, found.fused} - {None}
+    assert found.runner_up not in (None, found.best, found.other)
+    assert found.ratio.typical == pytest.approx(2 * best[0]), "of the layout that is recommended"
+    text = report(found, model, Path("small.yaml"), SERVER)
+    assert f"Recommended: TP {best[0]}, CP 1, PP 1, DP {4 // best[0]}, " in text
+    first = f"Schedules of the first layout: {found.schedules[0].variant.name}, then"
+    assert (first in text) == (len(found.schedules) > 1)
+    assert text.count("**") == 2, "one row is bold"
+    # What is recommended is what can be launched, and what is written.
+    content = as_json(found, model)
+    launched = options(model, found.best)
+    assert content["recommended"]["options"] == launched
+    for one in (*content["layouts"], *content["without_commfuse"]):
+        assert one["options"][:2] == ["--tensor-model-parallel-size", str(one["layout"]["tp"])]
+    write_plan(tmp_path / "plan.yaml", found, model, SERVER)
+    assert ModelConfig.load(tmp_path / "plan.yaml").tensor_model_parallel_size == best[0]
 
 
 def test_what_was_given_stays() -> None:
