@@ -223,14 +223,14 @@ class ModelConfig:
                 f"and CP whose product divides {self.world_size}"
             )
         yield from self._pipeline_problems()
-        parts, by = cp, "CP"
-        if self.uses_sequence_parallel:
+        parts, by, heads = cp, "CP", self.num_attention_heads
+        # No length suits a TP that the heads do not, of which _model_problems tells.
+        if self.uses_sequence_parallel and not (heads % tp or self.num_query_groups % tp):
             parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
         if cp > 1 and algorithm == "megatron_cp_algo" and self.seq_length % parts == 0:
             # Each rank gets a part from either end of the causal triangle.
             parts, by = 2 * cp, f"2*CP = 2*{cp} ="
         yield from _indivisible("sequence length", self.seq_length, by, parts, "--seq-length")
-        heads = self.num_attention_heads
         if cp > 1 and algorithm == "ulysses_cp_algo" and heads % (tp * cp):
             yield (
                 f"{heads} attention heads are not divisible by TP*CP = {tp}*{cp} = {tp * cp}, "

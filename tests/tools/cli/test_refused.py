@@ -80,7 +80,11 @@ QUESTIONS = (
     ("plan --model llama3_8b --html x", "'x' is no name of a page; let it end in .html or .htm"),
     ("simulate --npus 8 64 512", "64 NPUs are more than the 8 of 1 nodes of 8; choose smaller"),
     ("simulate --npus 12", "--npus 12 is not divisible by TP*CP*PP = 8*1*1 = 8; choose 8 or 16"),
-    ("simulate --tp 3", "divisible by TP*CP = 3*1 = 3; choose --sequence-lengths 8190 or 8193"),
+    ("simulate --tp 3", "of 14336 are not divisible by TP 3; choose TP from 1, 2, 4, 8"),
+    (
+        "simulate --tp 4 --sequence-lengths 8190",
+        "divisible by TP*CP = 4*1 = 4; choose --sequence-lengths 8188 or 8192",
+    ),
     ("simulate --lanes 9", "--lanes 9: a group of 8 ranks has 7; choose 7 or less"),
     ("simulate --stragglers 9", "--stragglers 9: a group of 8 ranks has 8; choose 8 or less"),
     ("simulate --slow-links 99", "--slow-links 99: a group of 8 ranks has 56; choose 56 or less"),
