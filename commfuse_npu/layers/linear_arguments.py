@@ -16,6 +16,7 @@ __all__ = [
     "check_divisible",
     "check_given",
     "check_sequence",
+    "check_transport",
     "compute_dtype",
     "rows_of",
 ]
@@ -101,15 +102,24 @@ def check_given(name: str, transport: object, options: object) -> None:
     Raises:
         TypeError: a group for a transport, a mapping for options.
     """
-    if not isinstance(transport, Transport):
-        raise TypeError(
-            f"{name}: transport is a {type(transport).__name__}; pass what "
-            "Transport.create(group) returned on every rank"
-        )
+    check_transport(name, transport)
     if not isinstance(options, LinearOptions):
         raise TypeError(
             f"{name}: options is a {type(options).__name__}; pass LinearOptions(...), as "
             "LinearOptions(Schedule(chunks=2))"
+        )
+
+
+def check_transport(name: str, transport: object) -> None:
+    """Refuse the group itself.
+
+    Raises:
+        TypeError: it is no transport.
+    """
+    if not isinstance(transport, Transport):
+        raise TypeError(
+            f"{name}: transport is a {type(transport).__name__}; pass what "
+            "Transport.create(group) returned on every rank"
         )
 
 

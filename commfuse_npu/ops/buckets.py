@@ -63,6 +63,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from commfuse_npu.layers.bucket_arguments import check_bucket, check_fractions
+from commfuse_npu.layers.linear_arguments import check_transport
 from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
 from commfuse_npu.ops.sum_ending import sum_ending
 from commfuse_npu.plan import Schedule
@@ -122,6 +123,7 @@ class Buckets:
             one transport; their buckets then have one common order.
 
     Raises:
+        TypeError: a group for a transport.
         ValueError: the schedule does not fit the transport.
     """
 
@@ -130,6 +132,7 @@ class Buckets:
         transport: Transport,
         options: BucketOptions = BucketOptions(),
     ) -> None:
+        check_transport("Buckets", transport)
         # Buckets hide behind layers, not behind their own pieces: nothing is gained by tapering.
         self._place = transport.place(replace(options.schedule, taper=1.0))
         # An error now if its nodes do not fill the group.

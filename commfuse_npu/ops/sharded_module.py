@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from commfuse_npu.layers.linear_arguments import check_transport
 from commfuse_npu.layers.options import ShardedOptions
 from commfuse_npu.ops.sharded_linear import sharded_linear
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightPrefetch, in_backward
@@ -107,8 +108,10 @@ class ShardedLinear(torch.nn.Module):
             prefetch: shared by the layers of a model.
 
         Raises:
+            TypeError: a group for a transport.
             ValueError: its output features cannot be divided by the size of the group.
         """
+        check_transport("ShardedLinear", transport)
         refusal = _not_divisible(linear, transport.size)
         if refusal is not None:
             raise ValueError(f"ShardedLinear: {refusal}")
@@ -183,9 +186,11 @@ def shard_linears(
         ``module``, or the new layer if it is a ``torch.nn.Linear`` itself.
 
     Raises:
+        TypeError: a group for a transport.
         ValueError: ``skip`` names what is not there.
         MismatchError: the ranks do not hold the same layers with the same parameters.
     """
+    check_transport("shard_linears", transport)
     names: dict[torch.nn.Module, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         names.setdefault(part, []).append(name)

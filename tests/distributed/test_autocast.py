@@ -108,6 +108,19 @@ def mistaken(rank: int, name: str) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        ops.Buckets,
+        lambda given: ops.shard_linears(torch.nn.Linear(4, 4), transport=given),
+        lambda given: ops.ShardedLinear.from_linear(torch.nn.Linear(4, 4), transport=given),
+    ],
+)
+def test_a_group_is_not_taken_for_a_transport(take: Any) -> None:
+    with pytest.raises(TypeError, match=r"transport is a str; pass what Transport\.create"):
+        take("a group")
+
+
 @pytest.mark.parametrize("name", ["all_gather_linear", "linear_reduce_scatter"])
 def test_what_is_mistaken_for_a_transport_or_options_is_named(ranks: Any, name: str) -> None:
     for group, mapping in ranks(2).run(mistaken, name):
