@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import LinearOptions, attention_all_to_all
+from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.reference import plain_attention_all_to_all
 from commfuse_npu.reference.collective_functions import all_to_all
 from mindspeed_patches.lanes import OverLanes
@@ -27,7 +28,7 @@ from mindspeed_patches.softmax_attention import (
     mask_type,
     softmax_obstacle,
 )
-from mindspeed_patches.wrappers import Form, LinearWrappers
+from mindspeed_patches.wrappers import PARTNER, Form, LinearWrappers
 
 __all__ = ["UlyssesExchange", "heads_to_rows", "innermost", "rows_to_heads", "scale_of"]
 
@@ -140,6 +141,8 @@ class UlyssesExchange(OverLanes):
         """
         exchange = attention.local_attn.ulysses_comm_para
         lanes = self.lanes()
+        if active_turns() is not None:
+            return PARTNER
         if exchange["spg"] is not lanes.group:
             return "it exchanges heads over another group than the context-parallel one"
         if (exchange["scatter_idx"], exchange["gather_idx"]) != (2, 0):

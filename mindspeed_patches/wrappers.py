@@ -34,6 +34,7 @@ from commfuse_npu.ops import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan import least_rows
 from commfuse_npu.reference import (
     plain_all_gather_linear,
@@ -48,10 +49,13 @@ from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper
 from mindspeed_patches.machine import described_machine
 from mindspeed_patches.obstacles import Obstacle, told
 
-__all__ = ["EXPERTS", "LAYERS", "LinearWrappers"]
+__all__ = ["EXPERTS", "LAYERS", "PARTNER", "LinearWrappers"]
 
 EXPERTS = "expert layers communicate by their own rules"
 """Why no layer of an expert is fused."""
+
+PARTNER = "the micro-batch beside this one hides its transfers"
+"""Why no layer is fused in a pair of forward-backward overlap."""
 
 Form = Literal["fused", "plain"]
 
@@ -352,6 +356,8 @@ class LinearWrappers(OverLanes):
         name = layer_name(layer)
         if name == "experts":
             return EXPERTS
+        if active_turns() is not None:
+            return PARTNER
         if name not in self.layers:
             return Obstacle(
                 f"{name} is not in the list of layers to fuse",
@@ -401,7 +407,7 @@ class LinearWrappers(OverLanes):
     def leave(self, name: str, reason: str, count: int = 1) -> None:
         """Count calls that Megatron does itself; a reason that was not said yet is logged."""
         self.calls[name, reason] += count
-        if (name, reason) not in self._said:
+        if (name, reason) not in self._said and reason != PARTNER:
             self._said.add((name, reason))
             _logger.warning("CommFuse leaves %s to Megatron: %s", name, told(reason))
 

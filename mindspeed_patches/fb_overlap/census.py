@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.recording import Recording
@@ -54,17 +55,11 @@ class Census:
         return self._overlap.record(partial(self._weighed, forward), backward, kind, watch)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._parameters:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = forward()
-        self.kept = max(self.kept, sum(kept.values()))
+        result = forward()
+        storages = (tensor.untyped_storage() for tensor in _saved(result))
+        kept = {one.data_ptr(): one.nbytes() for one in storages}
+        bytes_kept = sum(size for at, size in kept.items() if at not in self._parameters)
+        self.kept = max(self.kept, bytes_kept)
         return result
 
     @property
@@ -114,6 +109,26 @@ class _Watch(Recording):
             for owner, attributes in self._owners
             for name, value in list(attributes.items())
         }
+
+
+def _saved(result: Any) -> Iterator[torch.Tensor]:
+    """What the graph behind a result holds for its backward.
+
+    Not by ``saved_tensors_hooks``: under these a backward gets another tensor than the parameter
+    that was saved, without its ``main_grad``.
+    """
+    outputs = (one for one in tree_leaves(result) if isinstance(one, torch.Tensor))
+    nodes: list[Any] = [one.grad_fn for one in outputs]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        if node is None:
+            continue
+        following = {behind for behind, _ in node.next_functions} - seen
+        seen |= following
+        nodes += following
+        held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        held += [getattr(node, "saved_tensors", ()), list(getattr(node, "__dict__", {}).values())]
+        yield from (one for one in tree_leaves(held) if isinstance(one, torch.Tensor))
 
 
 def _same(before: Any, value: Any) -> bool:

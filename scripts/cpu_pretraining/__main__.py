@@ -139,6 +139,7 @@ def _pretrain(
         folder=folder,
         stop=stop,
         resume_from=found,
+        overlap=args.commfuse_fb_overlap,
     )
     if first:
         print("\n".join(outcome.linears))

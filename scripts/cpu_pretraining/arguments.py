@@ -202,7 +202,14 @@ def _parser() -> _Parser:
         "--html", type=page, metavar="FILE", help="with --compare: one page with the three losses"
     )
 
-    add_arguments(parser.add_argument_group("CommFuse"))
+    group = parser.add_argument_group("CommFuse")
+    add_arguments(group)
+    group.add_argument(
+        "--commfuse-fb-overlap",
+        action=flag,
+        help="run the forward of a micro-batch beside the backward of another; layers are fused "
+        "where there is no partner; with --compare a fourth training, of Megatron's layers",
+    )
 
     parser.add_argument("--config", type=Path, help=f"yaml, default configs/{DEFAULT_CONFIG.name}")
     return parser
@@ -411,6 +418,11 @@ def _check_training(args: argparse.Namespace) -> None:
         raise UsageError(
             "--plain is the plain form of what would be fused, which --compare trains by itself; "
             "choose --use-commfuse, and leave --compare out"
+        )
+    if args.commfuse_fb_overlap and args.trace is not None:
+        raise UsageError(
+            "--trace is of fused layers, which --commfuse-fb-overlap runs only where a micro-batch "
+            "has no partner; leave one of the two out"
         )
     if args.compare and args.resume:
         raise UsageError("--compare trains from the beginning; leave --resume out")

@@ -3,7 +3,8 @@
 "plain" runs collectives and GEMMs one after the other, with the row blocks of the fused layers;
 "commfuse" runs the fused layers; "megatron" runs Megatron's own layers, whose GEMMs are not split.
 Plain and fused must agree in every loss and every weight. Megatron's are shown for information: a
-GEMM that is not split may round differently.
+GEMM that is not split may round differently. With `--commfuse-fb-overlap`, "overlap" runs
+Megatron's layers once more, forwards beside backwards, and must agree with Megatron's in every bit.
 
 Their tokens per second are shown too. The trainings run one after the other, so whatever else the
 machine does may fall on one of them: a ratio comes with the range that the quartiles give, and not
@@ -40,11 +41,19 @@ def compare(args: argparse.Namespace, corpus: Corpus, folder: Path, stop: StopRe
     """
     outcomes: dict[str, Outcome] = {}
     first = dist.get_rank() == 0
-    for mode in COMPARED_MODES:
+    modes = (*COMPARED_MODES, *(["overlap"] if args.commfuse_fb_overlap else []))
+    for mode in modes:
+        overlap = mode == "overlap"
         if first:
             print(f"--- training with {mode} linear layers", flush=True)
         outcome = train(
-            args, corpus, mode=mode, folder=folder / "compare" / mode, stop=stop, checkpoints=False
+            args,
+            corpus,
+            mode="megatron" if overlap else mode,
+            folder=folder / "compare" / mode,
+            stop=stop,
+            checkpoints=False,
+            overlap=overlap,
         )
         if outcome.stopped_by:
             if first:
@@ -52,11 +61,13 @@ def compare(args: argparse.Namespace, corpus: Corpus, folder: Path, stop: StopRe
             return exit_code(outcome.stopped_by)
         outcomes[mode] = outcome
     identical = _same_bits(outcomes["plain"], outcomes["commfuse"])
+    if "overlap" in outcomes:
+        identical &= _same_bits(outcomes["megatron"], outcomes["overlap"])
     if first:
         print("\n".join(_report(outcomes)), flush=True)
         if args.html is not None:
             _write_page(args.html, outcomes, identical)
-        for mode in COMPARED_MODES:
+        for mode in modes:
             print(written(folder / "compare" / mode))
         print(f"identical: {identical}", flush=True)
     return 0 if identical else 1
@@ -84,9 +95,9 @@ def _loss_bits(outcome: Outcome) -> list[bytes]:
 def _report(outcomes: dict[str, Outcome]) -> list[str]:
     """Loss columns (nine digits tell any two float32 apart), finals, hashes and differences."""
     plain, fused = outcomes["plain"], outcomes["commfuse"]
-    lines = ["", f"{'iteration':>9} " + " ".join(f"{mode:>15}" for mode in COMPARED_MODES)]
+    lines = ["", f"{'iteration':>9} " + " ".join(f"{mode:>15}" for mode in outcomes)]
     for iteration in plain.losses:
-        row = " ".join(f"{outcomes[mode].losses[iteration]:15.9g}" for mode in COMPARED_MODES)
+        row = " ".join(f"{outcomes[mode].losses[iteration]:15.9g}" for mode in outcomes)
         lines.append(f"{iteration:9d} {row}")
     for mode, outcome in outcomes.items():
         final = outcome.losses[outcome.iteration]
@@ -123,7 +134,7 @@ def _ratios(outcomes: dict[str, Outcome]) -> list[str]:
     """
     speeds = {mode: outcome.speed for mode, outcome in outcomes.items() if outcome.speed}
     fused = speeds.get("commfuse")
-    if fused is None or len(speeds) < len(COMPARED_MODES):
+    if fused is None or len(speeds) < len(outcomes):
         return []
     lines = []
     if fused.counted < LEAST_COUNTED:
@@ -133,8 +144,9 @@ def _ratios(outcomes: dict[str, Outcome]) -> list[str]:
         )
     else:
         fast, slow = fused.quartiles
-        for mode in ("plain", "megatron"):
-            other = speeds[mode]
+        for mode, other in speeds.items():
+            if mode == "commfuse":
+                continue
             low, high = other.quartiles[0] / slow, other.quartiles[1] / fast
             ratio = other.seconds / fused.seconds
             lines.append(

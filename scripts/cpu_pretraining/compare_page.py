@@ -13,7 +13,7 @@ from .training import Outcome
 
 __all__ = ["compare_page", "pictures"]
 
-_TINTS = {"plain": "grey", "commfuse": "blue", "megatron": "orange"}
+_TINTS = {"plain": "grey", "commfuse": "blue", "megatron": "orange", "overlap": "green"}
 
 
 def pictures(outcomes: Mapping[str, Outcome]) -> list[Picture]:
@@ -39,8 +39,7 @@ def pictures(outcomes: Mapping[str, Outcome]) -> list[Picture]:
     if len(speeds) == len(outcomes):
         shown = [
             Bar(mode, speed.seconds, *speed.quartiles,
-                f"{mode}: {speed.seconds:.3f} s, blocked {speed.blocked:.3f} s, "
-                f"{speed.tokens_per_second:.0f} tokens/s", _TINTS[mode])
+                f"{mode}: {speed}", _TINTS[mode])
             for mode, speed in speeds.items()
         ]  # fmt: skip
         today = "megatron", speeds["megatron"].seconds

@@ -24,7 +24,7 @@ class Speed:
         seconds: wall time per iteration, mean over the ranks.
         quartiles: of these.
         blocked: seconds of it, mean over the same ranks, blocked in tensor- and context-parallel
-            communication (`exposed_time`).
+            communication (`exposed_time`); `None` where that was not measured.
         tokens: per iteration, over all ranks.
         first, last: the iterations that count.
         link_rate: megabytes per second of `--link-rate`, `None` without.
@@ -32,7 +32,7 @@ class Speed:
 
     seconds: float
     quartiles: tuple[float, float]
-    blocked: float
+    blocked: float | None
     tokens: int
     first: int
     last: int
@@ -53,10 +53,13 @@ class Speed:
         if self.link_rate is not None:
             link = f"over links of {self.link_rate:g} MB/s"
         fast, slow = self.quartiles
+        blocked = ""
+        if self.blocked is not None:
+            blocked = f"of which {self.blocked:.3f} s blocked in communication; "
         return (
             f"{self.tokens_per_second:.0f} {link} ({self.seconds:.3f} s per iteration, quartiles "
-            f"{fast:.3f} and {slow:.3f}, of which {self.blocked:.3f} s blocked in "
-            f"communication; medians of iterations {self.first} to {self.last})"
+            f"{fast:.3f} and {slow:.3f}, {blocked}"
+            f"medians of iterations {self.first} to {self.last})"
         )
 
 
@@ -74,11 +77,12 @@ def speed_of(
     if not counted:
         return None
     seconds = [entry["elapsed_ms"] / 1e3 for entry in counted]
+    blocked = [entry["exposed_ms"] / 1e3 for entry in counted if entry["exposed_ms"] is not None]
     fast, _, slow = quantiles(seconds * 2 if len(seconds) == 1 else seconds, method="inclusive")
     return Speed(
         seconds=median(seconds),
         quartiles=(fast, slow),
-        blocked=median(entry["exposed_ms"] for entry in counted) / 1e3,
+        blocked=median(blocked) if blocked else None,
         tokens=tokens,
         first=counted[0]["iteration"],
         last=counted[-1]["iteration"],

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from commfuse_npu.runtime.trace import Trace
 from commfuse_npu.tools.trace_file import linears_of, write
+from mindspeed_patches.fb_overlap.feature import Overlapping
 
 from .checkpoint import FoundCheckpoint, load_state, save_state, shape_of_run
 from .data import Corpus, global_batch_samples
@@ -66,8 +68,12 @@ def train(
     stop: StopRequest,
     resume_from: FoundCheckpoint | None = None,
     checkpoints: bool = True,
+    overlap: bool = False,
 ) -> Outcome:
     """Train from the seed, or from `resume_from`, with the linear layers of `mode`.
+
+    `overlap` runs forwards beside backwards (`--commfuse-fb-overlap`).  How long a rank is blocked
+    is not measured then: the other micro-batch computes while a transfer is waited for.
 
     Writes below `folder` (rank 0, except for checkpoints). Needs process groups and
     `megatron_on_cpu()`. Collective: all ranks call it with the same arguments.
@@ -76,7 +82,8 @@ def train(
     connections cannot have the `--link-rate` that was asked for, or if nothing would be fused.
     """
     model_parallel_cuda_manual_seed(args.seed)
-    with tensor_parallel_linears(mode, args) as linears, measure_exposed_time() as collectives:
+    exposed = nullcontext() if overlap else measure_exposed_time()
+    with tensor_parallel_linears(mode, args) as linears, exposed as collectives:
         trainee = build_trainee(args)
         linears.tell(trainee.model)
         loop = _Loop(args, corpus, trainee, linears, collectives, folder)
@@ -94,7 +101,7 @@ class _Loop:
         corpus: Corpus,
         trainee: Trainee,
         linears: LinearsInUse,
-        collectives: ExposedTime,
+        collectives: ExposedTime | None,
         folder: Path,
     ) -> None:
         self.args = args
@@ -108,7 +115,10 @@ class _Loop:
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.state_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        self.forward_backward = get_forward_backward_func()
+        choose = get_forward_backward_func
+        if collectives is None:
+            choose = Overlapping().get_forward_backward_func_wrapper(choose)
+        self.forward_backward = choose()
         # [1, 1, S, S], True where attention is not allowed. Given explicitly because Megatron
         # would build its default mask on the device "cuda" in the middle of the forward pass.
         length = args.seq_length
@@ -229,7 +239,7 @@ class _Loop:
             "lm_loss": loss,
             "elapsed_ms": elapsed * 1e3,
             "tokens_per_second": args.global_batch_size * args.seq_length / elapsed,
-            "exposed_ms": blocked * 1e3,
+            "exposed_ms": None if self.collectives is None else blocked * 1e3,
             "grad_norm": float(grad_norm or 0.0),
             "lr": learning_rate,
         }
@@ -244,6 +254,8 @@ class _Loop:
             )
 
     def _blocked_seconds(self) -> float:
+        if self.collectives is None:
+            return 0.0
         return self.linears.blocked_seconds() + self.collectives.seconds
 
     def _validate(self, metrics: MetricsLog | None, bar: Any) -> None:
@@ -410,11 +422,12 @@ def _agree(blocked: float, elapsed: float, signal_number: int) -> tuple[float, f
 def _iteration_line(args: argparse.Namespace, entry: dict[str, Any], elapsed_ms: float) -> str:
     iteration = entry["iteration"]
     seconds = elapsed_ms / 1e3
+    exposed = entry["exposed_ms"]
     if not args.mindspeed_log:
         return (
             f" iteration {iteration:8d}/{args.train_iters:8d} | lm loss {entry['lm_loss']:.4f} | "
-            f"grad norm {entry['grad_norm']:.3f} | lr {entry['lr']:.2e} | {elapsed_ms:.0f} ms, "
-            f"{entry['exposed_ms']:.0f} exposed | "
+            f"grad norm {entry['grad_norm']:.3f} | lr {entry['lr']:.2e} | {elapsed_ms:.0f} ms"
+            f"{'' if exposed is None else f', {exposed:.0f} exposed'} | "
             f"{args.global_batch_size * args.seq_length / seconds:,.0f} tokens/s"
         )
     teraflops = model_flops_per_iteration(args) / seconds / dist.get_world_size() / 1e12
@@ -432,7 +445,7 @@ def _iteration_line(args: argparse.Namespace, entry: dict[str, Any], elapsed_ms:
         f" number of skipped iterations: {0:3d} |"
         f" number of nan iterations: {0:3d} |"
         f" tokens/s: {tokens_per_second:.0f} |"
-        f" exposed communication (ms): {entry['exposed_ms']:.1f} |"
+        + ("" if exposed is None else f" exposed communication (ms): {exposed:.1f} |")
     )
 
 

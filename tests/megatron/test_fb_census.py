@@ -65,18 +65,37 @@ def test_what_both_sides_write_is_found(ranks: Any) -> None:
     assert ranks(2).run(found) == [expected, expected]
 
 
-def activations(rank: int) -> int:
+class Marked(torch.autograd.Function):
+    """Its backward writes into what hangs on its weight, as Megatron's fused accumulation does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        weight.main_grad += (grad * x).sum(0)
+        return grad * weight, None
+
+
+def activations(rank: int) -> tuple[int, list[float]]:
     census = Census(ForwardBackwardOverlap([world()]), [layer := torch.nn.Linear(8, 8)])
-    x = torch.randn(4, 8, requires_grad=True)
-    losses: list[torch.Tensor] = []
-    census.run(lambda: losses.append(torch.tanh(layer(x)).sum()), lambda: None, None)
-    losses[0].backward()
-    return census.kept
+    layer.bias.main_grad = torch.zeros(8)  # type: ignore[assignment]
+    x = torch.ones(4, 8, requires_grad=True)
+    loss, _ = census.run(
+        lambda: Marked.apply(torch.tanh(layer(x)), layer.bias).sum(), lambda: None, None
+    )
+    loss.backward()
+    return census.kept, layer.bias.main_grad.tolist()  # type: ignore[operator]
 
 
 def test_activations_are_weighed_without_parameters(ranks: Any) -> None:
-    """Of ``tanh(x W^T + b)`` its input and its output."""
-    assert ranks(2).run(activations) == [2 * 4 * 8 * 4] * 2
+    """Of ``tanh(x W^T + b) * b`` the input and output of tanh; parameters stay themselves."""
+    for kept, accumulated in ranks(2).run(activations):
+        assert kept == 2 * 4 * 8 * 4
+        assert any(accumulated)
 
 
 def scratch(rank: int) -> None:
