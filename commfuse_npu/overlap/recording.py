@@ -48,7 +48,7 @@ class Recording(Turns):
         """Those that were passed, and the end of the side, which is now."""
         end = self._now()
         if self._events is not None:
-            end.synchronize()
+            self._events.synchronize()  # the event's own wait would be a place
         return [
             Place(self._seconds(resumed, began), self._seconds(began, arrived), waits, by_default)
             for resumed, began, arrived, waits, by_default in [

@@ -10,8 +10,8 @@ An asynchronous collective stays as it is.  In strict turns the ``wait()`` of a 
 all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
 hides the all-gather of a backward behind its dgrad.  A chosen order
 (:mod:`commfuse_npu.plan.turn_order`) may hand over at any ``wait()``, and after an asynchronous
-collective began.  The host's wait for a stream, where experts read how many tokens each of them
-gets, is a place, too.  Outside of a pair, and for other groups, nothing changes.
+collective began.  The host's wait for a stream or an event, where experts read how many tokens each
+of them gets, is a place, too.  Outside of a pair, and for other groups, nothing changes.
 """
 
 from __future__ import annotations
@@ -136,16 +136,24 @@ def _functional_wait(function: Callable[..., Any]) -> Callable[..., Any]:
     return wait_tensor
 
 
-def _synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
+def _event_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an event: the host waits for what is on its way to it."""
+
+    @functools.wraps(function)
+    def synchronize(event: Any) -> Any:
+        if _turns is not None:
+            _turns.waits(by_default=True)
+        return function(event)
+
+    return synchronize
+
+
+def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
     """Of a stream: the host waits for what was enqueued so far, not for the other side's work."""
 
     @functools.wraps(function)
     def synchronize(stream: Any) -> Any:
-        if _turns is None:
-            return function(stream)
-        enqueued = stream.record_event()
-        _turns.waits(by_default=True)
-        return enqueued.synchronize()
+        return function(stream) if _turns is None else stream.record_event().synchronize()
 
     return synchronize
 
@@ -173,9 +181,11 @@ def _install() -> None:
             _replace(function, _collective(function, wait_hands_over))
     _replace(functional.wait_tensor, _functional_wait(functional.wait_tensor))
     for device in ("cuda", "npu"):
-        stream = getattr(getattr(torch, device, None), "Stream", None)
-        if stream is not None:
-            stream.synchronize = _synchronize(stream.synchronize)
+        for name, wrap in (("Event", _event_synchronize), ("Stream", _stream_synchronize)):
+            owner = getattr(getattr(torch, device, None), name, None)
+            # Not twice, where torch_npu has put its own in the place of CUDA's.
+            if owner is not None and not hasattr(owner.synchronize, "__wrapped__"):
+                owner.synchronize = wrap(owner.synchronize)
     run_backward = torch.autograd.graph._engine_run_backward
     nested = _refused(
         run_backward,

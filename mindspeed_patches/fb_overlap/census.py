@@ -22,7 +22,7 @@ from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers
 
 __all__ = ["Census"]
 
-_PACKAGES = ("megatron.", "mindspeed.", "mindspeed_llm.")
+_PACKAGES = ("megatron.", "mindspeed.", "mindspeed_llm.", "transformer_engine.")
 _HARMLESS: tuple[str, ...] = ()
 """Names that both sides write and neither reads for its results: counters, logs, timers."""
 _SNAPSHOTS = 100

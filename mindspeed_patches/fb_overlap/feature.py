@@ -24,9 +24,11 @@ from commfuse_npu.plan.slots import (
 from commfuse_npu.plan.turn_order import duration, strict_turns
 from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
 from mindspeed_patches.fb_overlap.census import Census
+from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
 from mindspeed_patches.layout import parallel_size
+from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 
 if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
@@ -73,9 +75,8 @@ class ForwardBackwardFeature(MindSpeedFeature):
             IncompatibleOptionsError: an option excludes it.
         """
         check_compatible(args, FB_OVERLAP_REFUSALS)
-        self.overlapping = Overlapping()
-        path = f"{_SCHEDULES}.get_forward_backward_func"
-        patch_manager.register_patch(path, self.overlapping.get_forward_backward_func_wrapper)
+        self.overlapping = Overlapping(plain_pipelines=True)  # else validate_args refuses
+        self.overlapping.register(patch_manager)
 
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the real arguments.
@@ -98,12 +99,18 @@ class ForwardBackwardFeature(MindSpeedFeature):
 
 
 class Overlapping:
-    """The schedule of one training.
+    """The schedule of one training, with Megatron core 0.12 to 0.16; without MindSpeed::
+
+        Overlapping().start()  # on all ranks, before the first step
 
     The first step is Megatron's own order, watched by the census; what it finds decides, on all
     ranks alike, whether the following ones overlap.  On a device one more step in Megatron's order
     and two that overlap are then compared, and the faster way is kept: where the host is the limit,
     nothing is gained.
+
+    Args:
+        plain_pipelines: overlap in a pipeline of ``p`` stages without virtual stages, too, where
+            the first stage holds the activations of up to ``2 p - 1`` micro-batches, for ``p``.
 
     Attributes:
         overlap: runs the pairs; ``None`` before the second step, and where it was refused.
@@ -111,12 +118,27 @@ class Overlapping:
             share cores say nothing about speed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, plain_pipelines: bool = False) -> None:
+        self._plain_pipelines, self._patches = plain_pipelines, PatchManager()
         self.overlap: ForwardBackwardOverlap | None = None
         self.clock: Callable[[], float] | None = None
         self._decided = False
         self._tried: list[float] = []
         self._said: set[str] = set()
+
+    def start(self) -> None:
+        """Wrap ``get_forward_backward_func``, also in modules that have imported it by now."""
+        self.register(self._patches)
+        self._patches.apply_patches()
+
+    def stop(self) -> None:
+        """Put back what :meth:`start` replaced."""
+        self._patches.remove_patches()
+
+    def register(self, patch_manager: Any) -> None:
+        """The same with MindSpeed's patch manager."""
+        path = f"{_SCHEDULES}.get_forward_backward_func"
+        patch_manager.register_patch(path, self.get_forward_backward_func_wrapper)
 
     def get_forward_backward_func_wrapper(
         self, get_forward_backward_func: Callable[..., Any]
@@ -138,7 +160,7 @@ class Overlapping:
     def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         if step.get("forward_only"):
             return plain(**step)
-        reason = _obstacle(plain, step)
+        reason = self._obstacle(plain, step)
         if reason is not None:
             self._say(f"off: {reason}")
             return plain(**step)
@@ -149,6 +171,39 @@ class Overlapping:
         if self.clock is not None and len(self._tried) < 3:
             return self._try(plain, step, self.overlap, self.clock)
         return _overlapped(self.overlap, step)
+
+    def _obstacle(self, plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
+        """Why this step cannot be overlapped."""
+        from megatron.core import utils
+
+        if inspect.unwrap(plain).__module__ != _SCHEDULES:
+            return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
+        models = step["model"] if isinstance(step["model"], list) else [step["model"]]
+        config, stages = utils.get_model_config(models[0]), Layout(step).stages
+        found = obstacle(step, models, config)
+        if found is not None:
+            return found
+        if utils.get_model_type(models[0]).name == "encoder_and_decoder":
+            return "a model of encoder and decoder sends two tensors per stage"
+        if step["num_microbatches"] * len(models) < 2:
+            return "one micro-batch has no partner"
+        if len(models) > 1 and config.microbatch_group_size_per_vp_stage != stages:
+            return (
+                f"--microbatch-group-size-per-virtual-pipeline-stage is "
+                f"{config.microbatch_group_size_per_vp_stage}; it has to be the {stages} stages"
+            )
+        if len(models) > 1 and step["num_microbatches"] % stages:
+            return (
+                f"{step['num_microbatches']} micro-batches are not a multiple of the {stages} "
+                "stages of a virtual pipeline"
+            )
+        if len(models) == 1 < stages and not self._plain_pipelines:
+            return (
+                f"a pipeline of {stages} stages without virtual stages holds the activations of "
+                f"up to {2 * stages - 1} micro-batches on the first stage, for {stages} without "
+                "it; plain_pipelines=True allows that"
+            )
+        return None
 
     def _try(
         self,
@@ -177,7 +232,7 @@ class Overlapping:
         """The first step; afterwards it is decided."""
         self._decided = True
         models = step["model"] if isinstance(step["model"], list) else [step["model"]]
-        groups = _groups()
+        groups = _groups(Layout(step))
         if not groups:
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
             return plain(**step)
@@ -208,13 +263,13 @@ class Overlapping:
     def _report(
         self, overlap: ForwardBackwardOverlap, models: list[Any], step: dict[str, Any], kept: int
     ) -> None:
-        stages, stage = _pipeline()
-        layout = stages, stage, len(models), step["num_microbatches"]
-        plan = slots(*layout)
+        layout = Layout(step)
+        shape = layout.stages, layout.stage, len(models), step["num_microbatches"]
+        plan = slots(*shape)
         paired, total = paired_microbatches(plan)
-        most, without = most_in_flight(plan), in_flight_without(*layout)
+        most, without = most_in_flight(plan), in_flight_without(*shape)
         self._say(
-            f"{paired} of {total} forwards of stage {stage} run beside a backward; it holds "
+            f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
             f"activations of at most {most}, of {without} without it: up to "
             f"{(most - without) * kept / 2**20:.1f} MiB more"
         )
@@ -256,52 +311,9 @@ def _synchronised_clock(device: str) -> Callable[[], float]:
     return clock
 
 
-def _obstacle(plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
-    """Why this step cannot be overlapped."""
-    from megatron.core import utils
-
-    if inspect.unwrap(plain).__module__ != _SCHEDULES:
-        return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
-    models = step["model"] if isinstance(step["model"], list) else [step["model"]]
-    config, stages = utils.get_model_config(models[0]), _pipeline()[0]
-    if getattr(config, "enable_cuda_graph", False):
-        return "CUDA graphs cannot hold a forward and a backward at once"
-    if utils.get_model_type(models[0]).name == "encoder_and_decoder":
-        return "a model of encoder and decoder sends two tensors per stage"
-    if step["num_microbatches"] * len(models) < 2:
-        return "one micro-batch has no partner"
-    if len(models) > 1 and config.microbatch_group_size_per_vp_stage != stages:
-        return (
-            f"--microbatch-group-size-per-virtual-pipeline-stage is "
-            f"{config.microbatch_group_size_per_vp_stage}; it has to be the {stages} stages"
-        )
-    return None
-
-
-def _pipeline() -> tuple[int, int]:
-    """How many stages, and which is this rank's."""
-    from megatron.core import parallel_state
-
-    return (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
-
-
-def _groups() -> list[dist.ProcessGroup]:
-    """Of tensor, expert and context parallelism, those with more than one rank."""
-    from megatron.core import parallel_state
-
-    names = (
-        *("tensor_model_parallel", "context_parallel", "tensor_and_context_parallel"),
-        *("expert_model_parallel", "expert_tensor_parallel", "expert_tensor_and_model_parallel"),
-    )
-    found = [
-        value
-        for name, value in vars(parallel_state).items()
-        if name.strip("_").lower().removesuffix("_group") in names
-        and isinstance(value, dist.ProcessGroup)
-    ]
+def _groups(layout: Layout) -> list[dist.ProcessGroup]:
+    """Of tensor, expert and context parallelism, MindSpeed's hybrid one included."""
+    found = list(layout.hidden)
     try:
         hybrid = importlib.import_module("mindspeed.core.context_parallel.model_parallel_utils")
         found += [value for value in vars(hybrid).values() if isinstance(value, dist.ProcessGroup)]

@@ -1,8 +1,9 @@
 """Megatron's schedules with the forward and the backward of a slot side by side.
 
 One loop for no pipeline, a plain one and a virtual one (:mod:`commfuse_npu.plan.slots`), written
-against Megatron core 0.12's ``megatron.core.pipeline_parallel.schedules``: its ``forward_step`` and
-``backward_step``, called through the module, so that patches of them stay in force.
+against ``megatron.core.pipeline_parallel.schedules`` of Megatron core 0.12 to 0.16: its
+``forward_step`` and ``backward_step``, called through the module, so that patches of them stay in
+force, with the arguments that the installed version asks for (:mod:`.core_versions`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from commfuse_npu.plan.slots import Slot, Step, most_in_flight, slots
+from mindspeed_patches.fb_overlap.core_versions import Layout, asked_for, exchange
 
 __all__ = ["OverlappedSchedule"]
 
@@ -38,16 +40,16 @@ class OverlappedSchedule:
 
     def __init__(self, pairs: Pairs, **step: Any) -> None:
         from megatron.core import parallel_state, utils
-        from megatron.core.pipeline_parallel import p2p_communication, schedules
+        from megatron.core.pipeline_parallel import schedules
 
         self._pairs, self._parallel, self._schedules = pairs, parallel_state, schedules
-        self._p2p, self._step = p2p_communication, step
+        self._step, self._layout = step, Layout(step)
         self._models, self._iterators = _list(step["model"]), _list(step["data_iterator"])
         self._config = utils.get_model_config(self._models[0])
         self._model_type = utils.get_model_type(self._models[0])
         self._microbatches: int = step["num_microbatches"]
-        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
-        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._stages, self._stage = self._layout.stages, self._layout.stage
+        self._communicate = exchange(step, self._config, self._layout.pipeline)
         self._plan = slots(self._stages, self._stage, len(self._models), self._microbatches)
         self._losses: list[Any] = []
         device = next(self._models[0].parameters()).device
@@ -62,9 +64,10 @@ class OverlappedSchedule:
         config, schedules = self._config, self._schedules
         virtual, finalize = len(self._models) > 1, config.finalize_model_grads_func
         models = self._models if virtual else self._models[0]
-        embedding = None
+        embedding, last_stage = None, self._stage == self._stages - 1
         if finalize is not None and self._stages > 1:
-            embedding = schedules.clear_embedding_activation_buffer(config, models)
+            clear = schedules.clear_embedding_activation_buffer
+            embedding = clear(config, models, **asked_for(clear, is_last_stage=last_stage))
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
@@ -82,8 +85,15 @@ class OverlappedSchedule:
                     self._of_chunk(config.grad_sync_func, chunk)(self._models[chunk].parameters())
         if finalize is not None:
             if self._stages > 1:
-                schedules.finish_embedding_wgrad_compute(config, embedding)
-            finalize(self._models, self._tokens if config.calculate_per_token_loss else None)
+                finish = schedules.finish_embedding_wgrad_compute
+                offered = {"is_last_stage": last_stage, "tp_group": self._layout.tensor}
+                finish(config, embedding, **asked_for(finish, **offered))
+            # Groups that are None are those of the parallel state.
+            names = "pg_collection", "grad_finalize_pgs", "force_all_reduce"
+            offered = {name: self._step.get(name) for name in names}
+            passed_on = asked_for(schedules.forward_backward_no_pipelining, **offered)
+            tokens = self._tokens if config.calculate_per_token_loss else None
+            finalize(self._models, tokens, **passed_on)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return self._losses
@@ -116,7 +126,8 @@ class OverlappedSchedule:
         if config.num_microbatches_with_partial_activation_checkpoints is not None:
             number = self._number(step, "forward") % most_in_flight(self._plan)
             partly = number >= config.num_microbatches_with_partial_activation_checkpoints
-        made: tuple[Any, Any] = self._schedules.forward_step(
+        forward_step = self._schedules.forward_step
+        made: tuple[Any, Any] = forward_step(
             self._step["forward_step_func"],
             self._iterators[step.chunk],
             model,
@@ -124,10 +135,16 @@ class OverlappedSchedule:
             received,
             self._losses,
             config,
-            self._step.get("collect_non_loss_data", False),
-            partly,
-            step.microbatch == 0,
+            collect_non_loss_data=self._step.get("collect_non_loss_data", False),
+            checkpoint_activations_microbatch=partly,
+            is_first_microbatch=step.microbatch == 0,
             current_microbatch=step.microbatch,
+            **asked_for(
+                forward_step,
+                cp_group_size=self._layout.context.size(),
+                vp_stage=step.chunk if len(self._models) > 1 else None,
+                is_last_stage=self._is_last(step),
+            ),
         )
         return made
 
@@ -138,8 +155,14 @@ class OverlappedSchedule:
         if last and (config.grad_sync_func is None or (not virtual and self._stage == 0)):
             self._release_gradients()
             self._synchronised.add(step.chunk)
-        gradient = self._schedules.backward_step(
-            self._inputs.pop(step), self._outputs.pop(step), received, self._model_type, config
+        backward_step = self._schedules.backward_step
+        gradient = backward_step(
+            self._inputs.pop(step),
+            self._outputs.pop(step),
+            received,
+            self._model_type,
+            config,
+            **asked_for(backward_step, pipeline_model_parallel_size=self._stages),
         )
         if virtual:
             if config.grad_sync_func is not None:
@@ -157,13 +180,12 @@ class OverlappedSchedule:
         from_next = following.backward is not None and not self._is_last(following.backward)
         arrived: tuple[Any, Any] = None, None
         if send_next or send_previous or from_previous or from_next:
-            arrived = self._p2p.send_forward_backward_recv_forward_backward(
+            arrived = self._communicate(
                 output if send_next else None,
                 gradient if send_previous else None,
                 recv_prev=from_previous,
                 recv_next=from_next,
                 tensor_shape=self._shape(),
-                config=self._config,
             )
         if send_next:
             self._schedules.deallocate_output_tensor(
@@ -178,20 +200,27 @@ class OverlappedSchedule:
         return self._stage == self._stages - 1 and step.chunk == len(self._models) - 1
 
     def _shape(self) -> Any:
-        return self._schedules.get_tensor_shapes(
-            rank=self._stage,
-            model_type=self._model_type,
+        shapes = self._schedules.get_tensor_shapes
+        return shapes(
             seq_length=self._step["seq_length"],
             micro_batch_size=self._step["micro_batch_size"],
             decoder_seq_length=self._step.get("decoder_seq_length"),
             config=self._config,
-            encoder_decoder_xattn=False,
+            **asked_for(
+                shapes,
+                rank=self._stage,
+                model_type=self._model_type,
+                encoder_decoder_xattn=False,
+                tp_group=self._layout.tensor,
+                cp_group=self._layout.context,
+            ),
         )[0]
 
     # ---------------------------------------------- gradients, parameters, chunks
 
     def _enter_chunk(self, chunk: int) -> None:
-        if len(self._models) > 1:
+        # Later versions pass it on as vp_stage.
+        if len(self._models) > 1 and not asked_for(self._schedules.forward_step, vp_stage=chunk):
             self._parallel.set_virtual_pipeline_model_parallel_rank(chunk)
 
     def _hold_gradients(self) -> None:

@@ -32,6 +32,9 @@ GLOBALS = {
 documents."""
 
 
+_NAME_IN_FORCE = "_current_state_name"
+
+
 class _TrackerState(SideState):
     """Megatron's random states by name, which ``fork()`` swaps with the device's."""
 
@@ -41,10 +44,14 @@ class _TrackerState(SideState):
         self._tracker = get_cuda_rng_tracker()
 
     def save(self) -> Any:
-        return self._tracker.get_states()
+        # Core 0.16 keeps the name of the state that is in force, too.
+        return self._tracker.get_states(), getattr(self._tracker, _NAME_IN_FORCE, None)
 
     def restore(self, saved: Any) -> None:
-        self._tracker.set_states(saved)
+        states, name = saved
+        self._tracker.set_states(states)
+        if name is not None:
+            setattr(self._tracker, _NAME_IN_FORCE, name)
 
 
 def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideState]:

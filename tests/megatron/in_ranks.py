@@ -31,9 +31,13 @@ TINY = (
 
 @contextlib.contextmanager
 def megatron(
-    tensor_parallel: int = 1, context_parallel: int = 1, minutes: float = 1
+    tensor_parallel: int = 1, context_parallel: int = 1, minutes: float = 1, **layout: int | None
 ) -> Iterator[None]:
-    """Parallel state of the real Megatron; what is left of the ranks are replicas."""
+    """Parallel state of the real Megatron; what is left of the ranks are replicas.
+
+    Args:
+        layout: more sizes, as Megatron names them.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -44,6 +48,7 @@ def megatron(
         tensor_parallel,
         context_parallel_size=context_parallel,
         distributed_timeout_minutes=minutes,
+        **layout,
     )
     try:
         with megatron_on_cpu(), cuda_means_cpu():
@@ -51,6 +56,9 @@ def megatron(
             yield
     finally:
         parallel_state.destroy_model_parallel()
+        # Megatron leaves these, and takes them for the next layout's.
+        parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
 @contextlib.contextmanager

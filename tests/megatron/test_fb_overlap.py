@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
 from tests.megatron.in_ranks import megatron
@@ -163,8 +163,10 @@ def train(
 
         functions = [reduce(number) for number in range(case.chunks)]
         config.grad_sync_func = functions if virtual else functions[0]
-    config.finalize_model_grads_func = lambda chunks, _: calls.append(f"finalize {len(chunks)}")
-    wrapped = Overlapping() if overlapped and case.tensor > 1 else None
+    config.finalize_model_grads_func = lambda chunks, _, **__: calls.append(
+        f"finalize {len(chunks)}"
+    )
+    wrapped = Overlapping(plain_pipelines=True) if overlapped and case.tensor > 1 else None
     choose = schedules.get_forward_backward_func
     if wrapped is not None:
         wrapped.clock = iter(clock).__next__ if clock else None
@@ -197,17 +199,12 @@ def train(
 
 @contextmanager
 def layout(case: Case) -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    with megatron(case.tensor), cuda_means_cpu():
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tensor,
-            pipeline_model_parallel_size=case.stages,
-            virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
-        )
+    sizes = {
+        "pipeline_model_parallel_size": case.stages,
+        "virtual_pipeline_model_parallel_size": case.chunks if case.chunks > 1 else None,
+    }
+    with megatron(case.tensor, **sizes), cuda_means_cpu():
         yield
-        parallel_state.destroy_model_parallel()
 
 
 def compare(rank: int, case: Case) -> tuple[int, list[str]]:

@@ -428,6 +428,33 @@ def test_dtensors_transfers_are_places_to_hand_over(ranks: Any) -> None:
         assert backwards > 0
 
 
+def host_waits(rank: int) -> list[str]:
+    class Event:
+        def synchronize(self) -> None:
+            order.append("the host has waited")
+
+    class Stream:
+        record_event = Event
+        synchronize = transfers._stream_synchronize(Event.synchronize)
+
+    order: list[str] = []
+    Event.synchronize = transfers._event_synchronize(Event.synchronize)  # type: ignore[method-assign]
+
+    def forward() -> None:
+        Stream().synchronize()
+        Event().synchronize()
+
+    overlap = ForwardBackwardOverlap([world()])
+    overlap.run(forward, lambda: [order.append("backward"), Event().synchronize()])
+    assert overlap.hand_overs == [2, 1]
+    return order
+
+
+def test_host_waits_are_places_to_hand_over(ranks: Any) -> None:
+    waited = "the host has waited"
+    assert ranks(2).run(host_waits) == [["backward", waited, waited, waited]] * 2
+
+
 # ------------------------------------------------------------- turns by themselves
 
 

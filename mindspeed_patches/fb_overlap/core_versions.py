@@ -1,0 +1,137 @@
+"""What differs between Megatron core 0.12 and 0.16, asked of the installed version itself.
+
+Its functions get those arguments that their signatures name; no version number is compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Layout", "asked_for", "exchange", "obstacle"]
+
+_OWN_SCHEDULE = "it is a schedule of its own"
+_GRAPHS = "CUDA graphs cannot hold a forward and a backward at once"
+_ONE_AT_A_TIME = "it keeps track of one micro-batch at a time"
+_EXCLUDED = {
+    "overlap_moe_expert_parallel_comm": _OWN_SCHEDULE,
+    "delay_wgrad_compute": _OWN_SCHEDULE,
+    "hybrid_context_parallel": _OWN_SCHEDULE,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+    "cuda_graph_impl": _GRAPHS,
+    "cpu_offloading": _ONE_AT_A_TIME,
+    "fine_grained_activation_offloading": _ONE_AT_A_TIME,
+    "tp_comm_overlap": "its transfers are inside TransformerEngine, in one buffer for all layers",
+}
+"""Attributes of a model's config."""
+_SCALES = "TransformerEngine keeps its scales, and whether they are in use, for the whole job"
+_IN_TRANSFORMER_ENGINE = {"fp8": _SCALES, "fp4": _SCALES}
+"""The same, if the model has layers of TransformerEngine."""
+_HIDDEN = {
+    "tp": "tensor_model_parallel",
+    "cp": "context_parallel",
+    "tp_cp": "tensor_and_context_parallel",
+    "ep": "expert_model_parallel",
+    "expt_tp": "expert_tensor_parallel",
+    "tp_ep": "expert_tensor_and_model_parallel",
+}
+"""Groups whose transfers are hidden: in a collection of groups, and in the parallel state."""
+
+
+@functools.cache
+def _names(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def asked_for(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
+    """Those of the offered arguments that a function of this version has."""
+    return {name: value for name, value in offered.items() if name in _names(function)}
+
+
+class Layout:
+    """Groups of a step: those that it is given (``pg_collection``), else the parallel state's.
+
+    Attributes:
+        tensor, context, pipeline: the group of each.
+        hidden: groups of tensor, expert and context parallelism with more than one rank.
+        stages, stage: how many there are in the pipeline, and which is this rank's.
+    """
+
+    def __init__(self, step: dict[str, Any]) -> None:
+        from megatron.core import parallel_state
+
+        given = step.get("pg_collection") or step.get("grad_finalize_pgs")
+        if given is None:
+            self.tensor = parallel_state.get_tensor_model_parallel_group()
+            self.context = parallel_state.get_context_parallel_group()
+            self.pipeline = parallel_state.get_pipeline_model_parallel_group()
+        else:
+            self.tensor, self.context, self.pipeline = given.tp, given.cp, given.pp
+        state = {
+            name.strip("_").lower().removesuffix("_group"): value
+            for name, value in vars(parallel_state).items()
+        }
+        found = [
+            group
+            for short, name in _HIDDEN.items()
+            for group in (state.get(name), getattr(given, short, None))
+            if isinstance(group, dist.ProcessGroup) and group.size() > 1
+        ]
+        self.hidden = list({id(group): group for group in found}.values())
+        self.stages: int = self.pipeline.size()
+        self.stage: int = self.pipeline.rank()
+
+
+def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> Callable[..., Any]:
+    """This version's exchange with both neighbours in a pipeline."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    communicator = getattr(p2p_communication, "P2PCommunicator", None)
+    if communicator is None:
+        function = p2p_communication.send_forward_backward_recv_forward_backward
+        return functools.partial(function, config=config)
+    own = step.get("p2p_communicator") or communicator(pipeline, config)
+    return own.send_forward_backward_recv_forward_backward
+
+
+def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: Any) -> str | None:
+    """What of this version cannot be overlapped, by its name in the config or the step."""
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    excluded = dict(_EXCLUDED)
+    if any(_of_transformer_engine(type(layer)) for layer in _modules(models)):
+        excluded |= _IN_TRANSFORMER_ENGINE
+    for name, why in excluded.items():
+        value = getattr(config, name, None)
+        if value and value != "none":
+            return f"{name}: {why}"
+    tracker: Any = get_cuda_rng_tracker()
+    if _of_transformer_engine(type(tracker)) or getattr(tracker, "use_cudagraphable_rng", False):
+        return "random states are those of CUDA graphs (te_rng_tracker), which cannot be swapped"
+    for model in models:
+        sharding = getattr(model, "ddp_config", None)
+        for name in ("use_custom_fsdp", "use_megatron_fsdp"):
+            if getattr(sharding, name, False):
+                return f"{name}: a backward frees parameters that the forward beside it uses"
+    if step.get("adjust_tensor_shapes_fn") is not None:
+        return "adjust_tensor_shapes_fn: forwards and backwards then exchange different shapes"
+    communicator = step.get("p2p_communicator")
+    if communicator is not None and type(communicator) is not p2p_communication.P2PCommunicator:
+        return f"{type(communicator).__name__}: stages do not exchange one tensor"
+    return None
+
+
+def _modules(models: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    for model in models:
+        yield from model.modules()
+
+
+def _of_transformer_engine(kind: type) -> bool:
+    return any(one.__module__.startswith("transformer_engine.") for one in kind.__mro__)

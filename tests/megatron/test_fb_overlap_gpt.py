@@ -1,0 +1,321 @@
+"""Whole trainings of Megatron's GPT, on any core from 0.12 to 0.16: the weights of its own order.
+
+The check of a version: ``pip install --no-deps megatron-core==0.16.1``, and these files::
+
+    pytest tests/megatron/test_fb_overlap.py tests/megatron/test_fb_overlap_gpt.py
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from mindspeed_patches.fb_overlap import Overlapping
+from mindspeed_patches.fb_overlap.core_versions import asked_for
+from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
+from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
+from tests.megatron.in_ranks import megatron
+from tests.megatron.test_fb_overlap import InOrder
+
+LENGTH, BATCH, VOCABULARY = 8, 2, 32
+
+
+@dataclass(frozen=True)
+class Training:
+    """A layout, and what is asked of Megatron.
+
+    Attributes:
+        options: of the model's config.
+        distributed: the distributed optimizer, with both of its overlaps.
+        groups: pass the groups, as later versions let one do.
+    """
+
+    tensor: int = 1
+    stages: int = 1
+    chunks: int = 1
+    experts: int = 1
+    replicas: int = 1
+    microbatches: int = 4
+    options: tuple[tuple[str, Any], ...] = ()
+    distributed: bool = False
+    groups: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.stages * self.replicas
+
+    @property
+    def transfers(self) -> bool:
+        """Whether a pair has something to hide."""
+        return self.tensor > 1 or self.experts > 1
+
+
+RECOMPUTED = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
+SEQUENCE = (("sequence_parallel", True),)
+DROPOUT = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
+TRAININGS = {
+    "TP 2": Training(tensor=2),
+    "TP 2, SP": Training(tensor=2, options=SEQUENCE),
+    "TP 2, SP, recomputed dropout": Training(tensor=2, options=SEQUENCE + RECOMPUTED + DROPOUT),
+    "EP 2": Training(experts=2, replicas=2),
+    "EP 2, recomputed, distributed optimizer": Training(
+        experts=2, replicas=2, options=RECOMPUTED, distributed=True
+    ),
+    "PP 2": Training(stages=2),
+    "PP 2 x VPP 2": Training(stages=2, chunks=2),
+    "PP 2 x TP 2": Training(tensor=2, stages=2, microbatches=6),
+    "PP 2 x TP 2, SP, groups passed": Training(
+        tensor=2, stages=2, options=SEQUENCE, microbatches=6, groups=True
+    ),
+    "PP 2 x VPP 2 x TP 2, SP": Training(tensor=2, stages=2, chunks=2, options=SEQUENCE),
+    "PP 2 x EP 2": Training(stages=2, experts=2, replicas=2),
+    "TP 2, SP, DP 2, distributed optimizer": Training(
+        tensor=2, replicas=2, options=SEQUENCE, distributed=True
+    ),
+    "PP 2 x VPP 2, EP 2, distributed optimizer": Training(
+        stages=2, chunks=2, experts=2, replicas=2, distributed=True
+    ),
+}
+SHORT = "TP 2, SP, recomputed dropout", "EP 2, recomputed, distributed optimizer"
+
+
+def gpt(training: Training, config: Any, chunk: int) -> torch.nn.Module:
+    """One model chunk of this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from scripts.cpu_pretraining.model import RMSNorm
+
+    layer = get_gpt_layer_local_spec(config.num_moe_experts)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if training.chunks > 1 and not asked_for(GPTModel, vp_stage=chunk):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+    layers = config.num_layers // (training.stages * training.chunks)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    first, last = (0, 0), (training.stages - 1, training.chunks - 1)
+    model: torch.nn.Module = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=(stage, chunk) == first,
+        post_process=(stage, chunk) == last,
+        position_embedding_type="rope",
+        **asked_for(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
+    )
+    return model
+
+
+def settings(training: Training) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    experts: dict[str, Any] = {}
+    if training.experts > 1:
+        experts = {
+            "num_moe_experts": 4,
+            "expert_model_parallel_size": training.experts,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+        }
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return TransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=2,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=training.chunks > 1,
+        tensor_model_parallel_size=training.tensor,
+        pipeline_model_parallel_size=training.stages,
+        virtual_pipeline_model_parallel_size=training.chunks if training.chunks > 1 else None,
+        **experts,
+        **(options | dict(training.options)),
+    )
+
+
+def trained(training: Training) -> list[torch.Tensor]:
+    """Losses and weights of three steps, with the schedule that Megatron chooses."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    config, split = settings(training), training.distributed
+    models = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=split,
+                overlap_grad_reduce=split,
+                overlap_param_gather=split,
+            ),
+            gpt(training, config, chunk),
+            disable_bucketing=chunk > 0,
+        )
+        for chunk in range(training.chunks)
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=split), models
+    )
+    virtual = training.chunks > 1
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = [model.no_sync for model in models] if virtual else models[0].no_sync
+    if split and virtual:
+        config.grad_sync_func = [model.start_grad_sync for model in models]
+        config.param_sync_func = [model.start_param_sync for model in models]
+    data = [tokens(parallel_state.get_data_parallel_rank()) for _ in models]
+    losses: list[torch.Tensor] = []
+    for _ in range(3):
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reduced = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if virtual else data[0],
+            model=models if virtual else models[0],
+            num_microbatches=training.microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            **(passed_groups(config) if training.groups else {}),
+        )
+        losses += [one["lm loss"] for one in reduced]
+        updated, _, _ = optimizer.step()
+        assert updated
+    for model in models if split else ():
+        model.disable_forward_pre_hook(param_sync=True)
+    return losses + [weight.detach() for model in models for weight in model.parameters()]
+
+
+def passed_groups(config: Any) -> dict[str, Any]:
+    """As a caller with groups of its own; nothing where the version does not take them."""
+    try:
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.process_groups_config import ProcessGroupCollection
+    except ImportError:
+        return {}
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return {"p2p_communicator": P2PCommunicator(groups.pp, config), "pg_collection": groups}
+
+
+def tokens(replica: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7 + replica)
+    while True:
+        yield torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+
+
+def forward_step(iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
+    batch = next(iterator)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    output = model(batch[:, :-1].contiguous(), positions, mask, labels=batch[:, 1:].contiguous())
+
+    def loss(output: torch.Tensor) -> Any:
+        mean = output.float().mean()
+        return mean, {"lm loss": mean.detach().clone()}
+
+    return output, loss
+
+
+class Event:
+    """Of the CPU, on which everything is done by the time it is asked for."""
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Event):
+    def record_event(self) -> Event:
+        return Event()
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+
+def in_layout(training: Training, work: Callable[[], Any]) -> Any:
+    sizes = {
+        "pipeline_model_parallel_size": training.stages,
+        "virtual_pipeline_model_parallel_size": training.chunks if training.chunks > 1 else None,
+        "expert_model_parallel_size": training.experts,
+    }
+    with ExitStack() as stack:
+        # Dispatchers of experts copy counts to the host on a stream of their own.
+        for name, stand_in in {
+            "Event": Event,
+            "Stream": Stream,
+            "current_stream": Stream,
+            "stream": lambda _: nullcontext(),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(megatron(training.tensor, **sizes))
+        stack.enter_context(cuda_means_cpu())
+        return work()
+
+
+def compare(rank: int, training: Training) -> tuple[int, str]:
+    """How many pairs ran, and what was said."""
+
+    def both() -> tuple[int, str]:
+        own, said = trained(training), io.StringIO()
+        overlapping = Overlapping(plain_pipelines=True)
+        if training.transfers:
+            overlapping.start()
+        else:  # the schedule by itself
+            mock.patch(
+                "megatron.core.pipeline_parallel.get_forward_backward_func",
+                return_value=lambda **step: OverlappedSchedule(InOrder(), **step).run(),
+            ).start()
+        try:
+            with redirect_stdout(said):
+                ours = trained(training)
+        finally:
+            overlapping.stop()
+            mock.patch.stopall()
+        assert all(map(torch.equal, ours, own))
+        assert all(torch.isfinite(one).all() for one in own)
+        overlap = overlapping.overlap
+        return (0 if overlap is None else overlap.pairs), said.getvalue()
+
+    found: tuple[int, str] = in_layout(training, both)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in TRAININGS]
+)
+def test_weights_of_megatrons_own_order(ranks: Any, name: str) -> None:
+    training = TRAININGS[name]
+    found = ranks(training.size).run(compare, training)
+    for pairs, said in found:
+        assert (pairs > 0) is training.transfers, said
