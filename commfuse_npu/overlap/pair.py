@@ -20,6 +20,7 @@ from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, SideState, Turns
 from commfuse_npu.plan.turn_order import Order, Place, best_order
 from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.order_log import OrderLog, TransportLog
 
 __all__ = ["ForwardBackwardOverlap"]
 
@@ -49,6 +50,8 @@ class ForwardBackwardOverlap:
         groups: whose collectives are places to hand over: of tensor, expert and context
             parallelism, not those of data parallelism or of the pipeline.  Every rank of a group
             runs the same pairs.
+        order_log: where the collectives of all pairs are recorded, for ``commfuse-npu verify
+            --log``; ``None`` for nowhere.
         states: state outside the autograd graph that forward and backward both write and that each
             must find as it left it; by default the random states.
 
@@ -64,14 +67,20 @@ class ForwardBackwardOverlap:
         self,
         groups: Iterable[dist.ProcessGroup],
         states: Sequence[SideState] | None = None,
+        order_log: OrderLog | None = None,
     ) -> None:
         named = list(groups)
         if not named:
             raise ValueError("no group given: pass the process groups whose transfers are to hide")
         self.device, _ = device_backend(dist.get_backend(named[0]))
         self._named = named
+        self._groups: dict[dist.ProcessGroup | None, TransportLog | None] = {}
+        for group in named:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[group] = order_log.transport(ranks, 1, True) if order_log else None
         # A collective that names no group is the whole job's.
-        self._groups = {*named, *([None] if dist.group.WORLD in named else [])}
+        if dist.group.WORLD in named:
+            self._groups[None] = self._groups[dist.group.WORLD]
         self.states = [RandomState(self.device)] if states is None else list(states)
         # One thread for all backwards: what its allocations have cached is used again.
         self._second_thread = ThreadPoolExecutor(1, "commfuse-backward")
@@ -161,8 +170,13 @@ class ForwardBackwardOverlap:
         Raises:
             RuntimeError: the ranks differ.
         """
-        digest = zlib.crc32(repr((self.hand_overs, sorted(self.orders.items(), key=repr))).encode())
+        orders = sorted(self.orders.items(), key=repr)
+        digest = zlib.crc32(repr((self.hand_overs, orders)).encode())
         for group in self._named:  # in one order on all ranks
+            log = self._groups[group]
+            if log is not None:
+                chosen = zlib.crc32(repr(orders).encode())
+                log.meet(f"{self.hand_overs} hand-overs in orders {chosen:08x}")
             both = torch.tensor([digest, -digest], device=self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
             if int(both.sum()):

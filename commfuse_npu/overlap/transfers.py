@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves
 
-from commfuse_npu.overlap.turns import FORWARD, Turns
+from commfuse_npu.overlap.turns import FORWARD, NAMES, Turns
+from commfuse_npu.runtime.order_log import CollectiveLog, TransportLog
 
 __all__ = ["active_turns", "take_turns_at_transfers"]
 
@@ -46,8 +48,12 @@ _WAIT_HANDS_OVER = {
 """Collectives that are places to hand over, by all names of torch 2.7 to 2.13, and whether the
 ``wait()`` of an asynchronous one is such a place too."""
 
+Groups = Mapping[dist.ProcessGroup | None, TransportLog | None]
+"""Groups whose collectives are places to hand over, with where these are recorded; ``None`` stands
+for the whole job's, and for nowhere."""
+
 _turns: Turns | None = None
-_groups: Collection[dist.ProcessGroup | None] = ()
+_groups: Groups = {}
 _beginning = False
 """Inside of a function that is wrapped: some names of torch call others."""
 
@@ -58,10 +64,8 @@ def active_turns() -> Turns | None:
 
 
 @contextmanager
-def take_turns_at_transfers(
-    turns: Turns, groups: Collection[dist.ProcessGroup | None]
-) -> Iterator[None]:
-    """Make collectives of these groups places to hand over; ``None`` is that of the whole job.
+def take_turns_at_transfers(turns: Turns, groups: Groups) -> Iterator[None]:
+    """Make collectives of these groups places to hand over.
 
     Raises:
         RuntimeError: a pair runs already.
@@ -78,18 +82,24 @@ def take_turns_at_transfers(
         yield
     finally:
         # gloo may abort a process that ends with a reference to one of its groups.
-        _turns, _groups = None, ()
+        _turns, _groups = None, {}
 
 
 class _Transfer:
     """A ``Work`` whose ``wait()`` is a place to hand over while the pair runs in which it began."""
 
-    def __init__(self, work: Any, turns: Turns, hands_over: bool) -> None:
+    def __init__(
+        self, work: Any, turns: Turns, hands_over: bool, log: CollectiveLog | None
+    ) -> None:
         self._work, self._began_in, self._hands_over = work, turns, hands_over
+        self._log = log
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if _turns is self._began_in:
             self._began_in.waits(self._hands_over, self._work)
+        if self._log is not None:
+            self._log.wait()
+            self._log = None
         return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,6 +118,7 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
         if turns is None or _beginning or group not in _groups:
             return function(*args, **kwargs)
         asynchronous = kwargs.pop("async_op", False) or args[async_at:] == (True,)
+        log = _recorded(function.__name__, group, turns.side, (*args, *kwargs.values()))
         _beginning = True
         try:
             work = function(*args[:async_at], async_op=True, **kwargs)
@@ -117,11 +128,26 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
             return None
         turns.began(work, blocking=not asynchronous)
         if asynchronous:
-            return _Transfer(work, turns, wait_hands_over)
+            return _Transfer(work, turns, wait_hands_over, log)
+        if log is not None:
+            log.wait()
         work.wait()
         return None
 
     return collective
+
+
+def _recorded(
+    name: str, group: dist.ProcessGroup | None, side: int, given: tuple[Any, ...]
+) -> CollectiveLog | None:
+    """A line of the order log for the collective that is about to begin."""
+    log = _groups[group]
+    if log is None:
+        return None
+    tensor = next(one for one in tree_leaves(given) if isinstance(one, torch.Tensor))
+    # An all-to-all may give each rank another number of rows.
+    size = 0 if name.startswith("all_to_all") else tensor.nbytes
+    return log.collective(name, f"{name} of a {NAMES[side]}", size, tensor.dtype)
 
 
 def _functional_wait(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,8 @@ others define what comes up again; the others are short::
     ["at", slot, place]                 about to carry out a post or a wait: the place in its code
     ["rows", slot, step, ...]           about to wait for what arrives in these steps
     ["finish", slot]                    the program came to its end
-    ["issue", slot, collective]         about to begin a collective of the group, for a flow
+    ["issue", slot, collective]         about to begin a collective of the group, in a pair
+                                        of forward-backward overlap or for a flow
     ["await", slot]                     about to wait for it
     ["fail", transport, why]            the transport is broken
     ["close", transport]                it was given up
@@ -169,9 +170,9 @@ class TransportLog:
         """This rank is about to begin a collective of the group.
 
         Args:
-            kind: ``all_gather`` or ``reduce_scatter``.
+            kind: ``all_gather``, ``reduce_scatter_tensor`` and the like.
             name: what is transferred.
-            size: bytes that this rank gives.
+            size: bytes that this rank gives or gets.
         """
 
         def definition() -> dict[str, object]:

@@ -22,6 +22,7 @@ from commfuse_npu.plan.slots import (
     slots,
 )
 from commfuse_npu.plan.turn_order import duration, strict_turns
+from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
@@ -75,7 +76,9 @@ class ForwardBackwardFeature(MindSpeedFeature):
             IncompatibleOptionsError: an option excludes it.
         """
         check_compatible(args, FB_OVERLAP_REFUSALS)
-        self.overlapping = Overlapping(plain_pipelines=True)  # else validate_args refuses
+        # In a plain pipeline validate_args refuses it unless it is allowed.
+        order_log = getattr(args, "commfuse_order_log", None)
+        self.overlapping = Overlapping(plain_pipelines=True, order_log=order_log)
         self.overlapping.register(patch_manager)
 
     def validate_args(self, args: argparse.Namespace) -> None:
@@ -111,6 +114,7 @@ class Overlapping:
     Args:
         plain_pipelines: overlap in a pipeline of ``p`` stages without virtual stages, too, where
             the first stage holds the activations of up to ``2 p - 1`` micro-batches, for ``p``.
+        order_log: the folder in which the order of collectives is recorded; ``None`` for nowhere.
 
     Attributes:
         overlap: runs the pairs; ``None`` before the second step, and where it was refused.
@@ -118,8 +122,9 @@ class Overlapping:
             share cores say nothing about speed.
     """
 
-    def __init__(self, *, plain_pipelines: bool = False) -> None:
-        self._plain_pipelines, self._patches = plain_pipelines, PatchManager()
+    def __init__(self, *, plain_pipelines: bool = False, order_log: str | None = None) -> None:
+        self._plain_pipelines, self._order_log = plain_pipelines, order_log
+        self._patches = PatchManager()
         self.overlap: ForwardBackwardOverlap | None = None
         self.clock: Callable[[], float] | None = None
         self._decided = False
@@ -236,7 +241,10 @@ class Overlapping:
         if not groups:
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
             return plain(**step)
-        overlap = ForwardBackwardOverlap(groups)
+        log = None
+        if self._order_log is not None:
+            log = shared_order_log(self._order_log, dist.get_rank(), dist.get_world_size())
+        overlap = ForwardBackwardOverlap(groups, order_log=log)
         census = Census(overlap, models)
         losses = OverlappedSchedule(census, **step).run()
         found = torch.tensor([len(census.unknown)], device=overlap.device)

@@ -117,7 +117,9 @@ class _Loop:
         self.state_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         choose = get_forward_backward_func
         if collectives is None:
-            choose = Overlapping().get_forward_backward_func_wrapper(choose)
+            choose = Overlapping(
+                order_log=args.commfuse_order_log
+            ).get_forward_backward_func_wrapper(choose)
         self.forward_backward = choose()
         # [1, 1, S, S], True where attention is not allowed. Given explicitly because Megatron
         # would build its default mask on the device "cuda" in the middle of the forward pass.

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import PatchManager
 from scripts.free_port import free_port
 from tests.distributed.ranks import Ranks
 
-__all__ = ["TINY", "Finished", "losses", "megatron", "patched", "pretrained", "pretraining"]
+__all__ = ["TINY", "Finished", "losses", "megatron", "patched", "pretrained", "pretraining",
+           "recorded"]  # fmt: skip
 
 TINY = (
     "--fp32 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
@@ -101,6 +103,13 @@ def pretraining(rank: int, port: int, argv: list[str]) -> Finished:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv)
     return Finished(code, out.getvalue(), err.getvalue())
+
+
+def recorded(rank: int, port: int, argv: list[str]) -> Finished:
+    """The same with an order log, which is closed: the process goes on."""
+    done = pretraining(rank, port, argv)
+    shared_order_log(argv[argv.index("--commfuse-order-log") + 1], rank, 2).close()
+    return done
 
 
 def pretrained(

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from commfuse_npu.proof.verify_log import files_of, verify_logs
 from scripts.cpu_pretraining.arguments import parse_arguments
 from scripts.cpu_pretraining.usage_error import UsageError
-from tests.megatron.in_ranks import pretrained
+from tests.megatron.in_ranks import pretrained, recorded
 
 OVERLAP = ("--train-iters", "4", "--eval-interval", "0", "--commfuse-fb-overlap")
 
@@ -30,6 +31,16 @@ def test_layers_are_fused_where_a_micro_batch_has_no_partner(ranks, tmp_path: Pa
     assert "qkv: 8 forward calls fused" in fused.out
     beside = "because the micro-batch beside this one hides its transfers"
     assert f"qkv: 24 forward calls by Megatron, {beside}" in fused.out
+
+
+def test_the_order_of_collectives_is_recorded_and_proved(ranks, tmp_path: Path) -> None:
+    log = tmp_path / "order log"
+    words = (*OVERLAP, "--no-use-commfuse", "--commfuse-order-log", str(log))
+    pretrained(ranks(2), tmp_path, *words, work=recorded)
+    found = verify_logs(files_of([log]))
+    assert (found.faults, found.notes) == ([], [])
+    # Two ranks, four iterations of three pairs, each of 28 collectives.
+    assert found.operations == 2 * 4 * 3 * 28
 
 
 def test_a_trace_is_of_fused_layers(tmp_path: Path) -> None:

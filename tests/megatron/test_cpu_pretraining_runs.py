@@ -17,10 +17,9 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.proof.verify_log import files_of, verify_logs
-from commfuse_npu.runtime.order_log import shared_order_log
 from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining import usage_error
-from tests.megatron.in_ranks import TINY, Finished, losses, pretrained, pretraining
+from tests.megatron.in_ranks import TINY, Finished, losses, pretrained, pretraining, recorded
 
 LINE = re.compile(
     r" iteration +(\d+)/ +6 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): [\d.]+ "
@@ -251,13 +250,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(ranks, small_disk: Callable[[i
     resumed = pretrained(ranks(1), runs, *options, "--resume", "--save-interval", "0", code=1)
     assert "resuming from" in resumed.out
     assert " iteration        6/" in resumed.out
-
-
-def recorded(rank: int, port: int, argv: list[str]) -> Finished:
-    done = pretraining(rank, port, argv)
-    # This process goes on.
-    shared_order_log(argv[argv.index("--commfuse-order-log") + 1], rank, 2).close()
-    return done
 
 
 def test_the_order_of_transfers_is_recorded_and_proved(ranks, tmp_path: Path) -> None:

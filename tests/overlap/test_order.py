@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
 from commfuse_npu.plan.turn_order import best_order, duration, strict_turns
+from commfuse_npu.proof.verify_log import files_of, verify_logs
+from commfuse_npu.runtime.order_log import OrderLog
 from tests.overlap import test_pair
 
 END = Place(1.0, 0.0, waits=None, by_default=False)
@@ -189,3 +193,32 @@ def differing(rank: int) -> None:
 
 def test_ranks_with_other_orders_are_told(ranks: Any) -> None:
     ranks(2).run(differing)
+
+
+def recorded_pairs(rank: int, folder: str, longer: bool) -> str:
+    """Two pairs; the forward of rank 1 keeps its turn at its first place if it is ``longer``."""
+    log = OrderLog(Path(folder), rank, 2)
+    overlap = ForwardBackwardOverlap([test_pair.world()], order_log=log)
+    if longer and rank == 1:
+        overlap.orders = {None: ((False, True), (True, True))}
+
+    def side() -> None:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(4))
+
+    for _ in range(2):
+        overlap.run(side, side)
+    with contextlib.suppress(RuntimeError):  # its own error is tested elsewhere
+        overlap.check()
+    log.close()
+    return ""
+
+
+def test_an_order_of_one_rank_alone_is_seen_in_the_order_log(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(recorded_pairs, str(tmp_path / "same"), False)
+    found = verify_logs(files_of([tmp_path / "same"]))
+    assert (found.faults, found.notes, found.operations) == ([], [], 2 * 2 * 4)
+
+    ranks(2).run(recorded_pairs, str(tmp_path / "differ"), True)
+    faults = "\n".join(verify_logs(files_of([tmp_path / "differ"])).faults)
+    assert "ranks 0 and 1 do not do the same as collective 1 (all_reduce of a backward)" in faults
