@@ -15,7 +15,7 @@ _MOST_RANKS = {
     "test_linear": 3,
     "test_programs": 3,
     "test_buckets": 3,
-    "test_product": 3,
+    "test_schedules": 3,
     "test_alone": 3,
     "test_faults": 3,
 }
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sized = {
         item: item.callspec.params["size"]
         for item in items
-        if item.path.parent.name in ("distributed", "emulator", "one_device")
+        if item.path.parent.name in ("distributed", "late_transfers", "one_device")
         and "size" in getattr(getattr(item, "callspec", None), "params", {})
     }
     for item, size in sized.items():

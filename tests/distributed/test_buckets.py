@@ -629,8 +629,7 @@ def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error is None, outcome.trace
         assert len(set(outcome.value)) == 1
-        # The emulated HCCL names the process that is gone, and may end another peer's wait first.
-        assert re.search("peer 2|process of rank 2", outcome.value[0])
+        assert "peer 2" in outcome.value[0]
         for part in (f"rank {rank} of 3", "reduce_scatter_bucket", "step ", "lane "):
             assert part in outcome.value[0]
 

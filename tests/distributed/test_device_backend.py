@@ -10,9 +10,9 @@ from commfuse_npu.runtime.backends import device_backend
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch_npu registers HCCL, and as the tests register its emulation."""
+    """As torch_npu registers HCCL, and as a backend of CPU tensors registers itself."""
     capable = dist.Backend.backend_capability
-    known = {**capable, "hccl": ["npu"], "emulated_hccl": ["cpu"], "not_gloo": ["npu"]}
+    known = {**capable, "hccl": ["npu"], "own_backend": ["cpu"], "not_gloo": ["npu"]}
     monkeypatch.setattr(dist.Backend, "backend_capability", known)
 
 
@@ -25,7 +25,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu:gloo,npu:hccl", ("npu", "hccl")),
         ("npu:hccl,cpu:gloo", ("npu", "hccl")),
         ("cpu:gloo", ("cpu", "gloo")),
-        ("emulated_hccl", ("cpu", "emulated_hccl")),
+        ("own_backend", ("cpu", "own_backend")),
         ("not_gloo", ("npu", "not_gloo")),
     ],
 )

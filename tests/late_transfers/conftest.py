@@ -1,37 +1,39 @@
-"""Fixtures that hand out processes on an emulated HCCL."""
+"""Ranks whose transfers are late, under the name that tests written for gloo ask for."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.emulator import batches_only
-from tests.emulator.emulated_ranks import EmulatedRanks
-from tests.emulator.settings import Settings
+from tests.distributed.ranks import Gloo, Ranks
+from tests.late_transfers import late
 
 
-@pytest.fixture(scope="package")
-def emulated() -> Iterator[Callable[..., EmulatedRanks]]:
-    """``emulated(n, settings)``: n processes, shared by all tests of the folder."""
-    groups: dict[int, EmulatedRanks] = {}
+class _Late(Gloo):
+    def join(self, size: int) -> None:
+        late.install()
+        super().join(size)
 
-    def of_size(size: int, settings: Settings | None = None) -> EmulatedRanks:
-        group = groups.setdefault(size, EmulatedRanks(size, batches_only.install))
-        group.settings = settings or Settings()
-        return group
+
+class LateRanks(Ranks):
+    """As :class:`Ranks`, with late transfers."""
+
+    def backend_of(self, rank: int) -> Gloo:
+        return _Late()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], LateRanks]]:
+    """``ranks(n)``: n processes, shared by the tests of a module."""
+    groups: dict[int, LateRanks] = {}
+
+    def of_size(size: int) -> LateRanks:
+        return groups.setdefault(size, LateRanks(size))
 
     yield of_size
     for group in groups.values():
         group.kill()
-
-
-@pytest.fixture
-def ranks(emulated: Callable[..., EmulatedRanks]) -> Callable[[int], EmulatedRanks]:
-    """In place of the gloo processes of this name: what was written for them runs on these."""
-    streams = int(os.environ.get("EMULATE_STREAMS", "0")) or None
-    return lambda size: emulated(size, Settings(max_delay=0.0003, seed=size, streams=streams))
 
 
 REPRESENTATIVE = {

@@ -1,0 +1,189 @@
+"""Every schedule, forward and backward, with late transfers: the bits of the plain collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.ops import LinearOptions, linear
+from commfuse_npu.plan import Schedule
+from commfuse_npu.reference import linear as plain_linear
+from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
+from tests.distributed import test_attention, test_ulysses
+from tests.distributed.programs import gather_and_use
+from tests.distributed.test_linear import COLUMN, FULL, ROW, Case, inputs, run
+from tests.late_transfers.late import LateTransferError
+from tests.limits import PATIENT
+
+
+@lru_cache
+def transport(size: int) -> Transport:
+    """With as many lanes as there are peers."""
+    return Transport.create(lanes=size - 1, timeout=PATIENT)
+
+
+def schedules(size: int) -> Iterator[Schedule]:
+    """All of them up to 4 ranks, a few for more."""
+    if size <= 4:
+        for lanes, chunks in product(range(1, size), (1, 2, 4)):
+            yield Schedule("shifted", lanes, chunks)
+    else:
+        yield Schedule("shifted", size - 1, 1)
+        yield Schedule("shifted", 2, 2)
+    if size % 2 == 0:
+        yield Schedule("two_level", size - 1, 2, node_size=2)
+
+
+def linears(rank: int, size: int, chosen: list[Schedule], dtype: torch.dtype) -> None:
+    link = transport(size)
+    for schedule, op in product(chosen, (COLUMN, ROW, FULL)):
+        options = LinearOptions(schedule)
+        # Two levels add in an order of their own: whole numbers, which are not rounded.
+        whole = schedule.shape == "two_level"
+        case = Case(op, shape=(4 * size, 32), dtype=dtype, options=options, ones=whole)
+        fused = partial(getattr(linear, op), transport=link, options=options)
+        plain = partial(
+            getattr(plain_linear, f"plain_{op}"), group=link.group, options=options, same_gemms=True
+        )
+        ours = run(case, inputs(rank, size, case), fused)
+        reference = run(case, inputs(rank, size, case), plain)
+        assert ours.keys() == reference.keys()
+        for name, value in reference.items():
+            assert torch.equal(ours[name], value), (case, name)
+    assert not link._in_flight
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_linears(ranks: Any, size: int) -> None:
+    ranks(size).run(linears, size, list(schedules(size)), torch.float32)
+
+
+def test_linears_in_bf16(ranks: Any) -> None:
+    ranks(4).run(linears, 4, list(schedules(4))[::3], torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_attention_and_its_projection(ranks: Any, size: int) -> None:
+    cases = [
+        test_attention.Case(heads, options=LinearOptions(Schedule(shape, lanes, chunks)))
+        for heads, shape, lanes, chunks in (
+            ("GQA", "shifted", 1, 1),
+            ("MHA", "shifted", 3, 2),
+            ("MQA", "shifted", 2, 2),
+        )
+    ]
+    ranks(size).run(test_attention.compared, cases)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ulysses_layers(ranks: Any, size: int) -> None:
+    cases = [
+        test_ulysses.Case(op, options=LinearOptions(Schedule(shape, lanes, chunks)))
+        for op, shape, lanes, chunks in (
+            ("a-bc", "shifted", 2, 2),
+            ("a-b-c", "shifted", 3, 1),
+            ("a-bc", "shifted", 1, 2),
+        )
+    ]
+    ranks(size).run(test_ulysses.compared, cases)
+
+
+# ---------------------------------------------------------------------- faults that have to show
+
+
+def gathered(rank: int, fault: str) -> tuple[str, list[float]]:
+    """The error of a gather with a fault in it, and what was consumed."""
+    link = Transport.create(lanes=2, timeout=PATIENT)
+    got = torch.zeros(2 * link.size, 1)
+    shard = torch.full((2, 1), float(rank))
+
+    def use(piece: torch.Tensor, rows: slice) -> None:
+        got[rows].copy_(piece)
+        if fault == "overwritten":
+            shard.fill_(-1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "early":
+            patch.setattr(Running, "_wait", lambda self, steps, posted, way: None)
+        try:
+            gather_and_use(link, shard, use, Schedule(lanes=2))
+        except LateTransferError as error:
+            return str(error), got[:, 0].tolist()
+    return "", got[:, 0].tolist()
+
+
+def test_without_a_fault(ranks: Any) -> None:
+    assert ranks(3).run(gathered, "") == [("", [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])] * 3
+
+
+def test_data_used_before_their_arrival_are_wrong(ranks: Any) -> None:
+    for outcome in ranks(3).outcomes(gathered, "early"):
+        _, got = outcome.value
+        assert torch.tensor(got).isnan().sum() == 4, "the blocks of the others are not there yet"
+
+
+def test_a_send_buffer_that_changes_before_its_wait_is_an_error(ranks: Any) -> None:
+    for outcome in ranks(3).outcomes(gathered, "overwritten"):
+        error, _ = outcome.value
+        assert error == "a send buffer of shape (2, 1) changed before its wait()"
+
+
+def refused(rank: int, size: int) -> list[str]:
+    peer, other = (rank + 1) % size, torch.zeros(3, 4)
+    said = []
+    for operations in (
+        [dist.P2POp(dist.isend, other.t(), peer)],
+        [dist.P2POp(dist.irecv, one, peer) for one in (other[0], other[1])],
+    ):
+        with pytest.raises(LateTransferError) as error:
+            dist.batch_isend_irecv(operations)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_hccl_does_not_take(ranks: Any) -> None:
+    for strided, twice in ranks(2).run(refused, 2):
+        assert "strides (1, 4) is not contiguous" in strided
+        assert twice.startswith("a batch with two irecv of one rank")
+
+
+# ---------------------------------------------------------------------- links
+
+
+def warmed_by_a_collective(link: Transport) -> None:
+    """What looks like warming up, and opens no link of a batch."""
+    for lane in link._lanes:
+        dist.all_reduce(torch.ones(1), group=lane)
+
+
+def opened_in_use(rank: int, by_collective: bool) -> int:
+    """How many links the first operation of a new transport opens: (group, peer) of a batch."""
+    opened: set[tuple[int, int]] = set()
+    post = dist.batch_isend_irecv
+
+    def noted(operations: list[dist.P2POp]) -> Any:
+        opened.update((id(one.group), one.peer) for one in operations)
+        return post(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if by_collective:
+            patch.setattr(Transport, "_warm_up", warmed_by_a_collective)
+        patch.setattr(dist, "batch_isend_irecv", noted)
+        link = Transport.create(lanes=2, timeout=PATIENT)
+        before = len(opened)
+        gather_and_use(link, torch.zeros(2, 1), lambda piece, rows: None, Schedule(lanes=2))
+    return len(opened) - before
+
+
+def test_a_new_transport_has_all_its_links_open(ranks: Any) -> None:
+    """HCCL opens a link at its first batch, both hosts standing still: not in mid-program."""
+    assert ranks(3).run(opened_in_use, False) == [0, 0, 0]
+    # Each lane carries one distance, over which a rank has a link to either side.
+    assert ranks(3).run(opened_in_use, True) == [4, 4, 4]
