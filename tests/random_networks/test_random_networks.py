@@ -1,13 +1,14 @@
-"""Cases that once failed."""
+"""Random cases: the same in every run, more with ``--random-cases``, and those that once failed."""
 
 from __future__ import annotations
 
 import pytest
 
 from commfuse_npu.plan import Schedule
-from tests.evidence.fuzz.campaign import failure_of
-from tests.evidence.fuzz.case import Case, Layer, Network
+from tests.random_networks.campaign import failure_of
+from tests.random_networks.case import Case, Layer, Network
 
+MORE = ((1, 40), (2, 180), (3, 50), (4, 30))
 FOUND: dict[str, Case] = {
     "partials of tapered chunks were overwritten": Network(
         size=4,
@@ -21,6 +22,13 @@ FOUND: dict[str, Case] = {
         lanes=1,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"), [(2, 40), *(pytest.param(*of, marks=pytest.mark.long) for of in MORE)]
+)
+def test_fused_is_plain(random_cases, size: int, cases: int) -> None:
+    random_cases(size, cases, seed=2604)
 
 
 @pytest.mark.parametrize("fault", FOUND)

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import ops, reference
 from commfuse_npu.ops import Documents, LinearOptions, ShardedOptions
-from tests.evidence.fuzz.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
-from tests.evidence.fuzz.lanes import transport_of
-from tests.evidence.fuzz.values import Found, arriving, drawn, fitting, parameter_of
+from tests.random_networks.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
+from tests.random_networks.transports import transport_of
+from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
 
 __all__ = ["run_network"]
 

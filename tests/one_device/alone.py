@@ -6,9 +6,9 @@ import zlib
 
 from commfuse_npu.tools.one_device.backend import register
 from commfuse_npu.tools.one_device.recording import ReplayError
-from tests.evidence.fuzz.case import BucketRun, Case
-from tests.evidence.fuzz.compare import at_rest_or_raise, differences, quiet, run_case
-from tests.evidence.fuzz.lanes import transport_of
+from tests.random_networks.case import BucketRun, Case
+from tests.random_networks.compare import at_rest_or_raise, differences, quiet, run_case
+from tests.random_networks.transports import transport_of
 
 __all__ = ["complaints_alone"]
 

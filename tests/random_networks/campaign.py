@@ -1,4 +1,4 @@
-"""Many random cases on one group of ranks, counted; the first that fails is made small."""
+"""Many random cases on one group of ranks; the first that fails is made small."""
 
 from __future__ import annotations
 
@@ -6,51 +6,45 @@ import contextlib
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.distributed.ranks import Ranks
-from tests.evidence.fuzz.case import Case, options_in
-from tests.evidence.fuzz.compare import complaints
-from tests.evidence.fuzz.strategy import cases
+from tests.random_networks.case import Case
+from tests.random_networks.compare import complaints
+from tests.random_networks.strategy import cases
 
-__all__ = ["Compare", "Figures", "campaign", "failure_of"]
+__all__ = ["Campaign", "Compare", "campaign", "failure_of"]
 
 _CASE_SECONDS = 240.0
 _SHRINKING_SECONDS = 60.0
-"""A failure that hangs until a wait is over would else be made small for many minutes."""
-
+"""Limits what it takes to shrink a failure that hangs until a wait is over."""
 
 _ROUND = 10
-"""Cases that hypothesis draws in one go.  After ten it would draw five that differ little from each
-new one: good for finding equal values by chance, bad for a wide choice."""
-
+"""Cases that hypothesis draws at once.  After ten it draws five that differ little from each new
+case: good for finding equal values by chance, bad for a wide choice."""
 
 Compare = Callable[[int, Case], list[str]]
 """What a rank does with a case: ``(rank, case)``, to what is wrong with it."""
 
 
 @dataclass
-class Figures:
-    """What a campaign did.
+class Campaign:
+    """What came of it.
 
     Attributes:
-        cases: how many were compared, all of them different; those of shrinking are not counted.
+        cases: how many were compared, all different, without those of shrinking.
         smallest: the smallest case that fails, if one does.
         failure: what is wrong with it.
-        tried: how often each thing was in a case, by (what, which).
     """
 
     cases: int = 0
-    seconds: float = 0.0
     smallest: Case | None = None
     failure: str = ""
-    tried: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 def failure_of(group: Ranks, case: Case, compare: Compare = complaints) -> str:
@@ -67,36 +61,31 @@ def failure_of(group: Ranks, case: Case, compare: Compare = complaints) -> str:
         ]
     if not found:
         return ""
-    repeat = (
-        "repeat it with python -m scripts.evidence fuzz --case, and --one-device if it was given, "
-        "or in FOUND of test_found.py:"
-    )
+    repeat = "to repeat it, add it to FOUND in tests/random_networks/test_random_networks.py:"
     return "\n".join([*found, repeat, f"    {case!r}"])
 
 
-def campaign(group: Ranks, wanted: int, seed: int, compare: Compare = complaints) -> Figures:
-    """Compare so many different cases; the same ones for a seed, a size and a hypothesis.
+def campaign(group: Ranks, wanted: int, seed: int, compare: Compare = complaints) -> Campaign:
+    """Compare so many different cases: the same ones for a seed, a group size and a hypothesis.
 
-    It ends early with the first case that fails, when hypothesis has made it small.
+    It ends with the first case that fails, when hypothesis has made it small.
     """
-    figures = Figures()
+    result = Campaign()
     known: dict[Case, str] = {}
     shrink_until = math.inf
 
     def fused_is_plain(case: Case) -> None:
         nonlocal shrink_until
-        enough = time.monotonic() > shrink_until if figures.failure else figures.cases == wanted
+        enough = time.monotonic() > shrink_until if result.failure else result.cases == wanted
         if case not in known and not enough:
             known[case] = failure_of(group, case, compare)
-            if not figures.failure:
-                figures.cases += 1
-                figures.tried.update((what, str(which)) for what, which in options_in(case))
+            result.cases += not result.failure
         if known.get(case):
-            if not figures.failure:
+            if not result.failure:
                 shrink_until = time.monotonic() + _SHRINKING_SECONDS
             # The last one that is tried is the smallest.
-            figures.smallest, figures.failure = case, known[case]
-            raise AssertionError(figures.failure)
+            result.smallest, result.failure = case, known[case]
+            raise AssertionError(result.failure)
 
     settled = settings(
         max_examples=_ROUND,
@@ -108,11 +97,8 @@ def campaign(group: Ranks, wanted: int, seed: int, compare: Compare = complaints
         print_blob=False,
     )
     seeds = random.Random(seed)
-    start = time.monotonic()
-    while figures.cases < wanted and not figures.failure:
+    while result.cases < wanted and not result.failure:
         search = settled(given(case=cases(group.size))(fused_is_plain))
-        # It ends with the smallest case: its failure is among the figures.
         with contextlib.suppress(AssertionError):
             hypothesis.seed(seeds.getrandbits(64))(search)()
-    figures.seconds = time.monotonic() - start
-    return figures
+    return result

@@ -1,4 +1,4 @@
-"""Random cases, each rank alone; ``scripts.evidence fuzz --one-device`` runs more."""
+"""Random cases, each rank alone; more with ``--random-cases``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import torch
 from commfuse_npu.tools.one_device.backend import register
 from commfuse_npu.tools.one_device.device_streams import DeviceStreams
 from commfuse_npu.tools.one_device.recording import ReplayError
-from tests.evidence.fuzz import alone, compare
-from tests.evidence.fuzz.campaign import campaign
-from tests.evidence.fuzz.case import BucketRun, Case, Layer, Network
-from tests.evidence.fuzz.lanes import transport_of
-from tests.evidence.fuzz.values import Found
+from tests.one_device import alone
 from tests.one_device.race_detector import Module, RaceDetector
+from tests.random_networks import compare
+from tests.random_networks.case import BucketRun, Case, Layer, Network
+from tests.random_networks.transports import transport_of
+from tests.random_networks.values import Found
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, 20), (3, 10)])
-def test_alone_is_plain(ranks: Any, size: int, cases: int) -> None:
-    figures = campaign(ranks(size), cases, seed=2611, compare=alone.complaints_alone)
-    assert not figures.failure, figures.failure
-    assert figures.cases == cases
+def test_alone_is_plain(random_cases: Any, size: int, cases: int) -> None:
+    random_cases(size, cases, seed=2611, compare=alone.complaints_alone)
 
 
 def what_ends_a_run(rank: int, case: Case) -> list[str]:
@@ -62,7 +60,5 @@ def races(rank: int, case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, 10), (3, 5)])
-def test_events_order_what_streams_of_a_device_do(ranks: Any, size: int, cases: int) -> None:
-    figures = campaign(ranks(size), cases, seed=2611, compare=races)
-    assert not figures.failure, figures.failure
-    assert figures.cases == cases
+def test_events_order_what_streams_of_a_device_do(random_cases: Any, size: int, cases: int) -> None:
+    random_cases(size, cases, seed=2611, compare=races)

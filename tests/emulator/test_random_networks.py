@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.evidence.fuzz.campaign import campaign
-from tests.evidence.fuzz.case import Bucket, BucketRun, Case
-from tests.evidence.fuzz.compare import complaints
+from tests.random_networks.case import Bucket, BucketRun, Case
+from tests.random_networks.compare import complaints
 
 
 def _on_hccl(bucket: Bucket) -> Bucket:
@@ -29,7 +28,6 @@ def nothing(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, 12), (3, 6)])
-def test_fused_is_plain(ranks, size: int, cases: int) -> None:
-    figures = campaign(ranks(size), cases, seed=910, compare=in_batches)
-    assert not figures.failure, figures.failure
+def test_fused_is_plain(random_cases, ranks, size: int, cases: int) -> None:
+    random_cases(size, cases, seed=910, compare=in_batches)
     ranks(size).run(nothing)

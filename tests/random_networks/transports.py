@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from commfuse_npu.runtime.agreement import Check
 from commfuse_npu.runtime.transport import Transport
-from tests.evidence.fuzz.case import LANES, Case
 from tests.limits import PATIENT
+from tests.random_networks.case import LANES, Case
 
 __all__ = ["at_rest", "transport_of"]
 

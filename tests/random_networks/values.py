@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.evidence.fuzz.case import Layout
+from tests.random_networks.case import Layout
 
 __all__ = ["Found", "arriving", "drawn", "fitting", "laid_out", "parameter_of"]
 

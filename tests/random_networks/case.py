@@ -8,7 +8,7 @@ and the plain form have to be equal, bit for bit.
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -28,9 +28,6 @@ __all__ = [
     "Layer",
     "Layout",
     "Network",
-    "case_of",
-    "options_in",
-    "python_of",
 ]
 
 Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
@@ -62,8 +59,15 @@ HEAD_FEATURES = 16
 """Of an attention head: rows of all heads are multiples of 64 bytes, see the ops' exactness."""
 
 
+class _Printed:
+    """Printed as the expression that makes it again, without what is left at its default."""
+
+    def __repr__(self) -> str:
+        return python_of(self)
+
+
 def python_of(value: object) -> str:
-    """The expression that makes ``value`` again, without what is left at its default."""
+    """The expression that makes ``value`` again."""
     if hasattr(value, "__dataclass_fields__"):
         # A field without a default is always said.
         said = [
@@ -79,7 +83,7 @@ def python_of(value: object) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Layer:
+class Layer(_Printed):
     """One call of an op.
 
     Attributes:
@@ -115,12 +119,9 @@ class Layer:
     causal: bool = False
     documents: int = 0
 
-    def __repr__(self) -> str:
-        return python_of(self)
-
 
 @dataclass(frozen=True, repr=False)
-class Network:
+class Network(_Printed):
     """Layers in a chain, or side by side on one input, before one backward.
 
     Attributes:
@@ -148,12 +149,9 @@ class Network:
     batched: bool = False
     check: Check = "first"
 
-    def __repr__(self) -> str:
-        return python_of(self)
-
 
 @dataclass(frozen=True, repr=False)
-class Bucket:
+class Bucket(_Printed):
     """One bucket of ``elements`` per rank.
 
     Attributes:
@@ -168,12 +166,9 @@ class Bucket:
     scale: float = 1.0
     first_rows: int = 0
 
-    def __repr__(self) -> str:
-        return python_of(self)
-
 
 @dataclass(frozen=True, repr=False)
-class BucketRun:
+class BucketRun(_Printed):
     """Buckets, several under way, which every rank waits for in an order of its own."""
 
     size: int
@@ -187,59 +182,5 @@ class BucketRun:
     batched: bool = False
     check: Check = "first"
 
-    def __repr__(self) -> str:
-        return python_of(self)
-
 
 Case = Network | BucketRun
-
-
-def case_of(text: str) -> Case:
-    """The case that prints as ``text``.
-
-    Raises:
-        ValueError: it does not make one.
-    """
-    names = {of.__name__: of for of in (Network, Layer, BucketRun, Bucket, Schedule)}
-    try:
-        case = eval(text, {"torch": torch, **names})
-    except (SyntaxError, NameError, TypeError) as error:
-        raise ValueError(f"{text!r} makes no case: {error}; paste what a failure prints") from error
-    if not isinstance(case, Network | BucketRun):
-        raise ValueError(f"{text!r} is no case; it has to be Network(...) or BucketRun(...)")
-    return case
-
-
-def options_in(case: Case) -> list[tuple[str, Any]]:
-    """What a case is made of, to count how often each thing was tried."""
-    found: list[tuple[str, Any]] = [
-        ("ranks", case.size),
-        ("posting", "batched" if case.batched else "single"),
-        ("lanes of the transport", case.lanes),
-    ]
-    if isinstance(case, BucketRun):
-        found += [("op", "Buckets"), ("schedule", case.schedule.shape)]
-        found += [("chunks", case.schedule.chunks), ("in flight", "buckets")]
-        found += [("dtype", str(bucket.dtype).removeprefix("torch.")) for bucket in case.buckets]
-        return found
-    layers = len(case.layers)
-    together = f"{layers} layers {'side by side' if case.branches else 'in a chain'}"
-    found.append(("in flight", "1 layer" if layers == 1 else together))
-    found.append(("micro-batches", case.micro_batches))
-    found.append(("dtype", str(case.dtype).removeprefix("torch.")))
-    empty = case.rows == 0 or case.batch == 0
-    found.append(("rows of a rank", "none" if empty else "1 to 4" if case.rows <= 4 else "5 to 64"))
-    for layer in case.layers:
-        found += [
-            ("op", layer.op),
-            ("schedule", layer.schedule.shape),
-            ("chunks", layer.schedule.chunks),
-            ("taper", layer.schedule.taper),
-            ("wgrad", layer.wgrad),
-            ("recomputed", layer.recompute),
-            ("input", layer.x_layout),
-            ("weight", layer.weight_layout),
-            ("gradient", layer.grad_layout),
-            ("main_grad", str(layer.main_grad).removeprefix("torch.")),
-        ]
-    return found

@@ -8,9 +8,9 @@ import torch
 
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.reference import plain_all_gather_bucket, plain_reduce_scatter_bucket
-from tests.evidence.fuzz.case import Bucket, BucketRun
-from tests.evidence.fuzz.lanes import transport_of
-from tests.evidence.fuzz.values import Found, drawn
+from tests.random_networks.case import Bucket, BucketRun
+from tests.random_networks.transports import transport_of
+from tests.random_networks.values import Found, drawn
 
 __all__ = ["run_buckets"]
 

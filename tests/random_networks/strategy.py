@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import Schedule
-from tests.evidence.fuzz.case import (
+from tests.random_networks.case import (
     ATTENTION,
     FROM_SHARD,
     FROM_WHOLE,

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
-from tests.evidence.fuzz.bucket_run import run_buckets
-from tests.evidence.fuzz.case import BucketRun, Case
-from tests.evidence.fuzz.lanes import at_rest, transport_of
-from tests.evidence.fuzz.network_run import run_network
-from tests.evidence.fuzz.values import Found
+from tests.random_networks.bucket_run import run_buckets
+from tests.random_networks.case import BucketRun, Case
+from tests.random_networks.network_run import run_network
+from tests.random_networks.transports import at_rest, transport_of
+from tests.random_networks.values import Found
 
 __all__ = ["at_rest_or_raise", "complaints", "differences", "quiet", "run_case"]
 
