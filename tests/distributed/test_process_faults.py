@@ -1,7 +1,7 @@
 """A rank is killed, slow, cut off, out of memory or raises in the middle of an operation.
 
-Every other rank ends with an error that names operation, step and peer, or, where the faulty rank is
-only slow, with the bits of the plain form.  No process of these tests ends because another one did:
+Every other rank ends with an error that names operation, step and peer.  If the faulty rank is only
+slow, all have the bits of the plain form.  No process of these tests ends because another one did:
 what a survivor learns, it learns from a connection that is gone or from its own time limit.
 """
 
@@ -61,7 +61,7 @@ class UserError(Exception):
 
 
 def cut_connections(to: list[tuple[int, int]] | None) -> None:
-    """Shut down those whose ends, seen from the other rank, are in ``to``; all, if there is none."""
+    """Shut down all connections, or those whose ends the other rank has in ``to``."""
     for one in connected_sockets():
         # The other end may have closed it because another one was lost.
         with one, contextlib.suppress(OSError):
