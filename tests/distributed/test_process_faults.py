@@ -139,7 +139,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
         if rank == FAULTY:
             if place is None:
                 strike(kind, [])
-            assert plant.counted > 1
+            assert plant.counted > 0
             plant.at = plant.counted + round((place or 0.0) * (plant.counted - 1))
             transport.scratch.clear()
         wrong = []
@@ -169,11 +169,12 @@ SHORT = {
 KINDS = ("slow", "too slow", "raises", "cut off", "out of memory")
 ROWS = [
     *sorted(SHORT, key=str),
-    *(("killed", op, place, 3) for op in OPS for place in (FORWARD, BACKWARD)),
+    *(("killed", op, (FORWARD, BACKWARD)[at % 2], 3) for at, op in enumerate(OPS)),
     *(
-        (kind, op, (FORWARD, BACKWARD)[(number + turn) % 2], 3)
+        (kind, op, (FORWARD, BACKWARD)[at // 2 % 2], 3)
         for number, kind in enumerate(KINDS)
-        for turn, op in enumerate(OPS)
+        for at, op in enumerate(OPS)
+        if (at + number) % 2
     ),
     ("killed", "linear_all_to_all", None, 3),
     ("killed", "attention_linear_reduce_scatter", FIRST, 4),
