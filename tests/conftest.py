@@ -1,4 +1,4 @@
-"""Groups of gloo processes, small disks, and which tests are long."""
+"""Groups of gloo processes, random cases, small disks, and which tests are long."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,14 @@ _MOST_RANKS = {
 
 Three ranks have every order that four have.
 """
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-cases", type=int, metavar="N",
+        help="compare N random cases per test of random cases, instead of its few",
+    )  # fmt: skip
+    parser.addoption("--random-seed", type=int, metavar="N", help="draw other random cases")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,6 +67,23 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield of_size
     for group in groups.values():
         group.kill()
+
+
+@pytest.fixture
+def random_cases(
+    ranks: Callable[[int], Ranks], request: pytest.FixtureRequest
+) -> Callable[..., None]:
+    """``random_cases(size, cases, seed)``: none of so many may fail; ``compare=`` runs one."""
+    from tests.random_networks.campaign import campaign
+
+    def compared(size: int, cases: int, seed: int, **options: Any) -> None:
+        cases = request.config.getoption("--random-cases") or cases
+        other = request.config.getoption("--random-seed")
+        found = campaign(ranks(size), cases, seed if other is None else other, **options)
+        assert not found.failure, found.failure
+        assert found.cases == cases
+
+    return compared
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 What stands around it is written by hand and stays::
 
-    <!-- begin: faults -->
+    <!-- begin: layers -->
     ...
-    <!-- end: faults -->
+    <!-- end: layers -->
 """
 
 from __future__ import annotations

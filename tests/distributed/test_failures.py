@@ -161,23 +161,6 @@ def test_a_broken_transport_refuses_further_work(ranks) -> None:
     assert "This transport cannot be used any more" in str(waiting.error)
 
 
-def dies(rank: int) -> str:
-    transport = link()
-    all_gather_linear(*layer(4), transport=transport)
-    if rank == 1:
-        os._exit(7)
-    all_gather_linear(*layer(4), transport=transport)
-    return "never"
-
-
-def test_a_rank_that_dies_becomes_an_error(ranks) -> None:
-    group = ranks(2)
-    group.kill()
-    waiting, dead = group.outcomes(dies, may_die=True)
-    assert isinstance(waiting.error, TransportError), waiting
-    assert isinstance(dead.error, EOFError)
-
-
 def dies_and_others_go_on(rank: int) -> list[str]:
     transport = link()
     all_gather_linear(*layer(4), transport=transport)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from scripts.cpu_pretraining import launch
 from scripts.cpu_pretraining.usage_error import UsageError, say_error
 from tests.limits import LIMIT
-from tests.megatron.in_ranks import TINY
+from tests.megatron.in_ranks import TINY, losses, pretrained
 
 
 def test_a_mistake_is_answered_before_any_rank_starts(
@@ -133,3 +134,33 @@ def test_ranks_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         # It ends when nobody holds it any more.
         process.communicate(timeout=LIMIT)
     assert process.returncode == -signal.SIGKILL
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The id of the process that is this rank (Linux)."""
+    for file in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for child in map(int, file.read_text().split()):
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return child
+    raise AssertionError(f"{launcher} has no rank {rank}")
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_ends_the_launch_and_the_training_goes_on(
+    ranks, tmp_path: Path
+) -> None:
+    options = ("--train-iters", "30", "--eval-interval", "0", "--data-path", str(Path(__file__)))
+    whole = pretrained(ranks(2), tmp_path, *options, "--name", "whole")
+    said = ""
+    with start(tmp_path, *options, "--name", "killed") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said += line
+            if " iteration        7/" in line:
+                os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+    assert process.returncode == 137, said
+    assert re.search(r"^\[rank0\]: .*Error: ", said, re.M), said
+    resumed = pretrained(ranks(2), tmp_path, *options, "--name", "killed", "--resume")
+    assert "resuming from" in resumed.out
+    assert resumed.weights == whole.weights
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

@@ -1,1 +1,0 @@
-"""Faults on purpose, and what every rank says then."""

@@ -1,0 +1,207 @@
+"""A training with another shape in each iteration keeps nothing that it should give back."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import socket
+import statistics
+import sys
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from commfuse_npu import Schedule, Transport
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    attention_linear_reduce_scatter,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
+from commfuse_npu.plan.rules import RULES
+from commfuse_npu.runtime.executor import Running, _flat
+from commfuse_npu.runtime.scratch import ScratchPool
+from tests.limits import LIMIT, PATIENT
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("what a process holds is read from /proc", allow_module_level=True)
+
+HIDDEN, HEAD = (32, 64, 96, 128), 16
+WARM_UP = 0.3
+"""Not judged: buffers of every length are made, and libraries load what they need at first use."""
+AGREED_KIB, LIMIT_KIB, NOISE_KIB = 1, 16, 4096
+"""What a transport remembers of one combination of operation and options (tracemalloc); by how much
+resident memory may grow per iteration, where a layer's input takes 20 KiB in the mean; and in all,
+twice what the allocator was seen to keep more or less of from one sample to the next."""
+
+_kept: list[Any] = []
+
+
+@lru_cache
+def link() -> Transport:
+    return Transport.create(lanes=3, timeout=PATIENT)
+
+
+class Llama(torch.nn.Module):
+    """Attention, MLP and output of this rank."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        part = hidden // link().size
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden) for _ in range(2))
+        shapes = (3 * part, hidden), (hidden, part), (4 * part, hidden), (hidden, 2 * part)
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(shape) / shape[1] ** 0.5)
+            for shape in (*shapes, (8, hidden))
+        )
+
+    def forward(self, x: torch.Tensor, options: LinearOptions) -> torch.Tensor:
+        """``[s, B, H]`` to ``[s, B, 8]``."""
+        qkv, proj, up, down, output = self.weights
+        fused: dict[str, Any] = {"transport": link(), "options": options}
+        mixed = all_gather_linear(self.norms[0](x), qkv, **fused)
+        q, k, v = (part.unflatten(-1, (-1, HEAD)) for part in mixed.chunk(3, -1))
+        x = x + attention_linear_reduce_scatter(q, k, v, proj, causal=True, **fused)
+        gate, value = all_gather_linear(self.norms[1](x), up, **fused).chunk(2, -1)
+        x = x + linear_reduce_scatter(F.silu(gate) * value, down, **fused)
+        return linear_all_reduce(x, output, **fused)
+
+
+def held() -> dict[str, int]:
+    """What this process holds while nothing is under way, and its resident memory in KiB.
+
+    Without idle buffers and compiled programs, which are bounded, and without what was agreed.
+    """
+    for rule in RULES.values():
+        rule.cache_clear()
+    _flat.cache_clear()
+    link()._begun.clear()
+    gc.collect()
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's: gives freed memory back
+    kinds = [type(one) for one in gc.get_objects()]
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    pool, pages = link().scratch, int(Path("/proc/self/statm").read_text().split()[1])
+    resident = pages * os.sysconf("SC_PAGESIZE") // 1024
+    return {
+        "sockets": sum(Path(f).is_symlink() and "socket:" in os.readlink(f) for f in files),
+        "threads": len(os.listdir("/proc/self/task")),
+        "in flight": len(link()._in_flight),
+        "handles": kinds.count(Running),
+        "lent": pool.lent,
+        "tensors": sum(issubclass(kind, torch.Tensor) for kind in kinds) - pool.tensors,
+        "memory": resident - (pool.idle_bytes >> 10) - AGREED_KIB * len(link()._agreed),
+    }
+
+
+def trained(
+    rank: int, iterations: int, every: int, leak: Callable[[], None] = lambda: None
+) -> list[str]:
+    """What grew after the warm-up; ``leak`` is called after each iteration."""
+    torch.manual_seed(rank)
+    models = {hidden: Llama(hidden) for hidden in HIDDEN}
+    optimizer = torch.optim.AdamW([p for model in models.values() for p in model.parameters()])
+    for model in models.values():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes its state
+    dice, samples = random.Random(1), []
+    for iteration in range(1, iterations + 1):
+        schedule = Schedule(lanes=dice.randint(1, 3), chunks=dice.randint(1, 6))
+        options = LinearOptions(schedule, wgrad=dice.choice(("whole", "blocks")))
+        hidden = dice.choice(HIDDEN)
+        x = torch.randn(dice.randint(1, 64), dice.randint(1, 3), hidden)
+        optimizer.zero_grad()
+        models[hidden](x, options).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del x
+        leak()
+        if iteration % every == 0:
+            samples.append(held())
+    _kept.clear()
+    return grown(samples, every)
+
+
+def grown(samples: list[dict[str, int]], every: int) -> list[str]:
+    """The names of what is more at the end, and of memory where a line through it is too steep."""
+    later = samples[min(int(len(samples) * WARM_UP), len(samples) - 3) :]
+    found = [name for name in later[0] if name != "memory" and later[-1][name] > later[0][name]]
+    at = [every * number for number in range(len(later))]
+    slope = statistics.linear_regression(at, [sample["memory"] for sample in later]).slope
+    steep = slope > LIMIT_KIB + NOISE_KIB / at[-1]
+    return found + ["memory"] * steep
+
+
+@pytest.mark.parametrize(
+    ("iterations", "every"),
+    # The allocator settles in the first hundreds.
+    [(4, 1), pytest.param(1000, 50, marks=(pytest.mark.long, pytest.mark.timeout(4 * LIMIT)))],
+)
+def test_a_training_keeps_nothing(ranks, iterations: int, every: int) -> None:
+    for found in ranks(2).run(trained, iterations, every, timeout=3 * LIMIT):
+        # So few iterations say little about memory.
+        assert [name for name in found if every > 1 or name != "memory"] == []
+
+
+def a_thread() -> None:
+    stop = threading.Event()
+    threading.Thread(target=stop.wait, daemon=True).start()
+    _kept.append(stop)
+
+
+def a_socket() -> None:
+    _kept.append(socket.socket())
+
+
+def a_tensor() -> None:
+    _kept.append(torch.zeros(1))
+
+
+def memory() -> None:
+    _kept.append(b"x" * (8 << 20))
+
+
+LEAKS = {"tensors": a_tensor, "threads": a_thread, "sockets": a_socket, "memory": memory}
+
+
+@pytest.mark.parametrize(
+    "what", ["tensors", *(pytest.param(w, marks=pytest.mark.long) for w in LEAKS if w != "tensors")]
+)
+def test_a_leak_is_noticed(ranks, what: str) -> None:
+    for found in ranks(2).run(trained, 4, 1, LEAKS[what]):
+        assert what in found
+
+
+def without_finishing(rank: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "finished", lambda self, running: self._active.discard(running))
+        patch.setattr(ScratchPool, "give_back", lambda self, arena: None)
+        return trained(rank, 4, 1)
+
+
+@pytest.mark.long
+def test_programs_that_are_never_finished_are_noticed(ranks) -> None:
+    group = ranks(2)
+    for found in group.run(without_finishing):
+        assert {"in flight", "handles", "lent"} <= set(found)
+    group.kill()
+
+
+@pytest.mark.parametrize(("kib", "steep"), [(10, False), (20, False), (30, True)])
+def test_the_limit_of_memory(kib: int, steep: bool) -> None:
+    rest = {"sockets": 12, "threads": 16}
+    samples = [{**rest, "memory": 300_000 + kib * at} for at in range(50, 1001, 50)]
+    assert grown(samples, 50) == ["memory"] * steep
+    # A jump in the warm-up is none.
+    samples = [{**rest, "memory": min(400_000, 300_000 + 1000 * at)} for at in range(50, 1001, 50)]
+    assert grown(samples, 50) == []
+    assert grown([*samples, {**samples[-1], "sockets": 13}], 50) == ["sockets"]

@@ -1,0 +1,146 @@
+"""What fused ops need beside their plain forms, in bytes that torch allocated.
+
+A CPU's attention kernel holds the scores of all its queries.  A device's holds none, so attention
+is measured a second time with kernels that allocate their results and compute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from commfuse_npu import Schedule, Transport, ops, reference
+from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops.flow import Flow
+from commfuse_npu.runtime.scratch import ScratchPool
+from commfuse_npu.tools.bench.baselines import MegatronOrder
+from commfuse_npu.tools.bench.buffer_pool import BufferPool
+from commfuse_npu.tools.bench.carriers import TorchCollectives
+from commfuse_npu.tools.bench.flows import FlowForm, flow_form, plain_flow_form
+from commfuse_npu.tools.bench.forms import Form, baseline
+from commfuse_npu.tools.bench.peak_memory import left_bytes, peak_bytes
+from commfuse_npu.tools.bench.shapes import Shape
+from commfuse_npu.tools.bench.works import Work
+from tests.limits import PATIENT
+
+SEQUENCE, HIDDEN, HEADS = 512, 128, 4
+BLOCK = SEQUENCE // 2 * HIDDEN * 4
+"""Bytes of a shard of the hidden states."""
+
+
+class WithoutScores:
+    """Attention kernels that allocate what a device's return."""
+
+    @staticmethod
+    def attention_forward(q: Any, k: Any, v: Any, **_: Any) -> tuple[torch.Tensor, Any]:
+        rows, batch, heads, _features = q.shape
+        return torch.zeros_like(q), (q.new_zeros((batch, heads, rows, 1), dtype=torch.float32),)
+
+    @staticmethod
+    def attention_backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, statistics: Any, grad_k: Any, grad_v: Any,
+        **_: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        grad_k.add_(torch.zeros_like(k))
+        grad_v.add_(torch.zeros_like(v))
+        return torch.zeros_like(q)
+
+
+@contextmanager
+def without_scores() -> Iterator[None]:
+    with ExitStack() as patches:
+        for module in ("layers.attention_runs", "ops.flow.attention"):
+            name = f"commfuse_npu.{module}.kernels_for"
+            patches.enter_context(mock.patch(name, return_value=WithoutScores))
+        yield
+
+
+def test_the_peak_is_of_what_lives_at_once() -> None:
+    def call() -> None:
+        one = torch.ones(1 << 18)  # 1 MiB
+        del one
+        two, three = torch.ones(1 << 18), torch.ones(1 << 19)
+        del two, three
+
+    assert 3 << 20 <= peak_bytes(call, "cpu") < (3 << 20) + 4096
+
+
+def peak(op: Callable[..., torch.Tensor], tensors: list[torch.Tensor], **settings: Any) -> int:
+    """Of forward and backward."""
+
+    def call() -> None:
+        y = op(*tensors, causal=True, options=LinearOptions(Schedule(lanes=2)), **settings)
+        y.backward(torch.ones_like(y))
+        for tensor in tensors:
+            tensor.grad = None
+
+    return peak_bytes(call, "cpu")
+
+
+def extra_bytes(rank: int) -> dict[tuple[str, bool], int]:
+    """What fused attention takes more than the plain form, with scores and without."""
+    transport = Transport.create(lanes=2, timeout=PATIENT)
+    transport.scratch = ScratchPool(keep_bytes=0)
+    shape = (SEQUENCE, 1, HEADS // 2, HIDDEN // HEADS)
+    tensors = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(HIDDEN, HIDDEN // 2, requires_grad=True)
+    found = {}
+    for name, more in (("attention_linear_reduce_scatter", [weight]), ("attention_all_to_all", [])):
+        for scores in (True, False):
+            with nullcontext() if scores else without_scores():
+                plain = getattr(reference, f"plain_{name}")
+                found[name, scores] = peak(
+                    getattr(ops, name), [*tensors, *more], transport=transport
+                ) - peak(plain, [*tensors, *more], group=transport.group)
+    return found
+
+
+def test_fused_attention_needs_no_more_than_two_blocks_above_the_plain_one(ranks) -> None:
+    for extra in ranks(2).run(extra_bytes):
+        assert len(extra) == 4
+        for (name, scores), more in extra.items():
+            # The scores of a block of queries instead of all; blocks of [s, H] and [s, H / 2].
+            block = BLOCK if name == "attention_linear_reduce_scatter" else BLOCK // 2
+            assert more < 0 if scores else more <= 2 * block, (name, more / block)
+
+
+def layers(rank: int) -> dict[str, tuple[int, int]]:
+    """A whole Llama layer in chunks that flow and in its plain forms: peak, and what is saved."""
+    transport = Transport.create(lanes=1, timeout=PATIENT)
+    shape = Shape(SEQUENCE, HIDDEN, 7 * HIDDEN // 2, HEADS, HEADS, HIDDEN // HEADS)
+    work = Work("layer", shape, rank=rank, size=2, dtype="fp32", device="cpu", seed=0)
+    carrier = TorchCollectives(transport.group, BufferPool(keep_bytes=0))
+    forms: dict[str, Form | FlowForm] = {
+        "flow": flow_form(Flow(transport, 4), lambda: 0.0),
+        "megatron": baseline(MegatronOrder(carrier)),
+        "blocking": plain_flow_form(transport, 4),
+    }
+    for form in forms.values():
+        work.run(form)  # rows in stripes, and what torch keeps for itself
+    return {
+        name: (
+            peak_bytes(partial(work.run, form), "cpu"),
+            # gloo's threads let go of what they carried a little later.
+            min(left_bytes(partial(work.forward, form)) for _ in range(4)),
+        )
+        for name, form in forms.items()
+    }
+
+
+def test_a_layer_that_flows_saves_shards_and_what_is_its_own(ranks) -> None:
+    for found in ranks(2).run(layers):
+        (peak, saved), (peak_in_order, in_order), (_, blocking) = found.values()
+        # Blocks of [s, H]: two normed shards, q, k, v, attended, the sum after attention, the
+        # output; gate and up, silu(gate) and its product, each 7 / 2 as wide as the hidden states.
+        wanted = (2 + 3 + 1 + 1 + 1 + 4 * 7 / 2) * BLOCK
+        # Beyond that the statistics of softmax and norms.
+        assert wanted <= saved < wanted + 0.25 * BLOCK
+        assert saved <= in_order + 0.25 * BLOCK
+        # Two gathered inputs of two blocks each in place of shards.
+        assert blocking - saved >= 1.75 * BLOCK
+        assert peak <= peak_in_order

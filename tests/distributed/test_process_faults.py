@@ -1,0 +1,268 @@
+"""A rank is killed, slow, cut off, out of memory or raises in the middle of an operation.
+
+Every other rank ends with an error that names operation, step and peer.  If the faulty rank is only
+slow, all have the bits of the plain form.  No process of these tests ends because another one did:
+what a survivor learns, it learns from a connection that is gone or from its own time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu import Schedule, Transport, TransportError
+from commfuse_npu.ops import all_gather_linear
+from commfuse_npu.runtime.scratch import ScratchPool
+from commfuse_npu.tools.bench.wire import connected_sockets
+from scripts.free_port import free_port
+from tests.distributed.programs import watch_posts
+from tests.distributed.ranks import set_up_process
+from tests.limits import BRIEF, LIMIT, PATIENT
+from tests.random_networks.case import HEAD_FEATURES, Bucket, BucketRun, Case, Layer, Network
+from tests.random_networks.compare import differences, run_case
+from tests.random_networks.transports import transport_of
+
+FAULTY = 1
+AGAIN = 3
+"""Runs with the fault: a rank that already has all it needs meets it in the next one."""
+
+LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_to_all")
+ATTENTION = ("attention_linear_reduce_scatter", "attention_all_to_all_linear")
+OPS = (*LINEARS, *ATTENTION, "bucket")
+
+
+def case_of(op: str, size: int) -> Case:
+    """Forward and backward of one op on two lanes, or two buckets under way."""
+    cut = Schedule(lanes=2, chunks=2)
+    if op == "bucket":
+        return BucketRun(size, (Bucket(48), Bucket(48, gather=True)), schedule=cut, lanes=2)
+    if op in LINEARS:
+        layer = Layer(op, inputs=12, outputs=12, schedule=cut)
+    else:
+        layer = Layer(op, inputs=6 * HEAD_FEATURES, outputs=32, schedule=cut, causal=True)
+    return Network(size, (layer,), rows=8, batch=2, lanes=2)
+
+
+class UserError(Exception):
+    """Raised by the program around the product."""
+
+
+def cut_connections(to: list[tuple[int, int]] | None) -> None:
+    """Shut down all connections, or those whose ends the other rank has in ``to``."""
+    for one in connected_sockets():
+        # The other end may have closed it because another one was lost.
+        with one, contextlib.suppress(OSError):
+            ends = one.getsockname()[1], one.getpeername()[1]
+            store = int(os.environ["MASTER_PORT"]) in ends
+            if not store if to is None else ends[::-1] in to:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def strike(kind: str, of_peer: list[tuple[int, int]]) -> None:
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "slow":
+        time.sleep(BRIEF.total_seconds())
+    elif kind == "too slow":
+        time.sleep(4 * BRIEF.total_seconds())
+    elif kind == "raises":
+        raise UserError("a mistake in the program")
+    elif kind == "out of memory":
+        torch.empty(1 << 60, dtype=torch.uint8)  # the allocator's own error
+    elif kind == "cut off":
+        cut_connections(None)
+    elif kind == "one connection cut":
+        cut_connections(of_peer)
+
+
+class Plant:
+    """Counts posts, or arenas that are taken, and strikes before one of them.
+
+    Attributes:
+        at: which one; it strikes once.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, act: Callable[[], None], memory: bool) -> None:
+        self.counted, self.at, self._act = 0, -1, act
+        if memory:
+            take = ScratchPool.take
+
+            def counted(pool: ScratchPool, *args: Any, **kwargs: Any) -> Any:
+                self.count()
+                return take(pool, *args, **kwargs)
+
+            patch.setattr(ScratchPool, "take", counted)
+        else:
+            watch_posts(patch, lambda running, post: self.count())
+
+    def count(self) -> None:
+        now, self.counted = self.counted, self.counted + 1
+        if now == self.at:
+            self.at = -1
+            self._act()
+
+
+def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
+    """Runs with the fault in one of them; returns what is not as in the plain form.
+
+    Args:
+        place: of the posts (or arenas) of a forward and backward, from 0 to 1; ``None`` for before
+            the ranks have compared the operation.
+    """
+    transport = transport_of(case)
+    ports = [(one.getsockname()[1], one.getpeername()[1]) for one in connected_sockets()]
+    of_ranks: list[Any] = [None] * case.size
+    dist.all_gather_object(of_ranks, ports)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == FAULTY:
+            memory = kind == "out of memory"
+            plant = Plant(patch, lambda: strike(kind, of_ranks[0]), memory)
+        if place is not None:
+            plain = run_case(case, fused=False)
+            run_case(case, fused=True)
+        dist.barrier()
+        if rank != FAULTY and kind != "slow":
+            transport.timeout = 2 * BRIEF
+        if rank == FAULTY:
+            if place is None:
+                strike(kind, [])
+            assert plant.counted > 0
+            plant.at = plant.counted + round((place or 0.0) * (plant.counted - 1))
+            transport.scratch.clear()
+        wrong = []
+        for _ in range(AGAIN):
+            wrong += differences(run_case(case, fused=True), plain)
+        assert rank != FAULTY or plant.at == -1, "the fault did not happen"
+        return wrong
+
+
+FORWARD, BACKWARD, FIRST, LAST = 0.25, 0.75, 0.0, 1.0
+SHORT = {
+    ("killed", "all_gather_linear", FORWARD, 3),
+    ("killed", "linear_reduce_scatter", BACKWARD, 3),
+    ("killed", "bucket", FORWARD, 3),
+    ("killed", "all_gather_linear", None, 3),
+    ("slow", "bucket", BACKWARD, 3),
+    ("too slow", "linear_reduce_scatter", BACKWARD, 3),
+    ("raises", "bucket", FORWARD, 3),
+    ("cut off", "all_gather_linear", BACKWARD, 3),
+    ("one connection cut", "linear_reduce_scatter", FORWARD, 4),
+    ("out of memory", "linear_reduce_scatter", FORWARD, 3),
+    # What is taken late fails before the post that comes next.
+    ("out of memory", "all_gather_linear", LAST, 3),
+}
+"""One of each kind, the ops and places in turn."""
+
+KINDS = ("slow", "too slow", "raises", "cut off", "out of memory")
+ROWS = [
+    *sorted(SHORT, key=str),
+    *(("killed", op, (FORWARD, BACKWARD)[at % 2], 3) for at, op in enumerate(OPS)),
+    *(
+        (kind, op, (FORWARD, BACKWARD)[at // 2 % 2], 3)
+        for number, kind in enumerate(KINDS)
+        for at, op in enumerate(OPS)
+        if (at + number) % 2
+    ),
+    ("killed", "linear_all_to_all", None, 3),
+    ("killed", "attention_linear_reduce_scatter", FIRST, 4),
+    ("killed", "attention_linear_reduce_scatter", LAST, 2),
+    ("one connection cut", "all_gather_linear", BACKWARD, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "place", "many"),
+    [
+        pytest.param(*row, marks=() if row in SHORT else pytest.mark.long)
+        for row in dict.fromkeys(ROWS)
+    ],
+)
+def test_the_others_say_what_they_waited_for(
+    ranks, kind: str, op: str, place: float | None, many: int
+) -> None:
+    group = ranks(many)
+    group.kill()
+    # The group's own limit is longer: a wait that forgot the transport's is found to hang.
+    found = group.outcomes(meets, kind, case_of(op, many), place, may_die=True, timeout=120)
+    for rank, outcome in enumerate(found):
+        if kind == "slow":
+            assert outcome.value == [], outcome
+        elif rank == FAULTY and kind == "killed":
+            assert isinstance(outcome.error, EOFError), outcome
+        elif rank == FAULTY and kind == "raises":
+            assert isinstance(outcome.error, UserError), outcome
+        elif rank == FAULTY and kind == "out of memory":
+            assert type(outcome.error) is RuntimeError, outcome
+            assert "can't allocate memory" in str(outcome.error)
+        else:
+            assert isinstance(outcome.error, TransportError), outcome
+            step = r"step \d+ of \d+, lane \d+|before step 0"
+            for words in (rf"rank {rank} of {many} .*{op}", step, rf"peer (?!{rank})\d"):
+                assert re.search(words, str(outcome.error)), outcome.error
+
+
+def makes_lanes(rank: int) -> None:
+    new_group, made = dist.new_group, []
+
+    def killed_at_the_second(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        if rank == FAULTY and len(made) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return new_group(*args, **kwargs)
+
+    with mock.patch.object(dist, "new_group", killed_at_the_second):
+        Transport.create(lanes=2, timeout=2 * BRIEF)
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_while_lanes_are_made_is_named(ranks) -> None:
+    group = ranks(3)
+    group.kill()
+    for rank, outcome in enumerate(group.outcomes(makes_lanes, may_die=True)):
+        if rank != FAULTY:
+            assert isinstance(outcome.error, TransportError), outcome
+            assert "Transport.create" in str(outcome.error)
+            assert f"peer {FAULTY}" in str(outcome.error)
+
+
+def ends_by_itself(rank: int, port: int) -> None:
+    set_up_process(rank, 2, port)
+    dist.init_process_group("gloo", timeout=PATIENT)
+    transport = Transport.create(timeout=timedelta(seconds=20))
+    x, weight = torch.ones(4, 4), torch.ones(3, 4)
+    all_gather_linear(x, weight, transport=transport)
+    if rank == FAULTY:
+        raise UserError("a mistake in the program")
+    all_gather_linear(x, weight, transport=transport)
+
+
+@pytest.mark.long
+def test_processes_end_by_themselves(capfd: Any) -> None:
+    """An interpreter of their own, which ends with all that torch does at its end."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    processes = [context.Process(target=ends_by_itself, args=(rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(LIMIT)
+        assert [process.exitcode for process in processes] == [1, 1]
+    finally:
+        for process in processes:
+            process.kill()
+    said = capfd.readouterr().err
+    assert "UserError: a mistake in the program" in said
+    assert re.search(r"TransportError: rank 0 of 2 .*all_gather_linear.*peer 1", said)

@@ -1,0 +1,42 @@
+"""One case on each rank alone, on one device: the bits of the plain form, with random delays."""
+
+from __future__ import annotations
+
+import zlib
+
+from commfuse_npu.tools.one_device.backend import register
+from commfuse_npu.tools.one_device.recording import ReplayError
+from tests.random_networks.case import BucketRun, Case
+from tests.random_networks.compare import at_rest_or_raise, differences, quiet, run_case
+from tests.random_networks.transports import transport_of
+
+__all__ = ["complaints_alone"]
+
+
+def complaints_alone(rank: int, case: Case) -> list[str]:
+    """What is wrong with a case when this rank runs it alone, after all ranks ran it together.
+
+    Raises:
+        RuntimeError: a transfer is still under way, so that these processes are of no more use.
+    """
+    device = register("cpu")
+    transport_of(case)  # its lanes are warmed up by all ranks
+    with quiet():
+        if isinstance(case, BucketRun):
+            # What is new to the ranks is compared with nothing under way: an order of its own.
+            run_case(case, fused=True)
+        with device.recording() as recording:
+            together = run_case(case, fused=True)
+        at_rest_or_raise(case)
+        found, alone = [], None
+        try:
+            with device.replaying(recording, seed=zlib.crc32(repr((case, rank)).encode())):
+                alone = run_case(case, fused=True)
+        except ReplayError as error:
+            found.append(str(error))
+        at_rest_or_raise(case)
+        plain = run_case(case, fused=False)
+    found += [f"together, {line}" for line in differences(together, plain)]
+    if alone is not None:
+        found += [f"alone, {line}" for line in differences(alone, plain)]
+    return found

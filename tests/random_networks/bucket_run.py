@@ -1,0 +1,70 @@
+"""Runs buckets on one rank, fused or plain."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from commfuse_npu.ops import BucketOptions, Buckets
+from commfuse_npu.reference import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from tests.random_networks.case import Bucket, BucketRun
+from tests.random_networks.transports import transport_of
+from tests.random_networks.values import Found, drawn
+
+__all__ = ["run_buckets"]
+
+
+def _wide(case: BucketRun, bucket: Bucket) -> torch.dtype | None:
+    return torch.float32 if case.wide and bucket.dtype != torch.float64 else None
+
+
+def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
+    bucket = case.buckets[place]
+    elements = case.size * bucket.elements
+    return drawn(case.seed, f"bucket {place} {rank}", (elements,), bucket.dtype)
+
+
+def run_buckets(case: BucketRun, fused: bool) -> Found:
+    """All buckets, started in order; the fused ones are waited for in another order per rank."""
+    link = transport_of(case)
+    tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
+    found: Found = {}
+    if fused:
+        waits = []
+        for bucket, tensor in zip(case.buckets, tensors, strict=True):
+            options = BucketOptions(
+                case.schedule, _wide(case, bucket), case.scratch_bytes, case.last_first
+            )
+            buckets = Buckets(link, options)
+            if bucket.gather:
+                waits.append(buckets.all_gather(tensor))
+            else:
+                waits.append(
+                    buckets.reduce_scatter(tensor, average=bucket.average, scale=bucket.scale)
+                )
+        order = list(range(len(waits)))
+        random.Random(f"{case.seed} {link.rank}").shuffle(order)
+        for place in order:
+            bucket, tensor = case.buckets[place], tensors[place]
+            if bucket.gather and bucket.first_rows:
+                waits[place].wait_rows(0, bucket.first_rows)
+                found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
+            waits[place].wait()
+            if not waits[place].is_completed():
+                raise AssertionError(f"bucket {place} is not completed after its wait")
+    else:
+        for place, (bucket, tensor) in enumerate(zip(case.buckets, tensors, strict=True)):
+            if bucket.gather:
+                plain_all_gather_bucket(tensor, group=link.group)
+                if bucket.first_rows:
+                    found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
+            else:
+                plain_reduce_scatter_bucket(
+                    tensor,
+                    group=link.group,
+                    average=bucket.average,
+                    scale=bucket.scale,
+                    reduce_dtype=_wide(case, bucket),
+                )
+    return found | {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}

@@ -1,0 +1,186 @@
+"""A case: everything about one random call of the ops, printed as the Python that makes it again.
+
+A case holds numbers and options only; each rank draws its tensors from the seed.  Values are whole
+numbers small enough that every sum is exact, in whatever order it is added: results of the fused
+and the plain form have to be equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import Literal
+
+import torch
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.rules import Wgrad
+from commfuse_npu.runtime.agreement import Check
+
+__all__ = [
+    "ATTENTION",
+    "FROM_SHARD",
+    "FROM_WHOLE",
+    "HEAD_FEATURES",
+    "LANES",
+    "Bucket",
+    "BucketRun",
+    "Case",
+    "Layer",
+    "Layout",
+    "Network",
+]
+
+Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
+"""How a tensor lies in memory.  ``expanded``: one row for all, as the gradient of a sum arrives."""
+
+Recompute = Literal["no", "reentrant", "non_reentrant"]
+
+FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
+"""Ops that may come where a rank holds some rows of the sequence."""
+
+ATTENTION = (
+    "attention_linear_reduce_scatter",
+    "attention_all_to_all",
+    "attention_all_to_all_linear",
+)
+FROM_WHOLE = (
+    "linear_reduce_scatter",
+    "all_to_all_linear",
+    *ATTENTION,
+    "linear_all_reduce",
+    "sharded_linear",
+)
+"""Ops that may come where a rank holds all rows."""
+
+LANES = 4
+"""Lanes that the ranks have; a case uses some of them."""
+
+HEAD_FEATURES = 16
+"""Of an attention head: rows of all heads are multiples of 64 bytes, see the ops' exactness."""
+
+
+class _Printed:
+    """Printed as the expression that makes it again, without what is left at its default."""
+
+    def __repr__(self) -> str:
+        return python_of(self)
+
+
+def python_of(value: object) -> str:
+    """The expression that makes ``value`` again."""
+    if hasattr(value, "__dataclass_fields__"):
+        # A field without a default is always said.
+        said = [
+            f"{field.name}={python_of(getattr(value, field.name))}"
+            for field in fields(value)  # type: ignore[arg-type]
+            if field.default is MISSING or getattr(value, field.name) != field.default
+        ]
+        return f"{type(value).__name__}({', '.join(said)})"
+    if isinstance(value, tuple):
+        inner = ", ".join(python_of(item) for item in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    return repr(value)
+
+
+@dataclass(frozen=True, repr=False)
+class Layer(_Printed):
+    """One call of an op.
+
+    Attributes:
+        op: name of the fused op.
+        inputs, outputs: features of this rank; attention has ``queries`` and ``keys`` instead of
+            inputs.
+        bias: without it, a bias that is frozen, or one with a gradient.
+        wide: ``reduce_dtype`` is fp32.
+        shared: of :func:`linear_all_to_all`: rows of the weight that two ranks in a row both get.
+        flag: Megatron's ``grad_added_to_main_grad``.
+        documents: tokens of each document of a causal attention, 0 for one per sample.
+    """
+
+    op: str
+    inputs: int = 1
+    outputs: int = 1
+    bias: Literal["no", "frozen", "trained"] = "no"
+    weight_grad: bool = True
+    x_layout: Layout = "plain"
+    weight_layout: Layout = "plain"
+    grad_layout: Layout = "plain"
+    schedule: Schedule = Schedule()
+    wgrad: Wgrad = "whole"
+    keep_gathered: bool = False
+    wide: bool = False
+    main_grad: torch.dtype | None = None
+    flag: bool = False
+    recompute: Recompute = "no"
+    average: bool = True
+    shared: int = 0
+    queries: int = 2
+    keys: int = 2
+    causal: bool = False
+    documents: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Network(_Printed):
+    """Layers in a chain, or side by side on one input, before one backward.
+
+    Attributes:
+        rows, batch: of one rank's shard of the sequence; ``[rows, features]`` without a batch.
+        uneven: rank r has r rows more; only ops whose ranks need not be alike.
+        branches: side by side.
+        micro_batches: that many forwards, then as many backwards.
+        last_first: the backward of the last micro-batch comes first.
+        lanes: of the transport.
+    """
+
+    size: int
+    layers: tuple[Layer, ...]
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    rows: int = 1
+    batch: int | None = None
+    uneven: bool = False
+    x_grad: bool = True
+    branches: bool = False
+    micro_batches: int = 1
+    last_first: bool = False
+    gradients: bool = True
+    lanes: int = LANES
+    batched: bool = False
+    check: Check = "first"
+
+
+@dataclass(frozen=True, repr=False)
+class Bucket(_Printed):
+    """One bucket of ``elements`` per rank.
+
+    Attributes:
+        gather: else its gradients are summed.
+        first_rows: how many elements are waited for before the rest, of a gathered bucket.
+    """
+
+    elements: int
+    gather: bool = False
+    dtype: torch.dtype = torch.float32
+    average: bool = False
+    scale: float = 1.0
+    first_rows: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class BucketRun(_Printed):
+    """Buckets, several under way, which every rank waits for in an order of its own."""
+
+    size: int
+    buckets: tuple[Bucket, ...]
+    seed: int = 0
+    schedule: Schedule = Schedule()
+    wide: bool = False
+    scratch_bytes: int = 1 << 20
+    last_first: bool = False
+    lanes: int = LANES
+    batched: bool = False
+    check: Check = "first"
+
+
+Case = Network | BucketRun

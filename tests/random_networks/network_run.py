@@ -1,0 +1,195 @@
+"""Runs a network of layers on one rank, fused or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from commfuse_npu import ops, reference
+from commfuse_npu.ops import Documents, LinearOptions, ShardedOptions
+from tests.random_networks.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
+from tests.random_networks.transports import transport_of
+from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
+
+__all__ = ["run_network"]
+
+_WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", "attention_all_to_all_linear")
+"""Ops whose weight is the same on every rank."""
+
+
+class _Call:
+    """One layer of a network: its parameters on this rank, and the op on them."""
+
+    def __init__(self, case: Network, place: int, fused: bool) -> None:
+        self.case, self.layer, self.name = case, case.layers[place], f"layer {place}"
+        self.link = transport_of(case)
+        self.weight, self.bias = self._parameters()
+        self.keywords = self._keywords(fused)
+        op = self.layer.op
+        self.op: Callable[..., torch.Tensor] = (
+            getattr(ops, op) if fused else getattr(reference, f"plain_{op}")
+        )
+
+    def _parameters(self) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:
+        layer, case, size = self.layer, self.case, self.link.size
+        if layer.op == "attention_all_to_all":
+            return None, None
+        inputs, outputs, features = layer.inputs, layer.outputs, layer.outputs
+        if layer.op in ATTENTION:
+            inputs = layer.queries * HEAD_FEATURES
+        if layer.op in ("all_to_all_linear", "attention_all_to_all_linear"):
+            inputs *= size
+        if layer.op == "linear_all_to_all":
+            outputs = features = size * layer.outputs + -(-size // 2) * layer.shared
+        whose = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
+        shape = (outputs, inputs)
+        weight = parameter_of(
+            drawn(case.seed, f"{self.name} weight {whose}", shape, case.dtype),
+            layer.weight_layout,
+            layer.weight_grad,
+        )
+        if layer.main_grad is not None:
+            start = drawn(case.seed, f"{self.name} main_grad", shape, layer.main_grad)
+            weight.main_grad = start  # type: ignore[attr-defined]
+            if layer.flag:
+                weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if layer.bias == "no":
+            return weight, None
+        # Whole on every rank of a sharded layer, the rank's own where outputs are split.
+        features = features * size if layer.op == "sharded_linear" else features
+        whose = self.link.rank if layer.op == "all_gather_linear" else 0
+        bias = drawn(case.seed, f"{self.name} bias {whose}", (features,), case.dtype)
+        return weight, torch.nn.Parameter(bias, requires_grad=layer.bias == "trained")
+
+    def _keywords(self, fused: bool) -> dict[str, Any]:
+        layer, size = self.layer, self.link.size
+        wide = torch.float32 if layer.wide else None
+        keywords: dict[str, Any] = {}
+        if layer.op == "sharded_linear":
+            keywords["options"] = ShardedOptions(layer.schedule, wide, layer.average)
+        else:
+            keywords["options"] = LinearOptions(
+                layer.schedule,
+                layer.keep_gathered,
+                wide,
+                layer.wgrad,
+                layer.main_grad is not None,
+            )
+        if layer.op == "linear_all_to_all" and layer.shared:
+            # As key heads, of which there may be fewer than ranks.
+            keywords["rows"] = [
+                [
+                    slice(rank * layer.outputs, (rank + 1) * layer.outputs),
+                    slice(start, start + layer.shared),
+                ]
+                for rank in range(size)
+                for start in [size * layer.outputs + rank // 2 * layer.shared]
+            ]
+        if layer.op in ATTENTION:
+            keywords["causal"] = layer.causal
+        if fused:
+            return keywords | {"transport": self.link}
+        if layer.op in ATTENTION:
+            # Softmax rounds: the promise is the bits of the plain form with the same blocks.
+            empty = self.case.rows == 0 or self.case.batch == 0
+            keywords["same_blocks"] = size > 1 and not empty
+        return keywords | {"group": self.link.group}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer.op not in ATTENTION:
+            return self.op(x, self.weight, self.bias, **self.keywords)
+        keywords = self.keywords
+        if self.layer.documents:
+            keywords = keywords | {"documents": _packed(self.layer.documents, x)}
+        heads = x.unflatten(-1, (-1, HEAD_FEATURES))
+        parts = heads.split([self.layer.queries, self.layer.keys, self.layer.keys], 2)
+        if self.weight is None:
+            return self.op(*parts, **keywords)
+        return self.op(*parts, self.weight, self.bias, **keywords)
+
+    def recomputed(self, x: torch.Tensor) -> torch.Tensor:
+        """With the recomputation that the layer asks for."""
+        if self.layer.recompute == "no":
+            return self(x)
+        y: torch.Tensor = checkpoint(self, x, use_reentrant=self.layer.recompute == "reentrant")
+        return y
+
+    def gradients(self) -> Found:
+        """What the backward left at the parameters."""
+        found: Found = {}
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is None:
+                continue
+            found[f"{self.name} {name}.grad"] = parameter.grad
+        if self.layer.main_grad is not None and self.weight is not None:
+            found[f"{self.name} main_grad"] = getattr(self.weight, "main_grad")  # noqa: B009
+            if self.layer.flag:
+                # Its contents are undefined; Megatron asks for the shape only.
+                grad = self.weight.grad
+                found[f"{self.name} weight.grad"] = (
+                    None if grad is None else grad.new_zeros(grad.shape)
+                )
+                added = getattr(self.weight, "grad_added_to_main_grad")  # noqa: B009
+                found[f"{self.name} flag"] = torch.tensor(added)
+        return found
+
+
+def _packed(length: int, x: torch.Tensor) -> Documents:
+    """Documents of one length, which the ends of samples cut."""
+    rows, batch = x.shape[:2]
+    ends = [*range(length, rows, length), rows]
+    return Documents([b * rows + end for b in range(batch) for end in ends], rows, batch)
+
+
+def _input(case: Network, number: int, rank: int) -> torch.Tensor:
+    rows = case.rows + (rank if case.uneven else 0)
+    if case.layers[0].op not in FROM_SHARD:
+        rows *= case.size
+    leading = (rows,) if case.batch is None else (rows, case.batch)
+    x = drawn(case.seed, f"x {number} {rank}", (*leading, case.layers[0].inputs), case.dtype)
+    return x.requires_grad_(case.x_grad)
+
+
+def run_network(case: Network, fused: bool) -> Found:
+    """Forward and backward of every micro-batch: outputs and gradients, of every layer."""
+    calls = [_Call(case, place, fused) for place in range(len(case.layers))]
+    found: Found = {}
+    open_: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    rank = calls[0].link.rank
+    inputs: list[torch.Tensor] = []
+
+    def forward(number: int) -> list[torch.Tensor]:
+        x = _input(case, number, rank)
+        inputs.append(x)
+        ends = []
+        for call in calls:
+            name = f"micro-batch {number}, {call.name}"
+            layer = call.layer
+            fitted = fitting(x, layer.inputs, layer.x_layout, found, f"{name} x.grad")
+            y = arriving(call.recomputed(fitted), layer.grad_layout)
+            found[f"{name} y"] = y.detach().clone()
+            if case.branches:
+                ends.append(y)
+            else:
+                x, ends = y, [y]
+        return ends
+
+    with torch.set_grad_enabled(case.gradients):
+        for number in range(case.micro_batches):
+            ends = [y for y in forward(number) if y.requires_grad]
+            grads = [
+                drawn(case.seed, f"gradient {number} {place} {rank}", tuple(y.shape), y.dtype)
+                for place, y in enumerate(ends)
+            ]
+            open_.append((ends, grads))
+    for ends, grads in reversed(open_) if case.last_first else open_:
+        if ends:
+            torch.autograd.backward(ends, grads)
+    for number, x in enumerate(inputs):
+        found[f"micro-batch {number} x.grad"] = x.grad
+    for call in calls:
+        found |= call.gradients()
+    return found

@@ -1,0 +1,189 @@
+"""Random cases: what hypothesis draws, and how it makes a failing one smaller.
+
+What comes first in a choice is what a failure shrinks to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from commfuse_npu.plan import Schedule
+from tests.random_networks.case import (
+    ATTENTION,
+    FROM_SHARD,
+    FROM_WHOLE,
+    HEAD_FEATURES,
+    LANES,
+    Bucket,
+    BucketRun,
+    Case,
+    Layer,
+    Layout,
+    Network,
+)
+
+__all__ = ["cases"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LAYOUTS: tuple[Layout, ...] = ("plain", "transposed", "sliced", "offset")
+_OPS = tuple(dict.fromkeys((*FROM_SHARD, *FROM_WHOLE)))
+_EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8}
+"""Whole numbers up to here have every value between."""
+
+
+def cases(size: int) -> st.SearchStrategy[Case]:
+    """Cases for a group of ``size`` ranks; one in ten is of buckets, as many begin with each op."""
+    kinds = [_networks(size, op) for op in _OPS]
+    return st.one_of(*kinds, _bucket_runs(size))
+
+
+def _often(common: bool = False) -> st.SearchStrategy[bool]:
+    """``common`` three times of four."""
+    return st.sampled_from((common, common, common, not common))
+
+
+@st.composite
+def _schedules(draw: st.DrawFn, size: int, lanes: int) -> Schedule:
+    shape = draw(st.sampled_from(("shifted", "two_level")))
+    schedule = Schedule(
+        lanes=draw(st.integers(1, lanes)),
+        chunks=draw(st.one_of(st.integers(1, 3), st.integers(1, 8))),
+        taper=draw(st.sampled_from((1.0, 1.0, 1.5, 2.0, 8.0, 0.5))),
+    )
+    if shape == "two_level":
+        nodes = [n for n in range(1, size + 1) if size % n == 0]
+        return replace(schedule, shape="two_level", node_size=draw(st.sampled_from(nodes)))
+    if draw(_often()):
+        costs = draw(st.tuples(*[st.integers(0, 3)] * size))
+        return replace(schedule, costs=tuple(float(cost) for cost in costs))
+    return schedule
+
+
+@st.composite
+def _layers(draw: st.DrawFn, op: str, size: int, lanes: int, dtype: torch.dtype) -> Layer:
+    layer = Layer(
+        op,
+        inputs=draw(st.integers(1, 12)),
+        outputs=draw(st.integers(1, 12)),
+        schedule=draw(_schedules(size, lanes)),
+        x_layout=draw(st.sampled_from(_LAYOUTS)),
+        grad_layout=draw(st.sampled_from((*_LAYOUTS, "expanded"))),
+        recompute=draw(st.sampled_from(("no", "no", "reentrant", "non_reentrant"))),
+    )
+    if op in ATTENTION:
+        keys = draw(st.sampled_from((1, 2)))
+        layer = replace(
+            layer,
+            inputs=(2 + 2 * keys) * HEAD_FEATURES,
+            outputs=draw(st.sampled_from((32, 64))),
+            keys=keys,
+            causal=draw(st.booleans()),
+        )
+        if layer.causal and draw(_often()):
+            layer = replace(layer, documents=draw(st.integers(1, 40)))
+        if op == "attention_linear_reduce_scatter" and layer.schedule.shape == "two_level":
+            # Partials of attention round, and nodes have an order of additions of their own.
+            layer = replace(layer, schedule=replace(layer.schedule, node_size=size))
+    if op == "attention_all_to_all":
+        return layer
+    layer = replace(
+        layer,
+        bias=draw(st.sampled_from(("no", "trained", "frozen"))),
+        weight_grad=draw(_often(True)),
+        weight_layout=draw(st.sampled_from(_LAYOUTS)),
+    )
+    if dtype != torch.float32:
+        layer = replace(layer, wide=draw(st.booleans()))
+    if op == "sharded_linear":
+        return replace(layer, average=draw(st.booleans()))
+    layer = replace(layer, wgrad=draw(st.sampled_from(("whole", "blocks"))))
+    if op == "all_gather_linear":
+        layer = replace(layer, keep_gathered=draw(st.booleans()))
+    if op == "linear_all_to_all":
+        layer = replace(layer, shared=draw(st.integers(0, 2)))
+    if layer.weight_grad and draw(_often()):
+        main_grad = draw(st.sampled_from(_DTYPES))
+        layer = replace(layer, main_grad=main_grad, flag=draw(st.booleans()))
+    return layer
+
+
+def _is_whole(whole: bool, layer: Layer) -> bool:
+    """Whether a rank holds all rows after a layer."""
+    if layer.op in ("linear_all_reduce", "sharded_linear"):
+        return whole
+    return layer.op in FROM_SHARD
+
+
+@st.composite
+def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
+    dtype = draw(st.sampled_from(_DTYPES))
+    lanes = draw(st.integers(1, LANES))
+    whole = first not in FROM_SHARD
+    branches = draw(_often())
+    layers = [draw(_layers(first, size, lanes, dtype))]
+    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 2)))):
+        if not branches:
+            whole = _is_whole(whole, layers[-1])
+        op = draw(st.sampled_from(FROM_WHOLE if whole else FROM_SHARD))
+        layers.append(draw(_layers(op, size, lanes, dtype)))
+    rows = draw(st.one_of(st.integers(1, 6), st.integers(1, 40), st.sampled_from((48, 64))))
+    batch = draw(st.sampled_from((None, 1, 2, 3)))
+    if draw(st.integers(0, 19)) == 19:
+        rows, batch = draw(st.sampled_from(((0, batch), (rows, 0))))
+    if batch is None and any(layer.op in ATTENTION for layer in layers):
+        batch = 1
+    micro_batches = draw(st.sampled_from((1, 1, 2)))
+    # A weight gradient adds one number per row; rows of the weight that two ranks share, two.
+    allowed = min(_EXACT[of] for layer in layers for of in (dtype, layer.main_grad or dtype)) // (
+        4 * size * micro_batches * max(1, batch or 1)
+    )
+    return Network(
+        size,
+        tuple(layers),
+        seed=draw(st.integers(0, 1 << 16)),
+        dtype=dtype,
+        rows=min(rows, allowed),
+        batch=batch,
+        uneven=all(layer.op == "sharded_linear" for layer in layers) and draw(st.booleans()),
+        x_grad=draw(_often(True)),
+        branches=branches,
+        micro_batches=micro_batches,
+        last_first=draw(st.booleans()),
+        gradients=draw(st.sampled_from((*[True] * 9, False))),
+        lanes=lanes,
+        batched=draw(st.booleans()),
+        check=draw(st.sampled_from(("first", "first", "first", "always"))),
+    )
+
+
+@st.composite
+def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
+    lanes = draw(st.integers(1, LANES))
+    wide = draw(_often())
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    buckets = []
+    for _ in range(draw(st.integers(1, 5))):
+        elements = draw(st.one_of(st.integers(0, 9), st.integers(0, 200)))
+        gather = draw(st.booleans())
+        if gather:
+            dtype = draw(st.sampled_from((*dtypes, torch.int64)))
+            first_rows = draw(st.integers(0, elements * size))
+            buckets.append(Bucket(elements, gather, dtype, first_rows=first_rows))
+        else:
+            average, scale = draw(st.booleans()), draw(st.sampled_from((1.0, 0.5, 2.0)))
+            buckets.append(Bucket(elements, gather, draw(st.sampled_from(dtypes)), average, scale))
+    return BucketRun(
+        size,
+        tuple(buckets),
+        seed=draw(st.integers(0, 1 << 16)),
+        schedule=draw(_schedules(size, lanes)),
+        wide=wide,
+        scratch_bytes=draw(st.sampled_from((1 << 20, 0, 100))),
+        last_first=draw(st.booleans()),
+        lanes=lanes,
+        batched=draw(st.booleans()),
+        check=draw(st.sampled_from(("first", "first", "first", "always"))),
+    )

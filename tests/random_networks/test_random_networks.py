@@ -1,0 +1,38 @@
+"""Random cases: the same in every run, more with ``--random-cases``, and those that once failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from commfuse_npu.plan import Schedule
+from tests.random_networks.campaign import failure_of
+from tests.random_networks.case import Case, Layer, Network
+
+MORE = ((1, 40), (2, 180), (3, 50), (4, 30))
+FOUND: dict[str, Case] = {
+    "partials of tapered chunks were overwritten": Network(
+        size=4,
+        layers=(
+            Layer(
+                op="linear_reduce_scatter",
+                schedule=Schedule(lanes=1, chunks=3, taper=1.5),
+            ),
+        ),
+        rows=3,
+        lanes=1,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"), [(2, 40), *(pytest.param(*of, marks=pytest.mark.long) for of in MORE)]
+)
+def test_fused_is_plain(random_cases, size: int, cases: int) -> None:
+    random_cases(size, cases, seed=2604 + cases)
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_it_does_not_fail_any_more(ranks, fault: str) -> None:
+    case = FOUND[fault]
+    failure = failure_of(ranks(case.size), case)
+    assert not failure, failure

@@ -1,0 +1,97 @@
+"""Tensors of whole numbers, and how they lie in memory.
+
+Between two layers everything is brought back to -1, 0 and 1, forward and backward, so that no sum
+grows beyond what its dtype holds exactly, however many layers there are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+from tests.random_networks.case import Layout
+
+__all__ = ["Found", "arriving", "drawn", "fitting", "laid_out", "parameter_of"]
+
+Found = dict[str, torch.Tensor | None]
+"""What came out of a run, by name."""
+
+
+def drawn(seed: int, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """-1, 0 or 1, the same wherever seed and name are the same."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {what}".encode()))
+    return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+
+
+def laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The same numbers (but for ``expanded``) in other memory."""
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan)
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    if layout == "offset":
+        flat = x.new_full((x.numel() + 1,), torch.nan)
+        flat[1:] = x.reshape(-1)
+        return flat[1:].view(x.shape)
+    if layout == "expanded":
+        return x[:1].contiguous().expand_as(x)
+    return x.contiguous()
+
+
+def parameter_of(x: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.nn.Parameter:
+    return torch.nn.Parameter(laid_out(x, layout), requires_grad=requires_grad)
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return x.round().clamp(-1, 1)
+
+
+def _places(features: int, inputs: int) -> torch.Tensor:
+    return torch.arange(inputs) % max(1, features)
+
+
+class _Fit(torch.autograd.Function):
+    """The front of a layer: small numbers, as many features as it wants, in its layout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, inputs: int, layout: Layout, found: Found, name: str
+    ) -> torch.Tensor:
+        ctx.features, ctx.found, ctx.name = x.shape[-1], found, name
+        return laid_out(_small(x)[..., _places(x.shape[-1], inputs)], layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.found[ctx.name] = grad.clone()
+        out = grad.new_zeros((*grad.shape[:-1], ctx.features))
+        out.index_add_(-1, _places(ctx.features, grad.shape[-1]), _small(grad))
+        return _small(out), None, None, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    """The back of a layer: its gradient arrives in small numbers, in the wanted layout."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout = layout
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return laid_out(_small(grad), ctx.layout), None
+
+
+def fitting(x: torch.Tensor, inputs: int, layout: Layout, found: Found, name: str) -> torch.Tensor:
+    """``x`` for a layer of so many inputs; the gradient that comes back is kept in ``found``."""
+    fitted: torch.Tensor = _Fit.apply(x, inputs, layout, found, name)
+    return fitted
+
+
+def arriving(y: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """``y``, whose gradient will have this layout."""
+    out: torch.Tensor = _Arrive.apply(y, layout)
+    return out
