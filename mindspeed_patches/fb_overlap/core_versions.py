@@ -28,6 +28,7 @@ _EXCLUDED = {
     "cpu_offloading": _ONE_AT_A_TIME,
     "fine_grained_activation_offloading": _ONE_AT_A_TIME,
     "tp_comm_overlap": "its transfers are inside TransformerEngine, in one buffer for all layers",
+    "symmetric_ar_type": "its transfers are inside TransformerEngine, in memory that ranks share",
 }
 """Attributes of a model's config."""
 _SCALES = "TransformerEngine keeps its scales, and whether they are in use, for the whole job"

@@ -297,6 +297,7 @@ NAMED = {
     "cpu_offloading": True,
     "fine_grained_activation_offloading": True,
     "tp_comm_overlap": True,
+    "symmetric_ar_type": "one_shot",
 }
 
 
