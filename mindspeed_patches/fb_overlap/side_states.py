@@ -29,8 +29,8 @@ GLOBALS = {
         *("_ACTUAL_SEQ_LEN_LIST", "_MTP_POSITION_ID", "_MTP_BATCH_LIST"),
     ),
 }
-"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs, lengths
-and positions of packed documents."""
+"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs, and
+lengths and positions of packed documents."""
 
 _NAME_IN_FORCE = "_current_state_name"
 
