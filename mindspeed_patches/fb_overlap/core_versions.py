@@ -28,11 +28,9 @@ _EXCLUDED = {
     "cpu_offloading": _ONE_AT_A_TIME,
     "fine_grained_activation_offloading": _ONE_AT_A_TIME,
     "tp_comm_overlap": "its transfers are inside TransformerEngine, in one buffer for all layers",
+    "symmetric_ar_type": "its transfers are inside TransformerEngine, in memory that ranks share",
 }
 """Attributes of a model's config."""
-_SCALES = "TransformerEngine keeps its scales, and whether they are in use, for the whole job"
-_IN_TRANSFORMER_ENGINE = {"fp8": _SCALES, "fp4": _SCALES}
-"""The same, if the model has layers of TransformerEngine."""
 _HIDDEN = {
     "tp": "tensor_model_parallel",
     "cp": "context_parallel",
@@ -105,13 +103,12 @@ def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: An
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    excluded = dict(_EXCLUDED)
-    if any(_of_transformer_engine(type(layer)) for layer in _modules(models)):
-        excluded |= _IN_TRANSFORMER_ENGINE
-    for name, why in excluded.items():
-        value = getattr(config, name, None)
-        if value and value != "none":
+    for name, why in _EXCLUDED.items():
+        if getattr(config, name, None) not in (None, False, "none"):
             return f"{name}: {why}"
+    for name in ("fp8", "fp4"):
+        if getattr(config, name, None) and any(map(_of_transformer_engine, _kinds(models))):
+            return f"{name}: TransformerEngine keeps its scales for the whole job"
     tracker: Any = get_cuda_rng_tracker()
     if _of_transformer_engine(type(tracker)) or getattr(tracker, "use_cudagraphable_rng", False):
         return "random states are those of CUDA graphs (te_rng_tracker), which cannot be swapped"
@@ -128,9 +125,9 @@ def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: An
     return None
 
 
-def _modules(models: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+def _kinds(models: Sequence[torch.nn.Module]) -> Iterator[type]:
     for model in models:
-        yield from model.modules()
+        yield from map(type, model.modules())
 
 
 def _of_transformer_engine(kind: type) -> bool:

@@ -22,15 +22,15 @@ __all__ = ["GLOBALS", "dispatchers", "scratch_of_each_side", "side_states"]
 
 GLOBALS = {
     "megatron.core.parallel_state": ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",),
+    "megatron.core.tensor_parallel.random": ("IS_CHECKPOINTING",),
     "mindspeed.utils": ("_ACTUAL_SEQ_LEN", "_POSITION_IDS", "_KV_INDEX", "_Q_INDEX"),
     "mindspeed.core.context_parallel.get_batch_utils": ("_ACTUAL_SEQ_LEN", "_POSITION_IDS"),
     "mindspeed_llm.training.utils": (
         *("_ACTUAL_SEQ_LEN_LIST", "_MTP_POSITION_ID", "_MTP_BATCH_LIST"),
     ),
 }
-"""Globals of modules, where a version has them: the virtual stage, lengths and positions of packed
-documents."""
-
+"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs, and
+lengths and positions of packed documents."""
 
 _NAME_IN_FORCE = "_current_state_name"
 

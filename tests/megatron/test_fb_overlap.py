@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
+from mindspeed_patches.fb_overlap.core_versions import obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
 from tests.megatron.in_ranks import megatron
@@ -284,3 +286,55 @@ def test_the_first_step_tells_memory_and_order(ranks: Any) -> None:
         r"\d of 1; estimated from the first step \d+\.\d ms",
         said,
     )
+
+
+NAMED = {
+    "overlap_moe_expert_parallel_comm": True,
+    "delay_wgrad_compute": True,
+    "hybrid_context_parallel": True,
+    "enable_cuda_graph": True,
+    "cuda_graph_impl": "local",
+    "cpu_offloading": True,
+    "fine_grained_activation_offloading": True,
+    "tp_comm_overlap": True,
+    "symmetric_ar_type": "one_shot",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_settings_that_exclude_it_are_named(name: str) -> None:
+    assert str(obstacle({}, [], SimpleNamespace(**{name: NAMED[name]}))).startswith(f"{name}: ")
+    off = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none", "fp8": "hybrid"}
+    assert obstacle({}, [], SimpleNamespace(**off)) is None
+
+
+class TransformerEngines(torch.nn.Linear):
+    __module__ = "transformer_engine.pytorch"
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_low_precision_of_transformer_engine_is_named(name: str) -> None:
+    model = torch.nn.Sequential(TransformerEngines(1, 1))
+    assert obstacle({}, [model], SimpleNamespace()) is None
+    found = obstacle({}, [model], SimpleNamespace(**{name: "hybrid"}))
+    assert str(found).startswith(f"{name}: ")
+
+
+def of_pipelines(rank: int, case: Case) -> str | None:
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import TransformerConfig
+
+    with layout(case):
+        config = TransformerConfig(num_layers=4, hidden_size=HIDDEN, num_attention_heads=2)
+        config.microbatch_group_size_per_vp_stage = case.stages
+        models = [Chunk(config, number, case) for number in range(case.chunks)]
+        step = {"model": models, "num_microbatches": case.microbatches}
+        return Overlapping()._obstacle(schedules.get_forward_backward_func(), step)
+
+
+def test_pipelines_that_cannot_be_overlapped_are_named(ranks: Any) -> None:
+    plain = ranks(2).run(of_pipelines, Case(stages=2))
+    assert all("up to 3 micro-batches" in one and "plain_pipelines=True" in one for one in plain)
+    odd = ranks(2).run(of_pipelines, Case(stages=2, chunks=2, microbatches=5))
+    assert all("5 micro-batches are not a multiple of the 2 stages" in one for one in odd)
+    assert ranks(2).run(of_pipelines, Case(stages=2, chunks=2)) == [None, None]

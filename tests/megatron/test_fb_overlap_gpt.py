@@ -263,7 +263,13 @@ class Stream(Event):
     def wait_stream(self, other: Stream) -> None: ...
 
 
+def to_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
+
+
 def in_layout(training: Training, work: Callable[[], Any]) -> Any:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
     sizes = {
         "pipeline_model_parallel_size": training.stages,
         "virtual_pipeline_model_parallel_size": training.chunks if training.chunks > 1 else None,
@@ -278,6 +284,12 @@ def in_layout(training: Training, work: Callable[[], Any]) -> Any:
             "stream": lambda _: nullcontext(),
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        # They only copy what is on a GPU.
+        stack.enter_context(
+            mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
+        )
+        # Core 0.16 asks for it without having tried to import it, if there is no TransformerEngine.
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(megatron(training.tensor, **sizes))
         stack.enter_context(cuda_means_cpu())
         return work()
