@@ -14,9 +14,8 @@ from commfuse_npu.tools.measure.layer import RATIO
 from commfuse_npu.tools.measure.steps import STEPS
 from commfuse_npu.tools.measure.trainings import Training
 from commfuse_npu.tools.measure.verdict import iterations, picture, table, verdict
-from commfuse_npu.tools.report.charts import Bar, Line, Picture, bars, lines
+from commfuse_npu.tools.report.charts import Bar, Line, Picture, Table, bars, lines
 from commfuse_npu.tools.report.page import Section, environment, write_page
-from commfuse_npu.tools.report.table import Table
 from commfuse_npu.tools.simulate.hardware import Figure, Hardware
 
 __all__ = ["Shown", "compared", "measured_page", "verdict_lines"]

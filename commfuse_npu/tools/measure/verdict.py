@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from commfuse_npu.tools.measure.figures import Range, quartiles
 from commfuse_npu.tools.measure.trainings import Training
-from commfuse_npu.tools.report.charts import Bar, Picture, bars
-from commfuse_npu.tools.report.table import Table
+from commfuse_npu.tools.report.charts import Bar, Picture, Table, bars
 
 __all__ = ["WARM_UP", "iterations", "picture", "table", "verdict"]
 
