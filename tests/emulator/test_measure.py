@@ -20,9 +20,6 @@ def questions(rank: int, size: int) -> None:
     worker.beside(16, 8, 8, 64, 2)
     for lanes in range(1, size):
         worker.lanes(64, lanes, 2)
-        worker.pipelines(64, lanes, 2)
-    for lanes, grouped in ((size - 1, False), (1, False), (1, True)):
-        worker.batches(64, lanes, 2, grouped=grouped)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
