@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commfuse_npu.tools.measure.exchange import Exchange
 
 from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.measure import worker
-from commfuse_npu.tools.measure.worker import Worker
+from commfuse_npu.tools.measure.worker import Exchange, Worker
 from tests.limits import PATIENT
 
 
