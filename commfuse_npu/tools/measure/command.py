@@ -238,7 +238,7 @@ class _Run:
             return
         rows: list[tuple[str, str, str, str]] = []
         said = list(verdict(trainings, options.device))
-        said += [f"Two layers: {line}" for line in stored[LAYER].get("said", ())]
+        said += [f"Two layers: {line}" for line in stored.get(LAYER, {}).get("said", ())]
         if measured:
             path = folder.path / "measured.yaml"
             device = facts.get("device name", options.device)
