@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from commfuse_npu.tools.measure.training_log import BASELINE
+from commfuse_npu.tools.measure.trainings import BASELINE
 from mindspeed_patches.feature import CommFuseFeature
 
 __all__ = ["files", "main"]

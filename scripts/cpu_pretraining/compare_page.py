@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commfuse_npu.tools.report.charts import Bar, Line, Picture, bars, lines
+from commfuse_npu.tools.report.charts import Bar, Line, Picture, Table, bars, lines
 from commfuse_npu.tools.report.page import Section, environment, write_page
-from commfuse_npu.tools.report.table import Table
 
 from .training import Outcome
 

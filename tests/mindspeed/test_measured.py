@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.measure.training_log import TrainingLog
+from commfuse_npu.tools.measure.trainings import TrainingLog
 from mindspeed_patches.rehearsal.run import worker_environment
 from mindspeed_patches.rehearsal.stack import find_stack
 from tests.mindspeed.test_rehearsals import (
@@ -96,7 +96,7 @@ def test_forms_of_one_arithmetic_have_the_same_bits(measured: tuple[Path, str]) 
     assert weights[0] is not None
     assert len(set(weights)) == 1
     assert logs["flow"].weights != weights[0]
-    assert "The same weights, bit for bit, after 10 iterations: Megatron's order;" in printed
+    assert "The same weights, bit for bit: Megatron's order;" in printed
     assert "change from run to run" not in printed
 
 

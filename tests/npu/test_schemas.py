@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_npu.kernels import Piece
 from commfuse_npu.kernels import npu as kernels
-from commfuse_npu.tools.measure import grouped
 from tests.npu.operator_calls import operator_calls
 
 SOURCE = Path(kernels.__file__).read_text()
@@ -44,21 +42,6 @@ def check_calls(source: str) -> list[str]:
 def test_every_call_fits_its_schema(npu) -> None:
     checked = npu.run(check_calls, SOURCE)
     assert sorted(checked) == ["npu_fusion_attention", "npu_fusion_attention_grad"]
-
-
-def grouped_on_meta() -> list[tuple[int, ...]]:
-    """In the worker: shapes by torch_npu's meta kernel, as if the tensors were on an NPU."""
-    x, weight = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((64, 32), (32, 48)))
-    on_npu = SimpleNamespace(device=torch.device("npu"), chunk=x.chunk)
-    name, call = grouped.grouped_gemm(on_npu, weight, 4)
-    with _Recorded() as recorded:
-        shapes = [tuple(part.shape) for part in call()]
-    assert recorded.names == {name}
-    return shapes
-
-
-def test_the_grouped_gemm_that_is_measured(npu) -> None:
-    assert npu.run(grouped_on_meta) == [(16, 48)] * 4
 
 
 @pytest.mark.parametrize(

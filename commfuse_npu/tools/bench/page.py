@@ -12,8 +12,8 @@ from commfuse_npu.tools.bench.plot import pictures
 from commfuse_npu.tools.bench.report import COLUMNS, LEGEND, about, cells, setting_line
 from commfuse_npu.tools.bench.results import Result
 from commfuse_npu.tools.bench.standing import of_settings, shown, verdict
+from commfuse_npu.tools.report.charts import Table
 from commfuse_npu.tools.report.page import Section, environment, write_page
-from commfuse_npu.tools.report.table import Table
 
 __all__ = ["bench_page"]
 

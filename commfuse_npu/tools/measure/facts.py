@@ -14,25 +14,16 @@ _READ_BY = {
     "cuda": ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "CUDA_"),
     "cpu": ("GLOO_",),
 }
-"""How the variables begin that a device's backend reads, and what it runs on."""
+"""Prefixes of the variables that a device's backend reads."""
 
 
 def machine_facts(device: str, machine: Machine) -> dict[str, str]:
-    """By what they are of: on NPUs what the doctor looks at, elsewhere the variables that are set.
-
-    Of NPUs: torch, torch_npu, CANN, the driver, devices and their health, how many pairs are linked
-    in which way and each device's links, and the variables that HCCL and torch_npu read, with what
-    they take for one that is unset.
-    """
+    """Set variables of the device's backend; on NPUs also versions, devices, health and links."""
     facts = {}
     if device == "npu":
-        looked_at = (
-            *check_torch(machine),
-            check_cann(machine),
-            *check_devices(machine),
-            *check_variables(machine),
-        )
-        facts = {finding.what: finding.value for finding in looked_at}
+        findings = [*check_torch(machine), check_cann(machine)]
+        findings += [*check_devices(machine), *check_variables(machine)]
+        facts = {finding.what: finding.value for finding in findings}
         facts |= {f"links of {npu}": " ".join(kinds) for npu, kinds in topology(machine).items()}
-    of_backend = _READ_BY[device]
-    return facts | {k: v for k, v in machine.variables.items() if k.startswith(of_backend)}
+    prefixes = _READ_BY[device]
+    return facts | {k: v for k, v in machine.variables.items() if k.startswith(prefixes)}

@@ -30,12 +30,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+from commfuse_npu.tools.config_file import find_config, read_config
 from commfuse_npu.tools.simulate.machine import TILE
 
-__all__ = ["Measured", "Peaks", "Range", "figures", "quartiles"]
+__all__ = ["Measured", "Peaks", "Range", "description", "figures", "quartiles"]
 
 Measured = Mapping[str, Sequence[Mapping[str, Any]]]
 """By step: what was timed."""
@@ -85,10 +86,11 @@ def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
 
 
 def quartiles(values: Sequence[float]) -> Range:
-    """The lower quartile, the median and the upper quartile, of what is there."""
-    ordered, last = sorted(values), len(values) - 1
-    low, high = ordered[math.floor(last / 4)], ordered[math.ceil(3 * last / 4)]
-    return low, median(ordered), high
+    """The lower quartile, the median and the upper quartile."""
+    # Of one value Python before 3.13 makes none.
+    several = values if len(values) > 1 else [*values, *values]
+    low, middle, high = quantiles(several, n=4, method="inclusive")
+    return low, middle, high
 
 
 def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
@@ -252,3 +254,39 @@ def _seen(one: Mapping[str, Any]) -> float:
     """Operations of attention under the causal mask, two products."""
     rows, keys = one["queries"], one["keys"]
     return float(4 * one["heads"] * one["of"] * rows * (keys - (rows - 1) / 2))
+
+
+def description(
+    base: str, name: str, measured: Measured, facts: Mapping[str, Any], source: str
+) -> str:
+    """A description in yaml for ``simulate --hardware``.
+
+    Args:
+        base: the description in ``configs/hardware`` whose peaks and unmeasured figures hold.
+        name: of the machine.
+        facts: of the machine; where they are known ``device bytes``, and ``cube cores``, by which
+            the peak is another one than described.
+        source: where the figures are from; of each of them.
+    """
+    import yaml
+
+    content = read_config(find_config(base, "hardware"))
+    npu, inside = content["npu"], content["inside"]
+    cores = npu["cores"]["typical"]
+    known = (npu["cube_flops"], npu["hbm_bandwidth"], inside["rate"])
+    cube, memory, link = ((one["typical"] if cores else 0.0) for one in known)
+    peaks = Peaks(cores, cube, memory, link, switched=inside["topology"] == "switched")
+    found: dict[str, Range] = {}
+    if cores and (there := facts.get("cube cores")):
+        peaks = peaks._replace(cores=there, cube=peaks.cube * there / cores)
+        found = {"npu.cores": (there,) * 3, "npu.cube_flops": (peaks.cube,) * 3}
+    found |= figures(measured, peaks)
+    if (held := facts.get("device bytes")) is not None:
+        found["npu.hbm_bytes"] = (float(held),) * 3
+    for dotted, (low, typical, high) in found.items():
+        section, figure = dotted.split(".")
+        content[section][figure] = {
+            "low": low, "typical": typical, "high": high, "source": source
+        }  # fmt: skip
+    content["name"] = name
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))

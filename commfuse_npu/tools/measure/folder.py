@@ -1,27 +1,41 @@
-"""What was measured so far: a file per step, written whole when the step is over.
-
-So a run that is interrupted, killed or out of time leaves every step that it finished, and goes on
-with the others.
-"""
+"""A folder with a file per step, written when the step is over, so that a run can be resumed."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.runtime.whole_file import write_json
 
-__all__ = ["Folder", "FolderError"]
+__all__ = ["Deadline", "Folder", "FolderError"]
 
-_VERSION = 2
-_RUN = "run"
+_VERSION = 3
 
 
 class FolderError(ValueError):
-    """The folder cannot be gone on with, or begun in."""
+    """The folder cannot be resumed, or begun in."""
+
+
+class Deadline:
+    """No step starts after ``minutes``; one that runs is ended a tenth of them later."""
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = minutes
+        start = time.monotonic()
+        self._last, self._end = start + 60 * minutes, start + 66 * minutes
+
+    @property
+    def over(self) -> bool:
+        """Whether no step starts any more."""
+        return time.monotonic() > self._last
+
+    def limit(self, seconds: float) -> float:
+        """For a step that starts now and may take so many seconds; at least 1."""
+        return max(1.0, min(seconds, self._end - time.monotonic()))
 
 
 class Folder:
@@ -29,11 +43,11 @@ class Folder:
 
     Args:
         path: made if it is not there.
-        about: what has to be the same for a run to be gone on with.
-        resume: go on with what is there; else nothing may be there.
+        about: what has to be the same for a run to be resumed.
+        resume: use what is there; else it has to be empty.
 
     Raises:
-        FolderError: it holds another run, or one that is not to be gone on with.
+        FolderError: it holds another run, or one that is not to be resumed.
         OSError: it cannot be made.
     """
 
@@ -41,33 +55,29 @@ class Folder:
         self.path = path
         if path.exists() and not path.is_dir():
             raise FolderError(f"{path} is no folder; choose another with --folder")
-        stored = self._read(_RUN)
-        expected = {"measure": _VERSION, **about}
+        stored, expected = self._read("run"), {"measure": _VERSION, **about}
         if stored is None:
             if resume:
                 raise FolderError(
-                    f"{path} holds no run to go on with; leave --resume out, or give its folder "
-                    "with --folder"
+                    f"{path} holds no run to resume; leave --resume out, or give its folder with "
+                    "--folder"
                 )
             if path.exists() and any(path.iterdir()):
                 raise FolderError(f"{path} is not empty; choose a new folder with --folder")
             path.mkdir(parents=True, exist_ok=True)
-            write_json(self._file(_RUN), expected, indent=1)
-            return
-        if not resume:
+            write_json(self._file("run"), expected, indent=1)
+        elif not resume:
             raise FolderError(
-                f"{path} holds a run already; go on with it by --resume, or choose another folder "
-                "with --folder"
+                f"{path} holds a run; continue it with --resume, or choose another --folder"
             )
-        differing = [
+        elif differing := [
             f"{name} {stored.get(name)!r} there, {value!r} here"
             for name, value in expected.items()
             if stored.get(name) != value
-        ]
-        if differing:
+        ]:
             raise FolderError(
-                f"{path} holds another run: {'; '.join(differing)}; choose another folder with "
-                "--folder, or the options of that run"
+                f"{path} holds another run: {'; '.join(differing)}; choose another --folder, or "
+                "the options of that run"
             )
 
     def keep(self, step: str, content: Mapping[str, Any]) -> None:
@@ -80,16 +90,16 @@ class Folder:
             write_json(self._file(step), content, indent=1)
         except OSError as error:
             raise FolderError(
-                f"{self._file(step)}: {error.strerror or error}; make room, or take another "
-                "--folder"
+                f"{self._file(step)}: {error.strerror or error}; free some space, or choose "
+                "another --folder"
             ) from error
 
     def kept(self, step: str) -> dict[str, Any] | None:
-        """What a step wrote; ``None`` if it is not there, or damaged, which is said."""
+        """What a step wrote; ``None`` if it is not there, or damaged, with a warning."""
         try:
             return self._read(step)
         except FolderError as error:
-            print(f"{error}, or it is written anew when {step} is over", file=sys.stderr)
+            print(f"{error}; {step} is measured again", file=sys.stderr)
             return None
 
     def _file(self, step: str) -> Path:
@@ -99,10 +109,10 @@ class Folder:
         path = self._file(step)
         try:
             content = json.loads(path.read_text("utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError("not an object")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise FolderError(f"{path} cannot be read: {error}; remove it") from error
-        if not isinstance(content, dict):
-            raise FolderError(f"{path} is no file of a measurement; remove it")
         return content

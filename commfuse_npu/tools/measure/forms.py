@@ -12,8 +12,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
@@ -33,16 +33,8 @@ ITERATIONS = 10
 _PROJECT = Path(__file__).resolve().parents[3]
 
 
-@dataclass(frozen=True)
-class Form:
-    """A form of the launch.
-
-    Attributes:
-        name: of its files.
-        title: for people.
-        flags: with which a launch is in this form; none for what is launched without any.
-        ours: whether it is CommFuse's.
-    """
+class Form(NamedTuple):
+    """A form of the launch: the name of its files, a title, its flags, whether it is CommFuse's."""
 
     name: str
     title: str
@@ -72,24 +64,20 @@ _ON_CPU = {
 """Of the CPU pretraining: there are neither CoC nor MC2."""
 
 
-@dataclass(frozen=True)
-class Launches:
-    """What is started, by the name of its form.
+class Launches(NamedTuple):
+    """What is started: commands by the name of their form, where, with which environment.
 
-    Attributes:
-        commands: programs and arguments.
-        folder: where they are started.
-        environment: of them.
-        notes: what was changed in the launch.
+    ``notes``: what was changed in the launch.
     """
 
     commands: Mapping[str, Sequence[str]]
     folder: Path
     environment: Mapping[str, str]
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
 
     @property
     def forms(self) -> list[Form]:
+        """The most useful first."""
         return [form for form in FORMS if form.name in self.commands]
 
 

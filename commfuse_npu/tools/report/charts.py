@@ -1,43 +1,45 @@
-"""The pictures, as specifications in Vega-Lite.
-
-Each is one view, so that it takes the width that a page has; names stand above what they name, and
-not beside it, so that they are whole on a telephone, too.
-"""
+"""The pictures, as specifications in Vega-Lite: one view each, with a table of its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from commfuse_npu.tools.report.drawing import Chart
-from commfuse_npu.tools.report.palette import color, looks
-from commfuse_npu.tools.report.table import Table
+from commfuse_npu.tools.report.palette import color
 
-__all__ = ["Bar", "Bit", "Line", "Parts", "Picture", "Row", "bars", "gantt", "lines", "parts"]
+__all__ = ["Bar", "Bit", "Chart", "Line", "Parts", "Picture", "Row", "Table", "bars", "gantt",
+           "lines", "parts"]  # fmt: skip
 
-_ROW = 46
-"""Pixels of a bar with its name."""
-_LANE = 24
-"""Of a lane of a Gantt."""
-_MARKED, _FEW = 40, 8
-"""Points of a line that has marks, and figures of an axis that are named each."""
-_SHORT = (
-    "datum.value == 0 ? '0' : abs(datum.value) < 1e-3 ? format(datum.value, '.1e') : datum.label"
-)
-"""The figures of an axis, in as many characters as they need."""
-_LABELS = 66
-"""Pixels of the names of lanes."""
-_TICKS: Chart = {"tickCount": {"expr": "ceil(width / 90)"}}
+Chart = dict[str, Any]
+"""A specification in Vega-Lite: one view, with a ``description`` and a ``height``."""
+
+_NAMED = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
+          "ticks": False, "domain": False}  # fmt: skip
+"""An axis of names, each after a number, by which equal ones differ."""
+_ABOVE = _NAMED | {"labelAlign": "left", "labelPadding": 0, "labelOffset": -16}
+"""The same, above what they name."""
+
+
+class Table(NamedTuple):
+    """Cells as they are printed; ``**bold**`` and `` `code` `` as in Markdown.
+
+    Attributes:
+        folded: whether it is shown only when it is asked for.
+    """
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str
+    folded: bool = False
 
 
 class Picture(NamedTuple):
-    """A chart, and the same numbers as tables."""
+    """A chart, and the same numbers as tables; ``note``: what is not drawn, and why."""
 
     title: str
     chart: Chart
     tables: tuple[Table, ...]
     note: str = ""
-    """What is not drawn, and why."""
 
 
 class Bar(NamedTuple):
@@ -70,7 +72,7 @@ class Line(NamedTuple):
 
 
 class Bit(NamedTuple):
-    """Something on a lane of a Gantt, in ms; ``kind``: ``work``, ``transfer`` or ``waiting``."""
+    """Something on a lane of a Gantt, in ms; ``kind``: ``work``, ``transfer``, ``waiting``."""
 
     lane: str
     name: str
@@ -80,7 +82,7 @@ class Bit(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One variant of a Gantt: what is said above its lanes, and what is on them."""
+    """One variant of a Gantt chart: its heading, its lanes, and what is on them."""
 
     said: str
     lanes: tuple[str, ...]
@@ -88,85 +90,46 @@ class Row(NamedTuple):
 
 
 def bars(
-    title: str,
-    axis: str,
-    shown: Sequence[Bar],
-    line: tuple[str, float] | None,
-    note: str = "",
+    title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float] | None, note: str = ""
 ) -> Picture:
     """A bar for each, with its range as whiskers, and a line across all to compare with."""
-    order = [bar.name for bar in shown]
-    rows = [bar._asdict() | {"color": color(bar.color)} for bar in shown]
-    y = {"field": "name", "type": "nominal", "sort": order, "axis": None,
-         "scale": {"domain": order}}  # fmt: skip
-    x = _quantity("value", axis) | {"scale": {"zero": True, "nice": False}}
-    x["axis"] = _TICKS | {"grid": False}
-    ranged = [{"filter": "datum.low < datum.high"}]
-    whisker = {"type": "rule", "strokeWidth": 1.5, "color": color("ink"), "yOffset": 10}
-    end = {"type": "tick", "thickness": 1.5, "size": 9, "color": color("ink"), "yOffset": 10}
-    whiskers: list[Chart] = [
-        {"transform": ranged, "mark": whisker,
-         "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}}},
-        *({"transform": ranged, "mark": end,
-           "encoding": {"x": {"field": at, "type": "quantitative"}}} for at in ("low", "high")),
-    ]  # fmt: skip
-    tip = [{"field": "name", "title": "variant"}, {"field": "said", "title": "figure"}]
-    layer: list[Chart] = [
-        {"mark": {"type": "bar", "height": 14, "yOffset": 10},
-         "encoding": {"x": x, "color": {"field": "color", "scale": None}, "tooltip": tip}},
-        *(whiskers if any(bar.low < bar.high for bar in shown) else []),
-        *([] if line is None else [_reference(line, vertical=True)]),
-        _name_above(),
-    ]  # fmt: skip
-    said = "; ".join(bar.said for bar in shown)
-    chart = {
-        "description": f"Bars. {axis}. {said}. {note}",
-        "height": _ROW * len(shown),
-        "data": {"values": rows},
-        "encoding": {"y": y},
-        "layer": layer,
+    rows = [one._asdict() | {"color": color(one.color), "number": n} for n, one in enumerate(shown)]
+    bar: Chart = {
+        "mark": {"type": "bar", "height": 14, "tooltip": True},
+        "encoding": {"x": _x("value", axis), "color": {"field": "color", "scale": None}},
     }
-    cells = tuple((b.name, *map(_number, (b.value, b.low, b.high))) for b in shown)
-    head = "variant", "typical", "least", "most"
-    table = Table(head, cells, f"{title}: {axis}", folded=True)
+    whiskers: Chart = {
+        "transform": [{"filter": "datum.low < datum.high"}],
+        "mark": {"type": "errorbar", "ticks": {"size": 9}},
+        "encoding": {"x": _x("low", axis), "x2": {"field": "high"}},
+    }
+    of_bars = [bar, whiskers] if any(one.low < one.high for one in shown) else [bar]
+    said = [one.said for one in shown]
+    chart = _stack(axis, said, rows, of_bars, _reference(line, "x"))
+    cells = tuple((one.name, *map(_number, one[1:4])) for one in shown)
+    table = Table(("variant", "typical", "least", "most"), cells, f"{title}: {axis}", folded=True)
     return Picture(title, chart, (table,), note)
 
 
 def parts(title: str, axis: str, shown: Sequence[Parts]) -> Picture:
     """A stacked bar for each."""
-    order = [one.name for one in shown]
     kinds = ("computing alone", "computing, transfers hidden behind it", "exposed")
     rows = [
-        {"name": one.name, "said": one.said, "part": kind, "place": place, "value": value}
-        for one in shown
-        for place, (kind, value) in enumerate(
-            zip(kinds, (one.alone, one.hidden, one.exposed), strict=True)
-        )
+        {"number": n, "part": kind, "place": place, "value": one[1 + place]}
+        for n, one in enumerate(shown)
+        for place, kind in enumerate(kinds)
     ]
-    tints = [color(name) for name in ("blue", "pale", "red")]
-    tip = [{"field": "name", "title": "variant"}, {"field": "part"},
-           {"field": "value", "format": ".2f", "title": axis}]  # fmt: skip
-    fill = {"field": "part", "type": "nominal", "scale": {"domain": kinds, "range": tints},
-            "legend": {"columns": {"expr": "width > 600 ? 3 : 1"}}}  # fmt: skip
-    x = _quantity("value", axis) | {"scale": {"nice": False}, "axis": _TICKS | {"grid": False}}
-    layer = [
-        {"mark": {"type": "bar", "height": 14, "yOffset": 10},
-         "encoding": {"x": x, "color": fill,
-                      "order": {"field": "place"}, "tooltip": tip}},
-        _name_above() | {"transform": [{"filter": "datum.place == 0"}]},
-    ]  # fmt: skip
-    y = {"field": "name", "type": "nominal", "sort": order, "axis": None,
-         "scale": {"domain": order}}  # fmt: skip
-    chart = {
-        "description": f"Stacked bars. {axis}. " + "; ".join(o.said for o in shown),
-        "height": _ROW * len(shown),
-        "data": {"values": rows},
-        "encoding": {"y": y},
-        "layer": layer,
+    bar: Chart = {
+        "mark": {"type": "bar", "height": 14, "tooltip": True},
+        "encoding": {
+            "x": _x("value", axis),
+            "color": _hue("part", kinds, ("blue", "pale", "red")),
+            "order": {"field": "place"},
+        },
     }
-    cells = tuple((o.name, *map(_number, (o.alone, o.hidden, o.exposed))) for o in shown)
-    table = Table(("variant", *kinds), cells, f"{title}: {axis}", folded=True)
-    return Picture(title, chart, (table,))
+    chart = _stack(axis, [one.said for one in shown], rows, [bar], [])
+    cells = tuple((one.name, *map(_number, one[1:4])) for one in shown)
+    return Picture(title, chart, (Table(("variant", *kinds), cells, f"{title}: {axis}", True),))
 
 
 def lines(
@@ -177,133 +140,92 @@ def lines(
     line: tuple[str, float] | None = None,
     whole: bool = False,
     note: str = "",
-    height: int = 300,
     show: Callable[[float], str] = "{:.4g}".format,
 ) -> Picture:
     """A line for each over what varies.
 
     Args:
-        title: with what is drawn upwards, which so can be read without turning.
+        title: with what is drawn upwards.
         axis: what varies.
         line: a name and a figure to compare with, across the picture.
         whole: whether what varies is counted: ticks are whole numbers.
         show: how a figure is written in the table.
     """
-    names = [one.name for one in shown]
-    chosen = looks(names, [one.name for one in shown if one.ours])
     steps = list(dict.fromkeys(at for one in shown for at, _ in one.points))
-    numbers = all(not isinstance(at, str) for at in steps)
-    rows = [
-        {
-            "name": one.name,
-            "dash": list(chosen[one.name].dash),
-            "at": at,
-            "value": value,
-            "marked": len(one.points) <= _MARKED,
-        }
-        for one in shown
-        for at, value in one.points
-    ]
-    of = [chosen[name] for name in names]
-    # One legend of colours and shapes, which Vega makes where domains are equal.
-    legend = {"columns": {"expr": "width > 600 ? 3 : 1"}, "symbolSize": 120}
-    hue = {"field": "name", "type": "nominal", "legend": legend,
-           "scale": {"domain": names, "range": [color(look.color) for look in of]}}  # fmt: skip
-    # Without a scale, or its legend is drawn into the one of the marks.
-    dash = {"field": "dash", "type": "nominal", "scale": None}
-    shape = {"field": "name", "type": "nominal", "legend": legend,
-             "scale": {"domain": names, "range": [look.shape for look in of]}}  # fmt: skip
-    ticks: Chart = _TICKS | {"grid": False}
-    if whole:
-        ticks |= {"tickMinStep": 1, "format": "d"}
-    if len(steps) <= _FEW:
-        ticks |= {"values": steps, "format": "d" if whole else ".4~g"}
+    rows = [{"name": one.name, "at": at, "value": v} for one in shown for at, v in one.points]
+    names = [one.name for one in shown]
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
-                "axis": {"labelAngle": 0, "labelOverlap": True}}  # fmt: skip
-    if numbers:
-        x = {"field": "at", "title": axis, "type": "quantitative", "axis": ticks,
-             "scale": {"zero": False, "nice": False, "padding": 8}}  # fmt: skip
-    tip = [{"field": "name", "title": "variant"}, {"field": "at", "title": axis},
-           {"field": "value", "title": "figure", "format": ".4~g"}]  # fmt: skip
-    y = {"field": "value", "type": "quantitative", "title": None,
-         "axis": {"labelExpr": _SHORT}, "scale": {"zero": False, "padding": 8}}  # fmt: skip
-    base = {"x": x, "y": y, "color": hue}
-    # Of many points the marks are not seen, but found by the mouse.
-    seen = {"condition": {"test": "datum.marked", "value": 1}, "value": 0}
-    layer: list[Chart] = [
-        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": base | {"strokeDash": dash}},
-        {"mark": {"type": "point", "filled": True, "size": 70},
-         "encoding": base | {"shape": shape, "opacity": seen, "tooltip": tip}},
-    ]  # fmt: skip
-    if line is not None:
-        layer.append(_reference(line, vertical=False))
+                "axis": {"labelAngle": 0}}  # fmt: skip
+    if not any(isinstance(at, str) for at in steps):
+        ticks: Chart = (
+            {"grid": False, "tickMinStep": 1, "format": "d"}
+            if whole
+            else {"grid": False, "format": ".4~g"}
+        )
+        x |= {"type": "quantitative", "scale": {"zero": False, "nice": False}, "axis": ticks}
+        if len(steps) <= 8:
+            ticks["values"] = steps
+    # Of equal domains Vega makes one legend. No two of 80 lines look alike: 10 hues, 8 marks, and
+    # dashes for all that are not ours.
+    kind = {"field": "name", "type": "nominal", "scale": {"domain": names}}
+    dashes = [[1, 0] if one.ours else [6, 3] for one in shown]
+    dashed = kind | {"scale": {"domain": names, "range": dashes}, "legend": None}
+    y = {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}}
+    marks = {"type": "point", "filled": True, "size": 70, "opacity": 1, "tooltip": True}
+    if len(steps) > 40:
+        marks["opacity"] = 0  # the mouse finds them
+    drawn = {
+        "encoding": {"x": x, "y": y, "color": kind | {"legend": {"symbolOpacity": 1}}},
+        "layer": [
+            {"mark": "line", "encoding": {"strokeDash": dashed}},
+            {"mark": marks, "encoding": {"shape": kind}},
+        ],
+    }
     chart: Chart = {
         "description": f"Lines. {title}, over {axis}: {', '.join(names)}. {note}",
-        "height": height,
+        "height": 300,
         "data": {"values": rows},
-        "layer": layer,
+        "layer": [drawn, *_reference(line, "y")],
     }
     known = [dict(one.points) for one in shown]
     cells = tuple(
         (f"{at}", *(show(of_line[at]) if at in of_line else "-" for of_line in known))
         for at in steps
     )
-    table = Table((axis, *names), cells, title, folded=True)
-    return Picture(title, chart, (table,), note)
+    return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),), note)
 
 
 def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
     """Lanes of every row below each other, on one axis of time; waiting with its ms."""
-    rows, order, heads = [], list[str](), []
-    for number, row in enumerate(shown):
-        head = f"{number}"
-        heads.append({"row": head, "said": row.said})
-        order += [head, *(f"{number} {lane}" for lane in row.lanes)]
-        rows += [
-            bit._asdict()
-            | {"row": f"{number} {bit.lane}", "length": bit.end - bit.start, "of": row.said}
-            for bit in row.bits
-        ]
+    # Lanes of several rows have the same names: a number makes them different.
+    order = [f"{n} {lane}" for n, row in enumerate(shown) for lane in ("", *row.lanes)]
+    rows = [
+        bit._asdict() | {"row": f"{n} {bit.lane}", "of": row.said, "ms": bit.end - bit.start}
+        for n, row in enumerate(shown)
+        for bit in row.bits
+    ]
     end = max((bit.end for row in shown for bit in row.bits), default=1.0)
-    kinds = {"work": color("blue"), "transfer": color("teal"), "waiting": color("red")}
-    fill = {"field": "kind", "type": "nominal", "legend": {"symbolType": "square"},
-            "scale": {"domain": list(kinds), "range": list(kinds.values())}}  # fmt: skip
-    y = {
-        "field": "row",
-        "type": "nominal",
-        "sort": order,
-        "title": None,
-        "scale": {"domain": order, "paddingInner": 0.12},
-        "axis": {
-            "labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1 || 99)",
-            "ticks": False,
-            "domain": False,
-            "minExtent": _LABELS,
-            "maxExtent": _LABELS,
-        },
-    }
-    x = _quantity("start", axis) | {"scale": {"domain": [0, end], "nice": False}, "axis": _TICKS}
-    tip = [{"field": "name", "title": "what"}, {"field": "lane"},
-           *({"field": at, "format": ".3f", "title": f"{at}, ms"}
-             for at in ("start", "end", "length"))]  # fmt: skip
-    wide = f"width * datum.length / {end} > 20"
+    kinds = ("work", "transfer", "waiting")
+    y = {"field": "row", "type": "nominal", "title": None, "scale": {"domain": order},
+         "axis": _NAMED | {"minExtent": 66, "maxExtent": 66}}  # fmt: skip
+    x = _x("start", axis) | {"scale": {"domain": [0, end], "nice": False}}
+    wide = f"datum.kind == 'waiting' && datum.ms > {end / 40}"
     chart: Chart = {
         "description": f"Lanes over time. {axis}. " + "; ".join(row.said for row in shown),
-        "height": _LANE * len(order),
+        "height": 24 * len(order),
         "data": {"values": rows},
+        "encoding": {"y": y},
         "layer": [
-            {"mark": {"type": "bar", "stroke": color("paper"), "strokeWidth": 0.5},
-             "encoding": {"x": x, "x2": {"field": "end"}, "y": y, "color": fill, "tooltip": tip}},
-            {"transform": [{"filter": "datum.kind == 'waiting'"},
-                           {"calculate": "(datum.start + datum.end) / 2", "as": "middle"},
-                           {"calculate": "format(datum.length, '.1f')", "as": "ms"}],
-             "mark": {"type": "text", "color": color("paper"), "fontSize": 11, "clip": True,
-                      "opacity": {"expr": f"{wide} ? 1 : 0"}},
-             "encoding": {"x": {"field": "middle", "type": "quantitative"}, "y": y,
-                          "text": {"field": "ms"}}},
-            {"data": {"values": heads},
-             "mark": {"type": "text", "align": "left", "dy": 3, "fontWeight": "bold"},
-             "encoding": {"x": {"value": -_LABELS}, "y": y, "text": {"field": "said"}}},
+            {"mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5, "tooltip": True},
+             "encoding": {"x": x, "x2": {"field": "end"},
+                          "color": _hue("kind", kinds, ("blue", "teal", "red"))}},
+            {"transform": [{"filter": wide},
+                           {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
+             "mark": {"type": "text", "color": "white"},
+             "encoding": {"x": _x("middle", axis), "text": {"field": "ms", "format": ".1f"}}},
+            {"data": {"values": [{"row": f"{n} ", "said": r.said} for n, r in enumerate(shown)]},
+             "mark": {"type": "text", "align": "left", "fontWeight": "bold"},
+             "encoding": {"x": {"value": -66}, "text": {"field": "said"}}},
         ],
     }  # fmt: skip
     return Picture(title, chart, tuple(map(_table_of, shown)))
@@ -317,39 +239,48 @@ def _table_of(row: Row) -> Table:
     return Table(("what", "lane", "from, ms", "to, ms", "takes, ms"), cells, row.said, folded=True)
 
 
+def _stack(
+    axis: str, said: list[str], rows: list[Chart], of_bars: list[Chart], across: list[Chart]
+) -> Chart:
+    """Horizontal bars, each below what is said of it."""
+    order = [f"{n} {one}" for n, one in enumerate(said)]
+    y = {"field": "row", "type": "nominal", "scale": {"domain": order}, "title": None,
+         "axis": _ABOVE}  # fmt: skip
+    rows = [row | {"row": order[row["number"]]} for row in rows]
+    return {
+        "description": f"Bars. {axis}. {'; '.join(said)}",
+        "height": 46 * len(said),
+        "data": {"values": rows},
+        "layer": [{"encoding": {"y": y}, "layer": of_bars}, *across],
+    }
+
+
 def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _quantity(field: str, title: str) -> Chart:
-    return {"field": field, "type": "quantitative", "title": title}
+def _x(field: str, title: str) -> Chart:
+    return {"field": field, "type": "quantitative", "title": title, "axis": {"grid": False}}
 
 
-def _name_above() -> Chart:
-    """What a bar is, above it."""
-    mark = {"type": "text", "align": "left", "yOffset": -8, "x": 0}
-    # On paper, where a line crosses it.
-    paper = mark | {"stroke": color("paper"), "strokeWidth": 4, "strokeJoin": "round"}
-    text = {"text": {"field": "said"}}
-    return {"layer": [{"mark": paper, "encoding": text}, {"mark": mark, "encoding": text}]}
+def _hue(field: str, names: Sequence[str], colors: Sequence[str]) -> Chart:
+    scale = {"domain": names, "range": [color(one) for one in colors]}
+    return {"field": field, "type": "nominal", "scale": scale}
 
 
-def _reference(line: tuple[str, float], *, vertical: bool) -> Chart:
+def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
+    """A dashed line at a figure, with its name; none without a figure."""
+    if line is None:
+        return []
     name, value = line
-    along, across = ("x", "y") if vertical else ("y", "x")
-    data: Mapping[str, object] = {"values": [{"at": value, "name": name}]}
+    at = {along: {"datum": value, "type": "quantitative"}}
+    end: Chart = {"x": "width", "align": "right", "dy": -6} if along == "y" else {
+        "y": -6, "align": "left", "dx": 4}  # fmt: skip
     hue = color("orange" if name.lower().startswith("megatron") else "faint")
-    rule = {"type": "rule", "strokeDash": [5, 4], "color": hue, "strokeWidth": 1.5}
-    tip = {"field": "name", "title": "line"}
-    text = {"type": "text", "color": hue, "align": "left" if vertical else "right"}
-    place = {"dx": 4, "y": -6} if vertical else {"dy": -3, "x": "width", "baseline": "bottom"}
-    at = {along: {"field": "at", "type": "quantitative"}}
-    # The encoding that others share must not put it onto one of their rows.
-    free = {across: None}
-    return {
-        "data": data,
-        "layer": [
-            {"mark": rule, "encoding": at | free | {"tooltip": tip}},
-            {"mark": text | place, "encoding": at | free | {"text": {"field": "name"}}},
-        ],
-    }
+    return [
+        {"data": {"values": [{}]}, "mark": mark, "encoding": at}
+        for mark in (
+            {"type": "rule", "strokeDash": [5, 4], "color": hue},
+            {"type": "text", "text": name, "color": hue} | end,
+        )
+    ]

@@ -65,7 +65,7 @@ QUESTIONS = (
     ),
     ("simulate --model llama3_8b --tp 3 --sequence-lengths 8190", "choose TP from 1, 2, 4, 8"),
     ("plan gather_gemm --chunks 1000", "256"),
-    ("measure --device cpu --ranks 2 --resume --folder nothere", "nothere holds no run to go on"),
+    ("measure --device cpu --ranks 2 --resume --folder nothere", "nothere holds no run to resume"),
     (
         "bench --from wrong.json",
         "writes: there is no 'machine' in it",

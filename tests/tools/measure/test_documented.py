@@ -56,4 +56,4 @@ def test_rows_are_of_what_is_made_of_measurements(peaks: Peaks) -> None:
 def test_every_step_is_in_the_text() -> None:
     section = TEXT[TEXT.index("Which figures are your machine's?") : TEXT.index("How well does it")]
     for step in STEPS:
-        assert f"`{step.name}`" in section
+        assert f"`{step}`" in section

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.measure.figures import Peaks, figures, quartiles
+from commfuse_npu.tools.measure.figures import Peaks, description, figures, quartiles
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.machine import Machine
 
@@ -55,7 +56,7 @@ def test_links() -> None:
         {"bytes": 1 << 20, "lanes": 7, "seconds": [(1 << 20) / 1.4e10] * 3},
     ]
     npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 2.8e10))
-    assert npu["inside.latency"] == (1e-6, 2e-6, 3e-6)
+    assert npu["inside.latency"] == pytest.approx((1.5e-6, 2e-6, 2.5e-6))
     assert npu["inside.efficiency"] == pytest.approx((0.5,) * 3)
     cpu = figures({"links": times}, Peaks(0, 0.0, 0.0, 0.0))
     assert cpu["inside.rate"] == pytest.approx((1.4e10,) * 3)
@@ -151,8 +152,8 @@ def test_attention_of_fewer_queries_gives_half_rows() -> None:
     ]
     found = figures({"attention": times}, Peaks(20, 2e12, 1e12, 1e9))
     assert found["npu.half_rows"] == pytest.approx((128.0,) * 3)
-    low, typical, high = found["npu.attention_efficiency"]
-    assert (low, typical, high) == pytest.approx((0.5 / NOISE[2], 0.5 / NOISE[1], 0.5 / NOISE[0]))
+    expected = quartiles([0.5 / noise for noise in NOISE])
+    assert found["npu.attention_efficiency"] == pytest.approx(expected)
 
 
 def test_a_communicator_has_the_default_buffers() -> None:
@@ -161,11 +162,39 @@ def test_a_communicator_has_the_default_buffers() -> None:
         return figures({"communicators": rows}, Peaks(20, 1.0, 1.0, 1.0))
 
     on_npu = taken((1, 2_000_000), (200, 420_000_000), (200, 400_000_000), (200, 410_000_000))
-    assert on_npu == {"host.communicator_bytes": (400_000_000, 410_000_000, 420_000_000)}
-    assert taken((None, 0), (None, 4096))["host.communicator_bytes"] == (0, 2048, 4096)
+    assert on_npu == {"host.communicator_bytes": (405_000_000, 410_000_000, 415_000_000)}
+    assert taken((None, 0), (None, 4096))["host.communicator_bytes"] == (1024, 2048, 3072)
     assert taken((1, 5), (200, None)) == {}
 
 
-def test_quartiles_are_of_what_was_seen() -> None:
+def test_one_value_is_its_own_quartiles() -> None:
     assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+BASE = "ascend_910b_server"
+
+
+def described(folder: Path, facts: dict[str, Any]) -> Hardware:
+    path = folder / "measured.yaml"
+    host = {"host": [{"what": "batch", "seconds": [2e-5]}]}
+    path.write_text(description(BASE, "here", host, facts, "Measured here"), "utf-8")
+    return Hardware.load(path)
+
+
+def test_cores_that_the_device_names_make_its_peak(tmp_path: Path) -> None:
+    peak = Hardware.load(find_config(BASE, "hardware")).typical("npu.cube_flops")
+    # A 910B2, of which the description says 354 TFLOPS.
+    found = described(tmp_path, {"cube cores": 24})
+    assert found.machine().cores == 24
+    assert found.typical("npu.cube_flops") == pytest.approx(peak * 24 / 20)
+    assert found.figures["npu.cores"].source == "Measured here"
+
+
+@pytest.mark.parametrize("facts", [{}, {"cube cores": None, "device bytes": None}])
+def test_what_the_device_does_not_say_stays(tmp_path: Path, facts: dict[str, Any]) -> None:
+    base = Hardware.load(find_config(BASE, "hardware")).figures
+    found = described(tmp_path, facts).figures
+    assert {name for name in base if found[name] != base[name]} == {
+        *("host.launch_overhead", "host.post_overhead"),
+    }

@@ -15,10 +15,9 @@ import pytest
 
 from commfuse_npu.tools.launch_script import bounded
 from commfuse_npu.tools.measure import trainings
-from commfuse_npu.tools.measure.deadline import Deadline
-from commfuse_npu.tools.measure.folder import Folder
+from commfuse_npu.tools.measure.folder import Deadline, Folder
 from commfuse_npu.tools.measure.forms import Launches, launches
-from commfuse_npu.tools.measure.trainings import train, trained
+from commfuse_npu.tools.measure.trainings import BASELINE, read_log, train, trained
 from tests.limits import LIMIT
 
 TRAINING = """
@@ -162,8 +161,8 @@ def test_others_have_three_times_as_long_as_the_first(
 def test_no_form_begins_when_the_time_is_over(launch: str, folder: Folder, capsys: Any) -> None:
     assert len(run(launch, folder, minutes=-1)) == 4
     assert started() == []
-    assert capsys.readouterr().out.count("left out, -1 minutes are over") == 4
-    assert {one.failed for one in trained(folder)} == {"left out, the time was over"}
+    assert capsys.readouterr().err.count("left out, -1 minutes are over") == 4
+    assert {one.failed for one in trained(folder)} == {"left out, -1 minutes are over"}
 
 
 def test_what_a_launch_leaves_behind_is_ended(tmp_path: Path) -> None:
@@ -188,3 +187,42 @@ def test_what_a_launch_leaves_behind_is_ended(tmp_path: Path) -> None:
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+MINDSPEED_LLM = """\
+ [2026-11-22 22:41:45] iteration        1/      10 | elapsed time per iteration (ms): 5578.3 | \
+throughput per GPU (TFLOP/s/GPU): 17.5 | core attn ratio (%): 50.0 | lm loss: 8.317678E+00 | \
+grad norm: 0.526 | number of nan iterations:   0 |
+[Rank 1] (after 1 iterations) memory (MB) | allocated: 10350.45 | max allocated: 10366.5 | \
+reserved: 1.0 | max reserved: 2.0
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 10350.0 | max allocated: 10370.0 | \
+reserved: 1.0 | max reserved: 2.0
+ [2026-11-22 22:41:46] iteration        2/      10 | elapsed time per iteration (ms): 473.9 | \
+throughput per GPU (TFLOP/s/GPU): 206.0 | lm loss: 8.217678E+00 | grad norm: 0.525 |
+most memory taken of a device (MB): 20000.5
+"""
+
+
+def test_a_log_and_its_baseline_of_mindspeed_llm() -> None:
+    log = read_log(MINDSPEED_LLM)
+    assert log.teraflops == [17.5, 206.0]
+    assert (log.peak, log.weights) == (20000.5, None)
+    baseline = log.baseline()
+    assert tuple(baseline) == BASELINE
+    assert baseline["lm loss"] == [8.317678, 8.217678]
+    assert baseline["grad norm"] == [0.526, 0.525]
+    assert baseline["time info"] == [5578.3, 473.9]
+    rank = {"rank": 1, "allocated memory": 10350.45, "max allocated memory": 10366.5}
+    assert baseline["memo info"][1] == {**rank, "format": "megatron"}
+
+
+def test_a_log_of_the_cpu_pretraining() -> None:
+    log = read_log(
+        " iteration        1/      10 | consumed samples:            4 | elapsed time per "
+        "iteration (ms): 98.4 | lm loss: 5.545177E+00 | loss scale: 1.0 | grad norm: 2.310 |\n"
+        " validation loss at iteration 1 | lm loss value: 5.000000E+00 |\n"
+        f"sha256 of all weights: {'ab' * 32}\n"
+    )
+    assert (log.losses, log.grad_norms, log.milliseconds) == ([5.545177], [2.31], [98.4])
+    assert log.weights == "ab" * 32
+    assert log.megabytes == []

@@ -4,58 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.measure import worker
-from commfuse_npu.tools.measure.exchange import Exchange
-from commfuse_npu.tools.measure.worker import Worker
+from commfuse_npu.tools.measure.worker import Exchange, Worker
 from tests.limits import PATIENT
 
 
 class Asked(Worker):
     """A worker, and what only tests ask."""
 
-    def arrived(self, peers: list[int], planted: int | None) -> list[int]:
-        """What a batch with these distances brings, of whom; ``planted``: who sends other bytes."""
-        lane = self._transport.lane_groups[0]
-        exchange = Exchange(self._transport, 64, [(lane, peers)])
+    def arrived(self, lanes: int, planted: int | None) -> list[int]:
+        """From whom messages came; ``planted``: the rank that sends other bytes."""
+        exchange = Exchange(self._transport, 64, lanes)
         if self.rank == planted:
             exchange._mine.fill_(99)
-        exchange.begin()
-        exchange.end()
+        exchange.run()
         exchange.check()
-        ((_, swaps),) = exchange._batches
-        return [one.source for one in swaps]
+        return [source for *_, source in exchange.swaps]
+
+    def slow_beside(self) -> dict[str, list[float]]:
+        """The same where GEMMs of rank 1 take longer than the exchange."""
+        shape = (2048, 512, 512) if self.rank == 1 else (8, 8, 8)
+        return self.beside(*shape, 64, 3)
 
     def elsewhere(self) -> tuple[float, int | None]:
         """A communicator, on a system that does not say what a process has."""
         worker._RESIDENT = Path("/nowhere/statm")
         return self.communicator(None)
-
-    def without_grouped(self) -> dict[str, Any]:
-        """GEMMs of rows, where torch takes no groups."""
-
-        def refuse(*args: Any, **flags: Any) -> None:
-            raise RuntimeError("not for this device")
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker.torch, "_grouped_mm", refuse, raising=False)
-            return self.row_gemms(32, 16, 16, 4, 3)
-
-    def with_second_stream(self) -> dict[str, list[float]]:
-        """Sums beside a GEMM, as on a device: here one after the other."""
-        with pytest.MonkeyPatch.context() as patch:
-            stream = SimpleNamespace(
-                do=lambda work, *args: work(*args),
-                record=lambda aside: aside,
-                hold=lambda event, aside: None,
-            )
-            patch.setattr(worker, "second_stream", lambda device: stream)
-            return self.sums_beside(64, 64, 64, 4, 3)
 
 
 @pytest.fixture
@@ -65,14 +43,18 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-def test_messages_of_a_batch_come_from_whom_they_should(ranks: Ranks) -> None:
-    assert ranks.ask("arrived", [1, 2], None) == [[2, 1], [0, 2], [1, 0]]
-    for grouped in (False, True):
-        (first, *_) = ranks.ask("batches", 4096, 1, 3, grouped=grouped)
-        assert [len(first[what]) for what in ("whole", "host")] == [3, 3]
-    # Twice: the pipeline's group is there already.
-    for lanes in (1, 2):
-        assert set(ranks.ask("pipelines", 4096, lanes, 2)[0]) == {"lanes", "pipeline", "both"}
+def test_messages_come_from_whom_they_should(ranks: Ranks) -> None:
+    assert ranks.ask("arrived", 2, None) == [[2, 1], [0, 2], [1, 0]]
+    assert ranks.ask("arrived", 1, None) == [[2], [0], [1]]
+
+
+def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks: Ranks) -> None:
+    found = ranks.ask("beside", 8, 8, 8, 1 << 20, 3)[0]
+    assert {what: len(times) for what, times in found.items()} == dict.fromkeys(
+        ("gemm", "exchange", "gemm beside", "both"), 3
+    )
+    # On one rank a GEMM outlasts the exchange: one GEMM on all.
+    assert len(ranks.ask("slow_beside")[0]["both"]) == 3
 
 
 def test_memory_of_a_lane_is_a_figure_or_none(ranks: Ranks) -> None:
@@ -82,23 +64,6 @@ def test_memory_of_a_lane_is_a_figure_or_none(ranks: Ranks) -> None:
     assert [taken for _, taken in ranks.ask("elsewhere")] == [None] * 3
 
 
-def test_a_grouped_gemm_that_is_missing_is_named(ranks: Ranks) -> None:
-    found = ranks.ask("without_grouped")[0]
-    assert len(found["one by one"]) == 3
-    assert found["one call"] is None
-    assert found["by"] == "no torch._grouped_mm: not for this device"
-
-
-def test_sums_are_beside_gemms_where_there_is_a_second_stream(ranks: Ranks) -> None:
-    assert ranks.ask("sums_beside", 64, 64, 64, 4, 3) == [{}] * 3
-    found = ranks.ask("with_second_stream")[0]
-    assert {what: len(times) for what, times in found.items()} == {
-        "sums": 3,
-        "gemm beside sums": 3,
-        "gemm and sums": 3,
-    }
-
-
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="64 bytes from rank 1 has other bytes than 2 in it"):
-        ranks.ask("arrived", [1], 1)
+        ranks.ask("arrived", 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -9,10 +10,20 @@ import pytest
 
 from commfuse_npu.tools import option_types
 from commfuse_npu.tools.report import drawing
-from commfuse_npu.tools.report.charts import Bar, Bit, Line, Parts, Row, bars, gantt, lines, parts
+from commfuse_npu.tools.report.charts import (
+    Bar,
+    Bit,
+    Line,
+    Parts,
+    Row,
+    Table,
+    bars,
+    gantt,
+    lines,
+    parts,
+)
 from commfuse_npu.tools.report.drawing import draw, draw_charts
 from commfuse_npu.tools.report.page import Section, environment, write_page
-from commfuse_npu.tools.report.table import Table
 from tests.tools.report.pages import read
 
 PICTURES = [
@@ -91,9 +102,17 @@ def test_the_same_pictures_as_files(tmp_path: Path) -> None:
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     draw(PICTURES, "All of them", tmp_path / "all.svg")
     drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
-    assert "var(--" not in drawn
     for said in ("All of them", "a: 2 ms", "Megatron's order", "plain: 3 ms", "1.0"):
         assert f">{said}</text>" in drawn, said
+
+
+def test_no_two_of_twenty_lines_look_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    shown = [Line(f"line {i}", ((1, i), (2, i + 1)), i % 3 == 0) for i in range(20)]
+    draw([lines("Times", "ratio", shown)], "All", tmp_path / "all.svg")
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    marks = re.findall(r'd="([^"]+)" fill="(#\w+)"', drawn)
+    assert len({mark for mark in marks if marks.count(mark) >= 2}) == 20
 
 
 def test_what_cannot_be_drawn_is_refused_before_anything_is_computed(

@@ -1,0 +1,186 @@
+"""What ``measure`` ends with: a verdict, and ``measured.md`` with the tables behind it.
+
+A form is recommended if the quartiles of its iterations are apart from those of all others, and
+its losses are those of Megatron's order, as far as ten iterations tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from commfuse_npu.tools.measure.trainings import WARM_UP, Training
+from commfuse_npu.tools.simulate.hardware import Figure, Hardware
+
+__all__ = ["as_markdown", "compared", "launch_table", "verdict"]
+
+_ALIKE = 0.01
+"""As far as losses of another order of the same sums may be off in ten iterations (relative)."""
+
+
+def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
+    """Of one launch on a device: flags, times, equal weights, and what failed, as Markdown."""
+    ran = [one for one in trainings if one.log is not None]
+    if ran:
+        today = _today(ran)
+        sound = [one for one in ran if _loss_off(today, one) <= _ALIKE]
+        yield from _fastest(sound, device)
+        if bad := [one for one in ran if one not in sound]:
+            of = today.form.title
+            yield f"**Do not use**: {_titles(bad)}: losses are not those of {of}, or not finite."
+        yield from _weights(ran, device)
+    for one in trainings:
+        if one.log is None:
+            why, *said = one.failed.splitlines()
+            cause = f"; `{said[-1].strip()}`" if said else ""
+            yield f"**Could not run**: {one.form.title}: {why}{cause}"
+
+
+def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
+    # Plain collectives are there to compare with: nobody launches them.
+    asked = [one for one in sound if one.form.name != "plain"] or list(sound)
+    if not asked:
+        return
+    best, *others = sorted(asked, key=_median)
+    rival = next((one for one in others if one.form.ours != best.form.ours), None)
+    close = [one for one in others if not _apart(best, one)]
+    flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
+    lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
+    if device == "cpu":
+        lead = f"Fastest here, which says nothing of NPUs: **{best.form.title}**"
+    kept = [one for one in sound if one.form.name in ("plain", "megatron") or one is rival]
+    against = [_against(best, one) for one in kept if one is not best]
+    yield f"{lead}: {', '.join([f'{_median(best):,.0f} ms per iteration', *against])}."
+    if rival is not None and rival.form.ours:
+        yield f"Best of CommFuse: {rival.form.title}: {_against(rival, best)}."
+    if close:
+        yield f"Quartiles overlap with those of: {_titles(close)}."
+
+
+def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
+    groups: dict[str | None, list[Training]] = {}
+    for one in ran:
+        groups.setdefault(one.log.weights if one.log else None, []).append(one)
+    for weights, same in groups.items():
+        if weights is not None and len(same) > 1:
+            yield f"**The same weights, bit for bit**: {_titles(same)}."
+    same_sums = {
+        one.log.weights for one in ran if one.log and one.form.name in ("plain", "megatron")
+    }
+    if device != "cpu" and len(same_sums - {None}) > 1:
+        yield (
+            "Plain collectives and Megatron's order are the same arithmetic, and their bits "
+            "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
+            "(MindSpeed's `--npu-deterministic`) bits can be compared."
+        )
+
+
+def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
+    """A row of Markdown per form that ran: times, losses beside Megatron's, memory, weights."""
+    ran = [one for one in trainings if one.log is not None]
+    if not ran:
+        return
+    today = _today(ran)
+    yield f"Medians and quartiles of the iterations after {WARM_UP}.\n"
+    head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
+    yield from _head([*head, "most memory", "weights"])
+    for one in ran:
+        assert one.log is not None
+        low, middle, high = one.milliseconds
+        cells = [one.form.title, f"`{one.form.flags}`" if one.form.flags else ""]
+        cells += [f"{middle:,.1f}", f"{low:,.1f} .. {high:,.1f}"]
+        cells += [f"{100 * (middle / _median(today) - 1):+.1f} %", f"{_loss_off(today, one):.1e}"]
+        cells += [f"{one.log.peak / 1024:.2f} GiB" if one.log.peak else ""]
+        cells += [f"`{one.log.weights[:8]}`" if one.log.weights else ""]
+        yield _row(cells)
+
+
+def compared(measured: Hardware, described: Hardware) -> list[tuple[str, str, str, str]]:
+    """Each figure that was measured: its name, its range, the described range, where it lies."""
+    rows = []
+    for name, figure in measured.figures.items():
+        other = described.figures[name]
+        if figure == other:
+            continue
+        at = "in the range"
+        if figure.typical < other.low:
+            at = "**below**"
+        elif figure.typical > other.high:
+            at = "**above**"
+        rows.append((name, _range(figure), _range(other), at))
+    return rows
+
+
+def as_markdown(
+    said: Sequence[str],
+    trainings: Sequence[Training],
+    figures: Sequence[Sequence[str]],
+    failed: Mapping[str, str],
+    facts: Mapping[str, Any],
+) -> str:
+    """The page.
+
+    Args:
+        said: the verdict.
+        figures: from :func:`compared`.
+        failed: why, by step.
+        facts: of the machine, and the command.
+    """
+    lines = ["# Measured", "", *(f"{line}\n" for line in said)]
+    if trainings:
+        lines += ["## The launch", "", *launch_table(trainings), ""]
+    if figures:
+        lines += ["## Figures, in SI units", ""]
+        lines += _head(["figure", "measured (quartiles)", "described", "lies"])
+        lines += [*map(_row, figures), ""]
+    failures = [(f"launch, {one.form.title}", one.failed) for one in trainings if one.failed]
+    for name, why in (*failed.items(), *failures):
+        lines += [f"## {name}: failed", "", "```", why.strip(), "```", ""]
+    lines += ["## Machine", "", *(f"- {k}: {v}" for k, v in facts.items() if v not in ([], None))]
+    return "\n".join(lines) + "\n"
+
+
+def _head(cells: Sequence[str]) -> list[str]:
+    return [_row(cells), _row(["---"] * len(cells))]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _range(figure: Figure) -> str:
+    return f"{figure.typical:.4g} ({figure.low:.4g} to {figure.high:.4g})"
+
+
+def _today(ran: Sequence[Training]) -> Training:
+    return next((one for one in ran if one.form.name == "megatron"), ran[0])
+
+
+def _titles(trainings: Sequence[Training]) -> str:
+    return "; ".join(one.form.title for one in trainings)
+
+
+def _median(one: Training) -> float:
+    return one.milliseconds[1]
+
+
+def _apart(one: Training, other: Training) -> bool:
+    (low, _, high), (other_low, _, other_high) = one.milliseconds, other.milliseconds
+    return high < other_low or other_high < low
+
+
+def _against(one: Training, other: Training) -> str:
+    share = _median(one) / _median(other) - 1
+    word = "shorter" if share < 0 else "longer"
+    return f"{100 * abs(share):.1f} % {word} than {other.form.title}"
+
+
+def _loss_off(one: Training, other: Training) -> float:
+    """How far losses differ at most (relative); infinite where they are not finite."""
+    assert one.log is not None
+    assert other.log is not None
+    pairs = list(zip(one.log.losses, other.log.losses, strict=False))
+    if not all(math.isfinite(loss) for pair in pairs for loss in pair):
+        return math.inf
+    return max(abs(a - b) / abs(a) if a else abs(b) for a, b in pairs)
