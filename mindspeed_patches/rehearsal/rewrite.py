@@ -16,6 +16,8 @@ __all__ = ["commfuse_run", "prepare", "reference_run"]
 
 FB_OVERLAP = "--commfuse-fb-overlap"
 """It goes without ``--use-commfuse``, and beside what excludes that."""
+INSTRUCTIONS = "--is-instruction-dataset"
+"""Fine-tuning, which mock data does not do for (:mod:`.instruction_files`)."""
 _MEMORY = (
     *("--swap-attention", "--swap-modules", "--swap-optimizer", "--swap-optimizer-times"),
     "--reuse-fp32-param",
@@ -39,7 +41,8 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
     # Megatron's own default is 0.1.
     if options.text("--attention-dropout") not in ("0", "0.0"):
         options.set("--attention-dropout", "0.0", why="attention on CPU has no dropout")
-    replace_missing_data(options, folder)
+    if INSTRUCTIONS not in options:
+        replace_missing_data(options, folder)
 
 
 def reference_run(options: Options) -> list[str]:
