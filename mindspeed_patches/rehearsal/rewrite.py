@@ -18,10 +18,8 @@ FB_OVERLAP = "--commfuse-fb-overlap"
 """It goes without ``--use-commfuse``, and beside what excludes that."""
 INSTRUCTIONS = "--is-instruction-dataset"
 """Fine-tuning, which mock data does not do for (:mod:`.instruction_files`)."""
-_MEMORY = (
-    *("--swap-attention", "--swap-modules", "--swap-optimizer", "--swap-optimizer-times"),
-    "--reuse-fp32-param",
-)
+_SWAP = ("--swap-attention", "--swap-modules")
+_MEMORY = ("--swap-optimizer", "--swap-optimizer-times", "--reuse-fp32-param")
 
 
 def prepare(options: Options, iterations: int, folder: Path) -> None:
@@ -33,8 +31,9 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
         folder: where relative paths of the launch begin.
     """
     shorten(options, iterations)
-    if FB_OVERLAP not in options:
-        options.drop(*_MEMORY, why="there is no device memory to save")
+    # What a forward keeps for its backward is of interest where both run side by side.
+    memory = _MEMORY if FB_OVERLAP in options else (*_MEMORY, *_SWAP)
+    options.drop(*memory, why="there is no device memory to save")
     if "--use-commfuse" not in options and FB_OVERLAP not in options:
         # A launch that asks for both is shown how CommFuse refuses them.
         options.drop(*PEERS, why="CommFuse takes its place")
