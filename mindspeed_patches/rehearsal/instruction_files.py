@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.launch_script.short_run import drop_data_and_tokenizer, is_missing
+from commfuse_npu.tools.launch_script.short_run import drop_data_and_tokenizer, missing_tokenizer
 from mindspeed_patches.rehearsal.rewrite import INSTRUCTIONS
 
 __all__ = ["replace_missing_instructions"]
@@ -36,7 +36,9 @@ def replace_missing_instructions(options: Options, given: Path, made: Path) -> N
         given: where relative paths of the launch begin.
         made: a folder that exists, for the files.
     """
-    if INSTRUCTIONS not in options or not is_missing(options, given):
+    prefix = given / (options.text("--data-path") or "")
+    has_data = any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))
+    if INSTRUCTIONS not in options or (has_data and not missing_tokenizer(options, given)):
         return
     drop_data_and_tokenizer(options, why="data or tokenizer are not on this machine")
     _write_tokenizer(made / "tokenizer")

@@ -14,7 +14,7 @@ __all__ = [
     "PEERS",
     "commfuse_names",
     "drop_data_and_tokenizer",
-    "is_missing",
+    "missing_tokenizer",
     "replace_missing_data",
     "shorten",
 ]
@@ -84,7 +84,7 @@ def replace_missing_data(options: Options, folder: Path) -> None:
         options: changed in place.
         folder: where relative paths of the launch begin.
     """
-    tokenizer_is_here = not _missing_tokenizer(options, folder)
+    tokenizer_is_here = not missing_tokenizer(options, folder)
     if not _has_data(options, folder) or not tokenizer_is_here:
         why = "" if "--mock-data" in options else "the data is not on this machine"
         options.drop(*_DATA_OPTIONS, why=why)
@@ -97,11 +97,6 @@ def replace_missing_data(options: Options, folder: Path) -> None:
         size = options.number("--vocab-size", 0)
         why = "mock data has tokens up to 4095"
         options.set("--vocab-size", max(size, MOCK_VOCABULARY), why=why)
-
-
-def is_missing(options: Options, folder: Path) -> bool:
-    """Whether a file of the data or of the tokenizer is not here; ``folder`` as above."""
-    return not _has_data(options, folder) or _missing_tokenizer(options, folder)
 
 
 def drop_data_and_tokenizer(options: Options, why: str) -> None:
@@ -118,7 +113,8 @@ def _has_data(options: Options, folder: Path) -> bool:
     )
 
 
-def _missing_tokenizer(options: Options, folder: Path) -> bool:
+def missing_tokenizer(options: Options, folder: Path) -> bool:
+    """Whether files of the tokenizer are not here; ``folder`` is where relative paths begin."""
     if options.text("--tokenizer-type") == "NullTokenizer":
         return False
     files = [options.text(name) for name in ("--tokenizer-model", "--tokenizer-name-or-path")]
