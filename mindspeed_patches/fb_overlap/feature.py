@@ -259,6 +259,7 @@ def _synchronised_clock(device: str) -> Callable[[], float]:
 def _obstacle(plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
     """Why this step cannot be overlapped."""
     from megatron.core import utils
+    from megatron.core.enums import ModelType
 
     if inspect.unwrap(plain).__module__ != _SCHEDULES:
         return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
@@ -266,7 +267,8 @@ def _obstacle(plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
     config, stages = utils.get_model_config(models[0]), _pipeline()[0]
     if getattr(config, "enable_cuda_graph", False):
         return "CUDA graphs cannot hold a forward and a backward at once"
-    if utils.get_model_type(models[0]).name == "encoder_and_decoder":
+    # None in MindSpeed-LLM's fine-tuning.
+    if utils.get_model_type(models[0]) == ModelType.encoder_and_decoder:
         return "a model of encoder and decoder sends two tensors per stage"
     if step["num_microbatches"] * len(models) < 2:
         return "one micro-batch has no partner"
