@@ -58,7 +58,10 @@ def _with_average(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_host_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Split sizes as numbers: token dispatchers leave them in a tensor if it is not on a device."""
+    """Split sizes as numbers: token dispatchers leave them in a tensor if it is not on a device.
+
+    And of a copy, as :func:`_of_a_copy`: dispatchers free probabilities that are under way.
+    """
 
     @functools.wraps(function)
     def call(
@@ -73,7 +76,7 @@ def _with_host_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
             None if given is None else [int(size) for size in given]
             for given in (output_split_sizes, input_split_sizes)
         )
-        return function(output, input, *sizes, *args, **kwargs)
+        return function(output, input.detach().clone(), *sizes, *args, **kwargs)
 
     return call
 

@@ -65,6 +65,26 @@ def test_split_sizes_may_be_tensors() -> None:
     assert output.tolist() == [0.0, 1.0, 2.0]
 
 
+def _freed(rank: int) -> list[float]:
+    """An exchange whose input is overwritten and freed before the other rank takes part."""
+    exchange = gloo_for_hccl._with_host_sizes(dist.all_to_all_single)
+    output, sent = torch.empty(2), torch.full((2,), rank + 1.0)
+    other = dist.new_group()  # a barrier waits for the transfers of its group
+    if rank:
+        dist.barrier(other)
+    work = exchange(output, sent, async_op=True)
+    if not rank:
+        sent.fill_(-1.0)
+        sent.untyped_storage().resize_(0)
+        dist.barrier(other)
+    work.wait()
+    return output.tolist()
+
+
+def test_what_is_sent_may_be_freed(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(_freed) == [[1.0, 2.0], [1.0, 2.0]]
+
+
 def _uneven(rank: int, sizes: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """A gather of parts of these rows, and the sum of what each rank makes of them."""
     gather = gloo_for_hccl._gather_uneven(dist.all_gather)
