@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.recording import Recording
@@ -58,16 +59,12 @@ class Census:
         return self._overlap.record(partial(self._weighed, forward), backward, kind, watch)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._parameters:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = forward()
+        result = forward()
+        kept = {
+            storage.data_ptr(): storage.nbytes()
+            for tensor in _saved(result)
+            if (storage := tensor.untyped_storage()).data_ptr() not in self._parameters
+        }
         self.kept = max(self.kept, sum(kept.values()))
         return result
 
@@ -76,6 +73,30 @@ class Census:
         """Names that both sides wrote and that cannot be swapped."""
         known = {f"{module}.{name}" for module, names in GLOBALS.items() for name in names}
         return sorted((self.wrote[0] & self.wrote[1]) - known - set(_HARMLESS))
+
+
+def _saved(result: Any) -> Iterator[torch.Tensor]:
+    """Tensors that the graph of a forward's results saves.
+
+    Read from the graph: hooks of saved tensors give a checkpoint another tensor at each access, and
+    with ``--recompute-activation-function`` a gradient would be lost.
+    """
+    leaves, _ = tree_flatten(result)
+    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [above for above, _ in node.next_functions]
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        for name in ["saved_tensors"] if hasattr(node, "saved_tensors") else names:
+            try:
+                values, _ = tree_flatten(getattr(node, name))
+            except RuntimeError:  # overwritten since, as its backward would say
+                continue
+            yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 class _Watch(Recording):

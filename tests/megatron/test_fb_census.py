@@ -65,17 +65,33 @@ def test_what_both_sides_write_is_found(ranks: Any) -> None:
     assert ranks(2).run(found) == [expected, expected]
 
 
+class Recomputed(torch.autograd.Function):
+    """``tanh``, as MindSpeed recomputes activations: a hook runs it again, backward reads grads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.detach().requires_grad_())
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            torch.tanh(*ctx.saved_tensors).backward(grad)
+        return ctx.saved_tensors[0].grad
+
+
 def activations(rank: int) -> int:
     census = Census(ForwardBackwardOverlap([world()]), [layer := torch.nn.Linear(8, 8)])
     x = torch.randn(4, 8, requires_grad=True)
-    losses: list[torch.Tensor] = []
-    census.run(lambda: losses.append(torch.tanh(layer(x)).sum()), lambda: None, None)
-    losses[0].backward()
+    output, _ = census.run(lambda: [Recomputed.apply(layer(x))], lambda: None, None)
+    output[0].sum().backward()
+    expected = torch.autograd.grad(torch.tanh(layer(x)).sum(), x)
+    assert torch.equal(x.grad if x.grad is not None else torch.zeros(1), *expected)
     return census.kept
 
 
 def test_activations_are_weighed_without_parameters(ranks: Any) -> None:
-    """Of ``tanh(x W^T + b)`` its input and its output."""
+    """Of ``tanh(x W^T + b)`` its input and what ``tanh`` is of; and its gradient is not lost."""
     assert ranks(2).run(activations) == [2 * 4 * 8 * 4] * 2
 
 
