@@ -46,10 +46,19 @@ class GroupedMatmul:
         group_type: int,
         group_list_type: int,
     ) -> list[torch.Tensor]:
-        """``x[group] @ weight[group]`` for each group, ``[T, O]``."""
-        if bias or group_type != 0:
-            raise NotImplementedError("npu_gmm: a bias and group_type 2 are not emulated")
-        parts = _slices(group_list, group_list_type, len(x[0]))
+        """``x[group] @ weight[group]`` for each group, ``[T, O]``.
+
+        Of ``group_type`` 2 the product of columns of ``x``, ``[I, T]``, and rows of ``weight``,
+        ``[T, O]``, for each group, ``[G, I, O]``.
+        """
+        if bias or group_type not in (0, 2):
+            raise NotImplementedError(
+                f"npu_gmm: group_type {group_type} or a bias is not emulated; use 0 or 2 without"
+            )
+        tokens = x[0].shape[-1] if group_type else len(x[0])
+        parts = _slices(group_list, group_list_type, tokens)
+        if group_type:
+            return [torch.stack([x[0][:, part] @ weight[0][part] for part in parts])]
         return [torch.cat([x[0][part] @ w for part, w in zip(parts, weight[0], strict=True)])]
 
     @classmethod
@@ -62,9 +71,8 @@ class GroupedMatmul:
         group_list_type: int,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """The gradients of ``x`` and ``weight``, and none of a bias."""
-        parts = _slices(group_list, group_list_type, len(x[0]))
-        wgrad = torch.stack([x[0][part].mT @ grad[0][part] for part in parts])
-        return cls.npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)[0], [wgrad], []
+        wgrad = cls.npu_gmm([x[0].mT], grad, [], group_list, 2, group_list_type)
+        return cls.npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)[0], wgrad, []
 
     @classmethod
     def npu_gmm_backward_fusion(
