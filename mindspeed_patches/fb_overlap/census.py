@@ -27,8 +27,8 @@ _HARMLESS = (
     "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
     "mindspeed_llm.training.utils._ACTUAL_COUNT",
 )
-"""Names that both sides write and neither reads for its results: the lengths of packed documents that
-``--log-throughput`` adds up for its line, one after the other in any order."""
+"""Names that both sides write and neither reads for its results: what ``--log-throughput`` adds up
+of the lengths of packed documents."""
 _SNAPSHOTS = 100
 """Per side of a micro-batch; layers repeat."""
 

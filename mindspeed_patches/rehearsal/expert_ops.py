@@ -1,7 +1,7 @@
 """Operators of experts in plain torch: grouped GEMMs, and tokens sorted by expert and back.
 
-Tokens are sorted by expert, then by number; ``sorted_indices`` are their numbers in that order, as in
-Megatron's own ``permute``.  On a device they may be something else: only the operators read them.
+Tokens are sorted by expert, then by number; ``sorted_indices`` are their numbers in that order,
+as in Megatron's own ``permute``.  On a device they may be something else: only the operators read them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _slices(groups: Groups, kind: int, rows: int) -> list[slice]:
 
 
 class GroupedMatmul:
-    """MindSpeed's extension ``grouped_matmul``: rows ``[T, I]`` sorted by group, weights ``[G, I, O]``.
+    """MindSpeed's extension ``grouped_matmul``, for rows ``[T, I]`` sorted by group.
 
-    Each argument comes as a list of one tensor, and so does each result.
+    Weights are ``[G, I, O]``. Each tensor and each result comes as a list of one.
     """
 
     @staticmethod
@@ -144,8 +144,9 @@ def permute_grad(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the tokens and of the probabilities ``[T, experts_num]``."""
     _refuse_padding(drop_and_pad)
-    given = probs_grad is not None and probs_grad.numel() > 0
-    spread = _spread(routing_map, probs_grad) if given else permuted_token_out_grad.new_empty(0)
+    spread = permuted_token_out_grad.new_empty(0)
+    if probs_grad is not None and probs_grad.numel():
+        spread = _spread(routing_map, probs_grad)
     return _summed(permuted_token_out_grad, sorted_indices, tokens_num), spread
 
 
@@ -158,7 +159,7 @@ def unpermute(
     routing_map: torch.Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums of what experts made of each token, weighted by probabilities; and three for backward."""
+    """Sums of what experts made of each token, times probabilities; and three for backward."""
     _refuse_padding(drop_and_pad)
     chosen = permuted_tokens.new_empty(0)
     if probs is not None and routing_map is not None:

@@ -154,9 +154,8 @@ TURNS = {
     "packed_recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE} {PACKED}"),
     "latent": (2, f"{PLAIN_WGRAD} {LATENT}"),
     "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
-    "experts_parallel": (4, f"{PLAIN_WGRAD} {EXPERTS} --expert-model-parallel-size 2"),
     "prediction_recompute": (2, f"{PLAIN_WGRAD} --mtp-num-layers 1 {RECOMPUTE}"),
-    "swap_attention": (2, f"{PLAIN_WGRAD} --swap-attention {RECOMPUTE}"),
+    "activation_function": (2, f"{PLAIN_WGRAD} --recompute-activation-function"),
     "lora": (
         2,
         f"{PLAIN_WGRAD} --lora-r 8 --lora-alpha 16 "
@@ -176,7 +175,7 @@ TURNS = {
 LAUNCHES = {
     "phi35/pretrain_phi35_moe_ptd.sh": "a virtual pipeline with experts",
     "qwen25/tune_qwen25_72b_16k_full_pack.sh": "packed fine-tuning with recomputation",
-    "deepseek2_lite/tune_deepseek2_lite_16b_full_ptd_16p.sh": "fine-tuning of experts",
+    "qwen25/pretrain_qwen25_72b_4k_pack_A3.sh": "packed, with recomputed activation functions",
 }
 """Launch scripts of MindSpeed-LLM 26.1.0, below ``examples/mcore``, and their kinds."""
 

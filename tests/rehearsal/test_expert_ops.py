@@ -13,7 +13,9 @@ ROUTING = torch.tensor([[1, 0, 0], [1, 0, 1], [0, 0, 1], [1, 0, 1]], dtype=torch
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
 
 
 @pytest.mark.parametrize(("kind", "groups"), [(0, [3, 3, 6]), (1, [3, 0, 3])])
@@ -26,7 +28,9 @@ def test_grouped_gemms(kind: int, groups: list[int], as_tensor: bool) -> None:
     dx, dw = torch.autograd.grad(expected, (x, weight), grad)
     (out,) = ops.GroupedMatmul.npu_gmm([x], [weight], [], given, 0, kind)
     torch.testing.assert_close(out, expected)
-    (got_dx,), (got_dw,), bias = ops.GroupedMatmul.npu_gmm_backward([grad], [x], [weight], given, kind)
+    (got_dx,), (got_dw,), bias = ops.GroupedMatmul.npu_gmm_backward(
+        [grad], [x], [weight], given, kind
+    )
     torch.testing.assert_close(got_dx, dx)
     torch.testing.assert_close(got_dw, dw)
     assert bias == []
@@ -72,6 +76,6 @@ def test_tokens_are_sorted_by_expert_and_summed_again() -> None:
 
 
 def test_padding_is_refused() -> None:
-    tokens, grad = _random((4, 2), (6, 2))
+    (tokens,) = _random((4, 2))
     with pytest.raises(NotImplementedError, match="drop_and_pad"):
         ops.permute(tokens, ROUTING, drop_and_pad=True)

@@ -92,7 +92,7 @@ def _uneven(rank: int, sizes: list[int]) -> tuple[list[torch.Tensor], torch.Tens
     parts = [torch.full((size, 2), -1.0) for size in sizes]
     gather(parts, torch.full((sizes[rank], 2), rank + 1.0), async_op=True).wait()
     total = torch.empty(sizes[rank], 2)
-    scatter(total, [10 ** rank * part for part in parts])
+    scatter(total, [10**rank * part for part in parts])
     return parts, total
 
 
