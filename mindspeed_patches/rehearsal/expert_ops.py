@@ -1,7 +1,7 @@
 """Operators of experts in plain torch: grouped GEMMs, and tokens sorted by expert and back.
 
-Tokens are sorted by expert, then by number; ``sorted_indices`` are their numbers in that order,
-as in Megatron's own ``permute``.  On a device they may be something else: only the operators read them.
+Tokens are sorted by expert, then by number; ``sorted_indices`` are their numbers in that order, as
+in Megatron's own ``permute``. On a device they may be something else: only the operators read them.
 """
 
 from __future__ import annotations
