@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.recording import Recording
@@ -23,8 +23,12 @@ from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers
 __all__ = ["Census"]
 
 _PACKAGES = ("megatron.", "mindspeed.", "mindspeed_llm.", "transformer_engine.")
-_HARMLESS: tuple[str, ...] = ()
-"""Names that both sides write and neither reads for its results: counters, logs, timers."""
+_HARMLESS = (
+    "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
+    "mindspeed_llm.training.utils._ACTUAL_COUNT",
+)
+"""Names that both sides write and neither reads for its results: what ``--log-throughput`` adds up
+of the lengths of packed documents."""
 _SNAPSHOTS = 100
 """Per side of a micro-batch; layers repeat."""
 
@@ -56,10 +60,12 @@ class Census:
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
         result = forward()
-        storages = (tensor.untyped_storage() for tensor in _saved(result))
-        kept = {one.data_ptr(): one.nbytes() for one in storages}
-        bytes_kept = sum(size for at, size in kept.items() if at not in self._parameters)
-        self.kept = max(self.kept, bytes_kept)
+        kept = {
+            storage.data_ptr(): storage.nbytes()
+            for tensor in _saved(result)
+            if (storage := tensor.untyped_storage()).data_ptr() not in self._parameters
+        }
+        self.kept = max(self.kept, sum(kept.values()))
         return result
 
     @property
@@ -67,6 +73,31 @@ class Census:
         """Names that both sides wrote and that cannot be swapped."""
         known = {f"{module}.{name}" for module, names in GLOBALS.items() for name in names}
         return sorted((self.wrote[0] & self.wrote[1]) - known - set(_HARMLESS))
+
+
+def _saved(result: Any) -> Iterator[torch.Tensor]:
+    """Tensors that the graph of a forward's results saves.
+
+    Read from the graph: under hooks of saved tensors a backward gets another tensor at each access.
+    ``--recompute-activation-function`` would lose a gradient, and Megatron's fused accumulation
+    would miss the ``main_grad`` of a weight.
+    """
+    leaves, _ = tree_flatten(result)
+    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [above for above, _ in node.next_functions]
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        for name in ["saved_tensors"] if "saved_tensors" in dir(node) else names:
+            try:
+                values, _ = tree_flatten(getattr(node, name))
+            except RuntimeError:  # overwritten since, as its backward would say
+                continue
+            yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 class _Watch(Recording):
@@ -109,26 +140,6 @@ class _Watch(Recording):
             for owner, attributes in self._owners
             for name, value in list(attributes.items())
         }
-
-
-def _saved(result: Any) -> Iterator[torch.Tensor]:
-    """What the graph behind a result holds for its backward.
-
-    Not by ``saved_tensors_hooks``: under these a backward gets another tensor than the parameter
-    that was saved, without its ``main_grad``.
-    """
-    outputs = (one for one in tree_leaves(result) if isinstance(one, torch.Tensor))
-    nodes: list[Any] = [one.grad_fn for one in outputs]
-    seen = set(nodes)
-    for node in nodes:  # grows
-        if node is None:
-            continue
-        following = {behind for behind, _ in node.next_functions} - seen
-        seen |= following
-        nodes += following
-        held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        held += [getattr(node, "saved_tensors", ()), list(getattr(node, "__dict__", {}).values())]
-        yield from (one for one in tree_leaves(held) if isinstance(one, torch.Tensor))
 
 
 def _same(before: Any, value: Any) -> bool:

@@ -188,7 +188,8 @@ class Overlapping:
         found = obstacle(step, models, config)
         if found is not None:
             return found
-        if utils.get_model_type(models[0]).name == "encoder_and_decoder":
+        # A model of MindSpeed-LLM's fine-tuning has no type.
+        if getattr(utils.get_model_type(models[0]), "name", None) == "encoder_and_decoder":
             return "a model of encoder and decoder sends two tensors per stage"
         if step["num_microbatches"] * len(models) < 2:
             return "one micro-batch has no partner"

@@ -41,6 +41,7 @@ from mindspeed_patches.rehearsal.compare import (
     fused_paths,
     largest_loss_difference,
 )
+from mindspeed_patches.rehearsal.instruction_files import replace_missing_instructions
 from mindspeed_patches.rehearsal.records import Record
 from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
 from mindspeed_patches.rehearsal.run import Run, RunFailedError, run_script, worker_environment
@@ -135,8 +136,9 @@ def _rehearse(given: argparse.Namespace) -> int:
     prepare(launch.options, given.iterations, folder)
     layout = _layout(launch, given)
     stubs = _cann()
-    _print_preparations(stack, launch, layout)
     with tempfile.TemporaryDirectory(prefix="commfuse_rehearsal_") as temporary:
+        replace_missing_instructions(launch.options, folder, Path(temporary))
+        _print_preparations(stack, launch, layout)
         tools = Path(temporary) / "tools"
         run = Run(
             script=script,

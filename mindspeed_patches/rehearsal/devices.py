@@ -51,6 +51,8 @@ class _DevicesAreTheCpu(TorchFunctionMode):
             return args[0]
         if name == "record_stream":
             return None
+        if name == "histc" and not args[0].is_floating_point():  # a CPU counts floats only
+            return func(args[0].float(), *args[1:], **(kwargs or {})).to(args[0].dtype)
         kwargs = {
             key: _keyword(value) if key in _KEYWORDS else value
             for key, value in (kwargs or {}).items()

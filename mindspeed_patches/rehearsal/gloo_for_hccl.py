@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,10 @@ def _with_average(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_host_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Split sizes as numbers: token dispatchers leave them in a tensor if it is not on a device."""
+    """Split sizes as numbers: token dispatchers leave them in a tensor if it is not on a device.
+
+    And of a copy, as :func:`_of_a_copy`: dispatchers free probabilities that are under way.
+    """
 
     @functools.wraps(function)
     def call(
@@ -73,9 +76,62 @@ def _with_host_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
             None if given is None else [int(size) for size in given]
             for given in (output_split_sizes, input_split_sizes)
         )
-        return function(output, input, *sizes, *args, **kwargs)
+        return function(output, input.detach().clone(), *sizes, *args, **kwargs)
 
     return call
+
+
+def _exchange(sent: Sequence[torch.Tensor], rows: Sequence[int], group: Any) -> torch.Tensor:
+    """A part to each rank; the parts of all ranks, of these rows, as one tensor."""
+    received = sent[0].new_empty((sum(rows), *sent[0].shape[1:]))
+    dist.all_to_all_single(
+        received, torch.cat(list(sent)), list(rows), [len(part) for part in sent], group=group
+    )
+    return received
+
+
+def _gather_uneven(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Parts of different rows, by an exchange; waits even if asked not to.
+
+    With EP and TP the ranks of a tensor parallel group dispatch different numbers of tokens.
+    """
+
+    @functools.wraps(function)
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        rows = [len(part) for part in tensor_list] if tensor.dim() else [1]
+        if len(set(rows)) == 1:
+            return function(tensor_list, tensor, group, async_op)
+        received = _exchange([tensor] * len(rows), rows, group).split(rows)
+        for part, arrived in zip(tensor_list, received, strict=True):
+            part.copy_(arrived)
+        return _Done() if async_op else None
+
+    return all_gather
+
+
+def _scatter_uneven(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for sums, which are added in the order of the ranks."""
+
+    @functools.wraps(function)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if op != dist.ReduceOp.SUM or len({len(part) for part in input_list}) == 1:
+            return function(output, input_list, op, group, async_op)
+        received = _exchange(input_list, [len(output)] * len(input_list), group)
+        output.copy_(received.unflatten(0, (len(input_list), len(output))).sum(0))
+        return _Done() if async_op else None
+
+    return reduce_scatter
 
 
 def _communicator_names(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +163,9 @@ def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 _REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "init_process_group": _with_gloo,
     "new_group": _with_gloo,
+    "all_gather": _gather_uneven,
     "all_reduce": _with_average,
+    "reduce_scatter": _scatter_uneven,
     "reduce_scatter_tensor": _with_average,
     "all_to_all_single": _with_host_sizes,
     "isend": _of_a_copy,

@@ -1,7 +1,7 @@
 """MindSpeed's own operators, which it compiles against CANN when they are first used.
 
 Its loader looks into a table of loaded operators before it compiles: the operators of dense models
-are put there, in plain torch.
+and of experts are put there, in plain torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import types
 import torch
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+from mindspeed_patches.rehearsal.expert_ops import GroupedMatmul, groupmatmul_add_fp32
 
 __all__ = ["install"]
 
@@ -54,4 +55,19 @@ def install() -> None:
             npu_rotary_position_embedding=_rotary_position_embedding
         ),
         npu_matmul_add_fp32=types.SimpleNamespace(npu_matmul_add_fp32=_matmul_add_fp32),
+        npu_groupmatmul_add_fp32=types.SimpleNamespace(
+            npu_groupmatmul_add_fp32=groupmatmul_add_fp32
+        ),
+        grouped_matmul=GroupedMatmul,
+        grouped_matmul_v2=GroupedMatmul,
     )
+    from mindspeed.op_builder.builder import AS_LIBRARY
+    from mindspeed.ops import gmm
+
+    # What it does on a device, with an autograd function inside.
+    for name, function in (
+        ("npu_gmm.Tensor", gmm._npu_gmm),
+        ("npu_gmm.List", gmm._npu_gmm),
+        ("npu_gmm_v2.Tensor", gmm._npu_gmm_v2),
+    ):
+        AS_LIBRARY.impl(name, function, "CPU")

@@ -16,7 +16,8 @@ npu_fusion_attention                   by npu_fusion_attention_grad from the sav
 npu_fusion_attention_grad,             none
 npu_apply_adam_w.out,
 npu_all_gather_base_mm,
-npu_mm_reduce_scatter_base
+npu_mm_reduce_scatter_base,
+those of :mod:`.expert_ops`
 ====================================== ============================================================
 """
 
@@ -31,6 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from mindspeed_patches.rehearsal.expert_ops import EXPERT_KERNELS
 
 __all__ = ["register_cpu_kernels"]
 
@@ -61,7 +64,8 @@ def register_cpu_kernels() -> None:
     _library.append(library)
     for name, kernel in _COMPOSED.items():
         library.impl(name, kernel, "CompositeImplicitAutograd")
-    for name, kernel in _KERNELS.items():
+    experts = {name: k for name, k in EXPERT_KERNELS.items() if hasattr(torch.ops.npu, name)}
+    for name, kernel in {**_KERNELS, **experts}.items():
         library.impl(name, kernel, "CPU")
     # That of 2.7.1 has no gradient of sink, and a result too many ends the process there.
     grads = len(torch.ops.npu.npu_fusion_attention_grad.default._schema.returns)

@@ -16,10 +16,10 @@ __all__ = ["commfuse_run", "prepare", "reference_run"]
 
 FB_OVERLAP = "--commfuse-fb-overlap"
 """It goes without ``--use-commfuse``, and beside what excludes that."""
-_MEMORY = (
-    *("--swap-attention", "--swap-modules", "--swap-optimizer", "--swap-optimizer-times"),
-    "--reuse-fp32-param",
-)
+INSTRUCTIONS = "--is-instruction-dataset"
+"""Fine-tuning, which mock data does not do for (:mod:`.instruction_files`)."""
+_SWAP = ("--swap-attention", "--swap-modules")
+_MEMORY = ("--swap-optimizer", "--swap-optimizer-times", "--reuse-fp32-param")
 
 
 def prepare(options: Options, iterations: int, folder: Path) -> None:
@@ -31,15 +31,17 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
         folder: where relative paths of the launch begin.
     """
     shorten(options, iterations)
-    if FB_OVERLAP not in options:
-        options.drop(*_MEMORY, why="there is no device memory to save")
+    # What a forward keeps for its backward is of interest where both run side by side.
+    memory = _MEMORY if FB_OVERLAP in options else (*_MEMORY, *_SWAP)
+    options.drop(*memory, why="there is no device memory to save")
     if "--use-commfuse" not in options and FB_OVERLAP not in options:
         # A launch that asks for both is shown how CommFuse refuses them.
         options.drop(*PEERS, why="CommFuse takes its place")
     # Megatron's own default is 0.1.
     if options.text("--attention-dropout") not in ("0", "0.0"):
         options.set("--attention-dropout", "0.0", why="attention on CPU has no dropout")
-    replace_missing_data(options, folder)
+    if INSTRUCTIONS not in options:
+        replace_missing_data(options, folder)
 
 
 def reference_run(options: Options) -> list[str]:

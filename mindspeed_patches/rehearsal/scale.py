@@ -148,6 +148,10 @@ def _heads(options: Options, small: Layout) -> int:
     options.set("--num-attention-heads", heads)
     if "--kv-channels" in options:
         options.set("--kv-channels", _HEAD)
+    for name in ("--long-factor", "--short-factor"):  # of each pair of a head's features
+        if name in options:
+            factors = str(options.text(name)).split(",")[: _HEAD // 2]
+            options.set(name, ",".join(factors))
     hidden = heads * _HEAD
     options.set("--hidden-size", hidden)
     return hidden

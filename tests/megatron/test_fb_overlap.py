@@ -38,6 +38,7 @@ class Case:
     grad_sync: bool = False
     deallocate: bool = False
     partly: int | None = None
+    typed: bool = True
 
     @property
     def size(self) -> int:
@@ -70,7 +71,7 @@ class Chunk(torch.nn.Module):
         from megatron.core.enums import ModelType
 
         self.config, self.number, self.case = config, number, case
-        self.model_type = ModelType.encoder_or_decoder
+        self.model_type = ModelType.encoder_or_decoder if case.typed else None
         torch.manual_seed(100 * number + dist.get_rank() % case.tensor)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
         self.received: torch.Tensor | None = None
@@ -226,6 +227,7 @@ def compare(rank: int, case: Case) -> tuple[int, list[str]]:
 
 CASES = {
     "no pipeline": (Case(tensor=2), 2 * 3),
+    "fine-tuning, whose models have no type": (Case(tensor=2, typed=False), 2 * 3),
     "recomputed dropout": (Case(tensor=2, dropout=0.3, recompute=True), 2 * 3),
     "pipeline": (Case(stages=2, microbatches=8), 0),
     "virtual pipeline": (Case(stages=2, chunks=2, microbatches=8), 0),

@@ -154,6 +154,8 @@ TURNS = {
     "packed_recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE} {PACKED}"),
     "latent": (2, f"{PLAIN_WGRAD} {LATENT}"),
     "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
+    "prediction_recompute": (2, f"{PLAIN_WGRAD} --mtp-num-layers 1 {RECOMPUTE}"),
+    "activation_function": (2, f"{PLAIN_WGRAD} --recompute-activation-function"),
     "lora": (
         2,
         f"{PLAIN_WGRAD} --lora-r 8 --lora-alpha 16 "
@@ -168,6 +170,14 @@ TURNS = {
     ),
 }
 """Processes, and what is added to the model's options, for forward-backward overlap."""
+
+
+LAUNCHES = {
+    "phi35/pretrain_phi35_moe_ptd.sh": "a virtual pipeline with experts",
+    "qwen25/tune_qwen25_72b_16k_full_pack.sh": "packed fine-tuning with recomputation",
+    "qwen25/pretrain_qwen25_72b_4k_pack_A3.sh": "packed, with recomputed activation functions",
+}
+"""Launch scripts of MindSpeed-LLM 26.1.0, below ``examples/mcore``, and their kinds."""
 
 
 REPLICAS = "--use-distributed-optimizer --commfuse-dp"
@@ -284,6 +294,21 @@ def test_micro_batches_that_take_turns_change_no_bit(case: str, tmp_path: Path) 
     assert degeneracies(commfuse) == []
     assert all(record.pairs > 0 for record in commfuse)
     assert all(record.pairs == 0 for record in reference)
+
+
+@pytest.mark.parametrize("script", LAUNCHES)
+def test_launches_as_they_are_take_turns(script: str, tmp_path: Path) -> None:
+    path = Path(os.environ["MINDSPEED_LLM_HOME"]) / "examples" / "mcore" / script
+    if not path.is_file():
+        pytest.skip(f"this MindSpeed-LLM has no {script}")
+    flags = "--commfuse-fb-overlap --commfuse-fb-overlap-memory"
+    asked = tmp_path / path.name
+    asked.write_text(re.sub(r"(?<=train_gpt\.py)", f" {flags}", path.read_text("utf-8")), "utf-8")
+    limits = ("--rehearse-scale", "--processes", "4", "--iterations", "3")
+    code, printed = rehearse(tmp_path / "records", *limits, "--", str(asked))
+    assert code == 0, printed
+    assert printed.endswith("identical: True\n")
+    assert all(record.pairs > 0 for record in records(tmp_path / "records")[1])
 
 
 @pytest.mark.parametrize("case", DATA_PARALLEL_CASES)

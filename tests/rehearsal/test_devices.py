@@ -70,3 +70,10 @@ def test_what_a_backward_runs_sees_it_too(monkeypatch: pytest.MonkeyPatch, reent
         y.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 1.0]
+
+
+def test_whole_numbers_are_counted() -> None:
+    with _DevicesAreTheCpu():
+        counts = torch.histc(torch.tensor([0, 2, 2], dtype=torch.int32), bins=3, min=0, max=3)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [1, 0, 2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_patches.rehearsal import gloo_for_hccl
+from tests.distributed.ranks import Ranks
 
 
 @pytest.fixture
@@ -62,3 +63,42 @@ def test_split_sizes_may_be_tensors() -> None:
     output = torch.empty(3)
     dist.all_to_all_single(output, torch.arange(3.0), torch.tensor([3]), torch.tensor([3]))
     assert output.tolist() == [0.0, 1.0, 2.0]
+
+
+def _freed(rank: int) -> list[float]:
+    """An exchange whose input is overwritten and freed before the other rank takes part."""
+    exchange = gloo_for_hccl._with_host_sizes(dist.all_to_all_single)
+    output, sent = torch.empty(2), torch.full((2,), rank + 1.0)
+    other = dist.new_group()  # a barrier waits for the transfers of its group
+    if rank:
+        dist.barrier(other)
+    work = exchange(output, sent, async_op=True)
+    if not rank:
+        sent.fill_(-1.0)
+        sent.untyped_storage().resize_(0)
+        dist.barrier(other)
+    work.wait()
+    return output.tolist()
+
+
+def test_what_is_sent_may_be_freed(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(_freed) == [[1.0, 2.0], [1.0, 2.0]]
+
+
+def _uneven(rank: int, sizes: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A gather of parts of these rows, and the sum of what each rank makes of them."""
+    gather = gloo_for_hccl._gather_uneven(dist.all_gather)
+    scatter = gloo_for_hccl._scatter_uneven(dist.reduce_scatter)
+    parts = [torch.full((size, 2), -1.0) for size in sizes]
+    gather(parts, torch.full((sizes[rank], 2), rank + 1.0), async_op=True).wait()
+    total = torch.empty(sizes[rank], 2)
+    scatter(total, [10**rank * part for part in parts])
+    return parts, total
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 2]])
+def test_parts_may_be_uneven(ranks: Callable[[int], Ranks], sizes: list[int]) -> None:
+    whole = [torch.full((size, 2), rank + 1.0) for rank, size in enumerate(sizes)]
+    for rank, (parts, total) in enumerate(ranks(2).run(_uneven, sizes)):
+        assert all(map(torch.equal, parts, whole))
+        assert torch.equal(total, 11 * whole[rank])

@@ -71,6 +71,20 @@ def test_a_peer_gives_way_unless_the_launch_asks_for_both(tmp_path: Path) -> Non
     assert "--use-ascend-coc" in prepared("--use-ascend-coc --use-commfuse", tmp_path)
 
 
+def test_memory_that_a_forward_keeps_is_left_to_forward_backward_overlap(tmp_path: Path) -> None:
+    text = "--swap-attention --reuse-fp32-param"
+    assert "--swap-attention" not in prepared(text, tmp_path)
+    options = prepared(f"{text} --commfuse-fb-overlap", tmp_path)
+    assert "--swap-attention" in options
+    assert "--reuse-fp32-param" not in options
+
+
+def test_instructions_are_not_mocked(tmp_path: Path) -> None:
+    options = prepared("--is-instruction-dataset --data-path d", tmp_path)
+    assert "--mock-data" not in options
+    assert options.values("--data-path") == ["d"]
+
+
 def test_the_two_runs_differ_in_commfuse_only() -> None:
     options = Options(
         ["--a", "1", "--use-commfuse", "--commfuse-lanes", "2", "--no-commfuse-attention", "--b"]

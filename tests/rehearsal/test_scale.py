@@ -97,3 +97,12 @@ def test_experts_and_context_parallelism() -> None:
     assert number(options, "--moe-router-topk") == 2
     assert options.text("--context-parallel-algo") == "ulysses_cp_algo"
     assert number(options, "--seq-length") == 32 * 4
+
+
+def test_factors_of_a_rotation_fit_the_smaller_heads() -> None:
+    factors = ",".join(str(number) for number in range(64))
+    options, _ = scaled(
+        f"--num-attention-heads 32 --hidden-size 4096 --long-factor {factors}", 8, 8
+    )
+    size = number(options, "--hidden-size") // number(options, "--num-attention-heads")
+    assert options.text("--long-factor") == ",".join(map(str, range(size // 2)))

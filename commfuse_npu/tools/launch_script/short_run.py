@@ -9,7 +9,15 @@ from pathlib import Path
 
 from commfuse_npu.tools.launch_script.options import Options
 
-__all__ = ["MOCK_VOCABULARY", "PEERS", "commfuse_names", "replace_missing_data", "shorten"]
+__all__ = [
+    "MOCK_VOCABULARY",
+    "PEERS",
+    "commfuse_names",
+    "drop_data_and_tokenizer",
+    "missing_tokenizer",
+    "replace_missing_data",
+    "shorten",
+]
 
 MOCK_VOCABULARY = 4607
 """Mock data has tokens up to 4095 and an end token after the vocabulary of the null tokenizer.
@@ -40,6 +48,7 @@ _PROFILER = (
     *("--profile-record-shapes", "--profile-save-path"),
 )
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_DATA_OPTIONS = (*_DATA, "--data-args-path", "--data-cache-path")
 _TOKENIZER = (
     *("--tokenizer-model", "--tokenizer-name-or-path", "--vocab-file", "--merge-file"),
     *("--tokenizer-not-use-fast", "--padded-vocab-size", "--tokenizer-padding-side"),
@@ -75,10 +84,10 @@ def replace_missing_data(options: Options, folder: Path) -> None:
         options: changed in place.
         folder: where relative paths of the launch begin.
     """
-    tokenizer_is_here = not _missing_tokenizer(options, folder)
+    tokenizer_is_here = not missing_tokenizer(options, folder)
     if not _has_data(options, folder) or not tokenizer_is_here:
         why = "" if "--mock-data" in options else "the data is not on this machine"
-        options.drop(*_DATA, "--data-args-path", "--data-cache-path", why=why)
+        options.drop(*_DATA_OPTIONS, why=why)
         options.set("--mock-data", why=why)
     if not tokenizer_is_here:
         why = "the tokenizer is not on this machine"
@@ -90,6 +99,11 @@ def replace_missing_data(options: Options, folder: Path) -> None:
         options.set("--vocab-size", max(size, MOCK_VOCABULARY), why=why)
 
 
+def drop_data_and_tokenizer(options: Options, why: str) -> None:
+    """Without both, so that others can be named."""
+    options.drop(*_DATA_OPTIONS, "--mock-data", *_TOKENIZER, why=why)
+
+
 def _has_data(options: Options, folder: Path) -> bool:
     paths = [
         value for name in _DATA for value in options.values(name) if not _is_number(value)
@@ -99,7 +113,8 @@ def _has_data(options: Options, folder: Path) -> bool:
     )
 
 
-def _missing_tokenizer(options: Options, folder: Path) -> bool:
+def missing_tokenizer(options: Options, folder: Path) -> bool:
+    """Whether files of the tokenizer are not here; ``folder`` is where relative paths begin."""
     if options.text("--tokenizer-type") == "NullTokenizer":
         return False
     files = [options.text(name) for name in ("--tokenizer-model", "--tokenizer-name-or-path")]

@@ -1,0 +1,107 @@
+"""A small instruction data set and a tokenizer that pads, for launches of fine-tuning.
+
+Mock data and the null tokenizer do for pretraining only: fine-tuning reads token ids, masks and
+labels from files of their own and asks the tokenizer how to pad.  The files are those that
+MindSpeed-LLM's preprocessing and Hugging Face's tokenizers write.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.short_run import drop_data_and_tokenizer, missing_tokenizer
+from mindspeed_patches.rehearsal.rewrite import INSTRUCTIONS
+
+__all__ = ["replace_missing_instructions"]
+
+_ROWS = 64
+_WORDS = 1000
+_VOCABULARY = 1024
+"""Words, special tokens and those that a template of prompts adds, padded for TP."""
+_IGNORED = -100
+"""The label of a token of the prompt."""
+
+
+def replace_missing_instructions(options: Options, given: Path, made: Path) -> None:
+    """Write and name stand-ins, where a launch of fine-tuning names files that are not here.
+
+    Args:
+        options: changed in place; its sequence length is that of the rows.
+        given: where relative paths of the launch begin.
+        made: a folder that exists, for the files.
+    """
+    prefix = given / (options.text("--data-path") or "")
+    has_data = any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))
+    if INSTRUCTIONS not in options or (has_data and not missing_tokenizer(options, given)):
+        return
+    drop_data_and_tokenizer(options, why="data or tokenizer are not on this machine")
+    _write_tokenizer(made / "tokenizer")
+    rows = list(_rows(options.number("--seq-length", 64), "--neat-pack" in options))
+    for at, field in enumerate(("input_ids", "attention_mask", "labels")):
+        prefix = made / f"instructions_packed_{field}_document"
+        _write_indexed(prefix, [row[at] for row in rows])
+    options.set("--data-path", str(made / "instructions"))
+    options.set("--tokenizer-type", "PretrainedFromHF")
+    options.set("--tokenizer-name-or-path", str(made / "tokenizer"))
+    options.set("--padded-vocab-size", _VOCABULARY)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    special = ("<pad>", "<eos>", "<unk>")
+    words = [*special, *(f"word{number}" for number in range(len(special), _WORDS))]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    files = {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": at, "content": word, "special": True, **flags}
+                for at, word in enumerate(special)
+            ],
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "model": {
+                "type": "WordLevel",
+                "vocab": {word: at for at, word in enumerate(words)},
+                "unk_token": "<unk>",
+            },
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{word.strip('<>')}_token": word for word in special},
+        },
+    }
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), "utf-8")
+
+
+def _rows(length: int, packed: bool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Token ids, masks and labels; packed rows are full, and a mask numbers their documents."""
+    random = np.random.default_rng(1234)
+    for _ in range(_ROWS):
+        first = int(random.integers(length // 2, length))
+        documents = [first, length - first] if packed else [first]
+        tokens = random.integers(3, _WORDS, sum(documents))
+        numbers = np.repeat(np.arange(1, len(documents) + 1), documents)
+        starts = np.repeat(np.cumsum([0, *documents[:-1]]), documents)
+        prompt = np.arange(tokens.size) - starts < length // 8
+        yield tokens, numbers, np.where(prompt, _IGNORED, tokens)
+
+
+def _write_indexed(prefix: Path, rows: list[np.ndarray]) -> None:
+    """Megatron's indexed data set, one document per row (``megatron.core.datasets``)."""
+    sizes = np.array([row.size for row in rows], np.int32)
+    int64, version = 5, 1
+    Path(f"{prefix}.bin").write_bytes(np.concatenate(rows).astype(np.int64).tobytes())
+    Path(f"{prefix}.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", version, int64, len(rows), len(rows) + 1)
+        + sizes.tobytes()
+        + (8 * (np.cumsum(sizes, dtype=np.int64) - sizes)).tobytes()
+        + np.arange(len(rows) + 1, dtype=np.int64).tobytes()
+    )

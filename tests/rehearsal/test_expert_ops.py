@@ -1,0 +1,81 @@
+"""The operators of experts, against a GEMM per token and expert and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_patches.rehearsal import expert_ops as ops
+
+ROUTING = torch.tensor([[1, 0, 0], [1, 0, 1], [0, 0, 1], [1, 0, 1]], dtype=torch.bool)
+"""Four tokens to three experts, of which one gets nothing."""
+
+
+def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(0, [3, 3, 6]), (1, [3, 0, 3])])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_grouped_gemms(kind: int, groups: list[int], as_tensor: bool) -> None:
+    x, weight, grad = _random((6, 4), (3, 4, 5), (6, 5))
+    given = torch.tensor(groups) if as_tensor else groups
+    expert = torch.tensor([0, 0, 0, 2, 2, 2])
+    expected = torch.einsum("ti,tio->to", x, weight[expert])
+    dx, dw = torch.autograd.grad(expected, (x, weight), grad)
+    (out,) = ops.GroupedMatmul.npu_gmm([x], [weight], [], given, 0, kind)
+    torch.testing.assert_close(out, expected)
+    (got_dx,), (got_dw,), bias = ops.GroupedMatmul.npu_gmm_backward(
+        [grad], [x], [weight], given, kind
+    )
+    torch.testing.assert_close(got_dx, dx)
+    torch.testing.assert_close(got_dw, dw)
+    assert bias == []
+
+
+def test_weight_gradients_are_added() -> None:
+    x, dy, before = (one.detach().float() for one in _random((6, 4), (6, 5), (3, 4, 5)))
+    total = before.flatten(0, 1).clone()
+    ops.groupmatmul_add_fp32(x, dy, torch.tensor([3, 3, 6]), total)
+    made = torch.stack([x[:3].T @ dy[:3], torch.zeros(4, 5), x[3:].T @ dy[3:]])
+    torch.testing.assert_close(total.view(3, 4, 5), before + made)
+
+
+def test_rows_without_a_group_are_refused() -> None:
+    x, weight = _random((6, 4), (2, 4, 5))
+    with pytest.raises(ValueError, match=r"groups end at \[5\], the tensor has 6 rows"):
+        ops.GroupedMatmul.npu_gmm([x], [weight], [], [3, 5], 0, 0)
+
+
+def test_tokens_are_sorted_by_expert_and_summed_again() -> None:
+    tokens, probs, grad, grad_probs, grad_sum = _random((4, 2), (4, 3), (6, 2), (6,), (4, 2))
+    permuted, chosen, indices = ops.permute(tokens, ROUTING, probs=probs)
+    assert indices.tolist() == [0, 1, 3, 1, 2, 3]
+    assert torch.equal(permuted, tokens[indices])
+    assert torch.equal(chosen, probs[indices, [0, 0, 0, 2, 2, 2]])
+    got = ops.permute_grad(grad, grad_probs, indices, ROUTING, 3, 4, False)
+    expected = torch.autograd.grad((permuted, chosen), (tokens, probs), (grad, grad_probs))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+    made = permuted.detach().requires_grad_()
+    out, *kept, _ = ops.unpermute(made, indices, [4, 2], probs=probs, routing_map=ROUTING)
+    weights = probs * ROUTING
+    torch.testing.assert_close(out, tokens * weights.sum(1, keepdim=True), rtol=1e-6, atol=1e-6)
+    got = ops.unpermute_grad(grad_sum, *kept, ROUTING, made, probs, False, [4, 2])
+    for one, other in zip(got, torch.autograd.grad(out, (made, probs), grad_sum), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    plain, *kept, _ = ops.unpermute(made, indices, [4, 2])
+    torch.testing.assert_close(plain, tokens * ROUTING.sum(1, keepdim=True), rtol=1e-6, atol=1e-6)
+    act, none = ops.unpermute_grad(grad_sum, *kept, None, None, None, False, [4, 2])
+    assert torch.equal(act, grad_sum[indices])
+    assert none.numel() == 0
+
+
+def test_padding_is_refused() -> None:
+    (tokens,) = _random((4, 2))
+    with pytest.raises(NotImplementedError, match="drop_and_pad"):
+        ops.permute(tokens, ROUTING, drop_and_pad=True)
