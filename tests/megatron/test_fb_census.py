@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from mindspeed_patches.fb_overlap.census import Census
-from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side
+from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
 
 LENGTHS = "mindspeed_llm.lengths_of_a_test"
 
@@ -137,6 +137,21 @@ def scratch(rank: int) -> None:
         forward, backward = overlap.run(place, place)
         assert forward != backward
         assert place() == forward
+
+
+def test_named_random_states_are_of_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In core 0.16 with the name of the one in force."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    state, tracker = side_states([], "cpu")[1], get_cuda_rng_tracker()
+    forward = {"one": torch.zeros(1)}
+    monkeypatch.setattr(tracker, "states_", dict(forward))
+    monkeypatch.setattr(tracker, "_current_state_name", "of the forward", raising=False)
+    saved = state.save()
+    tracker.states_["one"], tracker._current_state_name = torch.ones(1), "of the backward"
+    state.restore(saved)
+    assert tracker.states_ == forward
+    assert tracker._current_state_name == "of the forward"
 
 
 def test_gather_buffers_are_of_one_side(ranks: Any) -> None:
