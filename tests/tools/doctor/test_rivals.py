@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from commfuse_npu.tools.doctor.fuse_options import schedule_of
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.doctor import CommandResult, Finding
-from commfuse_npu.tools.doctor.fuse_options import schedule_of
 from commfuse_npu.tools.doctor.rivals import check_rivals
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 from tests.tools.doctor.launches import launch

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commfuse_npu.tools.doctor.fuse_options import FuseOptions, min_rows_of, schedule_of
 
 from commfuse_npu.tools.doctor import Launch
-from commfuse_npu.tools.doctor.fuse_options import FuseOptions, min_rows_of, schedule_of
 from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.doctor.layers import (
     ATTENTION_OPERATOR,
