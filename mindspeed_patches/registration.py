@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commfuse_npu.packages import WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
+from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
 
 if TYPE_CHECKING:
     from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
