@@ -20,7 +20,7 @@ def main(words: Sequence[str]) -> int:
         prog="commfuse-npu doctor",
         description="Is this machine, and this launch, ready for CommFuse?",
         epilog="After -- a launch: commfuse-npu doctor -- torchrun ... pretrain_gpt.py ..., or "
-        "commfuse-npu doctor -- bash SCRIPT.sh, which is read and not run.",
+        "commfuse-npu doctor -- bash SCRIPT.sh, whose torchrun and python are stand-ins.",
     )
     parser.add_argument(
         "--config", help="of the launch: a yaml file, or its name in configs/: llama3_8b"

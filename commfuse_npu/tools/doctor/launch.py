@@ -13,7 +13,7 @@ from commfuse_npu.options import schedule_for
 from commfuse_npu.plan import Schedule, usual_chunks
 from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch, min_rows
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.launch_script.read import checkout_of, is_script
+from commfuse_npu.tools.launch_script.read import checkout_of, is_script, script_folder
 from commfuse_npu.tools.launch_script.read import read_launch as read_script
 from commfuse_npu.tools.model_config import ModelConfig
 
@@ -87,7 +87,7 @@ def read_launch(
 
     A configuration stands for its launcher in ``scripts``.  A command line may be a whole one, as
     a dry run prints it: ``cd``, assignments, torchrun, script and all; or a launch script with its
-    arguments, which is read and not run.
+    arguments, which is run with stand-ins for torchrun and Python.
 
     Raises:
         ConfigError: they cannot be read.
@@ -104,7 +104,7 @@ def read_launch(
         word.endswith("pretrain_gpt.py") for word in words
     )
     if is_script(words):
-        read = read_script(words, checkout_of(Path.cwd()), variables)
+        read = read_script(words, checkout_of(script_folder(words)), variables)
         assigned, registers = {**assigned, **read.environment}, read.registers
         sizes = {"--nnodes": read.nodes, "--nproc_per_node": read.per_node}
         given = [word for name, size in sizes.items() if size for word in (name, str(size))]

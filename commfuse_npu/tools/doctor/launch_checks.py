@@ -10,6 +10,7 @@ from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.judgement import Refused
 from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch
+from commfuse_npu.tools.doctor.layers import LLAMA_LAYERS
 from commfuse_npu.tools.linear_layers import recomputes_attention
 from commfuse_npu.tools.model_config import ModelConfig
 
@@ -41,6 +42,10 @@ def check_launch(launch: Launch) -> Iterator[Finding]:
     if launch.fuse.use_commfuse:
         yield from _check_options(launch)
     yield _other_options(launch)
+    others = [one for one in launch.judged.layers if one.layer not in LLAMA_LAYERS]
+    if others:
+        said = (f"{one.layer} {one.state}{one.reason and f' ({one.reason})'}" for one in others)
+        yield _about("other layers", "ok", ", ".join(said))
 
 
 def _check_layout(config: ModelConfig) -> Iterator[Finding]:

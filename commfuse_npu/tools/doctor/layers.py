@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.linear_layers import attention_obstacle
 
-__all__ = ["ATTENTION_OPERATOR", "FusedLayer", "fused_layers"]
+__all__ = ["ATTENTION_OPERATOR", "LLAMA_LAYERS", "FusedLayer", "fused_layers"]
 
 ATTENTION_OPERATOR = "attention_linear_reduce_scatter"
 """What runs in place of ``proj`` where attention is fused with it."""
+
+LLAMA_LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
+"""The layers whose shapes are known here."""
 
 _COLUMN_PARALLEL = ("qkv", "fc1", "output")
 _ABSENT = "this model has experts or other layers in its place"
@@ -58,13 +61,11 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
     config = launch.config
     tp, hidden, ffn = config.tensor_model_parallel_size, config.hidden_size, config.ffn_hidden_size
     head = hidden // config.num_attention_heads
-    features = {
-        "qkv": (hidden, head * (config.num_attention_heads + 2 * config.num_query_groups)),
-        "proj": (hidden, hidden),
-        "fc1": (hidden, 2 * ffn),
-        "fc2": (ffn, hidden),
-        "output": (hidden, config.padded_vocab_size),
-    }
+    heads = config.num_attention_heads + 2 * config.num_query_groups
+    features = (
+        *((hidden, head * heads), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden)),
+        (hidden, config.padded_vocab_size),
+    )
     rows, batch = config.seq_length // config.context_parallel_size, config.micro_batch_size
     sequence = config.uses_sequence_parallel
     shard = rows // tp if sequence else rows
@@ -74,7 +75,7 @@ def fused_layers(launch: Launch) -> list[FusedLayer]:
     judged = {one.layer: one.reason for one in launch.judged.layers}
     short = f"a block has fewer rows than the {limit} of --commfuse-min-rows"
     found = []
-    for layer, (inputs, outputs) in features.items():
+    for layer, (inputs, outputs) in zip(LLAMA_LAYERS, features, strict=True):
         column, chunks = layer in _COLUMN_PARALLEL, launch.schedule.chunks
         if column:
             operator = "all_gather_linear"

@@ -10,7 +10,7 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, launch_of
 from commfuse_npu.tools.launch_script.shell import Command, capture_commands
 
-__all__ = ["checkout_of", "is_script", "read_launch"]
+__all__ = ["checkout_of", "is_script", "read_launch", "script_folder"]
 
 
 def checkout_of(folder: Path) -> Path:
@@ -22,6 +22,11 @@ def checkout_of(folder: Path) -> Path:
 def is_script(words: Sequence[str]) -> bool:
     """Whether a command is a launch script, with or without a shell before it."""
     return any(word.endswith(".sh") for word in _without_shell(words)[:1])
+
+
+def script_folder(words: Sequence[str]) -> Path:
+    """The folder of the launch script of a command."""
+    return Path(_without_shell(words)[0]).expanduser().resolve().parent
 
 
 def _without_shell(words: Sequence[str]) -> list[str]:

@@ -213,3 +213,9 @@ def test_a_group_of_one_is_refused_unless_nothing_is_allowed(words: str, level: 
 def test_what_hides_under_ulysses_depends_on_the_layout(words: str, hides: str) -> None:
     found = check_launch(launch(*f"{OF_ONE} {ULYSSES} {words}".split()))
     assert hides in only(found, "--commfuse-ulysses").action
+
+
+def test_layers_that_a_llama_does_not_have_are_judged() -> None:
+    words = f"{FUSED} --num-experts 8 --moe-grouped-gemm --n-shared-experts 1"
+    found = only(check_launch(launch(*words.split())), "other layers")
+    assert found.value.startswith("shared_fc1 fused, shared_fc2 fused, experts silent (grouped")
