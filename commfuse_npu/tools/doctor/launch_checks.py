@@ -44,8 +44,8 @@ def check_launch(launch: Launch) -> Iterator[Finding]:
     yield _other_options(launch)
     others = [one for one in launch.judged.layers if one.layer not in LLAMA_LAYERS]
     if others:
-        said = (f"{one.layer} {one.state}{one.reason and f' ({one.reason})'}" for one in others)
-        yield _about("other layers", "ok", ", ".join(said))
+        named = (f"{one.layer} {one.state}{one.reason and f' ({one.reason})'}" for one in others)
+        yield _about("other layers", "ok", ", ".join(named))
 
 
 def _check_layout(config: ModelConfig) -> Iterator[Finding]:
@@ -197,6 +197,9 @@ def _other_options(launch: Launch) -> Finding:
     """The options of CommFuse that are not given: which would be taken, and why others not."""
     judged = launch.judged
     why_not = {name: why for name, why in judged.why_not.items() if not _asked(launch)[name]}
+    if judged.excluded:
+        excluded = ", ".join(map(str, judged.excluded))
+        why_not = dict.fromkeys(why_not, f"{excluded} excludes --use-commfuse")
     overlap = "--commfuse-fb-overlap"
     if overlap not in launch.options or judged.overlap.obstacle:
         why_not[overlap] = judged.overlap.obstacle

@@ -77,6 +77,7 @@ def test_what_is_refused_is_an_error(option: str) -> None:
         ("", "not --commfuse-dp: needs --use-distributed-optimizer"),
         ("--commfuse-attention", "--commfuse-fb-overlap: one micro-batch has no partner"),
         ("--global-batch-size 24", "--commfuse-fb-overlap would be taken"),
+        ("--moe-fb-overlap", "not --commfuse-dp: --moe-fb-overlap excludes --use-commfuse"),
         ("--moe-fb-overlap", "not --commfuse-fb-overlap: --moe-fb-overlap: it overlaps the same"),
     ],
 )
