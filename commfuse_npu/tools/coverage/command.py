@@ -149,7 +149,7 @@ def _row(launches: Sequence[Judgement]) -> dict[str, int]:
 
 
 def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
-    """The last row of the table and what :func:`_sums` says, by name."""
+    """The last row of the table, and what is counted besides, by name."""
     apart = [one for one in launches if one.layout.tensor > 1 and one.kind in ("", "else")]
     taken = [one for one in launches if not one.refused]
     exchanging = [one for one in launches if one.layout.algorithm == "ulysses_cp_algo"]
@@ -157,6 +157,11 @@ def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
     flags = [name for one in launches[:1] for name in one.flags if "-ulysses" not in name]
     return {
         **_row(launches),
+        "with transfers of TP, EP or CP": sum(one.overlap.transfers for one in launches),
+        "--commfuse-fb-overlap passes as typed": sum(not one.overlap.obstacle for one in launches),
+        "and without the flags of another overlap": sum(
+            not one.overlap.without for one in launches
+        ),
         "TP above 1, neither LoRA nor another overlap": len(apart),
         "of these full": sum(one.verdict == "full" for one in apart),
         "Ulysses launches": len(exchanging),
@@ -164,46 +169,19 @@ def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
         "and without what excludes --use-commfuse": len(ulysses),
         "not refused": len(taken),
         "of these with short blocks": sum(one.short for one in taken),
-        "with transfers of TP, EP or CP": sum(one.overlap.transfers for one in launches),
-        "--commfuse-fb-overlap passes as typed": sum(not one.overlap.obstacle for one in launches),
-        "and without the flags of another overlap": sum(
-            not one.overlap.without for one in launches
-        ),
         **{f"of these {n} passes": sum(not one.why_not[n] for one in taken) for n in flags},
     }
 
 
 def _sums(launches: Sequence[Judgement]) -> list[str]:
     """What the table does not have."""
-    found = _counts(launches)
-    passes = [
-        f"{name.removeprefix('of these ')} in {count}"
-        for name, count in found.items()
-        if name.endswith(" passes")
-    ]
     overlaps = [one.overlap for one in launches if one.overlap.transfers and one.overlap.obstacle]
     # The same for launches that differ in their numbers only.
     few = re.compile(r"^\d+ micro-batches: \d+%")
     reasons = (few.sub("too few micro-batches: less than half", one.obstacle) for one in overlaps)
     kept = ", ".join(f"{n} x {why}" for why, n in Counter(reasons).most_common())
-    return [
-        f"of {len(launches)} launches {found['with transfers of TP, EP or CP']} have transfers of "
-        f"TP, EP or CP; --commfuse-fb-overlap hides them in "
-        f"{found['--commfuse-fb-overlap passes as typed']} as typed, in "
-        f"{found['and without the flags of another overlap']} without the flags of another overlap"
-        + (f"; not: {kept}" if kept else ""),
-        "TP above 1 and neither LoRA nor another overlap: "
-        f"{found['TP above 1, neither LoRA nor another overlap']}, in full "
-        f"{found['of these full']}",
-        f"of the {found['TP 1']} that are refused for TP 1 only, with --commfuse-dp alone: "
-        f"{found['--commfuse-dp alone']}",
-        f"--commfuse-ulysses fits {found['of these --commfuse-ulysses fits']} of "
-        f"{found['Ulysses launches']} Ulysses launches, "
-        f"{found['and without what excludes --use-commfuse']} without what excludes --use-commfuse",
-        f"of the {found['not refused']} that are not refused {', '.join(passes)}",
-        f"of these, blocks too short to be faster, left to Megatron's order by default: "
-        f"{found['of these with short blocks']}",
-    ]
+    found = [f"{name}: {n}" for name, n in _counts(launches).items() if name not in _COLUMNS]
+    return [*found, *([f"--commfuse-fb-overlap does not pass as typed: {kept}"] if kept else [])]
 
 
 def _as_json(name: str, launch: Judgement) -> dict[str, Any]:
