@@ -63,6 +63,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert found["others"] == {
         "more/convert.sh": "generation, evaluation, conversion or data",
+        "more/evaluate.sh": "generation, evaluation, conversion or data",
         "more/generate.sh": "generation, evaluation, conversion or data",
         "more/fsdp2.sh": "trains without Megatron's options",
         "more/mindspore.sh": "trains with MindSpore",
@@ -85,7 +86,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "dense/partial.sh: partial; TP 4, PP 1, CP 1, DP 2, sequence parallel; left: output" in said
     )
-    assert "no such training: 2 scripts: generation, evaluation, conversion or data\n" in said
+    assert "no such training: 3 scripts: generation, evaluation, conversion or data\n" in said
 
 
 @pytest.mark.parametrize(
