@@ -1,37 +1,22 @@
-"""The options of CommFuse, for every parser that takes them, and what they mean.
-
-The same options serve MindSpeed's parser and the CPU pretraining.  MindSpeed parses twice: once
-early, when options that it does not know yet arrive as plain strings, and once for real.
-:func:`commfuse_options` reads either.
-"""
+"""What the options of CommFuse (:mod:`commfuse_npu.options`) ask for in a training."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
+from commfuse_npu.options import DEFAULTS, add_arguments, schedule_for, typed_options, whole
 from commfuse_npu.plan import DATA_PARALLEL_LANES, usual_chunks
+from commfuse_npu.refusals import REFUSALS_OF
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
 from mindspeed_patches.layout import hidden_size, parallel_size, rows_of_blocks
-from mindspeed_patches.refusals import (
-    ATTENTION_REFUSALS,
-    DATA_PARALLEL_REFUSALS,
-    FLOW_REFUSALS,
-    ULYSSES_REFUSALS,
-    check_compatible,
-    check_data_parallel,
-    check_flow_layout,
-    check_ulysses_layout,
-)
-from mindspeed_patches.wrappers import LAYERS
+from mindspeed_patches.refusals import check_compatible, check_needs
 
 __all__ = [
     "DEFAULTS",
@@ -40,153 +25,8 @@ __all__ = [
     "checked_options",
     "commfuse_options",
     "complete_options",
-    "schedule_for",
+    "whole",
 ]
-
-
-def whole(minimum: int) -> Callable[[str], int]:
-    """A converter for argparse: a whole number of at least ``minimum``."""
-
-    def convert(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
-        return value
-
-    convert.__name__ = f"whole number >= {minimum}"
-    return convert
-
-
-def _number_or(*words: str, minimum: int = 1) -> Callable[[str], int | str]:
-    """A converter for argparse: a whole number of at least ``minimum``, or one of some words."""
-
-    def convert(text: str) -> int | str:
-        if text in words:
-            return text
-        try:
-            return whole(minimum)(text)
-        except ValueError as error:
-            choices = ", ".join(words)
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither a whole number nor one of {choices}"
-            ) from error
-
-    return convert
-
-
-def _layer_names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in LAYERS:
-            raise argparse.ArgumentTypeError(
-                f"unknown layer {name!r}; choose from {','.join(LAYERS)}"
-            )
-    if not names:
-        raise argparse.ArgumentTypeError("no layer named; leave --use-commfuse out to fuse none")
-    return names
-
-
-def _option(default: Any, help: str | None = None, **keywords: Any) -> tuple[Any, dict[str, Any]]:
-    """What an option is when it is not given, and how argparse takes it."""
-    if isinstance(default, bool):
-        keywords["action"] = argparse.BooleanOptionalAction
-    return default, {"help": help, **keywords}
-
-
-_OPTIONS = {
-    "use_commfuse": _option(False, "fuse the tensor-parallel linears"),
-    "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
-    "commfuse_schedule": _option(
-        "auto",
-        "auto: two_level if a tensor-parallel group spans nodes, else shifted",
-        choices=("auto", "shifted", "two_level"),
-    ),
-    "commfuse_lanes": _option(
-        None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
-    ),
-    "commfuse_chunks": _option(
-        None,
-        "sub-blocks per block; by default, in tensor-parallel layers, 2 from 2^22 numbers per "
-        "block on (1024 rows of 4096; with two ranks 1024 rows), else 1",
-        type=whole(1),
-    ),
-    "commfuse_taper": _option(
-        1.0, "each sub-block is so many times as long as the next to arrive", type=float
-    ),
-    "commfuse_collectives_from": _option(
-        "auto",
-        "column-parallel layers with so many outputs per rank, or more, keep Megatron's "
-        "collectives in their backward, whose GEMMs hide them; auto: from the description of this "
-        "NPU; never",
-        type=_number_or("auto", "never"),
-        metavar="OUTPUTS",
-    ),
-    "commfuse_tuning": _option(
-        "off",
-        "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
-        "shape, and remember it on disk; off: as given, the same in every run",
-        choices=("off", "on"),
-    ),
-    "commfuse_reduce_dtype": _option(
-        "none", "float32: add partial sums in fp32 and round once", choices=("none", "float32")
-    ),
-    "commfuse_wgrad": _option(
-        "whole",
-        "blocks: row-parallel layers make one per arriving block, other rounding",
-        choices=("whole", "blocks"),
-    ),
-    "commfuse_keep_gathered": _option(False, "more memory, no re-gather"),
-    "commfuse_attention": _option(
-        False, "fuse attention with the projection of its output (needs proj among the layers)"
-    ),
-    "commfuse_flow": _option(
-        None,
-        "cut the sequence into so many chunks that flow through whole layers, each chunk's "
-        "transfers behind the work on the others",
-        type=whole(2),
-        metavar="CHUNKS",
-    ),
-    "commfuse_ulysses": _option(
-        False,
-        "fuse attention and its projections with the exchange of heads (needs Ulysses context "
-        "parallelism)",
-    ),
-    "commfuse_dp": _option(
-        False,
-        "exchange gradients and parameters of the distributed optimizer by point-to-point "
-        "transfers, too",
-    ),
-    "commfuse_dp_reduce_dtype": _option(
-        "none",
-        "float32: add the ranks' gradients in fp32 and round once, other bits than the collective",
-        choices=("none", "float32"),
-    ),
-    "commfuse_min_rows": _option(
-        "auto",
-        "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU that "
-        "is described 2^19 numbers per rank (at TP 8 1024 rows of 4096), at least 256, unless "
-        "chunks are given or tuned; 0: none stays",
-        type=_number_or("auto", minimum=0),
-        metavar="ROWS",
-    ),
-    "commfuse_allow_nothing": _option(
-        False, "train although nothing would be fused, which is an error at the start otherwise"
-    ),
-    "commfuse_order_log": _option(
-        None,
-        "write what each rank posts and waits for, in order, for commfuse-npu verify --log",
-        metavar="FOLDER",
-    ),
-}
-
-DEFAULTS = {name: default for name, (default, _) in _OPTIONS.items()}
-"""What an option is when it is not given."""
-
-
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare the options, without defaults: set :data:`DEFAULTS` where they are wanted."""
-    for name, (_, keywords) in _OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
 
 
 @dataclass(frozen=True)
@@ -228,7 +68,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     Raises:
         ValueError: a value does not fit; the message names the option.
     """
-    given = _typed(args)
+    given = typed_options(args)
     if given.commfuse_attention and "proj" not in given.commfuse_layers:
         raise ValueError(
             f"--commfuse-attention needs proj among --commfuse-layers "
@@ -250,7 +90,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         min_rows = 0 if tuned or given.commfuse_chunks else None
     return CommFuseOptions(
         linear=LinearOptions(
-            schedule=schedule_for(given, tensor_parallel, chunks=chunks),
+            schedule=_schedule(given, tensor_parallel, chunks=chunks),
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
@@ -265,7 +105,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         attention=given.commfuse_attention,
         flow=given.commfuse_flow,
         ulysses=LinearOptions(
-            schedule_for(given, parallel_size(args, "context"), stride=tensor_parallel),
+            _schedule(given, parallel_size(args, "context"), stride=tensor_parallel),
             wgrad=given.commfuse_wgrad,
         )
         if given.commfuse_ulysses
@@ -285,14 +125,8 @@ def checked_options(args: argparse.Namespace) -> CommFuseOptions:
     """
     check_compatible(args)
     options = commfuse_options(args)
-    for asked, refusals in (
-        (options.attention, ATTENTION_REFUSALS),
-        (options.flow, FLOW_REFUSALS),
-        (options.ulysses, ULYSSES_REFUSALS),
-        (options.data_parallel, DATA_PARALLEL_REFUSALS),
-    ):
-        if asked:
-            check_compatible(args, refusals)
+    for ours in _asked(options):
+        check_compatible(args, REFUSALS_OF[ours])
     return options
 
 
@@ -304,17 +138,29 @@ def complete_options(args: argparse.Namespace) -> CommFuseOptions:
         ValueError: a value does not fit.
     """
     options = checked_options(args)
-    if options.flow is not None:
-        check_flow_layout(args, options.flow)
-    if options.ulysses is not None:
-        check_ulysses_layout(args)
-    if options.data_parallel is not None:
-        check_data_parallel(args)
+    for ours in _asked(options):
+        check_needs(args, ours, options.flow)
     return options
+
+
+def _asked(options: CommFuseOptions) -> list[str]:
+    asked = {
+        "--commfuse-attention": options.attention,
+        "--commfuse-flow": options.flow,
+        "--commfuse-ulysses": options.ulysses,
+        "--commfuse-dp": options.data_parallel,
+    }
+    return [ours for ours, value in asked.items() if value]
 
 
 def _dtype(name: str) -> torch.dtype | None:
     return torch.float32 if name == "float32" else None
+
+
+def _schedule(given: argparse.Namespace, size: int, stride: int = 1, **usual: int) -> Schedule:
+    """:func:`~commfuse_npu.options.schedule_for` on the nodes of this job."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
+    return schedule_for(given, size, processes, stride, **usual)
 
 
 def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
@@ -328,60 +174,6 @@ def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> Buck
     size = max(1, world // (tensor_parallel * stages))
     return replace(
         OPTIONS,
-        schedule=schedule_for(given, size, stride=inner, lanes=DATA_PARALLEL_LANES),
+        schedule=_schedule(given, size, stride=inner, lanes=DATA_PARALLEL_LANES),
         reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
     )
-
-
-def _typed(args: argparse.Namespace) -> argparse.Namespace:
-    """The CommFuse options of a namespace, converted from strings where need be."""
-    values = dict(DEFAULTS)
-    for name, (_, keywords) in _OPTIONS.items():
-        value = getattr(args, name, None)
-        if value is None:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, str) and "type" in keywords:
-            try:
-                value = keywords["type"](value)
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                raise ValueError(f"{option}: {error}") from error
-        choices = keywords.get("choices", (value,))
-        if value not in choices:
-            raise ValueError(f"{option}: {value!r} is not one of {', '.join(choices)}")
-        values[name] = value
-    return argparse.Namespace(**values)
-
-
-def schedule_for(
-    given: argparse.Namespace,
-    size: int,
-    stride: int = 1,
-    chunks: int = 1,
-    lanes: int | None = None,
-) -> Schedule:
-    """The schedule that the options ask for, for a group of ``size`` ranks.
-
-    ``auto`` is two_level if the group spans nodes, else shifted.  There are at most ``size - 1``
-    transfers to have in flight, and each lane costs buffers on every rank: superfluous lanes are
-    not made.
-
-    Args:
-        stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
-            for context and data parallelism.
-        chunks, lanes: if the options ask for no number of them.
-    """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
-    local = size if processes % stride else processes // stride
-    spans_nodes = local < size and size % local == 0
-    shape = given.commfuse_schedule
-    if shape == "auto":
-        shape = "two_level" if spans_nodes else "shifted"
-    schedule = Schedule(
-        shape=shape,
-        lanes=given.commfuse_lanes or lanes,
-        chunks=given.commfuse_chunks or chunks,
-        taper=given.commfuse_taper,
-        node_size=min(local, size) if shape == "two_level" else None,
-    )
-    return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))

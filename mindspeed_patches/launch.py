@@ -15,12 +15,10 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from mindspeed_patches.arguments import DEFAULTS
+from commfuse_npu.options import FB_OVERLAP_OPTIONS, OPTIONS, option_name
 from mindspeed_patches.registration import install
 
 __all__ = ["main"]
-
-_OVERLAP = "commfuse_fb_overlap", "commfuse_fb_overlap_memory"
 
 
 def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = install) -> None:
@@ -58,7 +56,7 @@ def _check_names(words: Sequence[str]) -> None:
 
     Megatron would refuse it as well, after it has listed all of its own.
     """
-    known = [f"--{name.replace('_', '-')}" for name in (*DEFAULTS, *_OVERLAP)]
+    known = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
     known += [f"--no-{name.removeprefix('--')}" for name in known]
     for word in words:
         name = word.partition("=")[0]

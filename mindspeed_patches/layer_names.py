@@ -31,7 +31,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from commfuse_npu.tools.linear_layers import LAYERS
+from commfuse_npu.options import LAYERS
 
 __all__ = ["LAYERS", "layer_name", "named_init_wrapper", "register_names"]
 

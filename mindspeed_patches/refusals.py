@@ -1,39 +1,20 @@
-"""What the feature refuses, by the table of :mod:`commfuse_npu.tools.refusals`.
-
-At patch time options that nobody typed are absent and values are strings.
-"""
+"""Ends a launch with options that exclude CommFuse (:mod:`commfuse_npu.refusals`)."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from commfuse_npu.tools.refusals import (
-    ATTENTION_REFUSALS,
-    DATA_PARALLEL_REFUSALS,
-    FLOW_REFUSALS,
-    REFUSALS,
-    ULYSSES_REFUSALS,
-    Refusal,
-    data_parallel_obstacle,
-    flow_obstacle,
-    ulysses_obstacle,
-)
+from commfuse_npu.refusals import ATTENTION_REFUSALS, REFUSALS, Needs, Refusal, missing
 from mindspeed_patches.layout import parallel_size
 
 __all__ = [
     "ATTENTION_REFUSALS",
-    "DATA_PARALLEL_REFUSALS",
-    "FLOW_REFUSALS",
     "REFUSALS",
-    "ULYSSES_REFUSALS",
     "IncompatibleOptionsError",
-    "Refusal",
     "check_compatible",
-    "check_data_parallel",
     "check_flag",
-    "check_flow_layout",
-    "check_ulysses_layout",
+    "check_needs",
 ]
 
 
@@ -66,47 +47,27 @@ def check_flag(args: argparse.Namespace) -> None:
             )
 
 
-def check_data_parallel(args: argparse.Namespace) -> None:
-    """Refuse ``--commfuse-dp`` where gradients and parameters are not sharded.
+def check_needs(args: argparse.Namespace, ours: str, chunks: int | None = None) -> None:
+    """Refuse an option of CommFuse where the launch lacks what it needs.
 
     Args:
         args: the real arguments, complete.
+        ours: the option.
+        chunks: of ``--commfuse-flow``.
 
     Raises:
-        IncompatibleOptionsError: no distributed optimizer.
+        IncompatibleOptionsError: no distributed optimizer, no sequence parallelism, no Ulysses
+            context parallelism, or sizes that do not divide.
     """
-    _refuse(data_parallel_obstacle(bool(getattr(args, "use_distributed_optimizer", None))))
-
-
-def check_flow_layout(args: argparse.Namespace, chunks: int) -> None:
-    """Refuse ``--commfuse-flow`` where nothing would flow, or not alike on all stages.
-
-    Args:
-        args: the real arguments, complete.
-
-    Raises:
-        IncompatibleOptionsError: no sequence parallelism, or a length that is not cut evenly.
-    """
-    size, length = parallel_size(args, "tensor_model"), getattr(args, "seq_length", None)
-    sequence_parallel = bool(getattr(args, "sequence_parallel", None))
-    _refuse(flow_obstacle(chunks, size, sequence_parallel, length))
-
-
-def check_ulysses_layout(args: argparse.Namespace) -> None:
-    """Refuse a layout over which ``--commfuse-ulysses`` cannot exchange heads.
-
-    Args:
-        args: the real arguments, complete.
-
-    Raises:
-        IncompatibleOptionsError: no Ulysses context parallelism, or sizes that do not divide.
-    """
-    sizes = parallel_size(args, "context"), parallel_size(args, "tensor_model")
-    names = ("context_parallel_algo", "num_attention_heads", "seq_length")
-    algorithm, heads, length = (getattr(args, name, None) for name in names)
-    _refuse(ulysses_obstacle(*sizes, algorithm, heads, length))
-
-
-def _refuse(obstacle: str) -> None:
-    if obstacle:
-        raise IncompatibleOptionsError(obstacle)
+    needs = Needs(
+        parallel_size(args, "tensor_model"),
+        parallel_size(args, "context"),
+        bool(getattr(args, "sequence_parallel", None)),
+        bool(getattr(args, "use_distributed_optimizer", None)),
+        getattr(args, "context_parallel_algo", None),
+        getattr(args, "num_attention_heads", None),
+        getattr(args, "seq_length", None),
+        chunks or 2,
+    )
+    if lacks := missing(ours, needs):
+        raise IncompatibleOptionsError(lacks)

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commfuse_npu.tools.doctor.machine import find_package
-from commfuse_npu.tools.doctor.versions import WHY_WITHOUT, WITHOUT_MINDSPEED, numbers
+from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
 
 if TYPE_CHECKING:
     from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["install"]
 
-_SUPPORTED = (
-    "MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master with the MindSpeed branch of the same "
-    "name (<version>_core_r0.12.1, or master) and Megatron-LM core_v0.12.1"
-)
 _LLM_ADAPTOR = "mindspeed_llm.tasks.megatron_adaptor_v2"
 _CORE_ADAPTOR = "mindspeed.megatron_adaptor"
 
@@ -76,7 +71,7 @@ def _features_manager() -> Any:
         if not (error.name or "").startswith("mindspeed"):
             raise
         raise RuntimeError(
-            f"{error}: the feature needs MindSpeed on the Python path, {_SUPPORTED}. Without "
+            f"{error}: the feature needs MindSpeed on the Python path, {TOGETHER}. Without "
             "MindSpeed use mindspeed_patches.LinearWrappers on Megatron's layers"
         ) from error
     return module.MindSpeedFeaturesManager
@@ -91,7 +86,7 @@ def _check_llm() -> None:
     ):
         raise RuntimeError(
             f"the MindSpeed-LLM in {next(iter(folders))} is 2.1.0 or older: it has no feature "
-            f"manager, so that features cannot be added to it; use {_SUPPORTED}"
+            f"manager, so that features cannot be added to it; use {TOGETHER}"
         )
 
 
@@ -100,7 +95,7 @@ def _check_megatron() -> None:
     found = find_package("megatron", os.environ)
     if found is not None and found.version and numbers(found.version) >= WITHOUT_MINDSPEED:
         raise RuntimeError(
-            f"Megatron core {found.version} in {found.folders[0]}: {WHY_WITHOUT}; use {_SUPPORTED}"
+            f"Megatron core {found.version} in {found.folders[0]}: {WHY_WITHOUT}; use {TOGETHER}"
         )
 
 

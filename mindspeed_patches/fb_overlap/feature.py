@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.options import FB_OVERLAP_OPTIONS, add_arguments
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan.slots import (
     in_flight_without,
@@ -22,8 +23,8 @@ from commfuse_npu.plan.slots import (
     slots,
 )
 from commfuse_npu.plan.turn_order import duration, strict_turns
+from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.runtime.order_log import shared_order_log
-from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
@@ -56,18 +57,7 @@ class ForwardBackwardFeature(MindSpeedFeature):
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title="commfuse forward-backward overlap")
-        group.add_argument(
-            "--commfuse-fb-overlap",
-            action="store_true",
-            help="run the forward of a micro-batch beside the backward of another one, each hiding "
-            "its transfers behind the other's work; the same bits",
-        )
-        group.add_argument(
-            "--commfuse-fb-overlap-memory",
-            action="store_true",
-            help="allow it in a pipeline without virtual stages, where a stage holds the "
-            "activations of up to twice as many micro-batches",
-        )
+        add_arguments(group, FB_OVERLAP_OPTIONS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
         """Wrap the choice of the schedule.

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from commfuse_npu.options import OPTIONS, option_name
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.option_types import Parser
 from scripts.cpu_pretraining import launch
@@ -34,7 +35,6 @@ _ASKED: dict[str, Callable[[list[str]], int]] = {
     "bash scripts/bench.sh": lambda words: cli.main(["bench", *words]),
     "bash scripts/pretrain_llama_cpu.sh": launch.main,
 }
-_OPTION = re.compile(r'^    "((?:use_)?commfuse\w*)": _option', re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
@@ -71,9 +71,7 @@ def missing_paths(text: str) -> list[str]:
 
 def missing_options(text: str) -> list[str]:
     """Options that the launch declares and ``text`` does not have."""
-    declared = (ROOT / "mindspeed_patches" / "arguments.py").read_text(encoding="utf-8")
-    options = [f"--{name.replace('_', '-')}" for name in _OPTION.findall(declared)]
-    return [option for option in options if f"`{option}`" not in text]
+    return [name for name in map(option_name, OPTIONS) if f"`{name}`" not in text]
 
 
 class _UnderstoodError(Exception):

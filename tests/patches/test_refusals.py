@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from commfuse_npu.options import option_name
+from commfuse_npu.refusals import FLOW_REFUSALS, REFUSALS_OF
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import (
-    ATTENTION_REFUSALS,
-    DATA_PARALLEL_REFUSALS,
-    FLOW_REFUSALS,
-    REFUSALS,
-    ULYSSES_REFUSALS,
-    IncompatibleOptionsError,
-    Refusal,
-    check_compatible,
-)
+from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, real_arguments
 
 
@@ -35,7 +27,6 @@ class Asked:
         on: its value.
     """
 
-    refusals: Sequence[Refusal]
     refused: dict[str, Any]
     harmless: dict[str, Any]
     others: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +79,6 @@ FOR_FLOW = FOR_ATTENTION | {
 
 OPTIONS = {
     "use_commfuse": Asked(
-        REFUSALS,
         {
             "use_ascend_mc2": True,
             "use_ascend_coc": True,
@@ -115,13 +105,11 @@ OPTIONS = {
         },
     ),
     "commfuse_attention": Asked(
-        ATTENTION_REFUSALS,
         FOR_ATTENTION,
         HARMLESS_FOR_ATTENTION | {"context_parallel_size": 1} | PACKED,
         {"attention_dropout": 0.0},
     ),
     "commfuse_flow": Asked(
-        FLOW_REFUSALS,
         FOR_FLOW,
         HARMLESS_FOR_ATTENTION
         | {"context_parallel_size": 1, "hidden_dropout": 0.0, "num_experts": 1}
@@ -130,14 +118,12 @@ OPTIONS = {
         on=4,
     ),
     "commfuse_ulysses": Asked(
-        ULYSSES_REFUSALS,
         {name: value for name, value in FOR_ATTENTION.items() if name != "context_parallel_size"}
         | {"context_parallel_kv_cache_policy": "full", "use_ulysses_allgather_kv": True},
         HARMLESS_FOR_ATTENTION | PACKED,
         ULYSSES,
     ),
     "commfuse_dp": Asked(
-        DATA_PARALLEL_REFUSALS,
         {
             "num_distributed_optimizer_instances": 2,
             "use_custom_fsdp": True,
@@ -160,7 +146,7 @@ def early(value: Any) -> Any:
 
 @pytest.mark.parametrize("ours", OPTIONS)
 def test_every_refusal_is_tested(ours: str) -> None:
-    names = {name for refusal in OPTIONS[ours].refusals for name in refusal.names}
+    names = {name for refusal in REFUSALS_OF[option_name(ours)] for name in refusal.names}
     assert names == set(OPTIONS[ours].refused)
 
 
@@ -170,8 +156,8 @@ def test_every_refusal_is_tested(ours: str) -> None:
 def test_refused_with_both_flags_and_a_way_out(ours: str, name: str) -> None:
     asked = OPTIONS[ours]
     value = asked.refused[name]
-    refusal = next(r for r in asked.refusals if name in r.names)
-    expected = f"^--{ours.replace('_', '-')} and {refusal.option} exclude each other: .+; .+"
+    refusal = next(r for r in REFUSALS_OF[option_name(ours)] if name in r.names)
+    expected = f"^{option_name(ours)} and {refusal.option} exclude each other: .+; .+"
     feature = CommFuseFeature()
     with pytest.raises(IncompatibleOptionsError, match=expected) as caught:
         feature.validate_args(real_arguments(**{ours: asked.on} | asked.others | {name: value}))
@@ -185,6 +171,32 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("ours", OPTIONS)
+def test_words_of_a_command_line_are_refused_as_namespaces_are(ours: str) -> None:
+    asked = OPTIONS[ours]
+    for values, refused in ((asked.refused, True), (asked.harmless, False)):
+        for name, value in values.items():
+            refusal = next((r for r in REFUSALS_OF[option_name(ours)] if name in r.names), None)
+            if refusal is None or (isinstance(value, bool | list) and not value):
+                continue  # It is harmless for this option, or not typed.
+            option = refusal.option.split()[0]
+            words = ["--bf16", option] if value is True else [option, str(value)]
+            said = "given" if value is True else str(value)
+            assert refusal.value_in(words) == (said if refused else None)
+
+
+def test_megatrons_default_excludes_where_nobody_typed_the_option() -> None:
+    found = [one.value_in([]) for one in FLOW_REFUSALS]
+    usual = ("0.1", "0.1", "transformer_engine")
+    assert list(filter(None, found)) == [f"{value}, Megatron's default" for value in usual]
+
+
+def test_what_is_no_number_is_not_known_to_be_harmless() -> None:
+    (dropout,) = [one for one in FLOW_REFUSALS if one.option == "--hidden-dropout"]
+    assert dropout.value_in(["--hidden-dropout", "${DROPOUT}"]) == "${DROPOUT}"
+    assert dropout.given(argparse.Namespace(hidden_dropout="some"))
+
+
+@pytest.mark.parametrize("ours", OPTIONS)
 def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
     asked = OPTIONS[ours]
     for given in (
@@ -192,7 +204,7 @@ def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
         {name: early(value) for name, value in asked.harmless.items()},
         dict.fromkeys(asked.refused),
     ):
-        check_compatible(argparse.Namespace(**given), asked.refusals)
+        check_compatible(argparse.Namespace(**given), REFUSALS_OF[option_name(ours)])
     CommFuseFeature().validate_args(
         real_arguments(**{ours: asked.on} | asked.harmless | asked.others)
     )

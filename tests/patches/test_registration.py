@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.tensor_parallel import layers
 
-from commfuse_npu.tools.doctor.machine import Package
+from commfuse_npu.packages import Package
 from mindspeed_patches import launch, registration
 from mindspeed_patches.refusals import IncompatibleOptionsError
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commfuse_npu.tools.linear_layers import LAYERS, judge
+from commfuse_npu.options import LAYERS
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.linear_layers import judge
 from mindspeed_patches import wrappers
 
 TP = "--tensor-model-parallel-size 4"
@@ -18,7 +20,7 @@ LATENT = f"{SP} --multi-latent-attention --spec mindspeed_llm.tasks.models.spec.
 
 
 def layers(words: str, state: str, chosen: tuple[str, ...] = LAYERS) -> dict[str, str]:
-    found = judge(words.split(), chosen)
+    found = judge(Options(words.split()), chosen)
     return {one.layer: one.reason for one in found if one.state == state}
 
 
@@ -108,7 +110,9 @@ def test_reasons_are_those_of_the_wrappers(monkeypatch, words: str, known_as: st
     for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
         monkeypatch.setattr(wrappers, name, lambda x, *_, **__: x)
     chosen = [name for name in LAYERS if name != "fc1"]
-    judged = {one.layer: one for one in judge((words + HAS.get(known_as, "")).split(), chosen)}
+    judged = {
+        one.layer: one for one in judge(Options((words + HAS.get(known_as, "")).split()), chosen)
+    }
     if known_as not in judged:
         assert words.startswith(EXPERTS)
         assert known_as in ("fc1", "fc2")

@@ -3,23 +3,24 @@
 Each script, *.sh, is run by bash, in a copy of its folder: torchrun and python are stand-ins that
 write down what they are asked to start, most other programs do nothing. What a script calls by an
 absolute path does run, without network where bubblewrap or unshare is allowed: give folders whose
-scripts you would run.
+scripts you would run. Nothing is trained, and no torch is needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import ConfigError
-from commfuse_npu.tools.coverage.scripts import Reader
-from commfuse_npu.tools.coverage.summary import counts, lines, table
-from commfuse_npu.tools.coverage.verdict import Coverage, cover
+from commfuse_npu.tools.coverage.scripts import find_scripts, read_scripts
+from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
 from commfuse_npu.tools.tell import tell
 
@@ -27,18 +28,22 @@ __all__ = ["main"]
 
 _SECONDS = 20.0
 _USUAL_CHUNKS = 4
+_COLUMNS = (
+    *("launches", "full", "partial", "refused", "TP 1", "LoRA", "another overlap", "else"),
+    *("mixture of experts", "--commfuse-dp alone"),
+)
+Judged = tuple[str, Judgement]
+"""A script, and what is said of a launch of it."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand: 0 all read, 1 not all scripts could be, 2 a question without sense."""
+    """Run the subcommand: 0 all read, 1 not all scripts could be, 2 invalid request."""
     parser = Parser(prog="commfuse-npu coverage", description=__doc__)
     parser.add_argument("folder", type=Path, help="with launch scripts in it or below it")
     parser.add_argument(
         "--json", type=new_file, metavar="FILE", help="write all of it as JSON, too"
     )
-    parser.add_argument(
-        "--all", action="store_true", help="a paragraph on each launch, besides the counts"
-    )
+    parser.add_argument("--all", action="store_true", help="a line on each launch, too")
     parser.add_argument(
         "--timeout",
         type=positive,
@@ -60,84 +65,138 @@ def main(words: Sequence[str]) -> int:
 
 
 def _report(folder: Path, timeout: float, chunks: int, page: Path | None, everything: bool) -> int:
-    reader = Reader(folder, timeout)
-    used, scripts = reader.read()
-    launches: list[Coverage] = []
+    scripts = find_scripts(folder)
+    launches: list[Judged] = []
     others: dict[str, str] = {}
     unread: dict[str, str] = {}
-    for number, script in enumerate(scripts, 1):
-        tell(f"{number} of {len(reader.scripts)}: {script.name}")
+    sandbox = ""
+    for number, script in enumerate(read_scripts(folder, scripts, timeout), 1):
+        tell(f"{number} of {len(scripts)}: {script.name}")
+        sandbox = script.sandbox
         if script.error:
             unread[script.name] = script.error
         elif script.other:
             others[script.name] = script.other
-        for training in script.trainings:
+        for launch in script.trainings:
             try:
-                launches.append(cover(script.name, training, chunks))
+                fuse = fuse_options(launch.options.words)
+                judged = judge_launch(launch.options, launch.processes, chunks, fuse)
+                launches.append((script.name, judged))
             except (UsageError, ConfigError) as error:
                 unread[script.name] = str(error)
     tell("")
-    for launch in launches if everything else ():
-        print("\n".join(_about(launch)), end="\n\n")
-    print(*table(launches), "", *lines(launches), sep="\n")
+    if everything:
+        print(*(_line(name, judged) for name, judged in launches), "", sep="\n")
+    print(*_table(launches), "", *_sums([judged for _, judged in launches]), sep="\n")
     if not everything:
-        print("what becomes of each launch, and why: --all")
+        print("each launch in a line: --all; all about one: commfuse-npu doctor -- bash SCRIPT")
     for what, count in sorted(Counter(others.values()).items()):
         print(f"no such training: {count} scripts: {what}")
-    print(f"Scripts were run {used.said}. Nothing was trained: read, by rules.")
+    print(f"Scripts were run {sandbox}. Nothing was trained: read, by rules.")
     for name, why in unread.items():
         print(f"not read: {name}: {why}")
     if page is not None:
-        write_json(page, _as_json(launches, others, unread, used.said), indent=2)
+        found = {
+            "launches": [_as_json(name, judged) for name, judged in launches],
+            "others": others,
+            "unread": unread,
+            "sandbox": sandbox,
+            "counts": _counts([judged for _, judged in launches]),
+        }
+        write_json(page, found, indent=2)
     return 1 if unread else 0
 
 
-def _about(launch: Coverage) -> list[str]:
-    """A paragraph on a launch."""
-    fused = [one.layer for one in launch.layers if one.state == "fused"]
-    would = "would be fused" if launch.refused else "fused"
-    told = [f"{launch.script}: {launch.verdict}", f"  {launch.layout}"]
-    told += [f"  refused: {option}: {why}" for option, why in launch.refused.items()]
-    if launch.without:
-        told.append(f"  {launch.without}")
-    if launch.layout.tensor > 1:
-        told.append(f"  {would}: {', '.join(fused) or 'nothing'}")
-        reasons: dict[str, list[str]] = {}
-        for one in launch.layers:
-            if one.state != "fused":
-                prefix = "left" if one.state == "left" else "nothing to hide"
-                reasons.setdefault(f"{prefix}: %s: {one.reason}", []).append(one.layer)
-        told += ["  " + line % ", ".join(layers) for line, layers in reasons.items()]
-    taken = [flag for flag, why in launch.flags.items() if not why and not launch.excluded]
-    if taken:
-        alone = "alone, for no tensor-parallel layer" if launch.refused else "besides"
-        told.append(f"  {alone}: {', '.join(taken)}")
-    if launch.overlap.transfers:
-        why = launch.overlap.obstacle
-        told.append(f"  {'not ' if why else ''}--commfuse-fb-overlap{f': {why}' if why else ''}")
-    if not launch.excluded:
-        exchanging = launch.layout.context > 1
-        told += [
-            f"  not {flag}: {why}"
-            for flag, why in launch.flags.items()
-            if why and (exchanging or flag != "--commfuse-ulysses")
-        ]
-    return [*told, *(f"  note: {note}" for note in launch.notes)]
+def _line(name: str, launch: Judgement) -> str:
+    """A launch in a line."""
+    refused = " ".join(launch.refused)
+    left = ", ".join(one.layer for one in launch.layers if one.state == "left")
+    taken = [flag for flag, why in launch.why_not.items() if not why and not launch.excluded]
+    taken += ["--commfuse-fb-overlap"] * (not launch.overlap.obstacle)
+    parts = [
+        f"{name}: {launch.verdict}" + (f" with {refused}" if refused else ""),
+        str(launch.layout),
+        f"left: {left}" if left and launch.layout.tensor > 1 else "",
+        f"also: {', '.join(taken)}" if taken else "",
+    ]
+    return "; ".join(filter(None, parts))
 
 
-def _as_json(
-    launches: Sequence[Coverage], others: dict[str, str], unread: dict[str, str], sandbox: str
-) -> dict[str, Any]:
+def _table(launches: Sequence[Judged]) -> list[str]:
+    """A row per folder, and one for all.
+
+    A launch that is refused for more than one reason counts for the first of LoRA, another overlap,
+    another option and TP 1.
+    """
+    folders: dict[str, list[Judgement]] = {}
+    for name, launch in launches:
+        folders.setdefault(str(PurePath(name).parent), []).append(launch)
+    rows = [*folders.items(), ("all", [launch for _, launch in launches])]
+    return [
+        table_row(["folder", *_COLUMNS]),
+        table_row(["---", *["---:"] * len(_COLUMNS)]),
+        *(table_row([name, *map(str, _row(found).values())]) for name, found in rows),
+    ]
+
+
+def _row(launches: Sequence[Judgement]) -> dict[str, int]:
+    found: Counter[str] = Counter(launches=len(launches))
+    for launch in launches:
+        found.update((launch.verdict, launch.kind))
+        found["mixture of experts"] += launch.layout.experts
+        found["--commfuse-dp alone"] += launch.data_parallel_alone
+    return {name: found[name] for name in _COLUMNS}
+
+
+def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
+    """The last row of the table, and what is counted besides, by name."""
+    apart = [one for one in launches if one.layout.tensor > 1 and one.kind in ("", "else")]
+    taken = [one for one in launches if not one.refused]
+    exchanging = [one for one in launches if one.layout.algorithm == "ulysses_cp_algo"]
+    ulysses = [one for one in exchanging if not one.why_not["--commfuse-ulysses"]]
+    flags = [name for one in launches[:1] for name in one.flags if "-ulysses" not in name]
     return {
-        "launches": [
-            {
-                **dataclasses.asdict(launch),
-                "data_parallel_alone": launch.data_parallel_alone,
-            }
-            for launch in launches
-        ],
-        "others": others,
-        "unread": unread,
-        "sandbox": sandbox,
-        "counts": counts(launches),
+        **_row(launches),
+        "with transfers of TP, EP or CP": sum(one.overlap.transfers for one in launches),
+        "--commfuse-fb-overlap passes as typed": sum(not one.overlap.obstacle for one in launches),
+        "and without the flags of another overlap": sum(
+            not one.overlap.without for one in launches
+        ),
+        "TP above 1, neither LoRA nor another overlap": len(apart),
+        "of these full": sum(one.verdict == "full" for one in apart),
+        "Ulysses launches": len(exchanging),
+        "of these --commfuse-ulysses fits": sum(not one.excluded for one in ulysses),
+        "and without what excludes --use-commfuse": len(ulysses),
+        "not refused": len(taken),
+        "of these with short blocks": sum(one.short for one in taken),
+        **{f"of these {n} passes": sum(not one.why_not[n] for one in taken) for n in flags},
+    }
+
+
+def _sums(launches: Sequence[Judgement]) -> list[str]:
+    """What the table does not have."""
+    overlaps = [one.overlap for one in launches if one.overlap.transfers and one.overlap.obstacle]
+    # The same for launches that differ in their numbers only.
+    few = re.compile(r"^\d+ micro-batches: \d+%")
+    reasons = (few.sub("too few micro-batches: less than half", one.obstacle) for one in overlaps)
+    kept = ", ".join(f"{n} x {why}" for why, n in Counter(reasons).most_common())
+    found = [f"{name}: {n}" for name, n in _counts(launches).items() if name not in _COLUMNS]
+    return [*found, *([f"--commfuse-fb-overlap does not pass as typed: {kept}"] if kept else [])]
+
+
+def _as_json(name: str, launch: Judgement) -> dict[str, Any]:
+    without = " ".join(map(str, launch.excluded)) if launch.layout.tensor > 1 else ""
+    return {
+        "script": name,
+        "layout": dataclasses.asdict(launch.layout),
+        "verdict": launch.verdict,
+        "layers": [dataclasses.asdict(layer) for layer in launch.layers],
+        "refused": launch.refused,
+        "kind": launch.kind,
+        "without": f"{launch.fused} without {without}" if without else "",
+        "flags": launch.why_not,
+        "short": launch.short,
+        "overlap": launch.overlap._asdict(),
+        "notes": launch.notes,
+        "data_parallel_alone": launch.data_parallel_alone,
     }

@@ -1,93 +1,133 @@
-"""Where a script's shell may run: without network, and with a copy in the place of its folder.
+"""Where launch scripts run: in a copy of what they read, without network.
 
-bubblewrap where it works: then everything else is read-only, too.  Else namespaces of ``unshare``.
-Where neither may be used (a container can forbid both) the script runs in the copy, and the report
-says that it was not kept from the network.
+By bubblewrap where it works: then everything else is read-only, too.  Else in namespaces of
+``unshare``.  Where neither may be used (a container can forbid both) a script runs in the copy, and
+the report says that it was not kept from the network.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Sandbox", "sandbox"]
+from commfuse_npu.tools.launch_script import UsageError
 
+__all__ = ["Sandbox"]
+
+_READ_BY_SCRIPTS = (
+    *(".sh", ".bash", ".env", ".conf", ".cfg", ".ini", ".txt", ".list"),
+    *(".yaml", ".yml", ".json", ".toml", ""),
+)
+_LARGEST = 1 << 20
+_MOST_FILES = 20_000
 _TRIAL_SECONDS = 10
-_MOUNT_AND_RUN = """\
-copy=$1 place=$2 mount=$3
-shift 3
-"$mount" --bind "$copy" "$place" && cd "$place" && exec "$@"
-"""
+_MOUNT_AND_RUN = '"$0" --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"'
 
 
-@dataclass(frozen=True)
 class Sandbox:
-    """A way to start a shell.
+    """A copy of a folder, in which scripts run as if it were the folder.
 
-    Attributes:
-        said: what it keeps from a script.
-        inside: from the folder of copies, the copy and the folder that it stands for, the program
-            with its arguments that starts another program there.
-        in_place: whether a script finds the copy where its folder is.
-    """
-
-    said: str
-    inside: Callable[[Path, Path, Path], list[str]]
-    in_place: bool = True
-
-
-def sandbox(scratch: Path, copy: Path, place: Path) -> Sandbox:
-    """The first way that works here.
+    It has the folders, and the small files that a launch script may read: shell and configuration
+    files up to 1 MB, and files without a suffix, as lists of hosts are; no data, no weights,
+    nothing hidden, no links to folders.
 
     Args:
-        scratch: the folder of copies, which can be written.
-        copy: of a folder, in ``scratch``.
-        place: the folder.
+        folder: the original.
+        scratch: a folder that scripts may write to, in which the copy is made.
+
+    Attributes:
+        copy: its path.
+        place: where scripts find it: at the folder's own path, if the sandbox can do that.
+        inside: a program with its arguments that starts another program in the sandbox.
+        said: what it keeps from a script.
+
+    Raises:
+        UsageError: more files than launch scripts read.
     """
-    for found in _ways():
-        command = [*found.inside(scratch, copy, place), "/bin/sh", "-c", ":"]
-        try:
-            done = subprocess.run(
-                command, cwd=copy, capture_output=True, timeout=_TRIAL_SECONDS, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            continue  # One way less; the last one says what is missing then.
-        if done.returncode == 0:
-            return found
-    return Sandbox(
-        "in a copy of their folder, but not kept from the network nor from files elsewhere: "
-        "neither bwrap nor unshare works here",
-        lambda scratch, copy, place: [],
-        in_place=False,
-    )
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self._folder, self.copy = folder, scratch / "copy"
+        self._make()
+        for said, inside in _ways(scratch, self.copy, folder):
+            if _works([*inside, "/bin/sh", "-c", ":"], self.copy):
+                self.said, self.inside, self.place = said, inside, folder
+                return
+        self.inside, self.place = [], self.copy
+        self.said = (
+            "in a copy of their folder, but not kept from the network nor from files elsewhere: "
+            "neither bwrap nor unshare works here"
+        )
+
+    def renew(self) -> None:
+        """Make the copy anew if a script has changed it."""
+        if self._state() != self._as_made:
+            shutil.rmtree(self.copy)
+            self._make()
+
+    def _make(self) -> None:
+        copied = 0
+        for name, folders, files in os.walk(self._folder):
+            folders[:] = [one for one in folders if not one.startswith(".")]
+            target = self.copy / Path(name).relative_to(self._folder)
+            target.mkdir(parents=True)
+            for file in filter(_is_read, (Path(name, file) for file in files)):
+                copied += 1
+                if copied > _MOST_FILES:
+                    raise UsageError(
+                        f"{self._folder} has more than {_MOST_FILES:,} files that a script may "
+                        "read (shell and configuration files up to 1 MB); give a folder of launch "
+                        "scripts"
+                    )
+                shutil.copyfile(file, target / file.name)
+                # Older than whatever a script writes.
+                os.utime(target / file.name, (0, 0))
+        self._as_made = self._state()
+
+    def _state(self) -> dict[str, tuple[int, int]]:
+        """The files with time and size, and the folders."""
+        found = {}
+        for name, _, files in os.walk(self.copy):
+            found[name] = -1, -1
+            for file in files:
+                status = os.lstat(os.path.join(name, file))
+                found[os.path.join(name, file)] = status.st_mtime_ns, status.st_size
+        return found
 
 
-def _ways() -> list[Sandbox]:
+def _is_read(path: Path) -> bool:
+    if path.name.startswith(".") or path.suffix not in _READ_BY_SCRIPTS:
+        return False
+    try:
+        status = path.stat()
+    except OSError:
+        return False  # A link to nowhere.
+    return stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST and os.access(path, os.R_OK)
+
+
+def _ways(scratch: Path, copy: Path, place: Path) -> list[tuple[str, list[str]]]:
+    """By what it keeps from a script, how a program is started; programs by their paths."""
     ways = []
-    bwrap, unshare = shutil.which("bwrap"), shutil.which("unshare")
-    mount, shell = shutil.which("mount"), shutil.which("sh")
-    if bwrap is not None:
-        ways.append(
-            Sandbox(
-                "by bwrap, in a copy of their folder, without network, all else read-only",
-                lambda scratch, copy, place: [
-                    *(bwrap, "--ro-bind", "/", "/", "--dev", "/dev", "--bind"),
-                    *(str(scratch), str(scratch), "--bind", str(copy), str(place)),
-                    *("--unshare-net", "--die-with-parent", "--chdir", str(place), "--"),
-                ],
-            )
-        )
-    if unshare is not None and mount is not None and shell is not None:
-        ways.append(
-            Sandbox(
-                "by unshare, in a copy of their folder, without network",
-                lambda scratch, copy, place: [
-                    *(unshare, "--map-root-user", "--net", "--mount"),
-                    *(shell, "-c", _MOUNT_AND_RUN, shell, str(copy), str(place), mount),
-                ],
-            )
-        )
+    if bwrap := shutil.which("bwrap"):
+        mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--bind", scratch, scratch]
+        mounts += ["--bind", copy, place, "--unshare-net", "--die-with-parent", "--chdir", place]
+        said = "by bwrap, in a copy of their folder, without network, all else read-only"
+        ways.append((said, [bwrap, *map(str, mounts), "--"]))
+    unshare, mount, shell = map(shutil.which, ("unshare", "mount", "sh"))
+    if unshare and mount and shell:
+        run = [shell, "-c", _MOUNT_AND_RUN, mount, str(copy), str(place)]
+        said = "by unshare, in a copy of their folder, without network"
+        ways.append((said, [unshare, "--map-root-user", "--net", "--mount", *run]))
     return ways
+
+
+def _works(command: list[str], folder: Path) -> bool:
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=_TRIAL_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False  # One way less; what is left says what is missing.
+    return done.returncode == 0

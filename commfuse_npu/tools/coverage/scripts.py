@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commfuse_npu.tools.coverage.sandbox import Sandbox, sandbox
-from commfuse_npu.tools.coverage.scratch import ScratchCopy
+from commfuse_npu.tools.coverage.sandbox import Sandbox
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, launch_of
+from commfuse_npu.tools.launch_script.read import checkout_of
 from commfuse_npu.tools.launch_script.shell import Captured, Command, capture_commands
 
-__all__ = ["Reader", "Script"]
+__all__ = ["Script", "find_scripts", "read_scripts"]
 
 _TRAINING = re.compile(r"(pre|post|pos)?train[\w.-]*\.py|finetune[\w.-]*\.py")
 _MEGATRONS = ("--num-layers", "--tensor-model-parallel-size", "--micro-batch-size")
-_NOTHING = "starts nothing"
 _MINDSPORE = "trains with MindSpore"
 _OTHER_TRAINER = "trains without Megatron's options"
 _NO_TRAINING = "generation, evaluation, conversion or data"
+_OTHERS = (_MINDSPORE, _OTHER_TRAINER, _NO_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -34,96 +34,80 @@ class Script:
         trainings: launches that train with Megatron's options.
         other: what it is if there are none, and nothing went wrong.
         error: why it could not be read.
+        sandbox: where it ran.
     """
 
     name: str
     trainings: list[Launch] = field(default_factory=list)
     other: str = ""
     error: str = ""
+    sandbox: str = ""
 
 
-class Reader:
-    """Reads the scripts below a folder.
-
-    They are started from the nearest folder above that has MindSpeed-LLM's ``pretrain_gpt.py``, as
-    its examples want to be, or else from the folder itself.
-
-    Args:
-        folder: with launch scripts, ``*.sh``, in it or below it.
-        timeout: for a script, in seconds.
-
-    Attributes:
-        scripts: their paths below the folder.
+def find_scripts(folder: Path) -> list[Path]:
+    """Launch scripts, ``*.sh``, in a folder or below it; hidden ones are left out.
 
     Raises:
         UsageError: there are none.
     """
-
-    def __init__(self, folder: Path, timeout: float) -> None:
-        if not folder.is_dir():
-            raise UsageError(f"{str(folder)!r} is no folder; give one with launch scripts")
-        self._folder, self._timeout = folder.resolve(), timeout
-        found = (path for path in self._folder.rglob("*.sh") if not path.is_dir())
-        below = (path.relative_to(self._folder) for path in found)
-        self.scripts = sorted(
-            path for path in below if not any(part.startswith(".") for part in path.parts)
+    if not folder.is_dir():
+        raise UsageError(f"{str(folder)!r} is no folder; give one with launch scripts")
+    found = (path.relative_to(folder) for path in folder.rglob("*.sh") if not path.is_dir())
+    shown = sorted(path for path in found if not any(p.startswith(".") for p in path.parts))
+    if not shown:
+        raise UsageError(
+            f"{str(folder)!r} has no launch scripts, *.sh, in it or below it; give a folder "
+            "that has, as MindSpeed-LLM's examples"
         )
-        if not self.scripts:
+    return shown
+
+
+def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[Script]:
+    """Each script as it has been read.
+
+    They are started from MindSpeed-LLM's folder, as its examples want to be, or else from the
+    folder itself.
+
+    Args:
+        scripts: :func:`find_scripts` of the folder.
+        timeout: for a script, in seconds.
+
+    Raises:
+        UsageError: the folder cannot be copied.
+    """
+    folder = folder.resolve()
+    root = checkout_of(folder)
+    with tempfile.TemporaryDirectory(prefix="commfuse_coverage_") as temporary:
+        scratch = Path(temporary).resolve()
+        if root in scratch.parents:
             raise UsageError(
-                f"{str(folder)!r} has no launch scripts, *.sh, in it or below it; give a folder "
-                "that has, as MindSpeed-LLM's examples"
+                f"{root} holds the folder of temporary files, {scratch.parent}; set TMPDIR to "
+                "one elsewhere"
             )
-        above = (self._folder, *self._folder.parents)
-        self._root = next((one for one in above if (one / "pretrain_gpt.py").is_file()), above[0])
-
-    def read(self, environ: Mapping[str, str] = os.environ) -> tuple[Sandbox, Iterator[Script]]:
-        """The sandbox that works here, and each script as it has been read.
-
-        Raises:
-            UsageError: the folder cannot be copied.
-        """
-        temporary = tempfile.TemporaryDirectory(prefix="commfuse_coverage_")
-        scratch = Path(temporary.name).resolve()
-        if self._root in scratch.parents:
-            temporary.cleanup()
-            raise UsageError(
-                f"{self._root} holds the folder of temporary files, {scratch.parent}; set TMPDIR "
-                "to one elsewhere"
-            )
-        copy = ScratchCopy(self._root, scratch / "copy")
-        used = sandbox(scratch, copy.place, self._root)
-
-        def scripts() -> Iterator[Script]:
-            with temporary:
-                for script in self.scripts:
-                    copy.renew()
-                    yield self._read(script, copy, used, {**environ, "TMPDIR": str(scratch)})
-
-        return used, scripts()
-
-    def _read(
-        self, script: Path, copy: ScratchCopy, used: Sandbox, environ: Mapping[str, str]
-    ) -> Script:
-        scratch = copy.place.parent
-        below = (self._folder / script).relative_to(self._root)
-        place = self._root if used.in_place else copy.place
-        if not (copy.place / below).is_file():
-            return Script(str(script), error="it is no file of at most 1 MB that can be read")
-        try:
-            captured = capture_commands(
-                [str(place / below)],
-                copy.place,
-                environ,
-                self._timeout,
-                used.inside(scratch, copy.place, self._root),
-                scratch,
-            )
-            return _understood(str(script), captured)
-        except UsageError as error:
-            return Script(str(script), error=str(error).replace(str(place / below), "it"))
+        sandbox = Sandbox(root, scratch)
+        for script in scripts:
+            sandbox.renew()
+            below = (folder / script).relative_to(root)
+            try:
+                if not (sandbox.copy / below).is_file():
+                    raise UsageError("it is no file of at most 1 MB that can be read")
+                captured = capture_commands(
+                    [str(sandbox.place / below)],
+                    sandbox.copy,
+                    {**os.environ, "TMPDIR": str(scratch)},
+                    timeout,
+                    sandbox.inside,
+                    scratch,
+                )
+                trainings, other = _understood(captured)
+                yield Script(str(script), trainings, other, sandbox=sandbox.said)
+            except UsageError as error:
+                said = str(error).replace(str(sandbox.place / below), "it")
+                yield Script(str(script), error=said, sandbox=sandbox.said)
 
 
-def _understood(name: str, captured: Captured) -> Script:
+def _understood(captured: Captured) -> tuple[list[Launch], str]:
+    """The trainings, or what the script is if it starts none."""
     trainings, others = [], []
     for command in captured.commands:
         if other := _other(command):
@@ -139,21 +123,13 @@ def _understood(name: str, captured: Captured) -> Script:
             others.append(_NO_TRAINING)
         else:
             trainings.append(launch)
-    if trainings:
-        return Script(name, trainings)
-    if captured.commands:
-        return Script(name, other=sorted(others, key=_OTHERS.index)[0])
-    if captured.code:
+    if not captured.commands and captured.code:
         printed = captured.printed.strip().splitlines() or ["nothing"]
-        return Script(
-            name,
-            error=f"it ended with code {captured.code} before it started anything; it printed "
-            f"last: {printed[-1][:200]}",
+        raise UsageError(
+            f"it ended with code {captured.code} before it started anything; it printed last: "
+            f"{printed[-1][:200]}"
         )
-    return Script(name, other=_NOTHING)
-
-
-_OTHERS = (_MINDSPORE, _OTHER_TRAINER, _NO_TRAINING)
+    return trainings, "" if trainings else min(others, key=_OTHERS.index, default="starts nothing")
 
 
 def _other(command: Command) -> str:

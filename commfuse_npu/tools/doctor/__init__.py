@@ -11,9 +11,10 @@ and not seen on an NPU.
 
 from __future__ import annotations
 
+from commfuse_npu.packages import Package
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.launch import Launch, read_launch
-from commfuse_npu.tools.doctor.machine import CommandResult, Machine, Package
+from commfuse_npu.tools.doctor.machine import CommandResult, Machine
 from commfuse_npu.tools.doctor.report import Report, diagnose
 
 __all__ = [

@@ -8,17 +8,19 @@ from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.launch import read_launch
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.report import diagnose
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.option_types import Parser, refuse
 
 __all__ = ["main"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand: 0 ready, 1 something will not work, 2 usage."""
+    """Run the subcommand: 0 ready, 1 something will not work, 2 invalid request."""
     parser = Parser(
         prog="commfuse-npu doctor",
         description="Is this machine, and this launch, ready for CommFuse?",
-        epilog="After -- a command line of pretrain_gpt.py: commfuse-npu doctor -- torchrun ...",
+        epilog="After -- a launch: commfuse-npu doctor -- torchrun ... pretrain_gpt.py ..., or "
+        "commfuse-npu doctor -- bash SCRIPT.sh, whose torchrun and python are stand-ins.",
     )
     parser.add_argument(
         "--config", help="of the launch: a yaml file, or its name in configs/: llama3_8b"
@@ -31,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     try:
         config = None if given.config is None else find_config(given.config)
         launch = read_launch(config, words[at + 1 :], machine.variables)
-    except ConfigError as error:
+    except (ConfigError, UsageError) as error:
         return refuse("doctor", error)
     report = diagnose(machine, launch)
     print(report.as_json() if given.json else report.as_text())

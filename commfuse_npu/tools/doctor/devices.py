@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+from commfuse_npu.packages import NPU_TORCH
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.doctor.versions import NPU_TORCH
 
 __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 

@@ -8,22 +8,11 @@ from functools import partial
 from commfuse_npu.plan import least_rows
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.fuse_options import min_rows_of
+from commfuse_npu.tools.doctor.judgement import Refused
 from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch
-from commfuse_npu.tools.launch_script.options import value_of
-from commfuse_npu.tools.linear_layers import attention_obstacle, recomputes_attention
+from commfuse_npu.tools.doctor.layers import LLAMA_LAYERS
+from commfuse_npu.tools.linear_layers import recomputes_attention
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.refusals import (
-    ATTENTION_REFUSALS,
-    DATA_PARALLEL_REFUSALS,
-    FLOW_REFUSALS,
-    REFUSALS,
-    ULYSSES_REFUSALS,
-    Refusal,
-    data_parallel_obstacle,
-    flow_obstacle,
-    ulysses_obstacle,
-)
 
 __all__ = ["check_launch"]
 
@@ -34,22 +23,14 @@ def check_launch(launch: Launch) -> Iterator[Finding]:
     """Whether the layout fits, and whether CommFuse would take part."""
     yield from _check_layout(launch.config)
     if not launch.knows_vocabulary:
-        yield _about(
-            "--vocab-size",
-            "note",
-            f"not given; {ASSUMED_VOCABULARY} is assumed, for the shapes of the output layer",
-            action="tokenizers are not read here: add --vocab-size to see its shapes",
-        )
+        said = f"not given; {ASSUMED_VOCABULARY} is assumed, for the shapes of the output layer"
+        why = "tokenizers are not read here: add --vocab-size to see its shapes"
+        yield _about("--vocab-size", "note", said, action=why)
     if not launch.fuse.use_commfuse:
-        yield _about(
-            "--use-commfuse",
-            "warning",
-            "not given",
-            "the flag: without it nothing is fused",
-            "add --use-commfuse; what is listed below is what it would do",
-        )
-        return
-    if not launch.registers:
+        expected = "the flag: without it nothing is fused"
+        action = "add --use-commfuse; what is listed below is what it would do"
+        yield _about("--use-commfuse", "warning", "not given", expected, action)
+    elif not launch.registers:
         yield _about(
             "--use-commfuse",
             "warning",
@@ -58,7 +39,13 @@ def check_launch(launch: Launch) -> Iterator[Finding]:
             "start -m mindspeed_patches.launch pretrain_gpt.py, or call "
             "mindspeed_patches.install() after import torch in the script",
         )
-    yield from _check_options(launch)
+    if launch.fuse.use_commfuse:
+        yield from _check_options(launch)
+    yield _other_options(launch)
+    others = [one for one in launch.judged.layers if one.layer not in LLAMA_LAYERS]
+    if others:
+        named = (f"{one.layer} {one.state}{one.reason and f' ({one.reason})'}" for one in others)
+        yield _about("other layers", "ok", ", ".join(named))
 
 
 def _check_layout(config: ModelConfig) -> Iterator[Finding]:
@@ -77,73 +64,123 @@ def _check_layout(config: ModelConfig) -> Iterator[Finding]:
         )
 
 
+def _asked(launch: Launch) -> dict[str, bool]:
+    """CommFuse's other options, and whether they are given."""
+    fuse = launch.fuse
+    given = fuse.commfuse_attention, fuse.commfuse_flow, fuse.commfuse_ulysses, fuse.commfuse_dp
+    return {name: bool(one) for name, one in zip(launch.judged.flags, given, strict=True)}
+
+
 def _check_options(launch: Launch) -> Iterator[Finding]:
-    config, fuse = launch.config, launch.fuse
-    elsewhere = (fuse.ulysses or fuse.dp) and not fuse.attention
+    config, fuse, judged = launch.config, launch.fuse, launch.judged
+    elsewhere = (fuse.commfuse_ulysses or fuse.commfuse_dp) and not fuse.commfuse_attention
     if config.tensor_model_parallel_size == 1 and not elsewhere:
-        allowed = not fuse.attention and value_of(launch.options, "--commfuse-allow-nothing")
+        allowed = fuse.commfuse_allow_nothing and not fuse.commfuse_attention
         yield _about(
             "--tensor-model-parallel-size",
-            "error" if allowed in (None, False) else "warning",
+            "warning" if allowed else "error",
             "1",
             "at least 2: a group of one transfers nothing, and --use-commfuse is refused unless "
             "--commfuse-allow-nothing is given",
             "choose TP of at least 2, add --commfuse-dp, which needs none, or leave "
             "--use-commfuse out",
         )
-    yield from _check_refused(launch, REFUSALS)
-    if fuse.attention:
-        yield from _check_refused(launch, ATTENTION_REFUSALS)
-        yield _check_attention(launch)
-    if fuse.flow is not None:
-        yield from _check_refused(launch, FLOW_REFUSALS)
-        yield _check_flow(config, fuse.flow)
-    if fuse.ulysses:
-        yield from _check_refused(launch, ULYSSES_REFUSALS)
-        yield _check_ulysses(config)
-    if fuse.dp:
-        yield from _check_refused(launch, DATA_PARALLEL_REFUSALS)
-        yield _check_data_parallel(launch)
+    yield from _check_refused(judged.excluded)
+    for name, given in _asked(launch).items():
+        if given:
+            yield from _check_refused(judged.flags[name].refused)
+            yield _check_flag(launch, name, judged.flags[name].lacks)
     if config.tensor_model_parallel_size > 1 and not config.uses_sequence_parallel:
+        expected = "the flag: without, column-parallel layers keep Megatron's forward"
         yield _about(
-            "--sequence-parallel",
-            "warning",
-            "not given",
-            "the flag: without, column-parallel layers keep Megatron's forward",
-            "add --sequence-parallel",
+            "--sequence-parallel", "warning", "not given", expected, "add --sequence-parallel"
         )
     elif config.tensor_model_parallel_size > 1:
         yield from _check_rows(launch)
 
 
-def _obstacle(option: str, given: str, why: str) -> Finding:
-    """What the feature would end with, which begins with the option and ends with a way out."""
-    needs, _, way_out = why.removeprefix(option).lstrip(": ").partition("; ")
-    return _about(option, "error", given, needs, way_out)
+def _check_refused(refused: Sequence[Refused]) -> Iterator[Finding]:
+    for refusal, value in refused:
+        expected = f"not together with {refusal.ours}, which is refused then: {refusal.why}"
+        yield _about(refusal.option.split()[0], "error", value, expected, refusal.way_out)
 
 
-def _check_flow(config: ModelConfig, chunks: int) -> Finding:
-    size, length = config.tensor_model_parallel_size, config.seq_length
-    why = flow_obstacle(chunks, size, config.uses_sequence_parallel, length)
-    if why:
-        return _obstacle("--commfuse-flow", str(chunks), why)
-    return _about(
-        "--commfuse-flow",
-        "note",
-        str(chunks),
-        "chunks that flow through whole layers",
-        "layers hide their transfers behind each other; weight gradients are summed chunk by chunk",
+def _check_flag(launch: Launch, name: str, lacks: str) -> Finding:
+    """An option of CommFuse that is given: what it lacks, or what it does."""
+    option, _, value = name.partition(" ")
+    about = partial(_about, option)
+    if lacks.startswith(name):
+        # It ends the training; it begins with the option and ends with a way out.
+        needs, _, way_out = lacks.removeprefix(name).lstrip(": ").partition("; ")
+        return about("error", value or "given", needs, way_out)
+    if option == "--commfuse-attention":
+        return _check_attention(launch, lacks)
+    if lacks:
+        expected = "at least 2: a data-parallel group of one transfers nothing"
+        advice = "leave --commfuse-dp out, or choose a smaller TP or PP"
+        return about("warning", "given, with DP 1", expected, advice)
+    return about("note", value or "given", action=_what_it_does(launch.config, option))
+
+
+_KEPT = "calls with packed sequences, a bias or a mask that is not causal keep"
+
+
+def _what_it_does(config: ModelConfig, option: str) -> str:
+    tp, cp, groups = (
+        config.tensor_model_parallel_size,
+        config.context_parallel_size,
+        config.num_query_groups,
     )
+    if option == "--commfuse-flow":
+        return (
+            "layers hide their transfers behind each other; weight gradients are summed chunk by "
+            "chunk"
+        )
+    if option == "--commfuse-dp":
+        replicas = config.data_parallel_size * cp
+        return (
+            f"{replicas} ranks share a copy of the optimizer's state; parameters of experts keep "
+            "Megatron's collectives"
+        )
+    if tp == 1 and groups % cp == 0:
+        return f"all-to-alls hide behind attention and its projections; {_KEPT} their own"
+    why = f"at TP {tp} the weights of the projections are not whole"
+    if tp == 1:
+        why = f"{groups} query groups are not divisible by CP {cp}"
+    behind = "attention" if tp > 1 else "attention and its projection"
+    return (
+        f"the output's all-to-all hides behind {behind}, that of q, k and v does not: {why}; "
+        f"{_KEPT} their own"
+    )
+
+
+def _check_attention(launch: Launch, lacks: str) -> Finding:
+    about = partial(_about, "--commfuse-attention")
+    if "proj" not in launch.fuse.commfuse_layers:
+        return about(
+            "error",
+            f"given, with --commfuse-layers {','.join(launch.fuse.commfuse_layers)}",
+            "proj among the layers: attention is fused with the output projection",
+            "add proj to --commfuse-layers",
+        )
+    if not lacks:
+        return about("note", "given", action=f"{_KEPT} Megatron's attention")
+    advice = "add --sequence-parallel"
+    if recomputes_attention(launch.options):
+        advice = "leave --recompute-activations and --recompute-granularity selective out"
+    said = f"given, but {lacks}"
+    return about("warning", said, "attention that can wait for its projection", advice)
 
 
 def _check_rows(launch: Launch) -> Iterator[Finding]:
     """Where blocks are too short to be fused, or so short that it does not pay."""
-    config, fuse = launch.config, launch.fuse
-    sizes = config.tensor_model_parallel_size, config.hidden_size
-    rows, least, limit = config.block_rows, least_rows(*sizes), min_rows_of(*sizes, fuse)
+    config, limit = launch.config, launch.least_rows
+    rows = config.block_rows
+    least = least_rows(config.tensor_model_parallel_size, config.hidden_size)
     about = partial(_about, "rows of a block", "warning", f"{rows} (tokens of a micro-batch / TP)")
     if rows < limit:
-        why = ", whose own order is faster then (simulated)" if fuse.min_rows == "auto" else ""
+        auto = launch.fuse.commfuse_min_rows == "auto"
+        why = ", whose own order is faster then (simulated)" if auto else ""
         yield about(
             f"{limit} at least: with fewer layers stay Megatron's{why}",
             "fewer TP, longer sequences, or --commfuse-min-rows 0, which fuses them anyway",
@@ -156,87 +193,16 @@ def _check_rows(launch: Launch) -> Iterator[Finding]:
         )
 
 
-def _check_refused(launch: Launch, refusals: Sequence[Refusal]) -> Iterator[Finding]:
-    for refusal in refusals:
-        value = refusal.value_in(launch.options)
-        if value is not None:
-            yield _about(
-                refusal.option.split()[0],
-                "error",
-                value,
-                f"not together with {refusal.ours}, which is refused then: {refusal.why}",
-                refusal.way_out,
-            )
-
-
-def _check_attention(launch: Launch) -> Finding:
-    about = partial(_about, "--commfuse-attention")
-    layers, obstacle = launch.fuse.layers, attention_obstacle(launch.options)
-    if "proj" not in layers:
-        return about(
-            "error",
-            f"given, with --commfuse-layers {','.join(layers)}",
-            "proj among the layers: attention is fused with the output projection",
-            "add proj to --commfuse-layers",
-        )
-    if obstacle:
-        return about(
-            "warning",
-            f"given, but {obstacle}",
-            "attention that can wait for its projection",
-            "leave --recompute-activations and --recompute-granularity selective out"
-            if recomputes_attention(launch.options)
-            else "add --sequence-parallel",
-        )
-    return about(
-        "note",
-        "given",
-        action="calls with packed sequences, a bias or a mask that is not causal keep "
-        "Megatron's attention",
-    )
-
-
-def _check_ulysses(config: ModelConfig) -> Finding:
-    about = partial(_about, "--commfuse-ulysses")
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-    # Whether heads and sequence can be shared out is checked with the layout, for every launch.
-    why = ulysses_obstacle(cp, tp, config.context_parallel_algo, None, None)
-    if why:
-        return _obstacle("--commfuse-ulysses", f"given, CP {cp}", why)
-    hides = "all-to-alls hide behind attention and its projections"
-    if tp > 1:
-        hides = (
-            "the output's all-to-all hides behind attention, that of q, k and v does not: at TP "
-            f"{tp} the weights of the projections are not whole"
-        )
-    elif config.num_query_groups % cp:
-        hides = (
-            "the output's all-to-all hides behind attention and its projection, that of q, k and v "
-            f"does not: {config.num_query_groups} query groups are not divisible by CP {cp}"
-        )
-    return about(
-        "note",
-        f"given, CP {cp}",
-        action=f"{hides}; calls with packed sequences, a bias or a mask that is not causal keep "
-        "their own",
-    )
-
-
-def _check_data_parallel(launch: Launch) -> Finding:
-    about = partial(_about, "--commfuse-dp")
-    replicas = launch.config.data_parallel_size * launch.config.context_parallel_size
-    sharded = value_of(launch.options, "--use-distributed-optimizer") is not None
-    if why := data_parallel_obstacle(sharded):
-        return _obstacle("--commfuse-dp", "given", why)
-    if replicas == 1:
-        return about(
-            "warning",
-            "given, with DP 1",
-            "at least 2: a data-parallel group of one transfers nothing",
-            "leave --commfuse-dp out, or choose a smaller TP or PP",
-        )
-    return about(
-        "note",
-        f"given, {replicas} ranks share a copy of the optimizer's state",
-        action="parameters of experts keep Megatron's collectives",
-    )
+def _other_options(launch: Launch) -> Finding:
+    """The options of CommFuse that are not given: which would be taken, and why others not."""
+    judged = launch.judged
+    why_not = {name: why for name, why in judged.why_not.items() if not _asked(launch)[name]}
+    if judged.excluded:
+        excluded = ", ".join(map(str, judged.excluded))
+        why_not = dict.fromkeys(why_not, f"{excluded} excludes --use-commfuse")
+    overlap = "--commfuse-fb-overlap"
+    if overlap not in launch.options or judged.overlap.obstacle:
+        why_not[overlap] = judged.overlap.obstacle
+    said = [f"{name} would be taken" for name, why in why_not.items() if not why]
+    said += [f"not {name}: {why}" for name, why in why_not.items() if why]
+    return _about("other options", "ok", "; ".join(said) or "none")

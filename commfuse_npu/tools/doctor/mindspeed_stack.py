@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.machine import Machine, Package
-from commfuse_npu.tools.doctor.versions import (
+from commfuse_npu.packages import (
     MEGATRON,
     SUPPORTED_LLM,
     TOGETHER,
     WHY_WITHOUT,
     WITHOUT_MINDSPEED,
+    Package,
     numbers,
 )
+from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.machine import Machine
 
 __all__ = ["check_stack"]
 

@@ -12,7 +12,6 @@ from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.doctor.devices import check_devices, listed_npus
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.fuse_options import schedule_of
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.doctor.layers import ATTENTION_OPERATOR, FusedLayer, fused_layers
@@ -105,7 +104,7 @@ def diagnose(machine: Machine, launch: Launch | None = None) -> Report:
     if any(finding.what == "layout" and finding.level == "error" for finding in findings):
         return Report(tuple(findings))
     try:
-        schedule = schedule_of(launch.config, launch.fuse)
+        schedule = launch.schedule
         # Whether it fits the group shows when it is asked for one.
         schedule.hops(0, launch.config.tensor_model_parallel_size, "first")
     except PlanError as error:
@@ -125,7 +124,7 @@ def _what_is_fused(launch: Launch, layers: Sequence[FusedLayer]) -> str:
     fuse = launch.fuse
     named = f"{launch.name} at TP {launch.config.tensor_model_parallel_size}"
     parts = [layer.layer for layer in layers if layer.operator]
-    parts += ["Ulysses"] * fuse.ulysses + ["data parallelism"] * fuse.dp
+    parts += ["Ulysses"] * fuse.commfuse_ulysses + ["data parallelism"] * fuse.commfuse_dp
     if not fuse.use_commfuse or not parts:
         why = layers[0].reason if fuse.use_commfuse else "--use-commfuse is not given"
         return f"{named} would run, but nothing of it is fused: {why}"

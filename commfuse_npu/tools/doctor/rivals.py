@@ -10,11 +10,8 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.fuse_options import min_rows_of
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.launch_script.options import value_of
-from commfuse_npu.tools.refusals import FB_OVERLAP_REFUSALS, FLOW_REFUSALS
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.described import described
 from commfuse_npu.tools.simulate.flow import divides
@@ -28,7 +25,6 @@ __all__ = ["check_rivals"]
 _about = partial(Finding, "launch", "rivals")
 
 _IMPL = "--transformer-impl"
-
 _FLAGS = {
     "megatron": ("Megatron's own order", "leave --use-commfuse out"),
     **{
@@ -55,41 +51,34 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
     description = _description(machine)
     if description is None or not launch.fuse.use_commfuse or not config.uses_sequence_parallel:
         return
-    hardware = Hardware.load(find_config(description, "hardware"))
-    figures = hardware.machine()
-    if min(figures.npus_per_node, config.npus_per_node) < tp or value_of(
-        launch.options, "--num-experts"
-    ):
+    figures = Hardware.load(find_config(description, "hardware")).machine()
+    spans = min(figures.npus_per_node, config.npus_per_node) < tp
+    if spans or "--num-experts" in launch.options:
         return
-    one = Options(micro_batches=1)
     sequence = config.seq_length // config.context_parallel_size
-    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, one))
+    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, Options(micro_batches=1)))
     operators = Variant("megatron", "megatron")
-    if config.block_rows >= min_rows_of(tp, config.hidden_size, launch.fuse):
+    if config.block_rows >= launch.least_rows:
         operators = fused(
             replace(schedule, lanes=None, chunks=1, taper=1.0),
             schedule.lanes_for(tp),
             schedule.chunks,
             taper=schedule.taper,
-            attention=launch.fuse.attention,
+            attention=launch.fuse.commfuse_attention,
             collectives_from=covering_outputs(figures, tp),
         )
-    chunks = [launch.fuse.flow] if launch.fuse.flow is not None else FLOWS
-    flows = [flowing(k) for k in chunks if _flows(launch, step, k)]
-    overlapping = [TURNS] if _overlaps(launch) else []
-    local = "" if value_of(launch.options, _IMPL) else f" {_IMPL} local"
-    named = {
-        **_FLAGS,
-        **{
-            flow.name: (f"a flow of {flow.slices} chunks", f"--commfuse-flow {flow.slices}{local}")
-            for flow in flows
-        },
-    }
-    if launch.fuse.flow is not None and flows:
-        ours, others = flows[0], [operators, *overlapping]
+    asked, named = launch.fuse.commfuse_flow, dict(_FLAGS)
+    flows = [flowing(k) for k in ([asked] if asked else FLOWS) if _flows(launch, step, k)]
+    local = "" if _IMPL in launch.options else f" {_IMPL} local"
+    for flow in flows:
+        flags = f"--commfuse-flow {flow.slices}{local}"
+        named[flow.name] = f"a flow of {flow.slices} chunks", flags
+    ours, others = operators, flows
+    if asked and flows:
+        ours, others = flows[0], [operators]
         named[operators.name] = "operator by operator", "leave --commfuse-flow out"
-    else:
-        ours, others = operators, [*flows, *overlapping]
+    others = [*others, *(one for one in variants(tp, tp, 1) if one != TURNS)]
+    others += [TURNS] * _overlaps(launch)
 
     def seconds(variant: Variant) -> float:
         return step.layer_time(variant).seconds
@@ -97,8 +86,7 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
     mine = seconds(ours)
     # The fastest of each kind.
     best: dict[str, tuple[float, str]] = {}
-    rivals = (variant for variant in variants(tp, tp, 1) if variant != TURNS)
-    for variant in [*others, *rivals]:
+    for variant in others:
         if variant.name in named:
             timed = seconds(variant), variant.name
             best[variant.kind] = min(best.get(variant.kind, timed), timed)
@@ -107,23 +95,21 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
         yield _about("ok", f"none has shorter layers (simulated, {description})")
         return
     names = [f"{named[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
-    flags = [named[name][1] for _, name in ahead]
     yield _about(
         "note",
         f"shorter layers (simulated, {description}): {', '.join(names)}",
-        action=f"measure, too: {'; '.join(flags)}",
+        action=f"measure, too: {'; '.join(named[name][1] for _, name in ahead)}",
     )
 
 
 def _overlaps(launch: Launch) -> bool:
-    """Whether a launch could pair forwards and backwards, and does not."""
-    config, options = launch.config, launch.options
-    refused = any(one.value_in(options) is not None for one in FB_OVERLAP_REFUSALS)
-    plain_pipeline = config.pipeline_model_parallel_size > 1 and not any(
-        word.startswith("--num-") and "virtual" in word for word in options
+    """Whether forwards and backwards could be paired as the launch is, and are not."""
+    given = launch.options.names
+    virtual = any(name.startswith("--num-") and "virtual" in name for name in given)
+    plain_pipeline = launch.judged.layout.pipeline > 1 and not virtual
+    return not (
+        launch.judged.overlap.obstacle or plain_pipeline or "--commfuse-fb-overlap" in given
     )
-    several = config.global_batch_size > config.micro_batch_size * config.data_parallel_size
-    return several and not (refused or plain_pipeline or "--commfuse-fb-overlap" in options)
 
 
 def _flows(launch: Launch, step: Step, chunks: int) -> bool:
@@ -131,13 +117,14 @@ def _flows(launch: Launch, step: Step, chunks: int) -> bool:
 
     One that does not choose an implementation of layers may choose the local one besides.
     """
-    config, least, asked = launch.config, launch.fuse.min_rows, launch.fuse.flow is not None
-    given = (one for one in FLOW_REFUSALS if one.value_in(launch.options) is not None)
-    refused = {one.option.split()[0] for one in given}
-    if not asked and value_of(launch.options, _IMPL) is None:
-        refused.discard(_IMPL)
-    fits = divides(step.training.shape, chunks)
-    return fits and not refused and (least == "auto" or config.block_rows >= least)
+    fuse = launch.fuse
+    (flow,) = (flag for name, flag in launch.judged.flags.items() if "-flow " in name)
+    may_choose = fuse.commfuse_flow is None and _IMPL not in launch.options
+    refused = [
+        one for one in flow.refused if not (may_choose and one.refusal.option.startswith(_IMPL))
+    ]
+    long = fuse.commfuse_min_rows == "auto" or launch.config.block_rows >= fuse.commfuse_min_rows
+    return divides(step.training.shape, chunks) and long and not refused
 
 
 def _description(machine: Machine) -> str | None:

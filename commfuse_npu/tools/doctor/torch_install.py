@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from commfuse_npu.packages import NPU_TORCH, numbers
 from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.doctor.versions import NPU_TORCH, numbers
 
 __all__ = ["TRY_TORCH_NPU", "check_cann", "check_torch", "check_torch_npu_loads"]
 

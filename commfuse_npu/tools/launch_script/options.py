@@ -6,22 +6,11 @@ reads them early itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from commfuse_npu.tools.launch_script import UsageError
 
-__all__ = ["Options", "value_of"]
-
-
-def value_of(options: Sequence[str], option: str) -> str | None:
-    """The last value of an option; empty for a flag, ``None`` if it is not there."""
-    found = None
-    for i, word in enumerate(options):
-        name, equals, value = word.partition("=")
-        if name == option:
-            follows = options[i + 1] if i + 1 < len(options) else ""
-            found = value if equals else "" if follows.startswith("--") else follows
-    return found
+__all__ = ["Options"]
 
 
 class Options:

@@ -10,7 +10,27 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, launch_of
 from commfuse_npu.tools.launch_script.shell import Command, capture_commands
 
-__all__ = ["read_launch"]
+__all__ = ["checkout_of", "is_script", "read_launch", "script_folder"]
+
+
+def checkout_of(folder: Path) -> Path:
+    """The nearest folder above that has MindSpeed-LLM's ``pretrain_gpt.py``, or the folder."""
+    above = (folder, *folder.parents)
+    return next((one for one in above if (one / "pretrain_gpt.py").is_file()), folder)
+
+
+def is_script(words: Sequence[str]) -> bool:
+    """Whether a command is a launch script, with or without a shell before it."""
+    return any(word.endswith(".sh") for word in _without_shell(words)[:1])
+
+
+def script_folder(words: Sequence[str]) -> Path:
+    """The folder of the launch script of a command."""
+    return Path(_without_shell(words)[0]).expanduser().resolve().parent
+
+
+def _without_shell(words: Sequence[str]) -> list[str]:
+    return list(words[1:] if words and Path(words[0]).name in ("bash", "sh") else words)
 
 
 def read_launch(
@@ -26,10 +46,8 @@ def read_launch(
     Raises:
         UsageError: it is none.
     """
-    words = list(words)
-    if words and Path(words[0]).name in ("bash", "sh"):
-        words = words[1:]
-    if words and words[0].endswith(".sh"):
+    words = _without_shell(words)
+    if is_script(words):
         return _from_shell(words, checkout, environ)
     launch = launch_of(Command(words, str(Path.cwd())))
     if launch is None:

@@ -46,6 +46,7 @@ SCRIPTS = {
     "experts/full.sh": script(f"{TP} {EXPERTS}"),
     "experts/mla.sh": script(f"{TP} {EXPERTS} --multi-latent-attention"),
     "experts/without_dispatch.sh": script(f"{TP} --num-experts 8 --expert-tensor-parallel-size 1"),
+    "more/evaluate.sh": script(f"{TP} --skip-train"),
     "more/generate.sh": script(TP, program="inference.py"),
     "more/convert.sh": "python convert_ckpt.py --target-tensor-parallel-size 4\n",
     "more/fsdp2.sh": "torchrun --nproc_per_node 8 train_fsdp2.py examples/fsdp2/some.yaml\n",

@@ -63,6 +63,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert found["others"] == {
         "more/convert.sh": "generation, evaluation, conversion or data",
+        "more/evaluate.sh": "generation, evaluation, conversion or data",
         "more/generate.sh": "generation, evaluation, conversion or data",
         "more/fsdp2.sh": "trains without Megatron's options",
         "more/mindspore.sh": "trains with MindSpore",
@@ -73,17 +74,19 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| dense | 9 | 4 | 1 | 4 | 1 | 1 | 2 | 0 | 0 | 1 |\n" in said
     assert "| experts | 3 | 2 | 1 | 0 | 0 | 0 | 0 | 0 | 3 | 0 |\n" in said
     assert "| all | 12 | 6 | 2 | 4 | 1 | 1 | 2 | 0 | 3 | 1 |\n" in said
-    assert "TP above 1 and neither LoRA nor another overlap: 8, in full 6\n" in said
-    assert "refused for TP 1 only, with --commfuse-dp alone: 1\n" in said
+    assert found["counts"]["TP above 1, neither LoRA nor another overlap"] == 8
+    assert found["counts"]["of these full"] == 6
+    assert found["counts"]["of these --commfuse-ulysses fits"] == 1
+    assert found["counts"]["of these --commfuse-attention passes"] == 6
+    assert "\nof these with short blocks: 1\n" in said
+    assert "dense/coc.sh: refused with --use-ascend-coc; TP 4, PP 1, CP 1, DP 2, " in said
+    without = {one["script"]: one["without"] for one in found["launches"] if one["without"]}
+    assert without["dense/coc.sh"] == "full without --use-ascend-coc"
+    assert without["dense/coc_partial.sh"] == "partial without --use-ascend-coc"
     assert (
-        "--commfuse-ulysses fits 1 of 1 Ulysses launches, 1 without what excludes --use-commfuse\n"
-        in said
+        "dense/partial.sh: partial; TP 4, PP 1, CP 1, DP 2, sequence parallel; left: output" in said
     )
-    assert "of the 8 that are not refused --commfuse-attention passes in 6, " in said
-    assert "left to Megatron's order by default: 1\n" in said
-    assert "  full without --use-ascend-coc\n" in said
-    assert "  partial without --use-ascend-coc\n" in said
-    assert "no such training: 2 scripts: generation, evaluation, conversion or data\n" in said
+    assert "no such training: 3 scripts: generation, evaluation, conversion or data\n" in said
 
 
 @pytest.mark.parametrize(
@@ -135,23 +138,21 @@ def test_forward_backward_overlap_is_judged(
     assert found["counts"]["--commfuse-fb-overlap passes as typed"] == (not obstacle)
 
 
-def test_the_counts_come_first_and_a_paragraph_on_each_if_asked(
+def test_the_counts_come_first_and_a_line_on_each_if_asked(
     asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = {f"{n}.sh": script(f"{TP} --global-batch-size {2 * n}") for n in (1, 8)}
     asked(texts)
     said = capsys.readouterr().out
-    assert (
-        "of 2 launches 2 have transfers of TP, EP or CP; --commfuse-fb-overlap hides them in 1 as "
-        "typed, in 1 without the flags of another overlap; not: 1 x one micro-batch has no partner"
-    ) in said
-    assert "what becomes of each launch, and why: --all" in said
+    assert "with transfers of TP, EP or CP: 2\n--commfuse-fb-overlap passes as typed: 1\n" in said
+    assert "does not pass as typed: 1 x one micro-batch has no partner\n" in said
     assert "1.sh: full" not in said
     asked(texts, "--all")
     said = capsys.readouterr().out
-    assert "1.sh: full" in said
-    assert "  not --commfuse-fb-overlap: one micro-batch has no partner" in said
-    assert "--all" not in said
+    line, other = said.splitlines()[:2]
+    assert line.startswith("1.sh: full; TP 4, ")
+    assert "--commfuse-fb-overlap" not in line
+    assert other.endswith(", --commfuse-fb-overlap")
 
 
 def test_a_launch_is_described(asked: Asked) -> None:
@@ -249,7 +250,6 @@ def test_others_are_counted_when_some_cannot_be_read(
         {
             "hangs.sh": "while :; do :; done\n",
             "ends.sh": "echo set DATA_PATH first >&2\nexit 3\n",
-            "torchrun.sh": f"torchrun --frobnicate 4 pretrain_gpt.py {MODEL}\n",
             "module.sh": f"python -m pdb pretrain_gpt.py {MODEL}\n",
             "size.sh": script("--tensor-model-parallel-size four"),
             "option.sh": script(f"{TP} --commfuse-lanes 0"),
@@ -264,10 +264,9 @@ def test_others_are_counted_when_some_cannot_be_read(
     assert found["unread"]["ends.sh"] == (
         "it ended with code 3 before it started anything; it printed last: set DATA_PATH first"
     )
-    assert "unrecognized arguments: --frobnicate" in found["unread"]["torchrun.sh"]
     assert "by 'python -m pdb pretrain_gpt.py' ..., which is not" in found["unread"]["module.sh"]
     assert found["unread"]["size.sh"].startswith("--tensor-model-parallel-size is 'four'")
-    assert found["unread"]["option.sh"].startswith("--commfuse-lanes is 0; give a whole number")
+    assert found["unread"]["option.sh"].endswith("--commfuse-lanes: 0 is less than 1")
     assert "at most 1 MB" in found["unread"]["large.sh"]
     assert "not read: ends.sh: it ended with code 3" in capsys.readouterr().out
 
@@ -325,9 +324,8 @@ def test_where_no_sandbox_works_it_is_said(
     tmp_path: Path,
     listener: socket.socket,
 ) -> None:
-    refusing = sandbox.Sandbox("refusing", lambda scratch, copy, place: ["/bin/false"])
-    absent = sandbox.Sandbox("absent", lambda scratch, copy, place: ["/no/such/program"])
-    monkeypatch.setattr(sandbox, "_ways", lambda: [absent, refusing])
+    ways = [("absent", ["/no/such/program"]), ("refusing", ["/bin/false"])]
+    monkeypatch.setattr(sandbox, "_ways", lambda *folders: ways)
     code, found = asked({"it.sh": f"echo x > written\n{reaching(listener)}"})
     assert code == 0
     assert only(found)["verdict"] == "full"

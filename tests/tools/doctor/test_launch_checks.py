@@ -70,6 +70,23 @@ def test_what_is_refused_is_an_error(option: str) -> None:
     assert name not in [finding.what for finding in without_it]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--use-distributed-optimizer --nproc_per_node 4", "--commfuse-dp would be taken"),
+        ("", "not --commfuse-dp: needs --use-distributed-optimizer"),
+        ("--commfuse-attention", "--commfuse-fb-overlap: one micro-batch has no partner"),
+        ("--global-batch-size 24", "--commfuse-fb-overlap would be taken"),
+        ("--moe-fb-overlap", "not --commfuse-dp: --moe-fb-overlap excludes --use-commfuse"),
+        ("--moe-fb-overlap", "not --commfuse-fb-overlap: --moe-fb-overlap: it overlaps the same"),
+    ],
+)
+def test_options_that_are_not_given_are_judged(words: str, said: str) -> None:
+    found = only(check_launch(launch(*f"{FUSED} {words}".split())), "other options")
+    assert said in found.value
+    assert ("not --commfuse-attention:" in found.value) is ("attention" not in words)
+
+
 ATTENTION = f"{FUSED} --commfuse-attention"
 
 
@@ -94,6 +111,7 @@ def test_megatron_drops_out_unless_told_otherwise() -> None:
     assert {finding.what: finding.level for finding in by_launcher} == {
         "layout": "ok",
         "--commfuse-attention": "note",
+        "other options": "ok",
     }
 
 
@@ -125,3 +143,80 @@ def test_whether_attention_can_be_fused(change: str, level: str, value: str) -> 
 def test_values_that_are_not_meant_are_not_refused(harmless: str) -> None:
     found = check_launch(launch(*f"{FUSED} {harmless}".split()))
     assert {finding.level for finding in found if finding.what != "rows of a block"} == {"ok"}
+
+
+OF_ONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
+ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
+FLOW = "--attention-dropout 0.0 --hidden-dropout 0.0 --transformer-impl local --commfuse-flow 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "level"),
+    [
+        ("--commfuse-dp --use-distributed-optimizer --nproc_per_node 2", "dp", "note"),
+        ("--commfuse-dp --use-distributed-optimizer --nproc_per_node 1", "dp", "warning"),
+        ("--commfuse-dp --nproc_per_node 2", "dp", "error"),
+        ("--commfuse-ulysses --context-parallel-algo ulysses_cp_algo", "ulysses", "error"),
+        ("--commfuse-ulysses --context-parallel-size 2", "ulysses", "error"),
+        (ULYSSES, "ulysses", "note"),
+    ],
+)
+def test_what_an_option_lacks_is_an_error(words: str, option: str, level: str) -> None:
+    found = check(f"{OF_ONE} {words}")
+    assert found(f"--commfuse-{option}")[0] == level
+    # A tensor-parallel group of one is fine with these.
+    with pytest.raises(ValueError, match="not enough values"):
+        found("--tensor-model-parallel-size")
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        (f"{FUSED} --seq-length 256", "note"),
+        (f"{FUSED} --seq-length 252", "error"),
+        (f"{FUSED.replace('--sequence-parallel', '')} --seq-length 256", "error"),
+        (f"{OF_ONE} --seq-length 256", "error"),
+    ],
+)
+def test_a_flow_needs_a_layout(words: str, level: str) -> None:
+    assert check(f"{words} {FLOW}")("--commfuse-flow") == (level, "4")
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ("", "error"),
+        ("--commfuse-allow-nothing", "warning"),
+        ("--commfuse-allow-nothing --commfuse-attention", "error"),
+    ],
+)
+def test_a_group_of_one_is_refused_unless_nothing_is_allowed(words: str, level: str) -> None:
+    alone = f"{OF_ONE} {words}"
+    found = only(check_launch(launch(*alone.split())), "--tensor-model-parallel-size")
+    assert found.level == level
+    assert "add --commfuse-dp" in found.action
+
+
+@pytest.mark.parametrize(
+    ("words", "hides"),
+    [
+        ("", "all-to-alls hide behind attention and its projections;"),
+        (
+            "--group-query-attention --num-query-groups 1",
+            "that of q, k and v does not: 1 query groups are not divisible by CP 2;",
+        ),
+        (
+            "--tensor-model-parallel-size 2",
+            "that of q, k and v does not: at TP 2 the weights of the projections are not whole;",
+        ),
+    ],
+)
+def test_what_hides_under_ulysses_depends_on_the_layout(words: str, hides: str) -> None:
+    found = check_launch(launch(*f"{OF_ONE} {ULYSSES} {words}".split()))
+    assert hides in only(found, "--commfuse-ulysses").action
+
+
+def test_layers_that_a_llama_does_not_have_are_judged() -> None:
+    words = f"{FUSED} --num-experts 8 --moe-grouped-gemm --n-shared-experts 1"
+    found = only(check_launch(launch(*words.split())), "other layers")
+    assert found.value.startswith("shared_fc1 fused, shared_fc2 fused, experts silent (grouped")

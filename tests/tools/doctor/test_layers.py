@@ -42,6 +42,12 @@ def test_what_a_launch_would_fuse() -> None:
     ) in report.as_text()
 
 
+def test_an_all_reduce_sends_twice() -> None:
+    report = diagnose(machine(), launch(*FUSED.replace("--sequence-parallel", "").split()))
+    sent = {layer.operator: layer.transfers for layer in report.layers if layer.operator}
+    assert sent == {"linear_all_reduce": 2}
+
+
 def test_chunks_and_lanes_are_those_asked_for() -> None:
     words = ("--commfuse-chunks", "4", "--commfuse-lanes", "3", "--commfuse-taper", "2")
     report = diagnose(machine(), launch("--config", *words))

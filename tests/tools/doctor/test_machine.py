@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from commfuse_npu.packages import find_package
 from commfuse_npu.tools.doctor import CommandResult, Package
-from commfuse_npu.tools.doctor.machine import find_package, run_command
+from commfuse_npu.tools.doctor.machine import run_command
 from tests.tools.doctor.machines import ROOT
 
 

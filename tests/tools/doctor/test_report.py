@@ -131,7 +131,10 @@ def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
     [
         (["--config", "no.yaml"], "'no.yaml' is neither a file nor one of"),
         (["--", "--num-layers", "2"], "--hidden-size, --num-attention-heads"),
-        (["--", *f"{SIZES} --commfuse-lanes 0".split()], "--commfuse-lanes is 0; give a whole"),
+        (
+            ["--", *f"{SIZES} --commfuse-lanes 0".split()],
+            "argument --commfuse-lanes: 0 is less than 1",
+        ),
         (["--", *f"{SIZES} --commfuse-layers a".split()], "argument --commfuse-layers: unknown"),
         (
             ["--", *f"{SIZES} --commfuse-schedule x".split()],
@@ -173,3 +176,17 @@ def test_it_imports_nothing_of_the_stack_and_runs_where_torch_cannot_be_imported
     )
     assert run.stdout.splitlines()[-1] == "set()"
     assert "what is fused, per rank" in run.stdout
+
+
+def test_a_launch_script_can_be_asked_about(tmp_path, capsys) -> None:
+    script = tmp_path / "it.sh"
+    command = f"torchrun --nproc_per_node 4 -m mindspeed_patches.launch pretrain_gpt.py {SIZES}"
+    script.write_text(f"export HCCL_EXEC_TIMEOUT=7\n{command} --use-commfuse\n", "utf-8")
+    found = read_launch(None, ["bash", str(script)], dict(os.environ))
+    assert found is not None
+    assert (found.config.world_size, found.registers) == (4, True)
+    assert found.variables["HCCL_EXEC_TIMEOUT"] == "7"
+    assert found.fuse.use_commfuse
+    script.write_text("exit 3\n", "utf-8")
+    assert cli.main(["doctor", "--", str(script)]) == 2
+    assert "starts no pretraining" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.doctor import CommandResult, Finding
-from commfuse_npu.tools.doctor.fuse_options import schedule_of
 from commfuse_npu.tools.doctor.rivals import check_rivals
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 from tests.tools.doctor.launches import launch
@@ -23,7 +22,7 @@ MEGATRON = "leave --use-commfuse out"
 def rivals(words: str = "", npus: str = "") -> list[Finding]:
     made = launch("--config", *words.split())
     answers = {"npu-smi info": CommandResult(0, npus)} if npus else {}
-    return list(check_rivals(machine(answers=answers), made, schedule_of(made.config, made.fuse)))
+    return list(check_rivals(machine(answers=answers), made, made.schedule))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_an_option_that_is_no_number_is_named() -> None:
         (["torchrun", "--master_addr", "your", "node", "IP", "--nproc_per_node", "4"], 4),
         (["torchrun", "--nproc_per_node", "4", "--node_rank", "--master_port=6000"], 4),
         (["torchrun", "--nproc_per_node", "gpu"], None),
+        (["torchrun", "--nproc_per_node", "4", "--nnodes=1:2", "--tee", "3"], 8),
         (["python", "-m", "torch.distributed.launch", "--use_env", *TORCHRUN], 8),
         (["python3", "-u", "-m", "torch.distributed.run", *TORCHRUN], 8),
         (["torchrun", *TORCHRUN, "-m", "mindspeed_patches.launch"], 8),

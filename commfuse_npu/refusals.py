@@ -1,9 +1,9 @@
-"""With what CommFuse cannot be combined, why, and what to do instead: one table, for all who ask.
+"""Options that exclude CommFuse, why, and the way out: one table for the launch and the tools.
 
-The feature asks it about argparse's namespaces, twice: at patch time, because features that replace
-Megatron's linear classes do so before any argument is checked, when options that nobody typed are
-absent and values are strings; and again with the real arguments.  The doctor and the coverage ask
-it about the words of a command line, where Megatron's default stands for what nobody typed.
+The launch looks options up in argparse's namespaces, twice: at patch time, because features that
+replace Megatron's linear classes do so before any argument is checked, when options that nobody
+typed are absent and values are strings; and again with the real arguments.  The doctor looks them
+up in the words of a command line, where Megatron's default stands for what nobody typed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from commfuse_npu.tools.launch_script.options import value_of
+from commfuse_npu.options import value_of
 
 __all__ = [
     "ATTENTION_REFUSALS",
@@ -21,11 +21,11 @@ __all__ = [
     "FB_OVERLAP_REFUSALS",
     "FLOW_REFUSALS",
     "REFUSALS",
+    "REFUSALS_OF",
     "ULYSSES_REFUSALS",
+    "Needs",
     "Refusal",
-    "data_parallel_obstacle",
-    "flow_obstacle",
-    "ulysses_obstacle",
+    "missing",
 ]
 
 
@@ -334,9 +334,45 @@ DATA_PARALLEL_REFUSALS = _with(
 """Every option that excludes ``--commfuse-dp``."""
 
 
-def data_parallel_obstacle(distributed_optimizer: bool) -> str:
-    """Why ``--commfuse-dp`` has nothing to exchange; empty if it has."""
-    if distributed_optimizer:
+REFUSALS_OF = {
+    "--use-commfuse": REFUSALS,
+    "--commfuse-attention": ATTENTION_REFUSALS,
+    "--commfuse-flow": FLOW_REFUSALS,
+    "--commfuse-ulysses": ULYSSES_REFUSALS,
+    "--commfuse-dp": DATA_PARALLEL_REFUSALS,
+    "--commfuse-fb-overlap": FB_OVERLAP_REFUSALS,
+}
+"""By the option of CommFuse that they exclude."""
+
+
+class Needs(NamedTuple):
+    """What options of CommFuse need of a launch; ``None``: not known, and not checked.
+
+    Attributes:
+        tensor, context: sizes of the parallel groups.
+        algorithm: of context parallelism.
+        heads, length: of the model and its sequence.
+        chunks: of ``--commfuse-flow``.
+    """
+
+    tensor: int
+    context: int
+    sequence_parallel: bool
+    distributed_optimizer: bool
+    algorithm: str | None = None
+    heads: int | None = None
+    length: int | None = None
+    chunks: int = 2
+
+
+def missing(ours: str, needs: Needs) -> str:
+    """What an option of CommFuse needs and a launch lacks, with the way out; empty for nothing."""
+    check = {"--commfuse-dp": _dp, "--commfuse-flow": _flow, "--commfuse-ulysses": _ulysses}
+    return check[ours](needs) if ours in check else ""
+
+
+def _dp(needs: Needs) -> str:
+    if needs.distributed_optimizer:
         return ""
     return (
         "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
@@ -344,15 +380,9 @@ def data_parallel_obstacle(distributed_optimizer: bool) -> str:
     )
 
 
-def flow_obstacle(chunks: int, size: int, sequence_parallel: bool, length: int | None) -> str:
-    """Why nothing flows with ``--commfuse-flow``, or not alike on all stages; empty if it does.
-
-    Args:
-        chunks: of the sequence.
-        size: of the tensor-parallel group.
-        length: of the sequence; ``None`` if it is not known.
-    """
-    if size < 2 or not sequence_parallel:
+def _flow(needs: Needs) -> str:
+    size, chunks, length = needs.tensor, needs.chunks, needs.length
+    if size < 2 or not needs.sequence_parallel:
         return (
             f"--commfuse-flow {chunks} needs --sequence-parallel and --tensor-model-parallel-size "
             "of at least 2: it hides what they gather and scatter; add them, or leave "
@@ -367,32 +397,23 @@ def flow_obstacle(chunks: int, size: int, sequence_parallel: bool, length: int |
     return ""
 
 
-def ulysses_obstacle(
-    size: int, tensor_parallel: int, algorithm: str | None, heads: int | None, length: int | None
-) -> str:
-    """Why ``--commfuse-ulysses`` cannot exchange heads over a layout; empty if it can.
-
-    Args:
-        size: of the context-parallel group.
-        tensor_parallel: size of the tensor-parallel group.
-        algorithm: of context parallelism.
-        heads, length: of the model; ``None`` if they are not known.
-    """
+def _ulysses(needs: Needs) -> str:
+    size, tensor, heads, length = needs.context, needs.tensor, needs.heads, needs.length
     if size < 2:
         return (
             "--commfuse-ulysses needs --context-parallel-size of at least 2: a context-parallel "
             "group of one exchanges no heads; leave one of the two out"
         )
-    if algorithm != "ulysses_cp_algo":
+    if needs.algorithm != "ulysses_cp_algo":
         return (
-            f"--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not {algorithm}: "
-            "others do not exchange heads, or do so over a part of the group; choose it, or leave "
-            "--commfuse-ulysses out"
+            "--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not "
+            f"{needs.algorithm}: others do not exchange heads, or do so over a part of the group; "
+            "choose it, or leave --commfuse-ulysses out"
         )
-    if heads is not None and heads % (tensor_parallel * size):
+    if heads is not None and heads % (tensor * size):
         return (
             f"--commfuse-ulysses: --num-attention-heads {heads} is not divisible by "
-            f"--tensor-model-parallel-size {tensor_parallel} times --context-parallel-size {size}; "
+            f"--tensor-model-parallel-size {tensor} times --context-parallel-size {size}; "
             f"choose sizes whose product divides {heads}"
         )
     if length is not None and length % size:

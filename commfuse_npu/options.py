@@ -1,0 +1,278 @@
+"""The options of CommFuse: declared once, for each parser that takes them.  No torch.
+
+MindSpeed's parser, the CPU pretraining and the doctor read this table.  MindSpeed parses twice:
+early, when options that it does not know arrive as plain strings, and then for real;
+:func:`typed_options` reads either.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from commfuse_npu.plan import Schedule
+
+__all__ = [
+    "DEFAULTS",
+    "FB_OVERLAP_OPTIONS",
+    "LAYERS",
+    "OPTIONS",
+    "add_arguments",
+    "option_name",
+    "schedule_for",
+    "typed_options",
+    "value_of",
+    "whole",
+]
+
+LAYERS = (
+    *("qkv", "q_down", "q_up", "kv_down", "kv_up", "proj"),
+    *("fc1", "fc2", "shared_fc1", "shared_fc2", "eh_proj", "output"),
+)
+"""The names of linear layers that ``--commfuse-layers`` takes."""
+
+
+def whole(minimum: int) -> Callable[[str], int]:
+    """A converter for argparse: a whole number of at least ``minimum``."""
+
+    def convert(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
+        return value
+
+    convert.__name__ = f"whole number >= {minimum}"
+    return convert
+
+
+def _number_or(*words: str, minimum: int = 1) -> Callable[[str], int | str]:
+    """A converter for argparse: a whole number of at least ``minimum``, or one of some words."""
+
+    def convert(text: str) -> int | str:
+        if text in words:
+            return text
+        try:
+            return whole(minimum)(text)
+        except ValueError as error:
+            choices = ", ".join(words)
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a whole number nor one of {choices}"
+            ) from error
+
+    return convert
+
+
+def _layer_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in LAYERS:
+            raise argparse.ArgumentTypeError(
+                f"unknown layer {name!r}; choose from {','.join(LAYERS)}"
+            )
+    if not names:
+        raise argparse.ArgumentTypeError("no layer named; leave --use-commfuse out to fuse none")
+    return names
+
+
+Declared = tuple[Any, dict[str, Any]]
+"""The default of an option, and the keywords of ``add_argument``."""
+
+
+def _option(default: Any, help: str, **keywords: Any) -> Declared:
+    if isinstance(default, bool):
+        keywords.setdefault("action", argparse.BooleanOptionalAction)
+    return default, {"help": help, **keywords}
+
+
+OPTIONS: dict[str, Declared] = {
+    "use_commfuse": _option(False, "fuse the tensor-parallel linears"),
+    "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
+    "commfuse_schedule": _option(
+        "auto",
+        "auto: two_level if a tensor-parallel group spans nodes, else shifted",
+        choices=("auto", "shifted", "two_level"),
+    ),
+    "commfuse_lanes": _option(
+        None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
+    ),
+    "commfuse_chunks": _option(
+        None,
+        "sub-blocks per block; by default, in tensor-parallel layers, 2 from 2^22 numbers per "
+        "block on (1024 rows of 4096; with two ranks 1024 rows), else 1",
+        type=whole(1),
+    ),
+    "commfuse_taper": _option(
+        1.0, "each sub-block is so many times as long as the next to arrive", type=float
+    ),
+    "commfuse_collectives_from": _option(
+        "auto",
+        "column-parallel layers with so many outputs per rank, or more, keep Megatron's "
+        "collectives in their backward, whose GEMMs hide them; auto: from the description of this "
+        "NPU; never",
+        type=_number_or("auto", "never"),
+        metavar="OUTPUTS",
+    ),
+    "commfuse_tuning": _option(
+        "off",
+        "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
+        "shape, and remember it on disk; off: as given, the same in every run",
+        choices=("off", "on"),
+    ),
+    "commfuse_reduce_dtype": _option(
+        "none", "float32: add partial sums in fp32 and round once", choices=("none", "float32")
+    ),
+    "commfuse_wgrad": _option(
+        "whole",
+        "blocks: row-parallel layers make one per arriving block, other rounding",
+        choices=("whole", "blocks"),
+    ),
+    "commfuse_keep_gathered": _option(False, "more memory, no re-gather"),
+    "commfuse_attention": _option(
+        False, "fuse attention with the projection of its output (needs proj among the layers)"
+    ),
+    "commfuse_flow": _option(
+        None,
+        "cut the sequence into so many chunks that flow through whole layers, each chunk's "
+        "transfers behind the work on the others",
+        type=whole(2),
+        metavar="CHUNKS",
+    ),
+    "commfuse_ulysses": _option(
+        False,
+        "fuse attention and its projections with the exchange of heads (needs Ulysses context "
+        "parallelism)",
+    ),
+    "commfuse_dp": _option(
+        False,
+        "exchange gradients and parameters of the distributed optimizer by point-to-point "
+        "transfers, too",
+    ),
+    "commfuse_dp_reduce_dtype": _option(
+        "none",
+        "float32: add the ranks' gradients in fp32 and round once, other bits than the collective",
+        choices=("none", "float32"),
+    ),
+    "commfuse_min_rows": _option(
+        "auto",
+        "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU that "
+        "is described 2^19 numbers per rank (at TP 8 1024 rows of 4096), at least 256, unless "
+        "chunks are given or tuned; 0: none stays",
+        type=_number_or("auto", minimum=0),
+        metavar="ROWS",
+    ),
+    "commfuse_allow_nothing": _option(
+        False, "train although nothing would be fused, which is an error at the start otherwise"
+    ),
+    "commfuse_order_log": _option(
+        None,
+        "write what each rank posts and waits for, in order, for commfuse-npu verify --log",
+        metavar="FOLDER",
+    ),
+}
+"""The options beside ``--use-commfuse``, by the attribute of a namespace."""
+
+FB_OVERLAP_OPTIONS: dict[str, Declared] = {
+    "commfuse_fb_overlap": _option(
+        False,
+        "run the forward of a micro-batch beside the backward of another one, each hiding its "
+        "transfers behind the other's work; the same bits",
+        action="store_true",
+    ),
+    "commfuse_fb_overlap_memory": _option(
+        False,
+        "allow it in a pipeline without virtual stages, where a stage holds the activations of up "
+        "to twice as many micro-batches",
+        action="store_true",
+    ),
+}
+"""The options of forward-backward overlap, which does not need ``--use-commfuse``."""
+
+DEFAULTS = {name: default for name, (default, _) in OPTIONS.items()}
+"""The value of each of :data:`OPTIONS` where it is not given."""
+
+
+def option_name(attribute: str) -> str:
+    """``--use-commfuse`` of ``use_commfuse``."""
+    return f"--{attribute.replace('_', '-')}"
+
+
+def add_arguments(
+    parser: argparse._ActionsContainer, options: Mapping[str, Declared] = OPTIONS
+) -> None:
+    """Declare options, without defaults: set :data:`DEFAULTS` where they are wanted."""
+    for name, (_, keywords) in options.items():
+        parser.add_argument(option_name(name), **keywords)
+
+
+def typed_options(args: argparse.Namespace) -> argparse.Namespace:
+    """:data:`OPTIONS` of a namespace, converted from strings where need be.
+
+    Raises:
+        ValueError: a value does not fit; the message names the option.
+    """
+    values = dict(DEFAULTS)
+    for name, (_, keywords) in OPTIONS.items():
+        value = getattr(args, name, None)
+        if value is None:
+            continue
+        if isinstance(value, str) and "type" in keywords:
+            try:
+                value = keywords["type"](value)
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise ValueError(f"{option_name(name)}: {error}") from error
+        choices = keywords.get("choices", (value,))
+        if value not in choices:
+            listed = ", ".join(choices)
+            raise ValueError(f"{option_name(name)}: {value!r} is not one of {listed}")
+        values[name] = value
+    return argparse.Namespace(**values)
+
+
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """The last value of an option of a command line; empty for a flag, ``None`` if not given."""
+    found = None
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option:
+            follows = words[i + 1] if i + 1 < len(words) else ""
+            found = value if equals else "" if follows.startswith("--") else follows
+    return found
+
+
+def schedule_for(
+    given: argparse.Namespace,
+    size: int,
+    processes: int,
+    stride: int = 1,
+    chunks: int = 1,
+    lanes: int | None = None,
+) -> Schedule:
+    """The schedule that the options ask for, for a group of ``size`` ranks.
+
+    ``auto`` is two_level if the group spans nodes, else shifted.  There are at most ``size - 1``
+    transfers to have in flight, and each lane costs buffers on every rank: superfluous lanes are
+    not made.
+
+    Args:
+        processes: ranks per node.
+        stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
+            for context and data parallelism.
+        chunks, lanes: if the options ask for no number of them.
+
+    Raises:
+        PlanError: the options make no schedule.
+    """
+    local = size if processes % stride else processes // stride
+    shape = given.commfuse_schedule
+    if shape == "auto":
+        shape = "two_level" if local < size and size % local == 0 else "shifted"
+    schedule = Schedule(
+        shape=shape,
+        lanes=given.commfuse_lanes or lanes,
+        chunks=given.commfuse_chunks or chunks,
+        taper=given.commfuse_taper,
+        node_size=min(local, size) if shape == "two_level" else None,
+    )
+    return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))

@@ -1,0 +1,89 @@
+"""Packages that a launch needs: found without importing them, and which versions go together.
+
+Versions were read in the sources of MindSpeed-LLM, MindSpeed and Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "MEGATRON",
+    "NPU_TORCH",
+    "SUPPORTED_LLM",
+    "TOGETHER",
+    "WHY_WITHOUT",
+    "WITHOUT_MINDSPEED",
+    "Package",
+    "find_package",
+    "numbers",
+]
+
+SUPPORTED_LLM = ("2.2.0", "2.3.0", "26.0.0", "26.1.0")
+NPU_TORCH = "2.7.1"
+MEGATRON = "0.12.1"
+TOGETHER = (
+    "MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master, with MindSpeed's branch "
+    "<version>_core_r0.12.1 or master, and Megatron-LM core_v0.12.1"
+)
+
+WITHOUT_MINDSPEED = (0, 17)
+"""From this Megatron core on MindSpeed has no layers with norm of its own any more."""
+WHY_WITHOUT = (
+    "from 0.17 on its layers are adapted to NPUs by MegatronAdaptor and TransformerEngineNPU, "
+    "which CommFuse does not know"
+)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers: of 26.0.0dev0, 2.7.1+cpu, 8.3.RC1."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that was found, and where: a namespace may be in several folders."""
+
+    version: str | None
+    folders: tuple[Path, ...] = ()
+
+    def folder_with(self, file: str) -> Path | None:
+        return next((folder for folder in self.folders if (folder / file).exists()), None)
+
+
+def find_package(name: str, variables: Mapping[str, str]) -> Package | None:
+    """Where ``import name`` would find a package, or would if started in MindSpeed-LLM's root."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        homes = ("MINDSPEED_LLM_HOME", "MINDSPEED_HOME", "MEGATRON_HOME")
+        paths = [os.getcwd(), *filter(None, map(variables.get, homes))]
+        spec = importlib.machinery.PathFinder.find_spec(name, paths)
+    if spec is None:
+        return None
+    folders = tuple(map(Path, spec.submodule_search_locations or ()))
+    return Package(_version(name, folders), folders)
+
+
+def _version(name: str, folders: tuple[Path, ...]) -> str | None:
+    # What lies beside the code tells about this code; metadata may be of another copy.
+    for folder in folders:
+        info, setup = folder / "core" / "package_info.py", folder.parent / "setup.py"
+        if name == "megatron" and info.exists():
+            numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text("utf-8"), re.M)
+            return ".".join(numbers)
+        if name != "megatron" and setup.exists():
+            found = re.search(r"^__version__ = ['\"](.+)['\"]", setup.read_text("utf-8"), re.M)
+            if found is not None:
+                return found[1]
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

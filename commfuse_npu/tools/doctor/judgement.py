@@ -1,0 +1,324 @@
+"""What CommFuse would do in a launch, from its options alone: for the doctor and for coverage."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from commfuse_npu.options import DEFAULTS, add_arguments
+from commfuse_npu.plan import block_rows, least_rows
+from commfuse_npu.plan.slots import paired_microbatches, slots
+from commfuse_npu.refusals import FB_OVERLAP_REFUSALS, REFUSALS_OF, Needs, Refusal, missing
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.linear_layers import (
+    Judged,
+    attention_obstacle,
+    judge,
+    sequence_parallel,
+    size_of,
+)
+from commfuse_npu.tools.model_config import OptionParser
+
+__all__ = ["Judgement", "Layout", "Refused", "fuse_options", "judge_launch", "min_rows"]
+
+Kind = Literal["LoRA", "TP 1", "another overlap", "else", ""]
+
+_RIVALS = (
+    *("--use-ascend-coc", "--use-ascend-mc2", "--moe-fb-overlap", "--schedules-method dualpipev"),
+    *("--tp-2d", "--tp-comm-overlap", "--use-nanopipe"),
+)
+_TENSOR_PARALLEL_1 = "--tensor-model-parallel-size 1"
+_USUAL_ALGORITHM = "megatron_cp_algo"
+_BESIDE_OVERLAP = {
+    "--use-ascend-coc": "its transfers are inside of CoC's operators",
+    "--use-ascend-mc2": "its transfers are inside of MC2's kernels",
+    "--moe-fb-overlap": "it overlaps the same forwards and backwards",
+}
+"""Flags of another overlap, and why forward-backward overlap cannot hide transfers beside them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a launch.
+
+    Attributes:
+        tensor, pipeline, context, expert: sizes of the parallel groups.
+        algorithm: of context parallelism, where there is any.
+        data: replicas; ``None`` if the launch does not say how many processes it has.
+        sequence_parallel: whether activations are split along the sequence.
+        experts, mla, lora: whether it has a mixture of experts, multi-latent attention, LoRA.
+    """
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    algorithm: str
+    data: int | None
+    sequence_parallel: bool
+    experts: bool
+    mla: bool
+    lora: bool
+
+    @classmethod
+    def of(cls, options: Options, processes: int | None) -> Layout:
+        kinds = ("tensor-model", "pipeline-model", "context", "expert-model")
+        tensor, pipeline, context, expert = (size_of(options, kind) for kind in kinds)
+        replicas, left = divmod(processes or 0, tensor * pipeline * context)
+        algorithm = options.text("--context-parallel-algo") or _USUAL_ALGORITHM
+        return cls(
+            tensor,
+            pipeline,
+            context,
+            expert,
+            algorithm if context > 1 else "",
+            None if processes is None or left else replicas,
+            sequence_parallel(options),
+            experts=options.number("--num-experts", 0) > 0,
+            mla="--multi-latent-attention" in options,
+            lora="--lora-target-modules" in options,
+        )
+
+    def __str__(self) -> str:
+        parts = [f"TP {self.tensor}", f"PP {self.pipeline}", f"CP {self.context}"]
+        parts[2] += f" ({self.algorithm})" if self.algorithm else ""
+        parts += [f"EP {self.expert}"] * self.experts
+        parts.append(f"DP {'unknown' if self.data is None else self.data}")
+        parts += ["sequence parallel"] * self.sequence_parallel + ["experts"] * self.experts
+        return ", ".join([*parts, *["MLA"] * self.mla, *["LoRA"] * self.lora])
+
+
+class Refused(NamedTuple):
+    """An option that excludes one of CommFuse's, with its value."""
+
+    refusal: Refusal
+    value: str
+
+    def __str__(self) -> str:
+        option = self.refusal.option.split()[0]
+        return option if self.value == "given" else f"{option} {self.value}"
+
+
+class Flag(NamedTuple):
+    """An option of CommFuse: what the launch lacks for it, and what excludes it."""
+
+    lacks: str
+    refused: Sequence[Refused]
+
+    def why_not(self, name: str) -> str:
+        """Why it would do nothing or be refused; empty if it would be taken."""
+        # What is lacking begins with the option and ends with a way out.
+        lacks = self.lacks.removeprefix(name).partition("; ")[0].lstrip(": ")
+        return "; ".join(filter(None, [lacks, *map(str, self.refused)]))
+
+
+class Overlap(NamedTuple):
+    """What ``--commfuse-fb-overlap`` would do.
+
+    Attributes:
+        transfers: whether there is any of tensor, expert or context parallelism.
+        obstacle: why it would not run, or pair less than half of the micro-batches of a stage;
+            empty if it does.
+        without: the same without the flags of another overlap.
+        paired: the least share of a stage's forwards that run beside a backward, of a launch that
+            says how many micro-batches it has.
+    """
+
+    transfers: bool
+    obstacle: str
+    without: str
+    paired: float | None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What CommFuse would do in a launch.
+
+    Attributes:
+        layers: each kind of linear layer, with what would become of it if nothing were refused.
+        excluded: options that exclude ``--use-commfuse``.
+        flags: CommFuse's other options.
+        rows, least: of a block, and how many the feature fuses by default; 0 rows: not known.
+        spec: a model of one's own, which is not read; or empty.
+    """
+
+    layout: Layout
+    layers: Sequence[Judged]
+    excluded: Sequence[Refused]
+    flags: dict[str, Flag]
+    overlap: Overlap
+    rows: int
+    least: int
+    spec: str
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Each reason for which ``--use-commfuse`` by itself is refused, by option."""
+        alone = {_TENSOR_PARALLEL_1: "a tensor-parallel group of one transfers nothing"}
+        excluded = {str(one): one.refusal.why for one in self.excluded}
+        return excluded | (alone if self.layout.tensor == 1 else {})
+
+    @property
+    def fused(self) -> Literal["full", "partial"]:
+        """``full``: each linear layer that has a transfer in its forward can be fused."""
+        return "partial" if any(one.state == "left" for one in self.layers) else "full"
+
+    @property
+    def verdict(self) -> str:
+        return "refused" if self.refused else self.fused
+
+    @property
+    def kind(self) -> Kind:
+        """The first reason of a refusal: LoRA, another overlap, other options, or TP 1."""
+        if not self.refused:
+            return ""
+        if self.layout.lora:
+            return "LoRA"
+        if set(self.refused).intersection(_RIVALS):
+            return "another overlap"
+        return "else" if self.excluded else "TP 1"
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """CommFuse's other options, each with why it would not be taken, or empty."""
+        return {name: flag.why_not(name) for name, flag in self.flags.items()}
+
+    @property
+    def short(self) -> bool:
+        """Whether blocks are so short that the feature leaves them to Megatron by default."""
+        return self.layout.tensor > 1 and 0 < self.rows < self.least
+
+    @property
+    def data_parallel_alone(self) -> bool:
+        """Whether ``--use-commfuse --commfuse-dp`` would be taken with no linear layer, at TP 1."""
+        return self.kind == "TP 1" and not self.why_not["--commfuse-dp"]
+
+    @property
+    def notes(self) -> list[str]:
+        found = []
+        if self.short:
+            found.append(
+                f"its blocks have {self.rows} rows, and with fewer than {self.least} Megatron's "
+                "own order is faster (simulated): on an NPU that is described its layers are left "
+                "to it, unless --commfuse-min-rows 0 is given"
+            )
+        if self.spec:
+            found.append(f"--spec {self.spec} is not read: it is judged as Megatron's GPTModel")
+        return found
+
+
+def fuse_options(words: Sequence[str]) -> argparse.Namespace:
+    """The options of CommFuse in a command line.
+
+    Raises:
+        ConfigError: a value is unknown or out of range.
+    """
+    parser = OptionParser()
+    add_arguments(parser)
+    return argparse.Namespace(**DEFAULTS | parser.given(words))
+
+
+def min_rows(fuse: argparse.Namespace, size: int, hidden: int | None) -> int:
+    """With fewer rows per block layers stay Megatron's, on an NPU that is described.
+
+    Args:
+        size: of the tensor-parallel group.
+        hidden: features of a row, if they are known.
+    """
+    given: int | str = fuse.commfuse_min_rows
+    if not isinstance(given, str):
+        return given
+    # Who chooses chunks, or has them tried out, has blocks of any length fused.
+    chosen = fuse.commfuse_chunks or fuse.commfuse_tuning == "on"
+    return 0 if chosen else least_rows(size, hidden)
+
+
+def judge_launch(
+    options: Options, processes: int | None, chunks: int, fuse: argparse.Namespace
+) -> Judgement:
+    """Judge a launch.
+
+    Args:
+        processes: over all nodes; ``None`` if the launch does not say.
+        chunks: of ``--commfuse-flow``.
+        fuse: :func:`fuse_options` of the launch.
+
+    Raises:
+        UsageError: a size is no whole number.
+    """
+    words, layout = options.words, Layout.of(options, processes)
+    needs = Needs(
+        layout.tensor,
+        layout.context,
+        layout.sequence_parallel,
+        "--use-distributed-optimizer" in options,
+        layout.algorithm or _USUAL_ALGORITHM,
+        options.number("--num-attention-heads", 0) or None,
+        options.number("--seq-length", 0) or None,
+        chunks,
+    )
+    lacks = {ours: missing(ours, needs) for ours in REFUSALS_OF}
+    lacks["--commfuse-attention"] = attention_obstacle(options)
+    if "proj" not in fuse.commfuse_layers:
+        lacks["--commfuse-attention"] = "proj is not in the list of layers to fuse"
+    if not lacks["--commfuse-dp"] and layout.data == 1 == layout.context:
+        lacks["--commfuse-dp"] = "DP 1 transfers nothing"
+    flags = ("--commfuse-attention", "--commfuse-flow", "--commfuse-ulysses", "--commfuse-dp")
+    suffixes = {"--commfuse-flow": f" {chunks}"}
+    size, hidden = layout.tensor, options.number("--hidden-size", 0)
+    length, batch = needs.length or 0, options.number("--micro-batch-size", 0)
+    spec = options.text("--spec") or ""
+    return Judgement(
+        layout,
+        judge(options, fuse.commfuse_layers),
+        _refused(words, REFUSALS_OF["--use-commfuse"]),
+        {
+            name + suffixes.get(name, ""): Flag(lacks[name], _refused(words, REFUSALS_OF[name]))
+            for name in flags
+        },
+        _overlap(options, layout),
+        block_rows(length, batch, size, layout.context),
+        min_rows(fuse, size, hidden),
+        "" if spec.startswith("mindspeed_llm.") else spec,
+    )
+
+
+def _refused(words: Sequence[str], refusals: Sequence[Refusal]) -> list[Refused]:
+    found = ((refusal, refusal.value_in(words)) for refusal in refusals)
+    return [Refused(refusal, value) for refusal, value in found if value is not None]
+
+
+def _overlap(options: Options, layout: Layout) -> Overlap:
+    if max(layout.tensor, layout.context, layout.expert) == 1:
+        nothing = "no tensor, expert or context parallelism, so nothing to hide"
+        return Overlap(False, nothing, nothing, None)
+    paired, unpaired = _paired(options, layout)
+    refused = (one.refusal for one in _refused(options.words, FB_OVERLAP_REFUSALS))
+    ours = (f"{one.option}: {one.why}" for one in refused if one.option not in _BESIDE_OVERLAP)
+    without = next(ours, unpaired)
+    others = (f"{name}: {why}" for name, why in _BESIDE_OVERLAP.items() if name in options)
+    return Overlap(True, next(others, without), without, paired)
+
+
+def _paired(options: Options, layout: Layout) -> tuple[float | None, str]:
+    """The least share of forwards that have a partner, and why that is too little."""
+    stages, data = layout.pipeline, layout.data
+    if data is None:
+        return None, "it does not say how many processes it has"
+    micro = options.number("--micro-batch-size", 1)
+    batches = options.number("--global-batch-size", micro * data) // (micro * data)
+    chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
+    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
+    if each and not chunks:
+        chunks = options.number("--num-layers", 0) // (stages * each)
+    chunks = max(1, chunks)
+    if batches * chunks < 2:
+        return 0.0, "one micro-batch has no partner"
+    if chunks > 1 and batches % stages:
+        return None, f"{batches} micro-batches are no multiple of {stages} stages"
+    pairs = [paired_microbatches(slots(stages, s, chunks, batches)) for s in range(stages)]
+    least = min(paired / every for paired, every in pairs)
+    few = f"{batches} micro-batches: {least:.0%} of a stage's have a partner"
+    return least, few if least < 0.5 else ""
