@@ -53,7 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def kind_of_ranks() -> type[Ranks]:
+    """What :func:`ranks` hands out; folders of tests have others."""
+    return Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(kind_of_ranks: type[Ranks]) -> Iterator[Callable[[int], Ranks]]:
     """``ranks(n)``: n processes, shared by the tests of a module.
 
     They end with it: each process group that is left has a thread that gloo wakes a hundred times a
@@ -62,7 +68,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     groups: dict[int, Ranks] = {}
 
     def of_size(size: int) -> Ranks:
-        return groups.setdefault(size, Ranks(size))
+        return groups.setdefault(size, kind_of_ranks(size))
 
     yield of_size
     for group in groups.values():

@@ -66,12 +66,6 @@ class Gloo:
 
         dist.init_process_group("gloo", timeout=PATIENT)
 
-    def begin(self, settings: Any) -> None:
-        """A function starts, with the settings of :meth:`Ranks.settings_of_run`."""
-
-    def end(self, error: BaseException | None) -> None:
-        """The function is over."""
-
 
 def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> None:
     set_up_process(rank, size, port)
@@ -83,19 +77,15 @@ def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> N
     backend.join(size)
     while True:
         try:
-            settings, function, args = pipe.recv()
+            function, args = pipe.recv()
         except EOFError:
             return  # the tests are over
         # What a run before left on one rank only would be waited for at a step of this one.
         agreement._unsettled.clear()
-        backend.begin(settings)
-        failure: BaseException | None = None
         try:
             outcome = Outcome(value=function(rank, *args))
         except BaseException as error:
-            failure = error
             outcome = Outcome(error=error, trace=traceback.format_exc())
-        backend.end(failure)
         try:
             pipe.send(outcome)
         except Exception as error:
@@ -115,10 +105,6 @@ class Ranks:
     def backend_of(self, rank: int) -> Gloo:
         """What a rank that is about to start talks over."""
         return Gloo()
-
-    def settings_of_run(self) -> Any:
-        """What the backend of each rank is told at the start of a function."""
-        return None
 
     def _start(self) -> None:
         port = free_port()
@@ -150,7 +136,7 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((self.settings_of_run(), function, args))
+            pipe.send((function, args))
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
         while len(outcomes) < self.size:

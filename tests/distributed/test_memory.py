@@ -23,7 +23,7 @@ from commfuse_npu.tools.bench.buffer_pool import BufferPool
 from commfuse_npu.tools.bench.carriers import TorchCollectives
 from commfuse_npu.tools.bench.flows import FlowForm, flow_form, plain_flow_form
 from commfuse_npu.tools.bench.forms import Form, baseline
-from commfuse_npu.tools.bench.peak_memory import left_bytes, peak_bytes
+from commfuse_npu.tools.bench.peak_memory import changes, peak_bytes
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.works import Work
 from tests.limits import PATIENT
@@ -126,7 +126,7 @@ def layers(rank: int) -> dict[str, tuple[int, int]]:
         name: (
             peak_bytes(partial(work.run, form), "cpu"),
             # gloo's threads let go of what they carried a little later.
-            min(left_bytes(partial(work.forward, form)) for _ in range(4)),
+            min(sum(changes(partial(work.forward, form))) for _ in range(4)),
         )
         for name, form in forms.items()
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
 from tests.distributed.ranks import Gloo, Ranks
@@ -11,6 +9,8 @@ from tests.late_transfers import late
 
 
 class _Late(Gloo):
+    backward_apart = False  # so that the caller's thread is tested, too
+
     def join(self, size: int) -> None:
         late.install()
         super().join(size)
@@ -24,16 +24,8 @@ class LateRanks(Ranks):
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], LateRanks]]:
-    """``ranks(n)``: n processes, shared by the tests of a module."""
-    groups: dict[int, LateRanks] = {}
-
-    def of_size(size: int) -> LateRanks:
-        return groups.setdefault(size, LateRanks(size))
-
-    yield of_size
-    for group in groups.values():
-        group.kill()
+def kind_of_ranks() -> type[Ranks]:
+    return LateRanks
 
 
 REPRESENTATIVE = {

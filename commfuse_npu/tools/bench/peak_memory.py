@@ -1,4 +1,4 @@
-"""The most memory that a call has at once, beyond what there was before, and what it leaves."""
+"""The most memory that a call has at once, beyond what there was before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["left_bytes", "peak_bytes"]
+__all__ = ["changes", "peak_bytes"]
 
 
 def peak_bytes(call: Callable[[], object], device_type: str) -> int:
@@ -22,16 +22,11 @@ def peak_bytes(call: Callable[[], object], device_type: str) -> int:
         call()
         device.synchronize()
         return int(device.max_memory_allocated()) - int(before)
-    return max(accumulate(_changes(call), initial=0))
+    return max(accumulate(changes(call), initial=0))
 
 
-def left_bytes(call: Callable[[], object]) -> int:
-    """On CPU: what its result keeps, with a graph all that is saved for the backward."""
-    return sum(_changes(call))
-
-
-def _changes(call: Callable[[], object]) -> list[int]:
-    """Bytes of each allocation, and, negative, of each tensor that is freed."""
+def changes(call: Callable[[], object]) -> list[int]:
+    """On a CPU, bytes of each allocation, and, negative, of each tensor that is freed."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()
     events = recorded.profiler.kineto_results.events()
