@@ -170,13 +170,11 @@ class ForwardBackwardOverlap:
         Raises:
             RuntimeError: the ranks differ.
         """
-        orders = sorted(self.orders.items(), key=repr)
-        digest = zlib.crc32(repr((self.hand_overs, orders)).encode())
+        digest = zlib.crc32(repr((self.hand_overs, sorted(self.orders.items(), key=repr))).encode())
         for group in self._named:  # in one order on all ranks
             log = self._groups[group]
             if log is not None:
-                chosen = zlib.crc32(repr(orders).encode())
-                log.meet(f"{self.hand_overs} hand-overs in orders {chosen:08x}")
+                log.meet(f"{self.hand_overs} hand-overs, with the orders {digest:08x}")
             both = torch.tensor([digest, -digest], device=self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
             if int(both.sum()):

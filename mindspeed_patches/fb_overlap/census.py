@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.recording import Recording
@@ -82,8 +82,7 @@ def _saved(result: Any) -> Iterator[torch.Tensor]:
     ``--recompute-activation-function`` would lose a gradient, and Megatron's fused accumulation
     would miss the ``main_grad`` of a weight.
     """
-    leaves, _ = tree_flatten(result)
-    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
@@ -91,10 +90,11 @@ def _saved(result: Any) -> Iterator[torch.Tensor]:
             continue
         seen.add(node)
         nodes += [above for above, _ in node.next_functions]
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        for name in ["saved_tensors"] if "saved_tensors" in dir(node) else names:
+        names = dir(node)
+        own = [name for name in names if name.startswith("_saved_")]
+        for name in ["saved_tensors"] if "saved_tensors" in names else own:
             try:
-                values, _ = tree_flatten(getattr(node, name))
+                values = tree_leaves(getattr(node, name))
             except RuntimeError:  # overwritten since, as its backward would say
                 continue
             yield from (value for value in values if isinstance(value, torch.Tensor))

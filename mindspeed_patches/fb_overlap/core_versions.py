@@ -6,6 +6,7 @@ Its functions get those arguments that their signatures name; no version number 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,37 +54,47 @@ def asked_for(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
 
 
 class Layout:
-    """Groups of a step: those that it is given (``pg_collection``), else the parallel state's.
+    """Model chunks of a step, and its groups: those given (``pg_collection``), else the job's.
 
     Attributes:
+        models: the chunks of this rank.
         tensor, context, pipeline: the group of each.
-        hidden: groups of tensor, expert and context parallelism with more than one rank.
         stages, stage: how many there are in the pipeline, and which is this rank's.
     """
 
     def __init__(self, step: dict[str, Any]) -> None:
         from megatron.core import parallel_state
 
-        given = step.get("pg_collection") or step.get("grad_finalize_pgs")
+        models = step["model"]
+        self.models: list[torch.nn.Module] = models if isinstance(models, list) else [models]
+        given = self._given = step.get("pg_collection") or step.get("grad_finalize_pgs")
         if given is None:
             self.tensor = parallel_state.get_tensor_model_parallel_group()
             self.context = parallel_state.get_context_parallel_group()
             self.pipeline = parallel_state.get_pipeline_model_parallel_group()
         else:
             self.tensor, self.context, self.pipeline = given.tp, given.cp, given.pp
+        self.stages: int = self.pipeline.size()
+        self.stage: int = self.pipeline.rank()
+
+    def hidden(self) -> list[dist.ProcessGroup]:
+        """Groups of tensor, expert and context parallelism, MindSpeed's hybrid one included, of
+        more than one rank."""
+        from megatron.core import parallel_state
+
         state = {
             name.strip("_").lower().removesuffix("_group"): value
             for name, value in vars(parallel_state).items()
         }
-        found = [
-            group
-            for short, name in _HIDDEN.items()
-            for group in (state.get(name), getattr(given, short, None))
-            if isinstance(group, dist.ProcessGroup) and group.size() > 1
-        ]
-        self.hidden = list({id(group): group for group in found}.values())
-        self.stages: int = self.pipeline.size()
-        self.stage: int = self.pipeline.rank()
+        found: list[Any] = [state.get(name) for name in _HIDDEN.values()]
+        found += [getattr(self._given, name, None) for name in _HIDDEN]
+        try:
+            hybrid = importlib.import_module("mindspeed.core.context_parallel.model_parallel_utils")
+            found += vars(hybrid).values()
+        except ModuleNotFoundError:
+            pass
+        groups = (one for one in found if isinstance(one, dist.ProcessGroup) and one.size() > 1)
+        return list({id(group): group for group in groups}.values())
 
 
 def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> Callable[..., Any]:

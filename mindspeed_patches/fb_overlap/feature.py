@@ -173,8 +173,9 @@ class Overlapping:
 
         if inspect.unwrap(plain).__module__ != _SCHEDULES:
             return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
-        models = step["model"] if isinstance(step["model"], list) else [step["model"]]
-        config, stages = utils.get_model_config(models[0]), Layout(step).stages
+        layout = Layout(step)
+        models, stages = layout.models, layout.stages
+        config = utils.get_model_config(models[0])
         found = obstacle(step, models, config)
         if found is not None:
             return found
@@ -227,8 +228,8 @@ class Overlapping:
     def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         """The first step; afterwards it is decided."""
         self._decided = True
-        models = step["model"] if isinstance(step["model"], list) else [step["model"]]
-        groups = _groups(Layout(step))
+        layout = Layout(step)
+        groups = layout.hidden()
         if not groups:
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
             return plain(**step)
@@ -236,7 +237,7 @@ class Overlapping:
         if self._order_log is not None:
             log = shared_order_log(self._order_log, dist.get_rank(), dist.get_world_size())
         overlap = ForwardBackwardOverlap(groups, order_log=log)
-        census = Census(overlap, models)
+        census = Census(overlap, layout.models)
         losses = OverlappedSchedule(census, **step).run()
         found = torch.tensor([len(census.unknown)], device=overlap.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -251,19 +252,18 @@ class Overlapping:
             )
             return losses
         scratch_of_each_side()
-        overlap.states = side_states(models, overlap.device)
+        overlap.states = side_states(layout.models, overlap.device)
         overlap.choose_orders()
         self.overlap = overlap
         if overlap.device != "cpu":
             self.clock = _synchronised_clock(overlap.device)
-        self._report(overlap, models, step, census.kept)
+        self._report(overlap, layout, step["num_microbatches"], census.kept)
         return losses
 
     def _report(
-        self, overlap: ForwardBackwardOverlap, models: list[Any], step: dict[str, Any], kept: int
+        self, overlap: ForwardBackwardOverlap, layout: Layout, microbatches: int, kept: int
     ) -> None:
-        layout = Layout(step)
-        shape = layout.stages, layout.stage, len(models), step["num_microbatches"]
+        shape = layout.stages, layout.stage, len(layout.models), microbatches
         plan = slots(*shape)
         paired, total = paired_microbatches(plan)
         most, without = most_in_flight(plan), in_flight_without(*shape)
@@ -308,14 +308,3 @@ def _synchronised_clock(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return clock
-
-
-def _groups(layout: Layout) -> list[dist.ProcessGroup]:
-    """Of tensor, expert and context parallelism, MindSpeed's hybrid one included."""
-    found = list(layout.hidden)
-    try:
-        hybrid = importlib.import_module("mindspeed.core.context_parallel.model_parallel_utils")
-        found += [value for value in vars(hybrid).values() if isinstance(value, dist.ProcessGroup)]
-    except ModuleNotFoundError:
-        pass
-    return list({id(group): group for group in found if group.size() > 1}.values())

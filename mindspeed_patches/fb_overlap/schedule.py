@@ -44,7 +44,7 @@ class OverlappedSchedule:
 
         self._pairs, self._parallel, self._schedules = pairs, parallel_state, schedules
         self._step, self._layout = step, Layout(step)
-        self._models, self._iterators = _list(step["model"]), _list(step["data_iterator"])
+        self._models, self._iterators = self._layout.models, _list(step["data_iterator"])
         self._config = utils.get_model_config(self._models[0])
         self._model_type = utils.get_model_type(self._models[0])
         self._microbatches: int = step["num_microbatches"]
