@@ -277,6 +277,8 @@ def test_an_error_ends_both_sides_with_its_own_name(ranks: Any, side: int, at: i
 
 
 def interrupted(rank: int, parked: bool) -> None:
+    # A shell's background job ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     overlap = ForwardBackwardOverlap([world()])
     reached = []
 
