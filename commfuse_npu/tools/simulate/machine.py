@@ -89,6 +89,7 @@ class Machine:
     transfer_slowdown: float
     launch_overhead: float
     post_overhead: float
+    event_overhead: float
     inside: Level
     between: Level | None
     batched: bool

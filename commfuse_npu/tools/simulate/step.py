@@ -12,7 +12,7 @@ share links (between nodes they mostly do not), and switches do not block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -184,6 +184,22 @@ class LayerTime(NamedTuple):
         return self.alone if self.pair is None else self.pair[0]
 
 
+class _Cost(NamedTuple):
+    """Seconds of the device, of the host that launches it, and of the compute engine's work."""
+
+    device: float
+    host: float
+    busy: float
+
+    @classmethod
+    def of(cls, played: Played) -> _Cost:
+        return cls(played.timeline.seconds, played.host, played.busy)
+
+    def beyond(self, less: _Cost) -> _Cost:
+        """What it takes more than that."""
+        return _Cost(*(one - other for one, other in zip(self, less, strict=True)))
+
+
 @dataclass
 class Step:
     """A step on a machine; times of variants share what does not depend on them.
@@ -279,10 +295,20 @@ class Step:
             return self._flowing(variant)
         if variant.kind == "turns":
             return self._turning(variant)
-        forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
-        waiting = forward.waiting + backward.waiting
-        waiting += sum(one.waiting for one in self._attended(variant) or ())
-        return LayerTime(forward.seconds, backward.seconds, waiting)
+        found = self._in_a_row([_Cost.of(self.layer(variant, part)) for part in PARTS])
+        waiting = sum(one.waiting for one in self._attended(variant) or ())
+        return found._replace(waiting=found.waiting + waiting)
+
+    def _in_a_row(self, parts: Sequence[_Cost]) -> LayerTime:
+        """Forward and backward, layer after layer: the device's time or the host's.
+
+        The host runs on from one to the other, so that they meet at the end of both.
+        """
+        forward, backward = parts
+        runs = 2 if self.training.recompute == "full" else 1
+        hosts = runs * forward.host + backward.host > runs * forward.device + backward.device
+        seconds = [one.host if hosts else one.device for one in parts]
+        return LayerTime(seconds[0], seconds[1], sum(seconds) - forward.busy - backward.busy)
 
     def _turning(self, variant: Variant) -> LayerTime:
         """Megatron's order alone; side by side what two more layers add to two."""
@@ -297,25 +323,23 @@ class Step:
                 steady=True,
             )
 
-        two, four = side_by_side(2), side_by_side(4)
-        layer = (four.seconds - two.seconds) / 2
-        waiting = (four.waiting - two.waiting) / 2
+        two = side_by_side(2)
+        more = _Cost.of(side_by_side(4)).beyond(_Cost.of(two))
+        layer = max(more.device, more.host) / 2
         pair = layer, max(0.0, two.seconds - 2 * layer)
-        return LayerTime(alone.forward, alone.backward, waiting, pair=pair)
+        return LayerTime(alone.forward, alone.backward, layer - more.busy / 2, pair=pair)
 
     def _flowing(self, variant: Variant) -> LayerTime:
         """A layer in the middle of a stage: what a third one adds to two."""
-        parts: tuple[Part, Part] = "forward", "backward"
+        def costs(layers: int) -> list[_Cost]:
+            return [_Cost.of(self._flow(variant, part, layers)) for part in PARTS]
+
         if self.training.recompute == "full":
-            alone = [self._flow(variant, part, 1) for part in parts]
-            waiting = sum(played.waiting for played in alone)
-            return LayerTime(alone[0].seconds, alone[1].seconds, waiting)
-        two, three = ([self._flow(variant, part, layers) for part in parts] for layers in (2, 3))
-        pairs = list(zip(two, three, strict=True))
-        forward, backward = (more.seconds - less.seconds for less, more in pairs)
-        waiting = sum(more.waiting - less.waiting for less, more in pairs)
-        ends = two[0].seconds - 2 * forward, two[1].seconds - 2 * backward
-        return LayerTime(forward, backward, waiting, ends)
+            return self._in_a_row(costs(1))
+        two = costs(2)
+        more = [three.beyond(less) for less, three in zip(two, costs(3), strict=True)]
+        ends = [max(0.0, of.device - 2 * one.device) for of, one in zip(two, more, strict=True)]
+        return self._in_a_row(more)._replace(ends=(ends[0], ends[1]))
 
     def _amid_others(self, variant: Variant, part: Part) -> Played:
         if self.training.recompute == "full":
