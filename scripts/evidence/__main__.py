@@ -13,6 +13,7 @@ _TOOLS = {
     "host_overhead": "what a transfer costs the host",
     "memory": "peak memory of each op beside its plain form",
     "layers": "a layer in every form, simulated: who is ahead where?",
+    "predicted": "the benchmark's micro-batches as simulated, beside what it measured",
     "kernels": "GEMMs and a fused kernel as simulated, beside what others measured",
     "paper": "where the simulator reaches the paper's headlines",
     "paper_case": "the paper's own case: its figures beside the simulator's",

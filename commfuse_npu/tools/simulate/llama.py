@@ -64,6 +64,7 @@ class LayerShape:
         batch: sequences of a micro-batch.
         hidden, feed_forward, qkv, vocabulary: whole widths, over all tensor-parallel ranks.
         ranks: of the tensor-parallel group; it divides all of them.
+        heads: width of all query heads; 0 where it is that of the hidden states.
     """
 
     sequence: int
@@ -74,6 +75,12 @@ class LayerShape:
     qkv: int
     vocabulary: int
     ranks: int
+    heads: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Width of one rank's query heads."""
+        return (self.heads or self.hidden) // self.ranks
 
     @property
     def rows(self) -> int:
@@ -122,7 +129,7 @@ def elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: in
 
 def output_projection(rank: Rank, shape: LayerShape) -> None:
     """Add ``proj`` and its scatter, forward."""
-    row(rank, "proj", shape.block, shape.hidden // shape.ranks, shape.hidden)
+    row(rank, "proj", shape.block, shape.inner, shape.hidden)
 
 
 def mlp_in(rank: Rank, shape: LayerShape) -> None:
@@ -193,7 +200,7 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
         _gather_attention(rank, shape, attend)
     else:
         if outside:
-            row_gradients(rank, "proj backward", block, h // n, h, before=qkv_gradients)
+            row_gradients(rank, "proj backward", block, shape.inner, h, before=qkv_gradients)
         seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention backward", seconds)
     elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=ROTARY[1])
@@ -204,7 +211,7 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     """Attention and output projection of a run of queries after the other, each sent off."""
-    h, inner = shape.hidden, shape.hidden // shape.ranks
+    h, inner = shape.hidden, shape.inner
 
     def make(one: Compute, _: Width) -> float:
         assert one.run is not None
@@ -217,7 +224,7 @@ def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
 
 def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     """The backward of :func:`_attention_scatter`: gradients arrive, run by run."""
-    h, inner = shape.hidden, shape.hidden // shape.ranks
+    h, inner = shape.hidden, shape.inner
     whole = rank.variant.wgrad == "whole"
 
     def use(one: Compute, _: Width) -> float:
