@@ -37,7 +37,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.machine import Machine
-from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
+from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Shared, Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
@@ -200,16 +200,18 @@ micro-batches."""
 
 def steps(machine: str, model: str, tp: int, sequence: int, flows: Sequence[int] = FLOWS) -> _Steps:
     """Simulate steps without a pipeline, of forms that can be launched and are not tuned."""
+    described = Hardware.load(find_config(machine, "hardware"))
+    config = ModelConfig.load(find_config(model))
     found: _Steps = {}
-    for host, recompute in product(_HOSTS, _RECOMPUTES):
-        hardware = Hardware.load(find_config(machine, "hardware")).launching(host * 1e-6)
-        options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
-        config = ModelConfig.load(find_config(model))
-        what = training(config, Layout(tp, 1, 1, 1), sequence, options)
-        every = forms(hardware.machine(), best_lanes(hardware, tp), what, flows)
-        known = {name: of for name, of in every.items() if name not in (*BOUNDS, *OURS[:2])}
-        for corner in CORNERS:
-            _, times = _times(Step(hardware.machine(*corner), what), known)
+    for corner in CORNERS:
+        shared: Shared = {}
+        for host, recompute in product(_HOSTS, _RECOMPUTES):
+            hardware = described.launching(host * 1e-6)
+            options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
+            what = training(config, Layout(tp, 1, 1, 1), sequence, options)
+            every = forms(hardware.machine(), best_lanes(hardware, tp), what, flows)
+            known = {name: of for name, of in every.items() if name not in (*BOUNDS, *OURS[:2])}
+            _, times = _times(Step(hardware.machine(*corner), what, shared=shared), known)
             for count in _MICRO_BATCHES:
                 lengths = {name: _length(of, count, recompute) for name, of in times.items()}
                 found.setdefault((host, recompute, count), []).append(lengths)

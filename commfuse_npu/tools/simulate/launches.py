@@ -75,8 +75,7 @@ class Operation:
 
     def host(self, machine: Machine) -> float:
         """Seconds for which it keeps the host."""
-        launched = self.launches * machine.launch_overhead + self.posts * machine.post_overhead
-        return launched + self.events * machine.event_overhead
+        return machine.host(self.launches, self.posts, self.events)
 
 
 class Launches:

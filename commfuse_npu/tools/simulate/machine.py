@@ -135,6 +135,11 @@ class Machine:
         """Seconds of blocks of so many bytes from each rank of a node to every other one."""
         return self.inside.latency + (ranks - 1) * size / self.inside.into(ranks)
 
+    def host(self, launches: int, posts: int, events: int) -> float:
+        """Seconds for which so many keep the launching thread."""
+        launched = launches * self.launch_overhead + posts * self.post_overhead
+        return launched + events * self.event_overhead
+
     def mc2_slowed(self, times: float) -> float:
         """How many times longer than beside other work MC2's transfers take.
 

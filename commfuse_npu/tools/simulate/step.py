@@ -185,19 +185,40 @@ class LayerTime(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """Seconds of the device, of the host that launches it, and of the compute engine's work."""
+    """What is launched takes of a device that the host is ahead of.
+
+    Attributes:
+        device, busy: seconds, of all and of the compute engine's work.
+        launched: launches, posts and events of every rank.
+    """
 
     device: float
-    host: float
     busy: float
+    launched: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, played: Played) -> _Cost:
-        return cls(played.timeline.seconds, played.host, played.busy)
+        launched = (
+            (
+                sum(one.launches for one in of.operations),
+                sum(one.posts for one in of.operations),
+                sum(one.events for one in of.operations),
+            )
+            for of in played.launches
+        )
+        return cls(played.timeline.seconds, played.busy, tuple(launched))
+
+    def host(self, machine: Machine) -> float:
+        """Seconds of the busiest rank's host."""
+        return max(machine.host(*counts) for counts in self.launched)
 
     def beyond(self, less: _Cost) -> _Cost:
         """What it takes more than that."""
-        return _Cost(*(one - other for one, other in zip(self, less, strict=True)))
+        launched = (
+            (a - x, b - y, c - z)
+            for (a, b, c), (x, y, z) in zip(self.launched, less.launched, strict=True)
+        )
+        return _Cost(self.device - less.device, self.busy - less.busy, tuple(launched))
 
 
 @dataclass
@@ -207,7 +228,8 @@ class Step:
     Args:
         rough: let one rank stand for all: a fraction of the time, and up to 2 % too short with two
             chunks or more, 3 % with one.
-        shared: what steps on the same machine with layers of the same shape have in common.
+        shared: what steps with layers of the same shape, on the same machine but for its host, have
+            in common.
 
     Raises:
         ValueError: a group does not fit the machine's nodes.
@@ -295,7 +317,13 @@ class Step:
             return self._flowing(variant)
         if variant.kind == "turns":
             return self._turning(variant)
-        found = self._in_a_row([_Cost.of(self.layer(variant, part)) for part in PARTS])
+        found = self._in_a_row(
+            self._once(
+                ("costs", variant),
+                lambda: [_Cost.of(self.layer(variant, part)) for part in PARTS],
+                host=False,
+            )
+        )
         waiting = sum(one.waiting for one in self._attended(variant) or ())
         return found._replace(waiting=found.waiting + waiting)
 
@@ -306,8 +334,10 @@ class Step:
         """
         forward, backward = parts
         runs = 2 if self.training.recompute == "full" else 1
-        hosts = runs * forward.host + backward.host > runs * forward.device + backward.device
-        seconds = [one.host if hosts else one.device for one in parts]
+        hosts = [one.host(self.machine) for one in parts]
+        seconds = [one.device for one in parts]
+        if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
+            seconds = hosts
         return LayerTime(seconds[0], seconds[1], sum(seconds) - forward.busy - backward.busy)
 
     def _turning(self, variant: Variant) -> LayerTime:
@@ -316,17 +346,18 @@ class Step:
         shape, attended = self.training.shape, self._attended(variant)
         again = self.training.recompute == "full"
 
-        def side_by_side(layers: int) -> Played:
-            return self.group.play(
-                variant,
-                lambda rank: turns.pair(rank, shape, layers, attended, again=again),
-                steady=True,
-            )
+        def side_by_side(layers: int) -> _Cost:
+            def build(rank: Rank) -> None:
+                turns.pair(rank, shape, layers, attended, again=again)
 
-        two = side_by_side(2)
-        more = _Cost.of(side_by_side(4)).beyond(_Cost.of(two))
-        layer = max(more.device, more.host) / 2
-        pair = layer, max(0.0, two.seconds - 2 * layer)
+            return _Cost.of(self.group.play(variant, build, steady=True))
+
+        two, four = self._once(
+            ("costs", variant, again), lambda: (side_by_side(2), side_by_side(4)), host=False
+        )
+        more = four.beyond(two)
+        layer = max(more.device, more.host(self.machine)) / 2
+        pair = layer, max(0.0, two.device - 2 * layer)
         return LayerTime(alone.forward, alone.backward, layer - more.busy / 2, pair=pair)
 
     def _flowing(self, variant: Variant) -> LayerTime:
@@ -334,10 +365,13 @@ class Step:
         def costs(layers: int) -> list[_Cost]:
             return [_Cost.of(self._flow(variant, part, layers)) for part in PARTS]
 
+        def kept(layers: int) -> list[_Cost]:
+            return self._once(("costs", variant, layers), lambda: costs(layers), host=False)
+
         if self.training.recompute == "full":
-            return self._in_a_row(costs(1))
-        two = costs(2)
-        more = [three.beyond(less) for less, three in zip(two, costs(3), strict=True)]
+            return self._in_a_row(kept(1))
+        two = kept(2)
+        more = [three.beyond(less) for less, three in zip(two, kept(3), strict=True)]
         ends = [max(0.0, of.device - 2 * one.device) for of, one in zip(two, more, strict=True)]
         return self._in_a_row(more)._replace(ends=(ends[0], ends[1]))
 
@@ -356,10 +390,15 @@ class Step:
             variant, lambda rank: build(rank, shape, variant.slices, layers), steady=True
         )
 
-    def _once(self, what: Hashable, find: Callable[[], _Found]) -> _Found:
-        training = self.training
+    def _once(
+        self, what: Hashable, find: Callable[[], _Found], *, host: bool = True
+    ) -> _Found:
+        """Find it, or what was found on a machine that differs at most in its host, if it does not
+        depend on it."""
+        training, machine = self.training, self.machine
+        of = machine.launch_overhead, machine.post_overhead, machine.event_overhead
         exchanges = training.cp, training.ulysses, training.fuse_ulysses, training.groups
-        key = what, self.rough, training.shape, training.key_value, exchanges
+        key = what, self.rough, training.shape, training.key_value, exchanges, of if host else None
         if key not in self.shared:
             self.shared[key] = find()
         found: _Found = self.shared[key]
