@@ -365,7 +365,9 @@ def main(argv: Sequence[str]) -> int:
                 f"{tokens // tp} rows of {tokens} tokens at TP {tp}; give 2"
             )
     wanted = [
-        *product(given.machines, given.models, given.tp, given.sequence_lengths, [given.flow_chunks])
+        *product(
+            given.machines, given.models, given.tp, given.sequence_lengths, [given.flow_chunks]
+        )
     ]
     with ProcessPoolExecutor() as pool:
         hosts = pool.map(_steps, wanted)

@@ -4,10 +4,10 @@
         --ratios .25,.5,1 --variants p2p,megatron-p2p,fb-overlap --json FILE
     python -m scripts.evidence predicted FILE
 
-Nothing is fitted.  GEMMs take as long as they sleep, links have the rate that they were given.  What
-the measured computation takes besides its GEMMs is element-wise work, spread by its traffic; what
-the measured transfers, blocking and without computation, take besides bytes over rate, is each
-one's latency.
+Nothing is fitted.  GEMMs take as long as they sleep, links have the rate that they were given.
+What the measured computation takes besides its GEMMs is element-wise work, spread by its traffic;
+what the measured transfers, blocking and without computation, take besides bytes over rate, is
+each one's latency.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def _attention(
         queries = heads // groups * (shape.rows // _RUNS)
         keys = shape.rows // _RUNS * (run + 1)
         scores, out = (queries, keys, head), (queries, head, keys)
-        products = [scores, out] if way == 0 else [scores, scores, out, *[(keys, head, queries)] * 2]
+        products = (
+            [scores, out] if way == 0 else [scores, scores, out, *[(keys, head, queries)] * 2]
+        )
         total += sum(modelled_seconds(*of, gflops, scale=scale, batch=here) for of in products)
     return total
 

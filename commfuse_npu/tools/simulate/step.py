@@ -362,6 +362,7 @@ class Step:
 
     def _flowing(self, variant: Variant) -> LayerTime:
         """A layer in the middle of a stage: what a third one adds to two."""
+
         def costs(layers: int) -> list[_Cost]:
             return [_Cost.of(self._flow(variant, part, layers)) for part in PARTS]
 
@@ -390,9 +391,7 @@ class Step:
             variant, lambda rank: build(rank, shape, variant.slices, layers), steady=True
         )
 
-    def _once(
-        self, what: Hashable, find: Callable[[], _Found], *, host: bool = True
-    ) -> _Found:
+    def _once(self, what: Hashable, find: Callable[[], _Found], *, host: bool = True) -> _Found:
         """Find it, or what was found on a machine that differs at most in its host, if it does not
         depend on it."""
         training, machine = self.training, self.machine
