@@ -36,8 +36,8 @@ from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["ADDED", "BACKWARD_ATTENTION", "NORM", "ROTARY", "Attended", "LayerShape", "Queries",
-           "backward", "elementwise", "forward", "head_backward", "head_forward", "mlp_in", "mlp_out",
-           "output_projection"]  # fmt: skip
+           "backward", "elementwise", "forward", "head_backward", "head_forward", "mlp_in",
+           "mlp_out", "output_projection"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
