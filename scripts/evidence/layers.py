@@ -15,6 +15,9 @@ Times are shares of those with blocking collectives.  Nobody can launch the last
 for each operation as ours is, the kernels of hicann/catccos, kernels without a cost of cutting, and
 no communication at all.  Who
 is ahead is counted a second time with HCCL's sums in an order, as ours are, but for a flow.
+
+A last table counts for whole steps of forward-backward, whose first forward and last backward have
+no partner, with hosts that take 15, 55 and 99 us for a launch.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from commfuse_npu.plan import least_rows, usual_chunks
 from commfuse_npu.tools.config_file import find_config
@@ -33,7 +37,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.machine import Machine
-from commfuse_npu.tools.simulate.step import LayerTime, Step, Training
+from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Shared, Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
@@ -66,6 +70,11 @@ OURS = ("ours", "ours, other rounding", "default", "flow", "forward-backward")
 _KERNEL = "CoC fused"
 RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
 BOUNDS = ("CoC tuned", "catccos", "ideal", "compute")
+_STEP_FORMS = ("default", "flow", *RIVALS)
+_HOSTS = (15, 55, 99)
+"""Microseconds per launch."""
+_MICRO_BATCHES = (8, 32)
+_RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 _GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "flow", "forward-backward")
 _KERNELS = ("MC2", _KERNEL)
 """What waits inside of them is not seen."""
@@ -168,19 +177,75 @@ _Times = tuple[LayerTime, dict[str, LayerTime]]
 
 def _times(step: Step, every: dict[str, Variant]) -> _Times:
     found = {name: step.layer_time(one) for name, one in every.items()}
+    again = step.training.recompute == "full"
     for form in ("CoC", "flow"):
         numbers = [name for name in found if name.removeprefix(f"{form} ").isdigit()]
-        found[form] = min((found.pop(name) for name in numbers), key=_seconds)
+        found[form] = min((found.pop(name) for name in numbers), key=partial(_seconds, again=again))
     return step.layer_time(REFERENCE), found
 
 
-def _seconds(time: LayerTime) -> float:
-    return time.seconds
+def _seconds(time: LayerTime, *, again: bool) -> float:
+    return time.seconds + (time.forward if again else 0.0)
 
 
 def _shares(times: _Times) -> dict[str, float]:
     plain, found = times
     return {name: one.seconds / plain.seconds for name, one in found.items()}
+
+
+_Steps = dict[tuple[int, Recompute, int], list[dict[str, float]]]
+"""Seconds per layer and micro-batch by form, at every corner; by host, recomputation and
+micro-batches."""
+
+
+def steps(machine: str, model: str, tp: int, sequence: int, flows: Sequence[int] = FLOWS) -> _Steps:
+    """Simulate steps without a pipeline, of forms that can be launched and are not tuned."""
+    described = Hardware.load(find_config(machine, "hardware"))
+    config = ModelConfig.load(find_config(model))
+    found: _Steps = {}
+    for corner in CORNERS:
+        shared: Shared = {}
+        for host, recompute in product(_HOSTS, _RECOMPUTES):
+            hardware = described.launching(host * 1e-6)
+            options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
+            what = training(config, Layout(tp, 1, 1, 1), sequence, options)
+            every = forms(hardware.machine(), best_lanes(hardware, tp), what, flows)
+            known = {name: of for name, of in every.items() if name not in (*BOUNDS, *OURS[:2])}
+            _, times = _times(Step(hardware.machine(*corner), what, shared=shared), known)
+            for count in _MICRO_BATCHES:
+                lengths = {name: _length(of, count, recompute) for name, of in times.items()}
+                found.setdefault((host, recompute, count), []).append(lengths)
+    return found
+
+
+def _length(time: LayerTime, micro_batches: int, recompute: Recompute) -> float:
+    alone = time.alone + (time.forward if recompute == "full" else 0.0)
+    paired = alone if time.pair is None else time.pair[0]
+    return alone + (paired - alone) * (micro_batches - 1) / micro_batches
+
+
+def _steps(given: tuple[str, str, int, int, Sequence[int]]) -> _Steps:
+    return steps(*given)
+
+
+def steps_report(points: Sequence[_Steps]) -> str:
+    """Markdown: at how many points steps of forward-backward are shorter."""
+    kernels = sum(_KERNEL in next(iter(one.values()))[0] for one in points)
+    titles = (f"{name} (of {kernels})" if name == _KERNEL else name for name in _STEP_FORMS)
+    lines = [
+        f"| *forward-backward* ahead, of {len(points)} points | {' | '.join(titles)} |",
+        f"|---|{'---|' * len(_STEP_FORMS)}",
+    ]
+    for key in points[0]:
+        host, recompute, count = key
+        counts = []
+        for form in _STEP_FORMS:
+            corners = [one[key] for one in points if form in one[key][0]]
+            ahead = [[_ahead(of, "forward-backward", (form,)) for of in one] for one in corners]
+            counts.append(f"{sum(one[0] for one in ahead)}; {sum(map(all, ahead))}")
+        said = f"{host} us, {count} micro-batches{', recomputed' * (recompute == 'full')}"
+        lines.append(f"| {said} | {' | '.join(counts)} |")
+    return "\n".join(lines)
 
 
 def _point(given: tuple[str, str, int, int, Sequence[int]]) -> Point:
@@ -299,11 +364,15 @@ def main(argv: Sequence[str]) -> int:
                 f"--flow-chunks {' '.join(map(str, given.flow_chunks))}: none divides the "
                 f"{tokens // tp} rows of {tokens} tokens at TP {tp}; give 2"
             )
-    wanted = product(
-        given.machines, given.models, given.tp, given.sequence_lengths, [given.flow_chunks]
-    )
+    wanted = [
+        *product(
+            given.machines, given.models, given.tp, given.sequence_lengths, [given.flow_chunks]
+        )
+    ]
     with ProcessPoolExecutor() as pool:
+        hosts = pool.map(_steps, wanted)
         text = report(list(pool.map(_point, wanted)))
+        text += "\n\n" + steps_report(list(hosts))
     print(text)
     if given.markdown:
         replace_section(given.markdown, "layers", text)

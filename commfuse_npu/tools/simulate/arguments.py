@@ -91,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
         "default 4",
     )
     how.add_argument(
+        "--launch-us",
+        type=positive,
+        metavar="US",
+        help="microseconds for which a launch keeps the host, and a batch as many more, instead of "
+        "the description's",
+    )
+    how.add_argument(
         "--post-us",
         type=positive,
         metavar="US",

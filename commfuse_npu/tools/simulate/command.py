@@ -48,6 +48,8 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         raise ValueError("--trace-variant is for --trace; give both, or neither")
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     hardware = replace(hardware, deterministic=given.deterministic)
+    if given.launch_us is not None:
+        hardware = hardware.launching(given.launch_us * 1e-6)
     if given.post_us is not None:
         hardware = hardware.posting(given.post_us * 1e-6)
     model_path = find_config(given.model)

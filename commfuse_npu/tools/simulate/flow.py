@@ -17,7 +17,14 @@ from collections.abc import Callable, Sequence
 
 from commfuse_npu.tools.simulate.launches import Chunk
 from commfuse_npu.tools.simulate.linear import wgrad_seconds
-from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, LayerShape, elementwise
+from commfuse_npu.tools.simulate.llama import (
+    ADDED,
+    BACKWARD_ATTENTION,
+    NORM,
+    ROTARY,
+    LayerShape,
+    elementwise,
+)
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.tools.simulate.rank import Rank
 
@@ -76,7 +83,9 @@ class _Chunks:
         seconds = wgrad_seconds(self.rank, self.everywhere, inputs, outputs, self.shape.rows)
         self.rank.compute(name, seconds)
 
-    def between(self, name: str, chunk: int, part: int, gather: str, *widths: int) -> None:
+    def between(
+        self, name: str, chunk: int, part: int, gather: str, *widths: int, launches: int
+    ) -> None:
         """A chunk leaves a part and enters the next one, through work on this rank's rows.
 
         Args:
@@ -85,7 +94,7 @@ class _Chunks:
         """
         self.at(max(0, part - 1), chunk)
         self.rank.need(self.leaving.pop(chunk, ()))
-        elementwise(self.rank, name, self.here, *widths)
+        elementwise(self.rank, name, self.here, *widths, launches=launches)
         if gather:
             self.at(part, chunk)
             self.arriving[chunk] = self.gather(gather)
@@ -104,7 +113,7 @@ def forward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
 
     def attention(chunk: int) -> None:
         c.gemm("qkv", h, qkv)
-        elementwise(rank, "rotary", c.everywhere, qkv, qkv)
+        elementwise(rank, "rotary", c.everywhere, qkv, qkv, launches=ROTARY[0])
         # Keys and values of the chunk go to those of the chunks before.
         copied = rank.machine.memory(2 * c.everywhere * keys * ITEM_BYTES)
         rank.compute("attention", attend(c.rows_of(chunk)) + copied, launches=3)
@@ -119,7 +128,7 @@ def forward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
 
     def pass_on(chunk: int, part: int) -> None:
         gather = f"{parts[part][1]} gather" if part < len(parts) else ""
-        c.between("residual, norm", chunk, part, gather, *[h] * 4)
+        c.between("residual, norm", chunk, part, gather, *[h] * 4, launches=2)
 
     for chunk in range(chunks):
         pass_on(chunk, 0)
@@ -155,7 +164,7 @@ def backward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
         rounded = (SUM_BYTES + ITEM_BYTES) * c.everywhere
         traffic = rank.machine.memory((zeroed + added + rounded) * keys)
         rank.compute("attention backward", attend(run) + traffic, launches=5)
-        elementwise(rank, "rotary backward", c.everywhere, qkv, qkv)
+        elementwise(rank, "rotary backward", c.everywhere, qkv, qkv, launches=ROTARY[1])
         c.gemm("qkv dgrad", qkv, h)
 
     def mlp(chunk: int) -> None:
@@ -168,7 +177,9 @@ def backward(rank: Rank, shape: LayerShape, chunks: int, layers: int) -> None:
 
     def pass_on(chunk: int, part: int) -> None:
         gather = f"{parts[part][1][0]} backward gather" if part < len(parts) else ""
-        c.between("norm backward", chunk, part, gather, *[h] * 5)
+        # Gradients of weights are added to those before once, with the last chunk.
+        launches = NORM + (0 if chunk else ADDED)
+        c.between("norm backward", chunk, part, gather, *[h] * 5, launches=launches)
 
     pass_on(chunks - 1, 0)
     for number, (part, (row, inputs), (column, outputs)) in enumerate(parts):

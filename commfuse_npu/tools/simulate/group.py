@@ -72,13 +72,15 @@ class Played:
         return replace(self, timeline=timeline, host=host, layer=layer)
 
     @property
+    def busy(self) -> float:
+        """Seconds that the compute engine worked, averaged over the ranks."""
+        spans = (span for span in self.timeline.spans if span.operation.engine == "compute")
+        return sum(span.end - span.start for span in spans) / max(1, len(self.launches))
+
+    @property
     def waiting(self) -> float:
         """Seconds that the compute engine stood still, averaged over the ranks."""
-        busy: dict[int, float] = {}
-        for span in self.timeline.spans:
-            if span.operation.engine == "compute":
-                busy[span.rank] = busy.get(span.rank, 0.0) + span.end - span.start
-        return self.seconds - sum(busy.values()) / max(1, len(self.launches))
+        return self.seconds - self.busy
 
 
 @dataclass(frozen=True)

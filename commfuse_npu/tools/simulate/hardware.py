@@ -70,6 +70,7 @@ _RULES: dict[str, dict[str, _Rule]] = {
     "host": {
         "launch_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
         "post_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
+        "event_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
         "communicator_bytes": _Rule("bytes", 0, more_is_better=False, exclusive=False),
         "message_copies": _Rule("copies", 0, 4, False, "links", exclusive=False),
     },
@@ -174,6 +175,19 @@ class Hardware:
         given = Figure(seconds, seconds, seconds, "given")
         return replace(self, figures={**self.figures, "host.post_overhead": given})
 
+    def launching(self, seconds: float) -> Hardware:
+        """The same with a host that takes so many seconds per launch, of which a post has one."""
+        launch, post = (self.figures[f"host.{name}_overhead"] for name in ("launch", "post"))
+        low, typical, high = (
+            max(seconds, getattr(post, end) + seconds - getattr(launch, end))
+            for end in ("low", "typical", "high")
+        )
+        slower = {
+            "host.launch_overhead": Figure(seconds, seconds, seconds, "given"),
+            "host.post_overhead": Figure(low, typical, high, post.source),
+        }
+        return replace(self, figures={**self.figures, **slower})
+
     def machine(self, compute: Choice = "typical", links: Choice = "typical") -> Machine:
         """The machine with a value picked from every range.
 
@@ -219,6 +233,7 @@ class Hardware:
             transfer_slowdown=value("npu.transfer_slowdown"),
             launch_overhead=value("host.launch_overhead"),
             post_overhead=value("host.post_overhead"),
+            event_overhead=value("host.event_overhead"),
             inside=inside,
             between=level("between"),
             batched=self.batched,

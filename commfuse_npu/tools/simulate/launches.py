@@ -58,6 +58,7 @@ class Operation:
         after: indices of operations of the same rank that have to be done before.
         launches: how many launches of the host it takes; 0 inside a kernel or a collective.
         posts: how many point-to-point batches the host posts for it.
+        events: how many events it records, or makes a stream wait for.
         origin: what it is a part of.
     """
 
@@ -70,10 +71,11 @@ class Operation:
     launches: int
     origin: Origin | None = None
     posts: int = 0
+    events: int = 0
 
     def host(self, machine: Machine) -> float:
         """Seconds for which it keeps the host."""
-        return self.launches * machine.launch_overhead + self.posts * machine.post_overhead
+        return machine.host(self.launches, self.posts, self.events)
 
 
 class Launches:
@@ -109,12 +111,14 @@ class Launches:
         launches: int = 1,
         *,
         aside: bool = False,
+        events: int = 0,
         origin: Origin | None = None,
     ) -> int:
         """Add work of so many seconds that waits for what is in ``after``; returns its index."""
         engine = ASIDE if aside else COMPUTE
-        self._last[engine] = self._add(name, engine, seconds, (), (), after, launches, origin)
-        return self._last[engine]
+        added = self._add(name, engine, seconds, (), (), after, launches, origin, 0, events)
+        self._last[engine] = added
+        return added
 
     def again(self, one: Operation, after: Iterable[int]) -> int:
         """Add an operation of another list, which waits for these of this one."""
@@ -135,6 +139,7 @@ class Launches:
         after: Iterable[int] = (),
         launches: int = 1,
         posts: int = 0,
+        events: int = 0,
         origin: Origin | None = None,
     ) -> tuple[int, int]:
         """Add transfers on a lane; returns what is done when they are received, and when sent.
@@ -144,14 +149,15 @@ class Launches:
         needs = set(after)
         if COMPUTE in self._last:
             needs.add(self._last[COMPUTE])
+        host = needs, launches, origin, posts, events
         if self.batched:
-            both = self._add(name, lane, 0.0, sends, receives, needs, launches, origin, posts)
+            both = self._add(name, lane, 0.0, sends, receives, *host)
             return both, both
         received = sent = -1
         if receives:
-            received = self._add(name, None, 0.0, (), receives, needs, launches, origin, posts)
+            received = self._add(name, None, 0.0, (), receives, *host)
         if sends:
-            sent = self._add(name, lane, 0.0, sends, (), needs, launches, origin, posts)
+            sent = self._add(name, lane, 0.0, sends, (), *host)
         return received, sent
 
     def _add(
@@ -165,6 +171,7 @@ class Launches:
         launches: int,
         origin: Origin | None,
         posts: int = 0,
+        events: int = 0,
     ) -> int:
         self.operations.append(
             Operation(
@@ -177,6 +184,7 @@ class Launches:
                 launches,
                 origin or self.origin,
                 posts,
+                events,
             )
         )
         return len(self.operations) - 1

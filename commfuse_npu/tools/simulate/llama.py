@@ -11,6 +11,10 @@ feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one ra
 FLOP of attention (causal, forward): ``2 * B * S^2 * H`` for all ranks, two products over half of
 the scores; the backward takes 2.5 times that (five products instead of two, as flash attention
 recomputes the scores).  Element-wise work costs its memory traffic.
+
+Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches ask for
+(RMS norm, rotary embedding, SwiGLU and attention in one each way, gradients added to ``main_grad``
+by themselves), 33 forward and 33 backward, counted on a CPU (``tests/megatron/test_launches.py``).
 """
 
 from __future__ import annotations
@@ -31,12 +35,20 @@ from commfuse_npu.tools.simulate.linear import (
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
-__all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "elementwise",
-           "forward", "head_backward", "head_forward", "mlp_in", "mlp_out",
-           "output_projection"]  # fmt: skip
+__all__ = ["ADDED", "BACKWARD_ATTENTION", "NORM", "ROTARY", "Attended", "LayerShape", "Queries",
+           "backward", "elementwise", "forward", "head_backward", "head_forward", "mlp_in",
+           "mlp_out", "output_projection"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
+
+ROTARY = 19, 7
+"""Launches of splitting queries, keys and values and of turning them, forward and backward:
+MindSpeed makes cosines and sines anew for queries and for keys."""
+NORM = 3
+"""Of a norm's backward: its own, the sum with the residual's gradient, its weight's gradient."""
+ADDED = 2
+"""Of a half of a layer: the gradients of its two weights, added to those before."""
 
 Queries = Callable[[slice], float]
 """Seconds of attention of a run of query rows."""
@@ -52,6 +64,7 @@ class LayerShape:
         batch: sequences of a micro-batch.
         hidden, feed_forward, qkv, vocabulary: whole widths, over all tensor-parallel ranks.
         ranks: of the tensor-parallel group; it divides all of them.
+        heads: width of all query heads; 0 where it is that of the hidden states.
     """
 
     sequence: int
@@ -62,6 +75,12 @@ class LayerShape:
     qkv: int
     vocabulary: int
     ranks: int
+    heads: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Width of one rank's query heads."""
+        return (self.heads or self.hidden) // self.ranks
 
     @property
     def rows(self) -> int:
@@ -102,14 +121,15 @@ class LayerShape:
         return seconds
 
 
-def elementwise(rank: Rank, name: str, rows: float, *widths: float) -> None:
+def elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: int = 1) -> None:
     """Work that reads and writes so many numbers per row."""
-    rank.compute(name, rank.machine.memory(rows * sum(widths) * ITEM_BYTES))
+    seconds = rank.machine.memory(rows * sum(widths) * ITEM_BYTES)
+    rank.compute(name, seconds, launches=launches)
 
 
 def output_projection(rank: Rank, shape: LayerShape) -> None:
     """Add ``proj`` and its scatter, forward."""
-    row(rank, "proj", shape.block, shape.hidden // shape.ranks, shape.hidden)
+    row(rank, "proj", shape.block, shape.inner, shape.hidden)
 
 
 def mlp_in(rank: Rank, shape: LayerShape) -> None:
@@ -148,7 +168,7 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     outside = attention is None or not attention.projects
     if outside:
         column(rank, "qkv", block, h, qkv)
-    elementwise(rank, "rotary", shape.rows, qkv, qkv)
+    elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=ROTARY[0])
     attend = shape.attention(rank.machine)
     if rank.variant.attention and attention is None and n > 1:
         _attention_scatter(rank, shape, attend)
@@ -157,7 +177,7 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
         rank.compute("attention", whole)
         if outside:
             output_projection(rank, shape)
-    elementwise(rank, "residual, norm", block, h, h, h, h)
+    elementwise(rank, "residual, norm", block, h, h, h, h, launches=2)
     mlp_in(rank, shape)
     elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
     mlp_out(rank, shape)
@@ -172,7 +192,7 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
     row_gradients(rank, "fc2 backward", block, f, h, before=fc1)
     elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
     rest(fc1)
-    elementwise(rank, "norm backward", block, h, h, h, h)
+    elementwise(rank, "norm backward", block, h, h, h, h, launches=NORM + ADDED)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
     outside = attention is None or not attention.projects
     qkv_gradients = column_gradients(rank, "qkv backward", block, h, qkv)
@@ -180,18 +200,18 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
         _gather_attention(rank, shape, attend)
     else:
         if outside:
-            row_gradients(rank, "proj backward", block, h // n, h, before=qkv_gradients)
+            row_gradients(rank, "proj backward", block, shape.inner, h, before=qkv_gradients)
         seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention backward", seconds)
-    elementwise(rank, "rotary backward", shape.rows, qkv, qkv)
+    elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=ROTARY[1])
     if outside:
         rest(qkv_gradients)
-    elementwise(rank, "norm backward", block, h, h, h, h)
+    elementwise(rank, "norm backward", block, h, h, h, h, launches=NORM + ADDED)
 
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     """Attention and output projection of a run of queries after the other, each sent off."""
-    h, inner = shape.hidden, shape.hidden // shape.ranks
+    h, inner = shape.hidden, shape.inner
 
     def make(one: Compute, _: Width) -> float:
         assert one.run is not None
@@ -204,7 +224,7 @@ def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
 
 def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     """The backward of :func:`_attention_scatter`: gradients arrive, run by run."""
-    h, inner = shape.hidden, shape.hidden // shape.ranks
+    h, inner = shape.hidden, shape.inner
     whole = rank.variant.wgrad == "whole"
 
     def use(one: Compute, _: Width) -> float:

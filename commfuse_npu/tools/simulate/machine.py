@@ -89,6 +89,7 @@ class Machine:
     transfer_slowdown: float
     launch_overhead: float
     post_overhead: float
+    event_overhead: float
     inside: Level
     between: Level | None
     batched: bool
@@ -133,6 +134,11 @@ class Machine:
     def collective(self, size: float, ranks: int) -> float:
         """Seconds of blocks of so many bytes from each rank of a node to every other one."""
         return self.inside.latency + (ranks - 1) * size / self.inside.into(ranks)
+
+    def host(self, launches: int, posts: int, events: int) -> float:
+        """Seconds for which so many keep the launching thread."""
+        launched = launches * self.launch_overhead + posts * self.post_overhead
+        return launched + events * self.event_overhead
 
     def mc2_slowed(self, times: float) -> float:
         """How many times longer than beside other work MC2's transfers take.

@@ -13,8 +13,14 @@ Compute    a launch, and what the operation says that this work takes
 ``Add``    memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass over
            all parts and one launch
 ``Copy``   a launch, and 2 bytes of memory traffic per byte
-``Hold``   a launch, with the ``Record`` of its event
+``Hold``   two events, with the ``Record`` of the one that it waits for
 =========  ========================================================================================
+
+A collective is a launch and four events: torch_npu records one behind the work before it, which the
+group's stream waits for, and another behind the collective, which the work after it waits for (read
+in ProcessGroupHCCL.cpp of torch_npu 2.7.1).  HCCL expands a collective once and finds it in a cache
+from then on, so that no step pays for it; a batch is expanded each time, which is in
+``post_overhead``.
 """
 
 from __future__ import annotations
@@ -49,6 +55,8 @@ Work = Callable[[Compute, Width], float]
 """Seconds of a program's work."""
 
 _COLLECTIVE = "collective"
+_EVENTS = 4
+"""Recorded or waited for, of a collective."""
 
 
 def rest(steps: Iterator[None]) -> None:
@@ -95,11 +103,14 @@ class Rank:
         launches: int = 1,
         *,
         aside: bool = False,
+        events: int = 0,
         origin: Origin | None = None,
     ) -> None:
         """Work that needs what was received ``after``, and what :meth:`need` named."""
         waits, self._pending[aside] = self._pending[aside].union(after), set()
-        self.launches.compute(name, seconds, waits, launches, aside=aside, origin=origin)
+        self.launches.compute(
+            name, seconds, waits, launches, aside=aside, events=events, origin=origin
+        )
 
     def need(self, others: Iterable[int], *, aside: bool = False) -> None:
         """What follows on a stream needs these to be done."""
@@ -134,7 +145,13 @@ class Rank:
             sends.append(Message((*prefix, step, self.rank), self.rank, hop.target, size))
             receives.append(Message((*prefix, step, hop.source), hop.source, self.rank, size))
         received, _ = self.launches.exchange(
-            name, _COLLECTIVE, sends, receives, after=self._pending[False], launches=launches
+            name,
+            _COLLECTIVE,
+            sends,
+            receives,
+            after=self._pending[False],
+            launches=launches,
+            events=_EVENTS * launches,
         )
         return (received,)
 
@@ -163,6 +180,7 @@ class Rank:
             [Message((*prefix, down), down, self.rank, size)],
             after=self._pending[False].union(after),
             launches=launches,
+            events=_EVENTS * launches,
         )
         return (received,)
 
@@ -277,7 +295,7 @@ class Rank:
             elif isinstance(one, Hold):
                 event = events[one.event]
                 self.need([] if event is None else [event], aside=one.aside)
-                self.compute(f"{operation} hold", 0.0, aside=one.aside)
+                self.compute(f"{operation} hold", 0.0, launches=0, aside=one.aside, events=2)
 
     def _add(self, operation: str, one: Add, size: Callable[[Span], float], origin: Origin) -> None:
         additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)

@@ -12,7 +12,7 @@ share links (between nodes they mostly do not), and switches do not block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -184,6 +184,43 @@ class LayerTime(NamedTuple):
         return self.alone if self.pair is None else self.pair[0]
 
 
+class _Cost(NamedTuple):
+    """What is launched takes of a device that the host is ahead of.
+
+    Attributes:
+        device, busy: seconds, of all and of the compute engine's work.
+        launched: launches, posts and events of every rank.
+    """
+
+    device: float
+    busy: float
+    launched: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, played: Played) -> _Cost:
+        launched = (
+            (
+                sum(one.launches for one in of.operations),
+                sum(one.posts for one in of.operations),
+                sum(one.events for one in of.operations),
+            )
+            for of in played.launches
+        )
+        return cls(played.timeline.seconds, played.busy, tuple(launched))
+
+    def host(self, machine: Machine) -> float:
+        """Seconds of the busiest rank's host."""
+        return max(machine.host(*counts) for counts in self.launched)
+
+    def beyond(self, less: _Cost) -> _Cost:
+        """What it takes more than that."""
+        launched = (
+            (a - x, b - y, c - z)
+            for (a, b, c), (x, y, z) in zip(self.launched, less.launched, strict=True)
+        )
+        return _Cost(self.device - less.device, self.busy - less.busy, tuple(launched))
+
+
 @dataclass
 class Step:
     """A step on a machine; times of variants share what does not depend on them.
@@ -191,7 +228,8 @@ class Step:
     Args:
         rough: let one rank stand for all: a fraction of the time, and up to 2 % too short with two
             chunks or more, 3 % with one.
-        shared: what steps on the same machine with layers of the same shape have in common.
+        shared: what steps with layers of the same shape, on the same machine but for its host, have
+            in common.
 
     Raises:
         ValueError: a group does not fit the machine's nodes.
@@ -279,10 +317,28 @@ class Step:
             return self._flowing(variant)
         if variant.kind == "turns":
             return self._turning(variant)
-        forward, backward = self.layer(variant, "forward"), self.layer(variant, "backward")
-        waiting = forward.waiting + backward.waiting
-        waiting += sum(one.waiting for one in self._attended(variant) or ())
-        return LayerTime(forward.seconds, backward.seconds, waiting)
+        found = self._in_a_row(
+            self._once(
+                ("costs", variant),
+                lambda: [_Cost.of(self.layer(variant, part)) for part in PARTS],
+                host=False,
+            )
+        )
+        waiting = sum(one.waiting for one in self._attended(variant) or ())
+        return found._replace(waiting=found.waiting + waiting)
+
+    def _in_a_row(self, parts: Sequence[_Cost]) -> LayerTime:
+        """Forward and backward, layer after layer: the device's time or the host's.
+
+        The host runs on from one to the other, so that they meet at the end of both.
+        """
+        forward, backward = parts
+        runs = 2 if self.training.recompute == "full" else 1
+        hosts = [one.host(self.machine) for one in parts]
+        seconds = [one.device for one in parts]
+        if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
+            seconds = hosts
+        return LayerTime(seconds[0], seconds[1], sum(seconds) - forward.busy - backward.busy)
 
     def _turning(self, variant: Variant) -> LayerTime:
         """Megatron's order alone; side by side what two more layers add to two."""
@@ -290,32 +346,35 @@ class Step:
         shape, attended = self.training.shape, self._attended(variant)
         again = self.training.recompute == "full"
 
-        def side_by_side(layers: int) -> Played:
-            return self.group.play(
-                variant,
-                lambda rank: turns.pair(rank, shape, layers, attended, again=again),
-                steady=True,
-            )
+        def side_by_side(layers: int) -> _Cost:
+            def build(rank: Rank) -> None:
+                turns.pair(rank, shape, layers, attended, again=again)
 
-        two, four = side_by_side(2), side_by_side(4)
-        layer = (four.seconds - two.seconds) / 2
-        waiting = (four.waiting - two.waiting) / 2
-        pair = layer, max(0.0, two.seconds - 2 * layer)
-        return LayerTime(alone.forward, alone.backward, waiting, pair=pair)
+            return _Cost.of(self.group.play(variant, build, steady=True))
+
+        two, four = self._once(
+            ("costs", variant, again), lambda: (side_by_side(2), side_by_side(4)), host=False
+        )
+        more = four.beyond(two)
+        layer = max(more.device, more.host(self.machine)) / 2
+        pair = layer, max(0.0, two.device - 2 * layer)
+        return LayerTime(alone.forward, alone.backward, layer - more.busy / 2, pair=pair)
 
     def _flowing(self, variant: Variant) -> LayerTime:
         """A layer in the middle of a stage: what a third one adds to two."""
-        parts: tuple[Part, Part] = "forward", "backward"
+
+        def costs(layers: int) -> list[_Cost]:
+            return [_Cost.of(self._flow(variant, part, layers)) for part in PARTS]
+
+        def kept(layers: int) -> list[_Cost]:
+            return self._once(("costs", variant, layers), lambda: costs(layers), host=False)
+
         if self.training.recompute == "full":
-            alone = [self._flow(variant, part, 1) for part in parts]
-            waiting = sum(played.waiting for played in alone)
-            return LayerTime(alone[0].seconds, alone[1].seconds, waiting)
-        two, three = ([self._flow(variant, part, layers) for part in parts] for layers in (2, 3))
-        pairs = list(zip(two, three, strict=True))
-        forward, backward = (more.seconds - less.seconds for less, more in pairs)
-        waiting = sum(more.waiting - less.waiting for less, more in pairs)
-        ends = two[0].seconds - 2 * forward, two[1].seconds - 2 * backward
-        return LayerTime(forward, backward, waiting, ends)
+            return self._in_a_row(kept(1))
+        two = kept(2)
+        more = [three.beyond(less) for less, three in zip(two, kept(3), strict=True)]
+        ends = [max(0.0, of.device - 2 * one.device) for of, one in zip(two, more, strict=True)]
+        return self._in_a_row(more)._replace(ends=(ends[0], ends[1]))
 
     def _amid_others(self, variant: Variant, part: Part) -> Played:
         if self.training.recompute == "full":
@@ -332,10 +391,13 @@ class Step:
             variant, lambda rank: build(rank, shape, variant.slices, layers), steady=True
         )
 
-    def _once(self, what: Hashable, find: Callable[[], _Found]) -> _Found:
-        training = self.training
+    def _once(self, what: Hashable, find: Callable[[], _Found], *, host: bool = True) -> _Found:
+        """Find it, or what was found on a machine that differs at most in its host, if it does not
+        depend on it."""
+        training, machine = self.training, self.machine
+        of = machine.launch_overhead, machine.post_overhead, machine.event_overhead
         exchanges = training.cp, training.ulysses, training.fuse_ulysses, training.groups
-        key = what, self.rough, training.shape, training.key_value, exchanges
+        key = what, self.rough, training.shape, training.key_value, exchanges, of if host else None
         if key not in self.shared:
             self.shared[key] = find()
         found: _Found = self.shared[key]

@@ -19,6 +19,7 @@ IDEAL = Machine(
     transfer_slowdown=0.0,
     launch_overhead=0.0,
     post_overhead=0.0,
+    event_overhead=0.0,
     inside=Level("full_mesh", 1.0, 0.0),
     between=None,
     batched=True,

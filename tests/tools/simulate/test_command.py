@@ -33,6 +33,18 @@ def test_a_post_costs_what_is_asked(capsys, tmp_path: Path) -> None:
     assert "--post-us" in capsys.readouterr().err
 
 
+def test_a_launch_costs_what_is_asked(capsys, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = [*QUICK, "--sequence-lengths", "4096", "--tp", "8", "--json", str(out)]
+    steps = {}
+    for us in ("15", "200"):
+        assert cli.main([*words, "--launch-us", us]) == 0
+        found = json.loads(out.read_text())["points"][0]["variants"]
+        steps[us] = {one["variant"]: one["step"]["typical"] for one in found}
+    # Both are the host's then: of a layer 66 launches and 40 events, and more of ours.
+    assert steps["15"]["megatron"] < steps["200"]["megatron"] < steps["200"]["commfuse-c2-l7"]
+
+
 def test_tables_and_json(capsys, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     lengths = ["--sequence-lengths", "2048", "4096"]

@@ -32,6 +32,10 @@ def test_shipped_descriptions_can_be_read(path: Path) -> None:
     assert worst.launch_overhead >= best.launch_overhead
     assert worst.post_overhead >= best.post_overhead >= best.launch_overhead
     assert hardware.posting(4e-5).machine("unfavourable", "favourable").post_overhead == 4e-5
+    slow = hardware.launching(9e-5).machine("favourable", "favourable")
+    assert slow.launch_overhead == 9e-5
+    # What a post takes besides a launch stays.
+    assert slow.post_overhead - 9e-5 == pytest.approx(best.post_overhead - best.launch_overhead)
     # Links alone do not change what work takes.
     other = hardware.machine("favourable", "unfavourable")
     assert other.gemm(1024, 4096, 4096) == best.gemm(1024, 4096, 4096)

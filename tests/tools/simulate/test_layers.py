@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from scripts.evidence import layers
-from scripts.evidence.layers import BOUNDS, OURS, RIVALS, Point, main, point, report
+from scripts.evidence.layers import (
+    BOUNDS,
+    OURS,
+    RIVALS,
+    Point,
+    main,
+    point,
+    report,
+    steps,
+    steps_report,
+)
 
 FORMS = {
     "ours": 0.8, "ours, other rounding": 0.7, "default": 0.9, "flow": 0.79,
@@ -61,6 +72,30 @@ def test_a_kernel_of_others_is_counted_where_it_is() -> None:
     assert "| 0.790 | 0.770 | 0.850 | - | 0.780 | 0.950 |" in text
 
 
+def test_steps_are_counted_with_unpaired_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "CORNERS", layers.CORNERS[:1])
+    (found,) = [steps("ascend_910b_server", "llama3_8b", 2, 4096, (4,))]
+    assert found.keys() == {*product((15, 55, 99), ("none", "full"), (8, 32))}
+    eight, more = (found[15, "none", count][0] for count in (8, 32))
+    assert {of: eight[of] for of in RIVALS if of in eight} == {
+        of: more[of] for of in RIVALS if of in more
+    }
+    # One of eight runs alone, in Megatron's order.
+    paired = (8 * eight["forward-backward"] - eight["Megatron"]) / 7
+    assert more["forward-backward"] == pytest.approx((31 * paired + more["Megatron"]) / 32)
+    assert found[15, "full", 8][0]["Megatron"] > eight["Megatron"]
+    assert found[99, "none", 8][0]["flow"] > eight["flow"]
+
+
+def test_steps_ahead_are_counted_at_every_corner() -> None:
+    key = 15, "none", 8
+    corner = {"forward-backward": 2.0, **dict.fromkeys((*RIVALS, "default", "flow"), 3.0)}
+    ends = {key: [corner, {**corner, "flow": 1.0}]}
+    text = steps_report([ends, {key: [{**corner, "MC2": 1.0}] * 2}])
+    assert "ahead, of 2 points | default | flow | CoC | CoC fused (of 2) | MC2 | Megatron |" in text
+    assert "| 15 us, 8 micro-batches | 2; 2 | 2; 1 | 2; 2 | 2; 2 | 1; 1 | 2; 2 |" in text
+
+
 def test_a_point_is_simulated() -> None:
     one = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
     (shares,) = one.shares
@@ -90,6 +125,8 @@ def test_the_table_goes_into_its_section(
 
     monkeypatch.setattr(layers, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(layers, "_point", lambda wanted: given({}))
+    monkeypatch.setattr(layers, "_steps", lambda wanted: {(15, "none", 8): [{"Megatron": 1.0}]})
+    monkeypatch.setattr(layers, "_STEP_FORMS", ())
     file = tmp_path / "page.md"
     assert main(["--tp", "8", "--markdown", str(file)]) == 0
     assert file.read_text().count("| a machine | a model | 8 | 8192 |") == 24

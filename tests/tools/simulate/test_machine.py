@@ -71,6 +71,17 @@ def test_buffers_at_both_ends_of_a_batch_and_none_of_a_collective() -> None:
     assert plain[0] == plain[1]
 
 
+def test_a_collective_is_a_launch_and_four_events_and_a_batch_a_post() -> None:
+    machine = ideal(launch_overhead=1.0, post_overhead=10.0, event_overhead=100.0)
+
+    def host(variant: Variant) -> float:
+        play = Group(machine, 2).play(variant, lambda rank: column(rank, "x", 8, 8, 8), steady=True)
+        return play.host
+
+    assert host(REFERENCE) == 1 + 400 + 1
+    assert host(fused(1)) == 10 + 2 * 1
+
+
 def test_a_host_that_runs_on_is_ahead_or_is_what_limits() -> None:
     machine = ideal(launch_overhead=1.0)
     # One post, two GEMMs; the second follows the transfer.

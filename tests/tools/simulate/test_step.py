@@ -170,6 +170,23 @@ def test_a_step_of_many_npus_simulates_no_more_than_one_of_64(monkeypatch, many:
     assert counts[many] < 1.2 * counts[64]
 
 
+def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> None:
+    what = training(LLAMA, Layout(8, 1, 1, 1), 4096, Options(micro_batch=1, micro_batches=1))
+    fast = Step(ROCE.launching(1e-6).machine(), what)
+    megatron = next(one for one in variants(8, 8, 1) if one.name == "megatron")
+    device = fast.layer_time(megatron)
+    # A forward has 33 of the launches, and a third of the work: alone it would be the host's.
+    between = device.forward / 33 * 1.1
+    assert 66 * between < device.seconds
+    monkeypatch.setattr(group, "simulate", None)  # what the device takes was played
+    meets = replace(fast, machine=ROCE.launching(between).machine())
+    assert meets.layer_time(megatron).seconds == pytest.approx(device.seconds)
+    slow = replace(fast, machine=ROCE.launching(1e-3).machine()).layer_time(megatron)
+    events = 4 * 10 * ROCE.typical("host.event_overhead")
+    assert slow.seconds == pytest.approx(66e-3 + events)
+    assert slow.waiting > device.waiting
+
+
 def test_a_step_is_more_than_its_work() -> None:
     here = step(64)
     plain, free = here.time(REFERENCE), here.time(COMPUTE_ONLY, free=True)

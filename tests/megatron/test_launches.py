@@ -1,0 +1,149 @@
+"""The launches that the simulator charges for a layer are those of a layer of Megatron core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import attention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.variants import Variant
+from tests.tools.simulate.machines import ideal
+
+_NO_KERNEL = {
+    *("view", "_unsafe_view", "t", "transpose", "permute", "slice", "split", "split_with_sizes"),
+    *("select", "unsqueeze", "squeeze", "expand", "detach", "alias", "as_strided", "unbind"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+}
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        name = function._schema.name.removeprefix("aten::")
+        if name not in _NO_KERNEL:
+            self.launches.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class _Kernel(torch.autograd.Function):
+    """Stands for a kernel of an NPU: one launch forward, one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, width: int, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_empty((*inputs[0].shape[:-1], width)).zero_()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        found = [torch.empty_like(one) for one in ctx.saved_tensors]
+        found[0].zero_()
+        return None, *found
+
+
+class _Norm(torch.nn.Module):
+    def __init__(self, hidden_size: int, **options: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Kernel.apply(x.shape[-1], x, self.weight)
+
+
+class _FlashAttention(torch.nn.Module):
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: Any, k: Any, v: Any, *given: Any, **options: Any) -> torch.Tensor:
+        q, k, v = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
+        return _Kernel.apply(q.shape[-1], q, k, v)
+
+
+def _rotary(t: torch.Tensor, freqs: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+    """The operations of ``apply_rotary_pos_emb_bshd`` of MindSpeed 26.1.0, fused."""
+    width = freqs.shape[-1]
+    t, rest = t[..., :width], t[..., width:]
+    cos, sin = ((of(freqs) * 1.0).to(t.dtype) for of in (torch.cos, torch.sin))
+    return torch.cat((_Kernel.apply(width, t.contiguous(), cos, sin), rest), dim=-1)
+
+
+def _mlp(self: Any, hidden: torch.Tensor, *given: Any) -> Any:
+    gate_up, _ = self.linear_fc1(hidden)
+    return self.linear_fc2(_Kernel.apply(gate_up.shape[-1] // 2, gate_up))
+
+
+@pytest.fixture
+def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
+    """One layer at TP 1, with gradients added to ``main_grad`` as Megatron's hooks do."""
+    monkeypatch.setattr(attention, "apply_rotary_pos_emb", _rotary)
+    monkeypatch.setattr(MLP, "forward", _mlp)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+    spec.submodules.self_attention.submodules.core_attention = _FlashAttention
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=128,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        made = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
+        for weight in made.parameters():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            weight.register_post_accumulate_grad_hook(_add_to_main_grad)
+        yield made
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _add_to_main_grad(weight: Any) -> None:
+    weight.main_grad.add_(weight.grad)
+    weight.grad = None
+
+
+def test_a_layers_launches(layer: torch.nn.Module) -> None:
+    x = torch.randn(8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    frequencies = torch.randn(8, 1, 1, 16)
+    # Of a layer in the middle: its input is no leaf, whose gradient would be kept.
+    entered = _Kernel.apply(64, x)
+    with _Count() as forward:
+        y, _ = layer(entered, attention_mask=None, rotary_pos_emb=frequencies)
+    with _Count() as backward:
+        y.backward(torch.empty_like(y))
+    backward.launches.remove("zero_")  # of the input's
+    shape = LayerShape(8, 8, 1, 64, 128, 128, 64, 1)
+    for found, build in ((forward, llama.forward), (backward, llama.backward)):
+        rank = Rank(ideal(), 0, 1, 1, Variant("megatron", "megatron"))
+        build(rank, shape)
+        charged = sum(one.launches for one in rank.finish().operations)
+        assert charged == len(found.launches), found.launches
