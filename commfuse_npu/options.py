@@ -132,13 +132,6 @@ OPTIONS: dict[str, Declared] = {
     "commfuse_attention": _option(
         False, "fuse attention with the projection of its output (needs proj among the layers)"
     ),
-    "commfuse_flow": _option(
-        None,
-        "cut the sequence into so many chunks that flow through whole layers, each chunk's "
-        "transfers behind the work on the others",
-        type=whole(2),
-        metavar="CHUNKS",
-    ),
     "commfuse_ulysses": _option(
         False,
         "fuse attention and its projections with the exchange of heads (needs Ulysses context "

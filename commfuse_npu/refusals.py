@@ -19,7 +19,6 @@ __all__ = [
     "ATTENTION_REFUSALS",
     "DATA_PARALLEL_REFUSALS",
     "FB_OVERLAP_REFUSALS",
-    "FLOW_REFUSALS",
     "REFUSALS",
     "REFUSALS_OF",
     "ULYSSES_REFUSALS",
@@ -241,67 +240,11 @@ FB_OVERLAP_REFUSALS = _with(
         )
     ),
     Refusal("--stage dpo", _OWN_SCHEDULE, "leave {ours} out", _one_of("dpo")),
-    Refusal("--commfuse-flow", "its chunks take turns at their transfers themselves"),
     Refusal("--use-torch-fsdp2", "a backward frees parameters that the forward beside it uses"),
     Refusal("--use-custom-fsdp", "a backward frees parameters that the forward beside it uses"),
     Refusal("--enable-cuda-graph", "a graph cannot hold a forward and a backward at once"),
 )
 """Every option that excludes ``--commfuse-fb-overlap``."""
-
-
-_OWN_LAYERS = "chunks flow through Megatron's own attention and MLP, which it replaces"
-_OWN_RECOMPUTE = "chunks recompute whole layers or nothing"
-
-FLOW_REFUSALS = _with(
-    "--commfuse-flow",
-    *ATTENTION_REFUSALS,
-    Refusal("--commfuse-attention", "a flow runs attention by itself, chunk after chunk"),
-    Refusal(
-        "--reset-attention-mask",
-        "attention stops at the ends of documents, which chunks of the sequence ignore",
-    ),
-    Refusal(
-        "--shape-order TND",
-        "sequences are packed one after the other, and chunks of the sequence ignore their ends",
-        "leave one of the two out, or choose SBH",
-        _one_of("TND"),
-    ),
-    Refusal(
-        "--hidden-dropout",
-        "chunks have no dropout",
-        "pass --hidden-dropout 0.0 or leave {ours} out",
-        _above(0),
-        default="0.1",
-    ),
-    Refusal(
-        "--attention-mask-type general",
-        "queries then see what the mask of the data says",
-        "leave one of the two out, or choose causal",
-        _one_of("general"),
-    ),
-    Refusal(
-        "--transformer-impl transformer_engine",
-        "its layers have the norm in the linear layer, and chunks are gathered in between",
-        "leave one of the two out, or choose local",
-        _one_of("transformer_engine"),
-        default="transformer_engine",
-    ),
-    Refusal("--num-experts", _OWN_LAYERS, applies=_more_than_one),
-    Refusal("--mtp-num-layers", "it shifts the tokens, of which a rank has stripes"),
-    Refusal("--enable-mhc", _OWN_LAYERS),
-    Refusal("--scale-depth", "it scales what layers add to the residual"),
-    Refusal("--share-kvstates", _OWN_LAYERS),
-    Refusal("--is-instruction-dataset", "it shifts labels behind the order of the sequence"),
-    Refusal("--recompute-activation-function", _OWN_RECOMPUTE),
-    Refusal("--recompute-norm", _OWN_RECOMPUTE),
-    Refusal("--recompute-in-advance", _OWN_RECOMPUTE),
-    Refusal("--recompute-in-bubble", _OWN_RECOMPUTE),
-    Refusal("--adaptive-memory-optimization", _OWN_RECOMPUTE),
-    Refusal("--swap-attention", "it prefetches what a layer saved in the order of whole layers"),
-    Refusal("--enable-cuda-graph", "a graph cannot wait for transfers of another layer"),
-)
-"""Every option that excludes ``--commfuse-flow``; the layers' classes are looked at when they are
-made (:mod:`mindspeed_patches.flow`)."""
 
 
 _OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
@@ -337,7 +280,6 @@ DATA_PARALLEL_REFUSALS = _with(
 REFUSALS_OF = {
     "--use-commfuse": REFUSALS,
     "--commfuse-attention": ATTENTION_REFUSALS,
-    "--commfuse-flow": FLOW_REFUSALS,
     "--commfuse-ulysses": ULYSSES_REFUSALS,
     "--commfuse-dp": DATA_PARALLEL_REFUSALS,
     "--commfuse-fb-overlap": FB_OVERLAP_REFUSALS,
@@ -352,22 +294,19 @@ class Needs(NamedTuple):
         tensor, context: sizes of the parallel groups.
         algorithm: of context parallelism.
         heads, length: of the model and its sequence.
-        chunks: of ``--commfuse-flow``.
     """
 
     tensor: int
     context: int
-    sequence_parallel: bool
     distributed_optimizer: bool
     algorithm: str | None = None
     heads: int | None = None
     length: int | None = None
-    chunks: int = 2
 
 
 def missing(ours: str, needs: Needs) -> str:
     """What an option of CommFuse needs and a launch lacks, with the way out; empty for nothing."""
-    check = {"--commfuse-dp": _dp, "--commfuse-flow": _flow, "--commfuse-ulysses": _ulysses}
+    check = {"--commfuse-dp": _dp, "--commfuse-ulysses": _ulysses}
     return check[ours](needs) if ours in check else ""
 
 
@@ -378,23 +317,6 @@ def _dp(needs: Needs) -> str:
         "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
         "and parameters never gathered; add it, or leave --commfuse-dp out"
     )
-
-
-def _flow(needs: Needs) -> str:
-    size, chunks, length = needs.tensor, needs.chunks, needs.length
-    if size < 2 or not needs.sequence_parallel:
-        return (
-            f"--commfuse-flow {chunks} needs --sequence-parallel and --tensor-model-parallel-size "
-            "of at least 2: it hides what they gather and scatter; add them, or leave "
-            "--commfuse-flow out"
-        )
-    if length is not None and length % (size * chunks):
-        return (
-            f"--commfuse-flow {chunks}: --seq-length {length} is not divisible by {chunks} chunks "
-            f"times --tensor-model-parallel-size {size}; choose chunks that divide "
-            f"{length / size:g}, or leave --commfuse-flow out"
-        )
-    return ""
 
 
 def _ulysses(needs: Needs) -> str:

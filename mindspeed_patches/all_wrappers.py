@@ -7,7 +7,6 @@ from typing import Any
 from mindspeed_patches.arguments import CommFuseOptions
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.flow import FlowWrappers
 from mindspeed_patches.lanes import (
     ContextParallelLanes,
     DataParallelLanes,
@@ -48,8 +47,7 @@ def register_wrappers(
         form,
         min_rows=options.min_rows,
         described=options.described,
-        # A flow runs at any length, unless a limit was given.
-        rows=None if options.flow is not None and options.min_rows is None else options.rows,
+        rows=options.rows,
         hidden=options.hidden,
     )
     lanes: list[Lanes] = []
@@ -59,8 +57,6 @@ def register_wrappers(
             wrappers.register_transformer_engine(manager)
         if options.attention:
             AttentionWrappers(wrappers).register(manager)
-        if options.flow is not None:
-            FlowWrappers(wrappers, options.flow, form, options.min_rows or 0).register(manager)
         lanes.append(TensorParallelLanes(wrappers, options.linear.schedule.lanes))
     if options.ulysses is not None:
         ulysses = UlyssesWrappers(wrappers, options.ulysses, form)

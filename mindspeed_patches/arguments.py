@@ -41,7 +41,6 @@ class CommFuseOptions:
             Megatron's order is faster for.
         layers: names of the layers to fuse.
         attention: fuse attention with the projection of its output.
-        flow: chunks of the sequence that flow through whole layers; ``None`` for none.
         ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
         data_parallel: of the distributed optimizer's buckets; ``None`` leaves them alone.
         order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
@@ -55,7 +54,6 @@ class CommFuseOptions:
     min_rows: int | None
     layers: tuple[str, ...]
     attention: bool
-    flow: int | None
     ulysses: LinearOptions | None
     data_parallel: BucketOptions | None
     order_log: str | None
@@ -103,7 +101,6 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         min_rows=min_rows,
         layers=given.commfuse_layers,
         attention=given.commfuse_attention,
-        flow=given.commfuse_flow,
         ulysses=LinearOptions(
             _schedule(given, parallel_size(args, "context"), stride=tensor_parallel),
             wgrad=given.commfuse_wgrad,
@@ -139,14 +136,13 @@ def complete_options(args: argparse.Namespace) -> CommFuseOptions:
     """
     options = checked_options(args)
     for ours in _asked(options):
-        check_needs(args, ours, options.flow)
+        check_needs(args, ours)
     return options
 
 
 def _asked(options: CommFuseOptions) -> list[str]:
     asked = {
         "--commfuse-attention": options.attention,
-        "--commfuse-flow": options.flow,
         "--commfuse-ulysses": options.ulysses,
         "--commfuse-dp": options.data_parallel,
     }

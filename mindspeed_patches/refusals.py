@@ -39,7 +39,7 @@ def check_flag(args: argparse.Namespace) -> None:
     Raises:
         IncompatibleOptionsError: names the option.
     """
-    for name in ("ulysses", "dp", "flow"):
+    for name in ("ulysses", "dp"):
         if getattr(args, f"commfuse_{name}", None) and not getattr(args, "use_commfuse", None):
             raise IncompatibleOptionsError(
                 f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
@@ -47,27 +47,24 @@ def check_flag(args: argparse.Namespace) -> None:
             )
 
 
-def check_needs(args: argparse.Namespace, ours: str, chunks: int | None = None) -> None:
+def check_needs(args: argparse.Namespace, ours: str) -> None:
     """Refuse an option of CommFuse where the launch lacks what it needs.
 
     Args:
         args: the real arguments, complete.
         ours: the option.
-        chunks: of ``--commfuse-flow``.
 
     Raises:
-        IncompatibleOptionsError: no distributed optimizer, no sequence parallelism, no Ulysses
-            context parallelism, or sizes that do not divide.
+        IncompatibleOptionsError: no distributed optimizer, no Ulysses context parallelism, or
+            sizes that do not divide.
     """
     needs = Needs(
         parallel_size(args, "tensor_model"),
         parallel_size(args, "context"),
-        bool(getattr(args, "sequence_parallel", None)),
         bool(getattr(args, "use_distributed_optimizer", None)),
         getattr(args, "context_parallel_algo", None),
         getattr(args, "num_attention_heads", None),
         getattr(args, "seq_length", None),
-        chunks or 2,
     )
     if lacks := missing(ours, needs):
         raise IncompatibleOptionsError(lacks)

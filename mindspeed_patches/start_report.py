@@ -19,7 +19,6 @@ kind                 counted
 linear layers        every column- and row-parallel one, by its name in :mod:`.layer_names`, else
                      by its attribute; of experts the modules that hold them
 attention            self-attention layers, with ``--commfuse-attention``
-flow                 layers that flow; their linear layers are not counted again
 ulysses              layers whose core attention exchanges heads
 gradients,           buckets
 parameters
@@ -139,9 +138,6 @@ class StartReport:
             attribute = path.rpartition(".")[2]
             if attribute == "experts":
                 yield "experts", EXPERTS
-                done += (f"{path}.",)
-            elif hasattr(module, "commfuse_flows"):
-                yield "flow", ""
                 done += (f"{path}.",)
             elif _is_tensor_parallel(module):
                 name = layer_name(module)

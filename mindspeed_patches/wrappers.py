@@ -23,7 +23,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -58,18 +58,6 @@ PARTNER = "the micro-batch beside this one hides its transfers"
 """Why no layer is fused in a pair of forward-backward overlap."""
 
 Form = Literal["fused", "plain"]
-
-
-class Chunk(Protocol):
-    """A chunk of a flow, whose linear layers run by its own rules."""
-
-    def column(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """What stands for the output of a column-parallel layer."""
-
-    def row(self, x: torch.Tensor) -> torch.Tensor:
-        """What stands for the output of a row-parallel layer."""
-
-
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 # What is counted of data parallelism, which is no layer.
@@ -98,7 +86,6 @@ class LinearWrappers(OverLanes):
         transport: lanes of the tensor-parallel group.
         calls: how often each layer took which path, as ``(layer, path)``.
         layers: which are fused.
-        chunk: that of a flow (:mod:`.flow`) while it is in one of Megatron's modules.
 
     Raises:
         ValueError: a layer is unknown.
@@ -133,7 +120,6 @@ class LinearWrappers(OverLanes):
         self._described, self._limited = described, min_rows is None
         self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
         self._said: set[tuple[str, str]] = set()
-        self.chunk: Chunk | None = None
 
     def opened(self) -> None:
         """Set what the machine's description is to say."""
@@ -212,9 +198,6 @@ class LinearWrappers(OverLanes):
             weight: torch.Tensor | None = None,
             runtime_gather_output: bool | None = None,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            if self.chunk is not None:
-                output = self.chunk.column(None if layer.skip_bias_add else layer.bias)
-                return output, layer.bias if layer.skip_bias_add else None
             used = layer.weight if weight is None else weight
             reason = self._column_call_obstacle(layer, input_, used, runtime_gather_output)
             if reason is not None:
@@ -247,8 +230,6 @@ class LinearWrappers(OverLanes):
         def row_forward(
             layer: Any, input_: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            if self.chunk is not None:
-                return self.chunk.row(input_), layer.bias
             reason = self._row_call_obstacle(layer, input_)
             if isinstance(input_, DeferredAttention):
                 if reason is None and layer.sequence_parallel:

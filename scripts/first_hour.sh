@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # The first hour on a server with eight NPUs: is it ready, what does it reach, and what is the fastest
 # launch? Doctor, then commfuse-npu measure with all of its steps, then ten iterations of a launch in
-# each form: plain, Megatron's order, CommFuse, CommFuse with a flow, MC2, CoC. Ends with a verdict,
-# FOLDER/measured.md, and FOLDER/measured.yaml for simulate and plan. Read and rehearsed, not run on
-# NPUs.
+# each form: plain, Megatron's order, CommFuse, MC2, CoC. Ends with a verdict, FOLDER/measured.md, and
+# FOLDER/measured.yaml for simulate and plan. Read and rehearsed, not run on NPUs.
 #
 #   cd MindSpeed-LLM
 #   bash <commfuse-npu>/scripts/first_hour.sh                        Llama 3 8B, mock data

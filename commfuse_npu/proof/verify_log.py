@@ -52,7 +52,7 @@ class Verdict:
     Attributes:
         faults: why the run does not hold; empty if nothing was found.
         notes: why nothing more than that is known of a part of it.
-        operations, messages: how many were judged, over all ranks, collectives of a flow among the
+        operations, messages: how many were judged, over all ranks, collectives among the
             operations; a message has two ends.
     """
 

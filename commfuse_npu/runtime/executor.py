@@ -408,7 +408,7 @@ class Running:
     def _worked(self, trace: Trace, began: int, at: int) -> None:
         """Trace the instruction at a place of the program."""
         origin = self.program, at
-        event = Event("compute", "", self.name, began, clock(), 0, origin, self._linear)
+        event = Event("compute", self.name, began, clock(), origin, 0, self._linear)
         trace.add(event)
 
     def _traced(self, step: int, one: list[Any], began: int, *, sending: bool) -> None:
@@ -417,7 +417,7 @@ class Running:
 
         def event(row: str, piece: str, start: int, size: int = 0) -> Event:
             about = self.program, piece
-            return Event(row, "", self.name, start, ended, size, about, self._linear)
+            return Event(row, self.name, start, ended, about, size, self._linear)
 
         sent, received = self.program.transfers[step]
         ways = [(sent, f"link to rank {sent.target}")] if sending or self.program.batched else []

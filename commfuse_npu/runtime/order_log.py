@@ -8,7 +8,7 @@ others define what comes up again; the others are short::
     {"order_log": 3, "rank": 0, "size": 2}
     {"transport": 0, "ranks": [0, 1], "lanes": 2, "batched": false}
     {"program": 0, "transport": 0, "name": "all_gather_linear", "rule": "gather_gemm", ...}
-    {"collective": 1, "transport": 0, "name": "gather of chunk 0 before MLP of layer 1", ...}
+    {"collective": 1, "transport": 0, "name": "all_gather_into_tensor of a backward", ...}
 
     ["meet", transport, name]           the ranks of the group wait for each other
     ["begin", slot, program]            a program begins; slots are used again
@@ -16,7 +16,7 @@ others define what comes up again; the others are short::
     ["rows", slot, step, ...]           about to wait for what arrives in these steps
     ["finish", slot]                    the program came to its end
     ["issue", slot, collective]         about to begin a collective of the group, in a pair
-                                        of forward-backward overlap or for a flow
+                                        of forward-backward overlap
     ["await", slot]                     about to wait for it
     ["fail", transport, why]            the transport is broken
     ["close", transport]                it was given up

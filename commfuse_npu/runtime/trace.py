@@ -12,8 +12,6 @@ viewer shows a process per rank with these rows, the same as for simulated steps
 ``from rank k``       a message from when its receive was posted to when it was waited for: it
                       arrived in between, and at the end of a wait that took any time
 ``link to rank k``    the same of a send
-``collectives``       of a flow: a collective of the group, from when it was begun to when it was
-                      waited for
 ====================  ==========================================================================
 
 On a device posts and waits return at once and what is shown is the host's time; use the device's
@@ -23,8 +21,7 @@ profiler for the streams.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from commfuse_npu.plan.program import Program
@@ -47,19 +44,17 @@ class Event(NamedTuple):
     """Something that took time on one rank.
 
     Attributes:
-        name: empty if ``origin`` says what it is.
         start, end: in ns of :func:`clock`.
         linear: whose weight it is about, if that is known.
         iteration: of the training, 0 if that is not known.
     """
 
     row: str
-    name: str
     operation: str
     start: int
     end: int
+    origin: Origin
     bytes: int = 0
-    origin: Origin | None = None
     linear: Linear | None = None
     iteration: int = 0
 
@@ -102,14 +97,3 @@ class Trace:
         start = max(event.start, self._free.get(event.row, event.start))
         self._free[event.row] = event.end
         self.add(event._replace(start=start))
-
-    @contextmanager
-    def span(
-        self, row: str, name: str, operation: str, linear: Linear | None = None
-    ) -> Iterator[None]:
-        """Around work that takes its time on the host."""
-        start = clock()
-        try:
-            yield
-        finally:
-            self.add(Event(row, name, operation, start, clock(), linear=linear))

@@ -6,7 +6,6 @@ of many: the answer was read half way) and shows everything on rank 0's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from commfuse_npu.tools.simulate.names import message, work
 __all__ = ["Shown", "events_of_viewer", "linears_of", "shown", "write"]
 
 _PINGS = 20
-_LAYER = re.compile(r" of layer (\d+)")
 
 
 class Shown(NamedTuple):
@@ -101,29 +99,23 @@ def shown(event: Event) -> Shown:
 
     Without a known linear layer it is called after its operation.
     """
-    said, args = event.name, dict[str, int | str]()
-    linear, layer = event.linear, _LAYER.search(event.name)
+    args, linear = dict[str, int | str](), event.linear
     if event.iteration:
         args["iteration"] = event.iteration
     if linear is not None and linear.layer is not None:
         args["layer"] = linear.layer
-    elif layer is not None:
-        args["layer"] = int(layer[1])
     args["operation"] = event.operation
-    if event.origin is not None:
-        program, about = event.origin
-        called = event.operation
-        if linear is not None:
-            called = linear.name + (" backward" if called.endswith(" backward") else "")
-        if isinstance(about, str):
-            said = message(called, program, about)
-        else:
-            one = program.code[about]
-            what = (
-                one.work if isinstance(one, Compute) else "sum" if isinstance(one, Add) else "copy"
-            )
-            said = work(f"{called} {what}", program, about)
-            args["instruction"] = line(one)
+    program, about = event.origin
+    called = event.operation
+    if linear is not None:
+        called = linear.name + (" backward" if called.endswith(" backward") else "")
+    if isinstance(about, str):
+        said = message(called, program, about)
+    else:
+        one = program.code[about]
+        what = one.work if isinstance(one, Compute) else "sum" if isinstance(one, Add) else "copy"
+        said = work(f"{called} {what}", program, about)
+        args["instruction"] = line(one)
     if event.bytes:
         args["bytes"] = event.bytes
     return Shown(event.row, said, event.operation, event.start, event.end, args)

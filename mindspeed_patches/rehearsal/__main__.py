@@ -56,7 +56,7 @@ _SET_ANEW = (
     *("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 )
 """Variables that a launch sets for its machine, and a rehearsal for this one."""
-_OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses", "--commfuse-flow")
+_OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -228,7 +228,6 @@ _COMMAND_LINE_ONLY = {
 }
 _MAY_BE_NULL = {
     "commfuse_chunks",
-    "commfuse_flow",
     "commfuse_lanes",
     "data_path",
     "lr_warmup_iters",

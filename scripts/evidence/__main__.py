@@ -9,7 +9,7 @@ _TOOLS = {
     "layers": "a layer in every form, simulated: who is ahead where?",
     "timeline": "the picture of a linear layer in the docs",
     "predicted": "the benchmark's micro-batches as simulated, beside what it measured",
-    "flow_picture": "the picture of a layer in the README, simulated",
+    "forms_picture": "the picture of a layer in the README, simulated",
 }
 
 

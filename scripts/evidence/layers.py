@@ -2,19 +2,16 @@
 
     python -m scripts.evidence layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
 
-README's table is one minus the shares of ``--models llama2_7b llama3_8b --sequence-lengths 8192
---flow-chunks 4``.
+README's table is one minus the shares of ``--models llama2_7b llama3_8b --sequence-lengths 8192``.
 
 Simulates forward and backward of one layer, each form at its best: ours with the fastest number of
 chunks for each operation, or Megatron's order where that is faster, CoC with the fastest number of
 slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
-sums are made in one pass, and weight gradients of row-parallel layers by blocks.  A flow is a layer
-in the middle of a stage, with the fastest of 2, 3, 4, 6 and 8 chunks that divide a rank's tokens;
-forward-backward a layer of a forward beside one of a backward, in the middle of a step.
-Times are shares of those with blocking collectives.  Nobody can launch the last four: CoC tuned
-for each operation as ours is, the kernels of hicann/catccos, kernels without a cost of cutting, and
-no communication at all.  Who
-is ahead is counted a second time with HCCL's sums in an order, as ours are, but for a flow.
+sums are made in one pass, and weight gradients of row-parallel layers by blocks.  Forward-backward
+is a layer of a forward beside one of a backward, in the middle of a step.  Times are shares of
+those with blocking collectives.  Nobody can launch the last four: CoC tuned for each operation as
+ours is, the kernels of hicann/catccos, kernels without a cost of cutting, and no communication at
+all.  Who is ahead is counted a second time with HCCL's sums in an order, as ours are.
 
 A last table counts for whole steps of forward-backward, whose first forward and last backward have
 no partner, with hosts that take 15, 55 and 99 us for a launch.
@@ -43,14 +40,12 @@ from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
     COC_FUSED,
     COMPUTE_ONLY,
-    FLOWS,
     IDEAL,
     MC2,
     REFERENCE,
     TURNS,
     Variant,
     direct,
-    flowing,
     fused,
     sliced,
     tuned,
@@ -66,16 +61,16 @@ _SIZES = (2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 6)
 _SLICES = (2, 4, 8)
 
-OURS = ("ours", "ours, other rounding", "default", "flow", "forward-backward")
+OURS = ("ours", "ours, other rounding", "default", "forward-backward")
 _KERNEL = "CoC fused"
 RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
 BOUNDS = ("CoC tuned", "catccos", "ideal", "compute")
-_STEP_FORMS = ("default", "flow", *RIVALS)
+_STEP_FORMS = ("default", *RIVALS)
 _HOSTS = (15, 55, 99)
 """Microseconds per launch."""
 _MICRO_BATCHES = (8, 32)
 _RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-_GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "flow", "forward-backward")
+_GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "forward-backward")
 _KERNELS = ("MC2", _KERNEL)
 """What waits inside of them is not seen."""
 
@@ -118,10 +113,8 @@ def _ahead(shares: dict[str, float], form: str, others: Sequence[str]) -> bool:
     return all(shares[form] < shares[other] for other in others if other in shares)
 
 
-def forms(
-    machine: Machine, lanes: int, what: Training, flows: Sequence[int] = FLOWS
-) -> dict[str, Variant]:
-    """By name; ``flows`` are the numbers of chunks of a flow."""
+def forms(machine: Machine, lanes: int, what: Training) -> dict[str, Variant]:
+    """By name."""
     tp, rows, hidden = what.tp, what.shape.block, what.hidden
     base, least = direct(tp, tp), covering_outputs(machine, tp)
     megatron = Variant("megatron", "megatron")
@@ -130,7 +123,6 @@ def forms(
         "ours": tuned(base, lanes, _CHUNKS),
         "ours, other rounding": tuned(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
         "default": default if rows >= least_rows(tp, hidden) else megatron,
-        **{f"flow {k}": flowing(k) for k in flows if rows % k == 0},
         **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
         "forward-backward": TURNS,
         **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
@@ -142,24 +134,16 @@ def forms(
     }
 
 
-def point(
-    machine: str,
-    model: str,
-    tp: int,
-    sequence: int,
-    flows: Sequence[int] = FLOWS,
-    corners: int = len(CORNERS),
-) -> Point:
+def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
     """Simulate a layer of one sequence.
 
     Args:
-        flows: the numbers of chunks of a flow, of which the fastest counts.
         corners: how many of the corners of the machine's description.
     """
     hardware = Hardware.load(find_config(machine, "hardware"))
     options = Options(micro_batch=1, micro_batches=1)
     what = training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
-    every = forms(hardware.machine(), best_lanes(hardware, tp), what, flows)
+    every = forms(hardware.machine(), best_lanes(hardware, tp), what)
     times = [
         _times(Step(hardware.machine(compute, links), what), every)
         for compute, links in CORNERS[:corners]
@@ -178,9 +162,8 @@ _Times = tuple[LayerTime, dict[str, LayerTime]]
 def _times(step: Step, every: dict[str, Variant]) -> _Times:
     found = {name: step.layer_time(one) for name, one in every.items()}
     again = step.training.recompute == "full"
-    for form in ("CoC", "flow"):
-        numbers = [name for name in found if name.removeprefix(f"{form} ").isdigit()]
-        found[form] = min((found.pop(name) for name in numbers), key=partial(_seconds, again=again))
+    slices = [found.pop(f"CoC {k}") for k in _SLICES]
+    found["CoC"] = min(slices, key=partial(_seconds, again=again))
     return step.layer_time(REFERENCE), found
 
 
@@ -198,7 +181,7 @@ _Steps = dict[tuple[int, Recompute, int], list[dict[str, float]]]
 micro-batches."""
 
 
-def steps(machine: str, model: str, tp: int, sequence: int, flows: Sequence[int] = FLOWS) -> _Steps:
+def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
     """Simulate steps without a pipeline, of forms that can be launched and are not tuned."""
     described = Hardware.load(find_config(machine, "hardware"))
     config = ModelConfig.load(find_config(model))
@@ -209,7 +192,7 @@ def steps(machine: str, model: str, tp: int, sequence: int, flows: Sequence[int]
             hardware = described.launching(host * 1e-6)
             options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
             what = training(config, Layout(tp, 1, 1, 1), sequence, options)
-            every = forms(hardware.machine(), best_lanes(hardware, tp), what, flows)
+            every = forms(hardware.machine(), best_lanes(hardware, tp), what)
             known = {name: of for name, of in every.items() if name not in (*BOUNDS, *OURS[:2])}
             _, times = _times(Step(hardware.machine(*corner), what, shared=shared), known)
             for count in _MICRO_BATCHES:
@@ -224,7 +207,7 @@ def _length(time: LayerTime, micro_batches: int, recompute: Recompute) -> float:
     return alone + (paired - alone) * (micro_batches - 1) / micro_batches
 
 
-def _steps(given: tuple[str, str, int, int, Sequence[int]]) -> _Steps:
+def _steps(given: tuple[str, str, int, int]) -> _Steps:
     return steps(*given)
 
 
@@ -248,7 +231,7 @@ def steps_report(points: Sequence[_Steps]) -> str:
     return "\n".join(lines)
 
 
-def _point(given: tuple[str, str, int, int, Sequence[int]]) -> Point:
+def _point(given: tuple[str, str, int, int]) -> Point:
     return point(*given)
 
 
@@ -300,12 +283,6 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
         if 0 < len(behind) <= 8:
             yield f"*{form}* is behind CoC in slices or Megatron's order at {_names(behind)}."
 
-    behind = [one for one in points if not one.ahead("flow", ("ours",))]
-    yield (
-        f"*flow* is ahead of *ours* at {len(points) - len(behind)} of {len(points)} points"
-        + (f"; not at {_names(behind)}." if behind else ".")
-    )
-
 
 def _names(points: Sequence[Point]) -> str:
     return ", ".join(f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in points)
@@ -353,22 +330,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", nargs="+", default=_MODELS)
     parser.add_argument("--tp", nargs="+", type=int, default=_SIZES)
     parser.add_argument("--sequence-lengths", nargs="+", type=int, default=_SEQUENCES)
-    parser.add_argument("--flow-chunks", nargs="+", type=int, default=FLOWS)
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="put the table into its section of FILE"
     )
     given = parser.parse_args(argv)
-    for tokens, tp in product(given.sequence_lengths, given.tp):
-        if all(tokens // tp % chunks for chunks in given.flow_chunks):
-            parser.error(
-                f"--flow-chunks {' '.join(map(str, given.flow_chunks))}: none divides the "
-                f"{tokens // tp} rows of {tokens} tokens at TP {tp}; give 2"
-            )
-    wanted = [
-        *product(
-            given.machines, given.models, given.tp, given.sequence_lengths, [given.flow_chunks]
-        )
-    ]
+    wanted = [*product(given.machines, given.models, given.tp, given.sequence_lengths)]
     with ProcessPoolExecutor() as pool:
         hosts = pool.map(_steps, wanted)
         text = report(list(pool.map(_point, wanted)))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from commfuse_npu import ops, reference
-from commfuse_npu.ops.flow import Flow
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 
@@ -79,19 +78,6 @@ def compared(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_fp32_leaves_are_computed_in_bf16(ranks: Any, name: str) -> None:
     ranks(2).run(compared, name)
-
-
-def flow_refused(rank: int) -> None:
-    flow = Flow(Transport.create(lanes=1, timeout=PATIENT), 2)
-    weight = torch.zeros(4, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(TypeError, match=r"a weight is .*float32, autocast computes in"):
-            flow.weights([(weight, False)])
-        assert len(flow.weights([(weight.bfloat16(), False)])) == 1
-
-
-def test_a_flow_does_not_cast_and_says_so(ranks: Any) -> None:
-    ranks(2).run(flow_refused)
 
 
 def mistaken(rank: int, name: str) -> list[str]:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, linear
-from commfuse_npu.ops.flow import Flow
 from commfuse_npu.plan.program import Post, Program, Wait
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
@@ -24,7 +22,7 @@ from commfuse_npu.proof.verify_log import Verdict, files_of, verify_logs
 from commfuse_npu.runtime import order_log
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.tools import cli
-from tests.distributed import test_attention, test_flow, test_linear, test_ulysses
+from tests.distributed import test_attention, test_linear, test_ulysses
 from tests.distributed.test_linear import COLUMN, FULL, ROW
 from tests.limits import BRIEF, PATIENT
 
@@ -134,47 +132,6 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
         tensor.confirm("the step")
         second.wait()
     return [tensor, gradients, parameters]
-
-
-def flows(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    """Chunks through two layers, forward and backward, twice; an operation behind them."""
-    made, chunks = link(log, batched), 3
-    given, mine, _ = test_flow.setting(rank, made.size, chunks)
-
-    def ours(hidden: torch.Tensor, parts: list[Any]) -> torch.Tensor:
-        return test_flow.flowed(Flow(made, chunks), hidden, parts)
-
-    for _ in range(2):
-        test_flow.step(given, mine, ours, chunks, made.size)
-        gather(made, torch.ones(1, 2))
-    return [made]
-
-
-def test_collectives_of_a_flow_are_recorded(ranks, tmp_path) -> None:
-    ranks(2).run(record, str(tmp_path), flows, False)
-    found = verdict(tmp_path)
-    assert (found.faults, found.notes) == ([], [])
-    # Two layers of two parts, three chunks: two transfers forward, three backward.
-    each = 2 * 2 * 3 * (2 + 3) + 1
-    assert found.operations == 2 * 2 * each
-    path = tmp_path / "rank_00001.jsonl"
-    lines = path.read_text().splitlines()
-    about = [json.loads(line) for line in lines if line.startswith('{"collective"')]
-    names = {(one["name"], one["kind"]) for one in about}
-    assert ("gather of chunk 1 before MLP 1", "all_gather") in names
-    assert ("gather of chunk 2 before attention 0, again", "all_gather") in names
-    assert ("scatter of attention 2 0", "reduce_scatter") in names
-    rows, wide = test_flow.BATCH * 2, test_flow.HIDDEN * 4
-    # A gather takes this rank's rows, a scatter the chunk of both.
-    assert {(one["kind"], one["bytes"]) for one in about} == {
-        ("all_gather", rows * wide), ("reduce_scatter", 2 * rows * wide)
-    }  # fmt: skip
-    # A rank that begins two transfers in the wrong order.
-    issues = [at for at, line in enumerate(lines) if line.startswith('["issue"')]
-    at = next(a for a, b in pairwise(issues) if b == a + 1 and lines[a][-3:] != lines[b][-3:])
-    lines[at : at + 2] = lines[at + 1], lines[at]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    assert any("do not do the same as collective" in fault for fault in verdict(tmp_path).faults)
 
 
 @WAYS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ import torch
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
-from commfuse_npu.ops.flow import Flow
 from commfuse_npu.plan.program import Add, Compute, Copy, line
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime import agreement, executor, trace
 from commfuse_npu.runtime.trace import Event, Linear, Trace
 from commfuse_npu.tools.trace_file import events_of_viewer, linears_of, shown, write
-from tests.distributed import test_flow
 from tests.limits import PATIENT
 
 HOUR = 3600 * 10**9
@@ -115,44 +113,6 @@ def test_a_trace_shows_every_message_and_every_piece_on_one_clock(
         (2, "fc1 wgrad"),
     } <= said
     assert all(event["args"]["layer"] == 3 for event in spans)
-
-
-def _flow(rank: int, path: str) -> None:
-    link, chunks = Transport.create(lanes=1, timeout=PATIENT), 3
-    given, mine, _ = test_flow.setting(rank, link.size, chunks)
-    names = {one[name].data_ptr(): Linear(name) for one in given for name in one if name != "norm"}
-    link.trace = Trace(linears=names)
-    test_flow.step(
-        given,
-        mine,
-        lambda hidden, parts: test_flow.flowed(Flow(link, chunks), hidden, parts),
-        chunks,
-        link.size,
-    )
-    write(link, Path(path))
-    link.close()
-
-
-def test_a_trace_shows_the_collectives_and_the_work_of_a_flow(ranks, tmp_path) -> None:
-    path = tmp_path / "trace.json"
-    ranks(2).run(_flow, str(path))
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    content = json.loads(path.read_text())["traceEvents"]
-    rows = {e["tid"]: e["args"]["name"] for e in content if e["name"] == "thread_name"}
-    for event in content:
-        if event["ph"] == "X" and event["pid"] == 0:
-            found[rows[event["tid"]]].append(event)
-    # Two layers of two parts, three chunks: two transfers forward, three backward.
-    assert len(found["collectives"]) == len(found["waiting"]) == 2 * 2 * 3 * (2 + 3)
-    for before, after in pairwise(found["collectives"]):
-        assert after["ts"] >= before["ts"] + before["dur"] - 0.001, "one at a time"
-    # Two GEMMs forward, four backward.
-    work = Counter(event["name"] for event in found["compute"])
-    assert work.total() == 2 * 2 * 3 * (2 + 4)
-    assert {name for name in work if "dgrad" not in name and "chunk 1" in name} >= {
-        "qkv GEMM, chunk 1", "fc1 GEMM, chunk 1", "fc1 wgrad, chunk 1", "fc2 wgrad, chunk 1"
-    }  # fmt: skip
-    assert work["fc1 dgrad, chunk 2"] == 2
 
 
 def _untraced(rank: int) -> list[object]:

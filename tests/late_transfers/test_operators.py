@@ -8,7 +8,6 @@ from typing import Any
 MODULES = (
     "test_attention",
     "test_buckets",
-    "test_flow",
     "test_linear",
     "test_programs",
     "test_sharded_linear",

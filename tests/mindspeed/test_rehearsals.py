@@ -105,16 +105,6 @@ ATTENTION_CASES = {
 """Processes, what is added to the model's options in fp32, and what has to be fused."""
 
 
-FLOW = f"{LOCAL} --commfuse-flow 4"
-FLOW_CASES = {
-    "flow": (2, f"{FLOW} {PLAIN_WGRAD}"),
-    "flow_recomputed": (2, f"{FLOW} {PLAIN_WGRAD} {RECOMPUTE}"),
-    "flow_gradient_accumulation_fusion": (2, FLOW),
-    "flow_pipeline": (4, f"{FLOW} {PLAIN_WGRAD} --pipeline-model-parallel-size 2"),
-}
-"""Processes, and what is added to the model's options in fp32."""
-
-
 LATENT = (
     "--spec mindspeed_llm.tasks.models.spec.deepseek_spec layer_spec --multi-latent-attention "
     "--qk-layernorm --qk-pos-emb-head-dim 16 --qk-head-dim 32 --q-lora-rank 32 --kv-lora-rank 32 "
@@ -350,22 +340,6 @@ def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
     for layer in fused:
         calls = {path for r in commfuse for name, path, _ in r.calls if name == layer}
         assert calls == {"fused"}, printed
-
-
-@pytest.mark.parametrize("case", FLOW_CASES)
-def test_a_flow_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
-    processes, options = FLOW_CASES[case]
-    model = MODEL.replace("--bf16", "")
-    launch = f"torchrun --nproc_per_node {processes} pretrain_gpt.py {model} {options}"
-    code, printed = rehearse(tmp_path, "--iterations", "10", "--", *launch.split())
-    assert code == 0, printed
-    assert "losses equal within 1e-06 relative: True" in printed
-
-    reference, commfuse = records(tmp_path)
-    assert degeneracies(commfuse) == []
-    assert largest_loss_difference(reference, commfuse) <= 1e-6
-    calls = {path for r in commfuse for name, path, _ in r.calls if name == "flow"}
-    assert calls == {"fused"}, printed
 
 
 def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.options import option_name
-from commfuse_npu.refusals import FLOW_REFUSALS, REFUSALS_OF
+from commfuse_npu.refusals import ATTENTION_REFUSALS, REFUSALS_OF
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
@@ -24,13 +24,11 @@ class Asked:
         refused: each attribute that is refused, with a value that a user would give.
         harmless: some of them, with values that are not.
         others: what the option needs besides.
-        on: its value.
     """
 
     refused: dict[str, Any]
     harmless: dict[str, Any]
     others: dict[str, Any] = field(default_factory=dict)
-    on: Any = True
 
 
 FOR_ATTENTION = {
@@ -54,28 +52,6 @@ HARMLESS_FOR_ATTENTION = {
     "position_embedding_type": "rope",
 }
 PACKED = {"reset_attention_mask": True, "shape_order": "TND", "attention_mask_type": "general"}
-
-FOR_FLOW = FOR_ATTENTION | {
-    "commfuse_attention": True,
-    "reset_attention_mask": True,
-    "shape_order": "TND",
-    "hidden_dropout": 0.1,
-    "attention_mask_type": "general",
-    "transformer_impl": "transformer_engine",
-    "num_experts": 8,
-    "mtp_num_layers": 1,
-    "enable_mhc": True,
-    "scale_depth": 1.4,
-    "share_kvstates": True,
-    "is_instruction_dataset": True,
-    "recompute_activation_function": True,
-    "recompute_norm": True,
-    "recompute_in_advance": True,
-    "recompute_in_bubble": True,
-    "adaptive_memory_optimization": True,
-    "swap_attention": True,
-    "enable_cuda_graph": True,
-}
 
 OPTIONS = {
     "use_commfuse": Asked(
@@ -108,14 +84,6 @@ OPTIONS = {
         FOR_ATTENTION,
         HARMLESS_FOR_ATTENTION | {"context_parallel_size": 1} | PACKED,
         {"attention_dropout": 0.0},
-    ),
-    "commfuse_flow": Asked(
-        FOR_FLOW,
-        HARMLESS_FOR_ATTENTION
-        | {"context_parallel_size": 1, "hidden_dropout": 0.0, "num_experts": 1}
-        | {"transformer_impl": "local", "attention_mask_type": "causal", "shape_order": "SBH"},
-        {"attention_dropout": 0.0, "sequence_parallel": True, "seq_length": 64},
-        on=4,
     ),
     "commfuse_ulysses": Asked(
         {name: value for name, value in FOR_ATTENTION.items() if name != "context_parallel_size"}
@@ -160,9 +128,9 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str) -> None:
     expected = f"^{option_name(ours)} and {refusal.option} exclude each other: .+; .+"
     feature = CommFuseFeature()
     with pytest.raises(IncompatibleOptionsError, match=expected) as caught:
-        feature.validate_args(real_arguments(**{ours: asked.on} | asked.others | {name: value}))
+        feature.validate_args(real_arguments(**{ours: True} | asked.others | {name: value}))
     assert "{" not in str(caught.value)
-    given = argparse.Namespace(**{"use_commfuse": True, ours: asked.on, name: early(value)})
+    given = argparse.Namespace(**{"use_commfuse": True, ours: True, name: early(value)})
     with pytest.raises(IncompatibleOptionsError, match=expected):
         feature.register_patches(PatchManager(), given)
     # Without our option it is nobody's concern.
@@ -185,15 +153,14 @@ def test_words_of_a_command_line_are_refused_as_namespaces_are(ours: str) -> Non
 
 
 def test_megatrons_default_excludes_where_nobody_typed_the_option() -> None:
-    found = [one.value_in([]) for one in FLOW_REFUSALS]
-    usual = ("0.1", "0.1", "transformer_engine")
-    assert list(filter(None, found)) == [f"{value}, Megatron's default" for value in usual]
+    found = [one.value_in([]) for one in ATTENTION_REFUSALS]
+    assert list(filter(None, found)) == ["0.1, Megatron's default"]
 
 
 def test_what_is_no_number_is_not_known_to_be_harmless() -> None:
-    (dropout,) = [one for one in FLOW_REFUSALS if one.option == "--hidden-dropout"]
-    assert dropout.value_in(["--hidden-dropout", "${DROPOUT}"]) == "${DROPOUT}"
-    assert dropout.given(argparse.Namespace(hidden_dropout="some"))
+    (dropout,) = [one for one in ATTENTION_REFUSALS if one.option == "--attention-dropout"]
+    assert dropout.value_in(["--attention-dropout", "${DROPOUT}"]) == "${DROPOUT}"
+    assert dropout.given(argparse.Namespace(attention_dropout="some"))
 
 
 @pytest.mark.parametrize("ours", OPTIONS)
@@ -205,9 +172,7 @@ def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
         dict.fromkeys(asked.refused),
     ):
         check_compatible(argparse.Namespace(**given), REFUSALS_OF[option_name(ours)])
-    CommFuseFeature().validate_args(
-        real_arguments(**{ours: asked.on} | asked.harmless | asked.others)
-    )
+    CommFuseFeature().validate_args(real_arguments(**{ours: True} | asked.harmless | asked.others))
 
 
 def test_the_old_name_of_muon_is_refused_too() -> None:

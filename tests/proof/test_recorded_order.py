@@ -421,11 +421,11 @@ def test_what_gloo_forgives_is_found(tmp_path) -> None:
     assert re.match(r"wrong data: rank . sends block . \(8 rows\) .* expects block .", fault)
 
 
-# ---------------------------------------------------------------------- collectives of a flow
+# ---------------------------------------------------------------------- collectives of a group
 
 
 def chunks(host: Host, *, size: int = 64, turns: int = 2) -> None:
-    """Two chunks on their way at once, as in a flow, and an operation behind them."""
+    """Two of them under way at once, and an operation behind them."""
     for _ in range(turns):
         first = host.issue("all_gather", "gather of chunk 0")
         second = host.issue("reduce_scatter", "scatter of chunk 1", size)
@@ -435,7 +435,7 @@ def chunks(host: Host, *, size: int = 64, turns: int = 2) -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_collectives_of_a_flow_are_proved(tmp_path, batched: bool) -> None:
+def test_collectives_of_a_group_are_proved(tmp_path, batched: bool) -> None:
     found = run(tmp_path, batched, chunks, chunks, chunks)
     assert (found.faults, found.notes) == ([], [])
     assert found.operations == 3 * 2 * 3

@@ -17,7 +17,6 @@ from commfuse_npu.ops import (
     attention_linear_reduce_scatter,
     linear_reduce_scatter,
 )
-from commfuse_npu.ops.flow import Flow
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import split
 from commfuse_npu.reference import (
@@ -42,25 +41,24 @@ from commfuse_npu.tools.bench.carriers import (
     TakingTurns,
     TorchCollectives,
 )
-from commfuse_npu.tools.bench.flows import CarriedFlow, FlowForm, flow_form, plain_flow_form
 from commfuse_npu.tools.bench.ring import Ring
 from commfuse_npu.tools.bench.shapes import MICROBATCHES
 from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tools.one_device.backend import BACKEND as ONE_DEVICE
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["Form", "Groups", "baseline", "form_of", "in_order", "plain_form"]
+__all__ = ["Form", "Groups", "baseline", "form_of", "plain_form"]
 
 _Layer = Callable[..., torch.Tensor]
 
 _RUNS = 8
-"""Of queries in the attention of the baselines, as many as the most chunks of a flow."""
+"""Of queries in the attention of the baselines, as many as eight ranks have blocks."""
 
 
 _Pair = Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]]
 
 
-def in_order(forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+def _in_order(forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
     result = backward()
     return forward(), result
 
@@ -82,7 +80,7 @@ class Form:
     linear_reduce_scatter: _Layer
     attention_linear_reduce_scatter: _Layer
     blocked_seconds: Callable[[], float]
-    pair: _Pair = in_order
+    pair: _Pair = _in_order
 
 
 class Groups:
@@ -120,10 +118,8 @@ def _options_of(variant: Variant) -> LinearOptions:
     return LinearOptions(variant.schedule, wgrad=variant.wgrad, tuning=tuning)
 
 
-def plain_form(variant: Variant, groups: Groups) -> Form | FlowForm:
+def plain_form(variant: Variant, groups: Groups) -> Form:
     """The product's plain ops, cut into the GEMMs of a fused form: the same additions."""
-    if variant.kind == "flow":
-        return plain_flow_form(groups.transport, variant.slices)
     group, options = groups.collectives, _options_of(variant)
     attend = plain_attention_linear_reduce_scatter
     return Form(
@@ -134,11 +130,9 @@ def plain_form(variant: Variant, groups: Groups) -> Form | FlowForm:
     )
 
 
-def form_of(variant: Variant, groups: Groups) -> Form | FlowForm:
+def form_of(variant: Variant, groups: Groups) -> Form:
     """The layers of a variant.  ``communication`` has none: it computes nothing."""
     transport = groups.transport
-    if variant.kind == "flow":
-        return _flow(variant, groups)
     if variant.kind == "fused":
         options, attend = _options_of(variant), attention_linear_reduce_scatter
         return Form(
@@ -179,17 +173,6 @@ def _taking_turns(groups: Groups) -> Form:
 
     carrier = TakingTurns(groups.direct, groups.pool)
     return replace(baseline(MegatronOrder(carrier)), pair=pair)
-
-
-def _flow(variant: Variant, groups: Groups) -> FlowForm:
-    transport = groups.transport
-    if not variant.direct:
-        flow = Flow(transport, variant.slices)
-        return flow_form(flow, lambda: transport.blocked_seconds)
-    # Fresh buffers for every transfer, as the product has them.
-    carrier = DirectExchange(groups.direct, BufferPool(keep_bytes=0))
-    carried = CarriedFlow(transport, variant.slices, carrier)
-    return flow_form(carried, lambda: carrier.blocked_seconds)
 
 
 def baseline(layers: Blocking, runs: int = _RUNS) -> Form:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["changes", "peak_bytes"]
+__all__ = ["peak_bytes"]
 
 
 def peak_bytes(call: Callable[[], object], device_type: str) -> int:
@@ -22,13 +22,10 @@ def peak_bytes(call: Callable[[], object], device_type: str) -> int:
         call()
         device.synchronize()
         return int(device.max_memory_allocated()) - int(before)
-    return max(accumulate(changes(call), initial=0))
-
-
-def changes(call: Callable[[], object]) -> list[int]:
-    """On a CPU, bytes of each allocation, and, negative, of each tensor that is freed."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()
     events = recorded.profiler.kineto_results.events()
     del result
-    return [event.nbytes() for event in events if event.name() == "[memory]"]
+    # Of each allocation, and, negative, of each tensor that is freed.
+    changes = (event.nbytes() for event in events if event.name() == "[memory]")
+    return max(accumulate(changes, initial=0))

@@ -30,7 +30,7 @@ _CROWDED_GFLOPS = 15.0
 _ALL_RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 
 _OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
-_OURS = ("auto*", "ours-c?", "ours-c4-wgrad", "flow-?")
+_OURS = ("auto*", "ours-c?", "ours-c4-wgrad")
 _TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
 _FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-t0.5", "ours-c?-l1", "ours-c4-l2")
 _EIGHT_RANKS = ("coc-?", "slices-?", "ring", "auto", "ours-c?")
@@ -43,7 +43,6 @@ _LARGE = (
     "megatron*",
     "auto*",
     "ours-c[148]",
-    "flow-?",
 )
 """Every way at its best, not every combination: lanes differ with several peers only."""
 

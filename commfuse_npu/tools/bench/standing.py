@@ -85,11 +85,8 @@ def _verdict(results: Sequence[Result]) -> list[str]:
     flags = [] if turns else ["--use-commfuse"]
     options = " ".join([*flags, *(_options(schedule) if schedule else ())])
     compared = "; ".join(said)
-    rounding = ""
-    if schedule is not None and schedule.kind == "flow":
-        rounding = "; weight gradients are summed chunk by chunk (other rounding)"
     return [
-        f"Best of ours over {_settings(len(pairs['rival']))}: **{ours}**: `{options}`{rounding}",
+        f"Best of ours over {_settings(len(pairs['rival']))}: **{ours}**: `{options}`",
         f"{compared[0].upper()}{compared[1:]}. The bound of each setting, max(compute, wire), is "
         "for nobody to launch.",
     ]
@@ -116,9 +113,7 @@ def _said(share: float) -> str:
 
 
 def _options(variant: Variant) -> Iterator[str]:
-    if variant.kind == "flow":
-        yield f"--commfuse-flow {variant.slices}"
-    elif variant.kind == "turns":
+    if variant.kind == "turns":
         yield "--commfuse-fb-overlap"
     elif variant.tuned:
         yield "--commfuse-tuning on"

@@ -17,9 +17,8 @@
                    they arrive, which rounds differently.
 ``auto[-wgrad]``   this project's ops with the schedule that is fastest when it is tried out at the
                    first use over this link, or the plain path (:mod:`commfuse_npu.tuning`).
-``flow-K``         whole layers in K chunks that flow (:mod:`commfuse_npu.ops.flow`), each transfer
-                   a direct exchange.  The attention of a chunk sees the chunks up to its own.
-``flow-K-coll``    the same with the collectives of the group, as the product does.
+``fb-overlap``     the forward of a micro-batch beside the backward of the one before it
+                   (:mod:`commfuse_npu.overlap`), with the transfers of ``megatron-p2p``.
 =================  ===============================================================================
 
 Besides these every round measures ``compute`` (no communication at all) and ``communication`` (the
@@ -51,14 +50,13 @@ __all__ = [
 COMPUTE, COMMUNICATION, REFERENCE = "compute", "communication", "p2p"
 
 Kind = Literal[
-    "compute", "communication", "blocking", "sliced", "ring", "megatron", "fused", "flow", "turns"
+    "compute", "communication", "blocking", "sliced", "ring", "megatron", "fused", "turns"
 ]
 
 _CHUNKS = (1, 2, 4, 8)
 _TAPERED = ((2, 1.5), (4, 1.5), (4, 2.0), (6, 1.5), (4, 0.5))
 _SLICES = (2, 4, 8)
-_WHOLE_LAYERS = ("layer", "layers", "micro-batches")
-_WITH_BACKWARD = ("mlp", "attention", *_WHOLE_LAYERS)
+_WITH_BACKWARD = ("mlp", "attention", "layer", "layers", "micro-batches")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Variant:
 
     Attributes:
         direct: carried by direct exchanges rather than by torch's collectives.
-        slices: for ``sliced`` and, chunks of the sequence, ``flow``.
+        slices: for ``sliced``.
         schedule: for ``fused``.
         tuned: take the schedule, or the order of turns, as what may be varied.
         wgrad: how weight gradients are made.
@@ -105,24 +103,19 @@ def of_group(size: int) -> list[Variant]:
     found.append(Variant("ours-c4-wgrad", "fused", schedule=four, wgrad="blocks"))
     found.append(Variant("auto", "fused", schedule=every, tuned=True))
     found.append(Variant("auto-wgrad", "fused", schedule=every, tuned=True, wgrad="blocks"))
-    for k in _SLICES:
-        found.append(Variant(f"flow-{k}", "flow", slices=k))
-        found.append(Variant(f"flow-{k}-coll", "flow", direct=False, slices=k))
     found.append(Variant("fb-overlap", "turns", tuned=True))
     return found
 
 
 def is_ours(name: str) -> bool:
     """Whether a variant of this name is this project's."""
-    return name.startswith(("ours", "auto", "flow", "fb-overlap"))
+    return name.startswith(("ours", "auto", "fb-overlap"))
 
 
 def applies_to(variant: Variant, work: str) -> bool:
-    """Whether a variant is about this work: some are about the backward or whole layers only."""
+    """Whether a variant is about this work: some need a backward, or micro-batches."""
     if variant.kind == "turns":
         return MICROBATCHES[work] > 1
-    if variant.kind == "flow":
-        return work in _WHOLE_LAYERS
     return work in _WITH_BACKWARD or (variant.kind != "megatron" and variant.wgrad == "whole")
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from commfuse_npu.tools.bench import wire
 from commfuse_npu.tools.bench.carriers import DirectExchange
-from commfuse_npu.tools.bench.flows import FlowForm
 from commfuse_npu.tools.bench.forms import Form, Groups, form_of, plain_form
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
 from commfuse_npu.tools.bench.samples import Check, Sample
@@ -40,7 +39,7 @@ class Worker:
         self._groups = Groups()
         self._device = self._groups.transport.device_type
         self._direct = DirectExchange(self._groups.direct, self._groups.pool)
-        self._forms: dict[Variant, Form | FlowForm] = {}
+        self._forms: dict[Variant, Form] = {}
         self._work: Work
         self._gflops: float | None = None
         # Of ranks that share one device: what each variant sent and received, and the links' rate.
@@ -140,20 +139,18 @@ class Worker:
         if self._reference is None:
             results = work.run(self._form(Variant(REFERENCE, "blocking")))
             self._reference = [result.clone() for result in results]
-        results = work.in_order(form, work.run(form))
+        results = work.run(form)
         peak = 0
         if memory:
             # The second time, when a library has what it keeps for itself; buffers from nothing.
             results.clear()
             self._forget_buffers()
             peak = peak_bytes(lambda: results.extend(work.run(form)), self._device)
-            results = work.in_order(form, results)
         if variant.name == COMPUTE:
             return Check(False, 0.0, None, peak)
         same: bool | None = None
-        if variant.kind == "flow" or (variant.schedule is not None and not variant.tuned):
-            plain = plain_form(variant, self._groups)
-            same = _all_equal(results, work.in_order(plain, work.run(plain)))
+        if variant.schedule is not None and not variant.tuned:
+            same = _all_equal(results, work.run(plain_form(variant, self._groups)))
         return Check(
             _all_equal(results, self._reference),
             _max_difference(results, self._reference),
@@ -253,7 +250,7 @@ class Worker:
             return nullcontext()
         return SleepingGemms(self._gflops, self._work.shape.scale)
 
-    def _form(self, variant: Variant) -> Form | FlowForm:
+    def _form(self, variant: Variant) -> Form:
         if variant not in self._forms:
             self._forms[variant] = form_of(variant, self._groups)
         return self._forms[variant]

@@ -11,11 +11,8 @@ from functools import partial
 
 import torch
 
-from commfuse_npu.ops.flow import Part
 from commfuse_npu.tools.bench.carriers import Carrier
-from commfuse_npu.tools.bench.flows import FlowForm
-from commfuse_npu.tools.bench.forms import Form, in_order
-from commfuse_npu.tools.bench.layer_parts import AttentionPart, MlpPart, norm, swiglu
+from commfuse_npu.tools.bench.forms import Form
 from commfuse_npu.tools.bench.shapes import COLLECTIVES, LAYERS, MICROBATCHES, Shape
 
 __all__ = ["DTYPES", "Work"]
@@ -65,18 +62,15 @@ class Work:
         # Rows of [s, H], what every collective of these works carries.
         self._block = self._draw(shard, hidden)
         self._full = self._block.repeat(size, 1)
-        # Input and gradient of the output in stripes, by the number of chunks.
-        self._striped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(self, form: Form | FlowForm) -> list[torch.Tensor]:
+    def run(self, form: Form) -> list[torch.Tensor]:
         """Do the work once.
 
         Returns:
             the output, then the gradients of the input and of the weights where there is a
-            backward; rows as the form has them, see :meth:`in_order`.
+            backward.
         """
         if self.name in ("all-gather", "reduce-scatter"):
-            assert isinstance(form, Form), "a flow is of whole layers"
             weights = self._layers[0]
             with torch.no_grad():
                 if self.name == "all-gather":
@@ -84,34 +78,19 @@ class Work:
                 return [form.linear_reduce_scatter(self._x, weights["down"])]
         under_way, total = self.forward(form), None
         for _ in range(MICROBATCHES[self.name] - 1):
-            pair = form.pair if isinstance(form, Form) else in_order
-            under_way, total = pair(
+            under_way, total = form.pair(
                 partial(self.forward, form), partial(_backward, *under_way, total)
             )
         return [under_way[0].detach(), *_backward(*under_way, total)]
 
-    def forward(
-        self, form: Form | FlowForm
-    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    def forward(self, form: Form) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """Of a work with a backward: the output, input and weights, the output's gradient."""
-        x, grad = self._placed(form)
-        x = x.detach().requires_grad_()
+        y = x = self._x.detach().requires_grad_()
         layers = [{k: w.detach().requires_grad_() for k, w in of.items()} for of in self._layers]
-        if isinstance(form, FlowForm):
-            y = form.run(x, self._parts(form, layers))
-        else:
-            y = x
-            half = {"mlp": self._mlp, "attention": self._attention}.get(self.name, self._layer)
-            for weights in layers:
-                y = half(form, y, weights)
-        return y, [x, *(weight for of in layers for weight in of.values())], grad
-
-    def in_order(self, form: Form | FlowForm, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Results whose rows are this rank's run of the sequence; all ranks together."""
-        if isinstance(form, Form):
-            return results
-        y, grad_x, *grads = results
-        return [form.in_order(y), form.in_order(grad_x), *grads]
+        half = {"mlp": self._mlp, "attention": self._attention}.get(self.name, self._layer)
+        for weights in layers:
+            y = half(form, y, weights)
+        return y, [x, *(weight for of in layers for weight in of.values())], self._grad
 
     def communicate(self, carrier: Carrier) -> None:
         """The collectives of the work one after the other, blocking, and no computation."""
@@ -126,42 +105,25 @@ class Work:
         return drawn.to(self._device, self._dtype)
 
     def _mlp(self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        y = swiglu(form.all_gather_linear(x, weights["gate_up"]))
-        return form.linear_reduce_scatter(y, weights["down"])
+        gate, up = form.all_gather_linear(x, weights["gate_up"]).chunk(2, dim=-1)
+        return form.linear_reduce_scatter(torch.nn.functional.silu(gate) * up, weights["down"])
 
     def _attention(
         self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         y = form.all_gather_linear(x, weights["qkv"])
-        q, k, v = self._split_heads(y, slice(None))
+        q, k, v = self._split_heads(y)
         return form.attention_linear_reduce_scatter(q, k, v, weights["out"])
 
     def _layer(self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        x = x + self._attention(form, norm(x), weights)
-        return x + self._mlp(form, norm(x), weights)
+        x = x + self._attention(form, _norm(x), weights)
+        return x + self._mlp(form, _norm(x), weights)
 
-    def _placed(self, form: Form | FlowForm) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(form, Form):
-            return self._x, self._grad
-        if form.chunks not in self._striped:
-            self._striped[form.chunks] = form.stripes(self._x), form.stripes(self._grad)
-        return self._striped[form.chunks]
-
-    def _parts(self, form: FlowForm, layers: list[dict[str, torch.Tensor]]) -> list[Part]:
-        parts: list[Part] = []
-        for number, of in enumerate(layers):
-            name, heads = f"attention {number}", self._split_heads
-            parts.append(AttentionPart(name, of["qkv"], of["out"], heads, form.chunks))
-            parts.append(MlpPart(f"MLP {number}", of["gate_up"], of["down"]))
-        return parts
-
-    def _split_heads(
-        self, y: torch.Tensor, run: slice
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of a run of the sequence, with their positions."""
+    def _split_heads(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, with their positions."""
         heads = y.unflatten(-1, (-1, self.shape.head))
         q, k, v = heads.split([self._heads, self._groups, self._groups], dim=2)
-        return self._turn(q, run), self._turn(k, run), v.contiguous()
+        return self._turn(q), self._turn(k), v.contiguous()
 
     def _rotary_turns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines ``[S, 1, 1, D/2]`` of rotary position embeddings."""
@@ -172,10 +134,15 @@ class Work:
         cos, sin = (turn.to(self._device, self._dtype) for turn in turns)
         return cos, sin
 
-    def _turn(self, x: torch.Tensor, run: slice) -> torch.Tensor:
-        cos, sin = (turn[run] for turn in self._turns)
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = self._turns
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _norm(rows: torch.Tensor) -> torch.Tensor:
+    """RMS norm without a weight."""
+    return torch.nn.functional.rms_norm(rows, rows.shape[-1:])
 
 
 def _backward(

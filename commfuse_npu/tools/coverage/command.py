@@ -21,13 +21,12 @@ from commfuse_npu.tools.coverage.scripts import find_scripts, read_scripts
 from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse
 from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
 
 _SECONDS = 20.0
-_USUAL_CHUNKS = 4
 _COLUMNS = (
     *("launches", "full", "partial", "refused", "TP 1", "LoRA", "another overlap", "else"),
     *("mixture of experts", "--commfuse-dp alone"),
@@ -51,20 +50,14 @@ def main(words: Sequence[str]) -> int:
         metavar="SECONDS",
         help=f"for each script; default {_SECONDS:g}",
     )
-    parser.add_argument(
-        "--chunks",
-        type=whole(2),
-        default=_USUAL_CHUNKS,
-        help=f"of --commfuse-flow; default {_USUAL_CHUNKS}",
-    )
     given = parser.parse_args(words)
     try:
-        return _report(given.folder, given.timeout, given.chunks, given.json, given.all)
+        return _report(given.folder, given.timeout, given.json, given.all)
     except (UsageError, OSError) as error:
         return refuse("coverage", error)
 
 
-def _report(folder: Path, timeout: float, chunks: int, page: Path | None, everything: bool) -> int:
+def _report(folder: Path, timeout: float, page: Path | None, everything: bool) -> int:
     scripts = find_scripts(folder)
     launches: list[Judged] = []
     others: dict[str, str] = {}
@@ -80,7 +73,7 @@ def _report(folder: Path, timeout: float, chunks: int, page: Path | None, everyt
         for launch in script.trainings:
             try:
                 fuse = fuse_options(launch.options.words)
-                judged = judge_launch(launch.options, launch.processes, chunks, fuse)
+                judged = judge_launch(launch.options, launch.processes, fuse)
                 launches.append((script.name, judged))
             except (UsageError, ConfigError) as error:
                 unread[script.name] = str(error)

@@ -137,12 +137,9 @@ def _check_retry(variables: Mapping[str, str], launch: Launch | None) -> Finding
 def _check_matmul_add(variables: Mapping[str, str], launch: Launch | None) -> Iterator[Finding]:
     """MindSpeed's operator that adds a product to a gradient is compiled against ATB at its first
     use, by all ranks (read in ``mindspeed/ops/npu_matmul_add.py``)."""
-    if launch is None or not launch.fuse.use_commfuse:
+    if launch is None or not launch.fuse.use_commfuse or launch.fuse.commfuse_wgrad != "blocks":
         return
-    by_blocks = launch.fuse.commfuse_wgrad == "blocks"
-    if not by_blocks and launch.fuse.commfuse_flow is None:
-        return
-    name, option = "ATB_HOME_PATH", "--commfuse-wgrad blocks" if by_blocks else "--commfuse-flow"
+    name, option = "ATB_HOME_PATH", "--commfuse-wgrad blocks"
     if value := variables.get(name):
         yield _about(name, "ok", value)
         return

@@ -235,14 +235,11 @@ def min_rows(fuse: argparse.Namespace, size: int, hidden: int | None) -> int:
     return 0 if chosen else least_rows(size, hidden)
 
 
-def judge_launch(
-    options: Options, processes: int | None, chunks: int, fuse: argparse.Namespace
-) -> Judgement:
+def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespace) -> Judgement:
     """Judge a launch.
 
     Args:
         processes: over all nodes; ``None`` if the launch does not say.
-        chunks: of ``--commfuse-flow``.
         fuse: :func:`fuse_options` of the launch.
 
     Raises:
@@ -252,12 +249,10 @@ def judge_launch(
     needs = Needs(
         layout.tensor,
         layout.context,
-        layout.sequence_parallel,
         "--use-distributed-optimizer" in options,
         layout.algorithm or _USUAL_ALGORITHM,
         options.number("--num-attention-heads", 0) or None,
         options.number("--seq-length", 0) or None,
-        chunks,
     )
     lacks = {ours: missing(ours, needs) for ours in REFUSALS_OF}
     lacks["--commfuse-attention"] = attention_obstacle(options)
@@ -265,8 +260,7 @@ def judge_launch(
         lacks["--commfuse-attention"] = "proj is not in the list of layers to fuse"
     if not lacks["--commfuse-dp"] and layout.data == 1 == layout.context:
         lacks["--commfuse-dp"] = "DP 1 transfers nothing"
-    flags = ("--commfuse-attention", "--commfuse-flow", "--commfuse-ulysses", "--commfuse-dp")
-    suffixes = {"--commfuse-flow": f" {chunks}"}
+    flags = ("--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp")
     size, hidden = layout.tensor, options.number("--hidden-size", 0)
     length, batch = needs.length or 0, options.number("--micro-batch-size", 0)
     spec = options.text("--spec") or ""
@@ -274,10 +268,7 @@ def judge_launch(
         layout,
         judge(options, fuse.commfuse_layers),
         _refused(words, REFUSALS_OF["--use-commfuse"]),
-        {
-            name + suffixes.get(name, ""): Flag(lacks[name], _refused(words, REFUSALS_OF[name]))
-            for name in flags
-        },
+        {name: Flag(lacks[name], _refused(words, REFUSALS_OF[name])) for name in flags},
         _overlap(options, layout),
         block_rows(length, batch, size, layout.context),
         min_rows(fuse, size, hidden),

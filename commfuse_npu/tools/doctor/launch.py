@@ -58,8 +58,7 @@ class Launch:
     @cached_property
     def judged(self) -> Judgement:
         """What CommFuse would do, read from the options."""
-        chunks = self.fuse.commfuse_flow or 4
-        return judge_launch(self.options, self.config.world_size, chunks, self.fuse)
+        return judge_launch(self.options, self.config.world_size, self.fuse)
 
     @property
     def schedule(self) -> Schedule:

@@ -67,7 +67,7 @@ def _check_layout(config: ModelConfig) -> Iterator[Finding]:
 def _asked(launch: Launch) -> dict[str, bool]:
     """CommFuse's other options, and whether they are given."""
     fuse = launch.fuse
-    given = fuse.commfuse_attention, fuse.commfuse_flow, fuse.commfuse_ulysses, fuse.commfuse_dp
+    given = fuse.commfuse_attention, fuse.commfuse_ulysses, fuse.commfuse_dp
     return {name: bool(one) for name, one in zip(launch.judged.flags, given, strict=True)}
 
 
@@ -105,21 +105,20 @@ def _check_refused(refused: Sequence[Refused]) -> Iterator[Finding]:
         yield _about(refusal.option.split()[0], "error", value, expected, refusal.way_out)
 
 
-def _check_flag(launch: Launch, name: str, lacks: str) -> Finding:
+def _check_flag(launch: Launch, option: str, lacks: str) -> Finding:
     """An option of CommFuse that is given: what it lacks, or what it does."""
-    option, _, value = name.partition(" ")
     about = partial(_about, option)
-    if lacks.startswith(name):
+    if lacks.startswith(option):
         # It ends the training; it begins with the option and ends with a way out.
-        needs, _, way_out = lacks.removeprefix(name).lstrip(": ").partition("; ")
-        return about("error", value or "given", needs, way_out)
+        needs, _, way_out = lacks.removeprefix(option).lstrip(": ").partition("; ")
+        return about("error", "given", needs, way_out)
     if option == "--commfuse-attention":
         return _check_attention(launch, lacks)
     if lacks:
         expected = "at least 2: a data-parallel group of one transfers nothing"
         advice = "leave --commfuse-dp out, or choose a smaller TP or PP"
         return about("warning", "given, with DP 1", expected, advice)
-    return about("note", value or "given", action=_what_it_does(launch.config, option))
+    return about("note", "given", action=_what_it_does(launch.config, option))
 
 
 _KEPT = "calls with packed sequences, a bias or a mask that is not causal keep"
@@ -131,11 +130,6 @@ def _what_it_does(config: ModelConfig, option: str) -> str:
         config.context_parallel_size,
         config.num_query_groups,
     )
-    if option == "--commfuse-flow":
-        return (
-            "layers hide their transfers behind each other; weight gradients are summed chunk by "
-            "chunk"
-        )
     if option == "--commfuse-dp":
         replicas = config.data_parallel_size * cp
         return (

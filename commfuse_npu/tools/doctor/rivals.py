@@ -14,17 +14,15 @@ from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.described import described
-from commfuse_npu.tools.simulate.flow import divides
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import FLOWS, TURNS, Variant, flowing, fused, variants
+from commfuse_npu.tools.simulate.variants import TURNS, Variant, fused, variants
 
 __all__ = ["check_rivals"]
 
 _about = partial(Finding, "launch", "rivals")
 
-_IMPL = "--transformer-impl"
 _FLAGS = {
     "megatron": ("Megatron's own order", "leave --use-commfuse out"),
     **{
@@ -41,8 +39,7 @@ _FLAGS = {
 def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterator[Finding]:
     """A layer of the launch beside Megatron's order, CoC and MC2, at typical figures.
 
-    Beside these stand forward-backward overlap and a flow, if the launch would start with them, and
-    beside a flow operator by operator.
+    Beside these stands forward-backward overlap, if the launch would start with it.
 
     Nothing is said of groups that span nodes, of experts and of NPUs that are not described.
     Without any the server with Ascend 910B is assumed.
@@ -57,9 +54,9 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
         return
     sequence = config.seq_length // config.context_parallel_size
     step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, Options(micro_batches=1)))
-    operators = Variant("megatron", "megatron")
+    ours = Variant("megatron", "megatron")
     if config.block_rows >= launch.least_rows:
-        operators = fused(
+        ours = fused(
             replace(schedule, lanes=None, chunks=1, taper=1.0),
             schedule.lanes_for(tp),
             schedule.chunks,
@@ -67,17 +64,7 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
             attention=launch.fuse.commfuse_attention,
             collectives_from=covering_outputs(figures, tp),
         )
-    asked, named = launch.fuse.commfuse_flow, dict(_FLAGS)
-    flows = [flowing(k) for k in ([asked] if asked else FLOWS) if _flows(launch, step, k)]
-    local = "" if _IMPL in launch.options else f" {_IMPL} local"
-    for flow in flows:
-        flags = f"--commfuse-flow {flow.slices}{local}"
-        named[flow.name] = f"a flow of {flow.slices} chunks", flags
-    ours, others = operators, flows
-    if asked and flows:
-        ours, others = flows[0], [operators]
-        named[operators.name] = "operator by operator", "leave --commfuse-flow out"
-    others = [*others, *(one for one in variants(tp, tp, 1) if one != TURNS)]
+    others = [one for one in variants(tp, tp, 1) if one != TURNS]
     others += [TURNS] * _overlaps(launch)
 
     def seconds(variant: Variant) -> float:
@@ -87,18 +74,18 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
     # The fastest of each kind.
     best: dict[str, tuple[float, str]] = {}
     for variant in others:
-        if variant.name in named:
+        if variant.name in _FLAGS:
             timed = seconds(variant), variant.name
             best[variant.kind] = min(best.get(variant.kind, timed), timed)
     ahead = sorted(one for one in best.values() if one[0] < mine)
     if not ahead:
         yield _about("ok", f"none has shorter layers (simulated, {description})")
         return
-    names = [f"{named[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
+    names = [f"{_FLAGS[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
     yield _about(
         "note",
         f"shorter layers (simulated, {description}): {', '.join(names)}",
-        action=f"measure, too: {'; '.join(named[name][1] for _, name in ahead)}",
+        action=f"measure, too: {'; '.join(_FLAGS[name][1] for _, name in ahead)}",
     )
 
 
@@ -110,21 +97,6 @@ def _overlaps(launch: Launch) -> bool:
     return not (
         launch.judged.overlap.obstacle or plain_pipeline or "--commfuse-fb-overlap" in given
     )
-
-
-def _flows(launch: Launch, step: Step, chunks: int) -> bool:
-    """Whether a launch with so many chunks would start, and its layers be in the flow.
-
-    One that does not choose an implementation of layers may choose the local one besides.
-    """
-    fuse = launch.fuse
-    (flow,) = (flag for name, flag in launch.judged.flags.items() if "-flow " in name)
-    may_choose = fuse.commfuse_flow is None and _IMPL not in launch.options
-    refused = [
-        one for one in flow.refused if not (may_choose and one.refusal.option.startswith(_IMPL))
-    ]
-    long = fuse.commfuse_min_rows == "auto" or launch.config.block_rows >= fuse.commfuse_min_rows
-    return divides(step.training.shape, chunks) and long and not refused
 
 
 def _description(machine: Machine) -> str | None:

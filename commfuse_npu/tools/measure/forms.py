@@ -42,12 +42,9 @@ class Form(NamedTuple):
     ours: bool = False
 
 
-_FLOW = "--use-commfuse --commfuse-flow 4 --transformer-impl local"  # it takes no other layers
-
 FORMS = (
     Form("megatron", "Megatron's order", ""),
     Form("commfuse", "CommFuse, operator by operator", "--use-commfuse", ours=True),
-    Form("flow", "CommFuse, a flow of 4", _FLOW, ours=True),
     Form("mc2", "MC2", "--use-ascend-mc2"),
     Form("coc_kernel", "CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
     Form("plain", "plain collectives", ""),
@@ -58,7 +55,6 @@ FORMS = (
 _ON_CPU = {
     "megatron": "--no-use-commfuse",
     "commfuse": "--use-commfuse",
-    "flow": "--use-commfuse --commfuse-flow 4",
     "plain": "--use-commfuse --plain",
 }
 """Of the CPU pretraining: there are neither CoC nor MC2."""
@@ -152,7 +148,7 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
 
 def _in_form(options: Options, form: Form) -> list[str]:
     own = options.copy()
-    own.drop(*PEERS, "--use-commfuse", "--no-use-commfuse", "--commfuse-flow")
+    own.drop(*PEERS, "--use-commfuse", "--no-use-commfuse")
     if not form.ours:
         own.drop(*commfuse_names(own))
     for name in (flags := Options(form.flags.split())).names:

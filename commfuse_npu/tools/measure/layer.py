@@ -18,7 +18,7 @@ from commfuse_npu.tools.measure.steps import Scale, Times
 
 __all__ = ["layer_times"]
 
-_VARIANTS = "collective,megatron,coc-*,auto,flow-4-coll"
+_VARIANTS = "collective,megatron,coc-*,auto"
 """What can be launched, and ``collective``: nothing overlapped."""
 
 

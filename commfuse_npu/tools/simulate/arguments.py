@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "--deterministic",
         action="store_true",
         help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "
-        "tensor-parallel reduce-scatters; ours do it always, but for a flow, whose are HCCL's",
+        "tensor-parallel reduce-scatters; ours do it always",
     )
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -81,14 +81,6 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--lanes", type=whole(), help="of CommFuse; by default what suits the links")
     how.add_argument(
         "--chunks", type=whole(1, _MOST_CHUNKS), nargs="+", default=[1, 2, 4], help="of CommFuse"
-    )
-    how.add_argument(
-        "--flow-chunks",
-        type=whole(2, _MOST_CHUNKS),
-        nargs="+",
-        default=[4],
-        help="that flow through whole layers (--commfuse-flow), where they divide a rank's tokens; "
-        "default 4",
     )
     how.add_argument(
         "--launch-us",

@@ -7,7 +7,7 @@ from typing import Any
 
 from commfuse_npu.tools.simulate.group import Played
 from commfuse_npu.tools.simulate.lanes import LANES, sent_by
-from commfuse_npu.tools.simulate.launches import COMPUTE, Chunk, Operation
+from commfuse_npu.tools.simulate.launches import COMPUTE
 from commfuse_npu.tools.simulate.names import name
 
 __all__ = ["chrome_trace"]
@@ -54,30 +54,24 @@ def chrome_trace(
         label("process_name", rank, 0, name=f"rank {rank}{stands_for}, simulated")
     for part, played in parts:
         for rank in range(len(played.launches)):
-            said = f"iteration 1, layer {played.layer} of {layers}, {part}"
+            said = f"iteration 1, layer 1 of {layers}, {part}"
             end = offset + played.seconds
-            event(said, part, rank, "layer", offset, end, layer=played.layer)
+            event(said, part, rank, "layer", offset, end, layer=1)
             thread(rank, LANES[COMPUTE])
         for span in played.timeline.spans:
             engine = span.operation.engine
             if engine is not None and span.end > span.start:
                 start, end = offset + span.start, offset + span.end
                 row = LANES.get(engine, engine)
-                layer = _layer(span.operation)
-                event(name(span.operation), part, span.rank, row, start, end, layer=layer)
+                event(name(span.operation), part, span.rank, row, start, end, layer=1)
         senders = sent_by(played.timeline)
         for moved in played.timeline.moved:
             message, start, end = moved.message, offset + moved.start, offset + moved.end
             operation = senders[message.key]
             row = f"link to rank {message.target}"
-            sent = {"layer": _layer(operation), "bytes": message.size, "to": message.target}
+            sent = {"layer": 1, "bytes": message.size, "to": message.target}
             # One that stands for all is in the middle, and has the first place.
             place = 0 if played.links.folded else message.source
             event(name(operation), part, place, row, start, end, **sent)
         offset += played.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})}
-
-
-def _layer(operation: Operation) -> int:
-    """Chunks of the layers before and after it are under way beside those of one in a flow."""
-    return operation.origin.layer if isinstance(operation.origin, Chunk) else 1

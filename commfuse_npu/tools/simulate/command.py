@@ -26,7 +26,7 @@ from commfuse_npu.tools.simulate.recommendation_report import launching
 from commfuse_npu.tools.simulate.report import heading, scale, table
 from commfuse_npu.tools.simulate.standing import of as standing_of
 from commfuse_npu.tools.simulate.standing import verdict
-from commfuse_npu.tools.simulate.step import PARTS, Layout, Step
+from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
 from commfuse_npu.tools.simulate.variants import REFERENCE
 from commfuse_npu.tools.tell import tell
@@ -63,7 +63,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         micro_batches=given.micro_batches,
         lanes=given.lanes,
         chunks=tuple(dict.fromkeys(given.chunks)),
-        flows=tuple(dict.fromkeys(given.flow_chunks)),
         patterns=given.variants,
         recompute=given.recompute,
         ulysses=given.ulysses,
@@ -119,10 +118,9 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         sweep_page(path, title, command, hardware, points, standing, names, said, rows)
 
     def trace_file(path: Path) -> None:
-        played = [(part, step.layer(known[name], part)) for part in PARTS]
         about = {"variant": name, "simulated": True, "model": model_path.stem,
                  "hardware": hardware.name, "sequence": sequences[0], "layout": sizes}  # fmt: skip
-        write_json(path, chrome_trace(played, sum(what.layers), about))
+        write_json(path, chrome_trace(step.parts(known[name]), sum(what.layers), about))
 
     code = write_outputs(
         "simulate",

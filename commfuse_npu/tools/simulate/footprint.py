@@ -18,12 +18,6 @@ more of them where chunks are interleaved.
 Of the transfers the largest of a layer's operations counts.  Of a fused one it is the scratch
 memory of its program; of others the backward of a column-parallel linear, which holds the gathered
 input and the gradient of all rows.
-
-A flow of K chunks holds most in its backward (:mod:`commfuse_npu.ops.flow.transfers`), before the
-weight gradients of a chunk: its gradient, the next one's on its way, its input gathered again, and
-K - 1 of what reduce-scatters read, each of a chunk of all ranks; two weight gradients in fp32 where
-they are not added to ``main_grad`` directly; and in attention the gradients of keys and values in
-fp32.  Its transfers are collectives of the group; lanes are there for the output layer.
 """
 
 from __future__ import annotations
@@ -139,18 +133,8 @@ def buffers(variant: Variant, step: Step) -> float:
         return scratch + (_summed(shape) if ran and variant.wgrad == "blocks" else 0.0)
     if variant.kind == "compute" or shape.ranks == 1:
         return 0.0
-    if variant.kind == "flow":
-        return _flow_buffers(step.training, variant.slices)
     # Slices: and what the reordering copy writes.
     return (3.0 if variant.kind == "sliced" else 2.0) * shape.rows * shape.row_bytes
-
-
-def _flow_buffers(training: Training, chunks: int) -> float:
-    shape = training.shape
-    held = (chunks + 2) / chunks * shape.rows * shape.row_bytes
-    mlp = 3 * shape.feed_forward * shape.hidden
-    attention = (shape.qkv + shape.hidden) * shape.hidden + 2 * shape.rows * training.key_value
-    return held + SUM_BYTES * max(mlp, attention) / shape.ranks
 
 
 def _summed(shape: LayerShape) -> float:
@@ -172,10 +156,6 @@ def communicators(variant: Variant, step: Step, hardware: Hardware) -> float:
 
     if variant.kind in ("compute", "turns"):
         return 0.0
-    if variant.kind == "flow":
-        # A block of hidden states from every peer.
-        shape = step.training.shape
-        return step.group.direct.lanes_for(shape.ranks) * sized(shape.block * shape.row_bytes)
     if variant.schedule is None:
         return whole
     ran = step.programs(variant)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
-from commfuse_npu.tools.simulate.launches import Chunk, Launches, fold
+from commfuse_npu.tools.simulate.launches import Launches, fold
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.rank import Rank
@@ -29,14 +29,12 @@ class Played:
 
     Attributes:
         host: seconds in which it is launched, if it is one of many in a row, else 0.
-        layer: which one of those it is.
     """
 
     timeline: Timeline
     launches: tuple[Launches, ...]
     links: Links
     host: float = 0.0
-    layer: int = 1
 
     @property
     def seconds(self) -> float:
@@ -47,29 +45,6 @@ class Played:
     def shown(self) -> int:
         """The rank in the middle, or the one that stands for all."""
         return 0 if self.links.folded else len(self.launches) // 2
-
-    def one_of(self, layer: int, start: float, stop: float) -> Played:
-        """What happened between two moments, that is one layer of those that were played."""
-        spans = tuple(
-            replace(one, start=max(one.start, start) - start, end=min(one.end, stop) - start)
-            for one in self.timeline.spans
-            if one.start < stop and one.end > start
-        )
-        moved = tuple(
-            replace(one, start=max(one.start, start) - start, end=min(one.end, stop) - start)
-            for one in self.timeline.moved
-            if one.start < stop and one.end > start
-        )
-        host = max(
-            sum(
-                one.host(self.links.machine)
-                for one in rank.operations
-                if isinstance(one.origin, Chunk) and one.origin.layer == layer
-            )
-            for rank in self.launches
-        )
-        timeline = Timeline(stop - start, spans, moved)
-        return replace(self, timeline=timeline, host=host, layer=layer)
 
     @property
     def busy(self) -> float:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from commfuse_npu.plan.program import Program
 from commfuse_npu.tools.simulate.machine import Machine
 
-__all__ = ["ASIDE", "COMPUTE", "Chunk", "Key", "Launches", "Message", "Operation", "Origin",
-           "fold"]  # fmt: skip
+__all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "Origin", "fold"]
 
 COMPUTE, ASIDE = "compute", "aside"
 """The engines: a device's first stream, and the second one beside it."""
@@ -23,15 +22,8 @@ COMPUTE, ASIDE = "compute", "aside"
 Key = tuple[object, ...]
 
 
-class Chunk(NamedTuple):
-    """Of a flow: which layer of those that are played, from 1, and which run of the sequence."""
-
-    layer: int
-    number: int
-
-
-Origin = tuple[Program, int] | Chunk
-"""A program and the place of an instruction there, or a chunk of a flow."""
+Origin = tuple[Program, int]
+"""A program and the place of an instruction there."""
 
 
 class Message(NamedTuple):
@@ -86,14 +78,12 @@ class Launches:
             (gloo) a receive waits for no lane, and a send holds its lane until it is done.
 
     Attributes:
-        origin: of what is added without one.
         prefix: of the keys of its messages, where two of these are put together.
     """
 
     def __init__(self, batched: bool = True) -> None:
         self.batched = batched
         self.operations: list[Operation] = []
-        self.origin: Origin | None = None
         self.prefix = ""
         self._last: dict[str, int] = {}
         self._prefixes = 0
@@ -182,7 +172,7 @@ class Launches:
                 tuple(receives),
                 tuple(sorted(after)),
                 launches,
-                origin or self.origin,
+                origin,
                 posts,
                 events,
             )

@@ -35,19 +35,18 @@ from commfuse_npu.tools.simulate.linear import (
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
-__all__ = ["ADDED", "BACKWARD_ATTENTION", "NORM", "ROTARY", "Attended", "LayerShape", "Queries",
-           "backward", "elementwise", "forward", "head_backward", "head_forward", "mlp_in",
-           "mlp_out", "output_projection"]  # fmt: skip
+__all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
+           "head_backward", "head_forward", "mlp_in", "mlp_out", "output_projection"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
 
-ROTARY = 19, 7
+_ROTARY = 19, 7
 """Launches of splitting queries, keys and values and of turning them, forward and backward:
 MindSpeed makes cosines and sines anew for queries and for keys."""
-NORM = 3
+_NORM = 3
 """Of a norm's backward: its own, the sum with the residual's gradient, its weight's gradient."""
-ADDED = 2
+_ADDED = 2
 """Of a half of a layer: the gradients of its two weights, added to those before."""
 
 Queries = Callable[[slice], float]
@@ -121,7 +120,7 @@ class LayerShape:
         return seconds
 
 
-def elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: int = 1) -> None:
+def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: int = 1) -> None:
     """Work that reads and writes so many numbers per row."""
     seconds = rank.machine.memory(rows * sum(widths) * ITEM_BYTES)
     rank.compute(name, seconds, launches=launches)
@@ -164,11 +163,11 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     """
     n, block = shape.ranks, shape.block
     h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
-    elementwise(rank, "norm", block, h, h)
+    _elementwise(rank, "norm", block, h, h)
     outside = attention is None or not attention.projects
     if outside:
         column(rank, "qkv", block, h, qkv)
-    elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=ROTARY[0])
+    _elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=_ROTARY[0])
     attend = shape.attention(rank.machine)
     if rank.variant.attention and attention is None and n > 1:
         _attention_scatter(rank, shape, attend)
@@ -177,11 +176,11 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
         rank.compute("attention", whole)
         if outside:
             output_projection(rank, shape)
-    elementwise(rank, "residual, norm", block, h, h, h, h, launches=2)
+    _elementwise(rank, "residual, norm", block, h, h, h, h, launches=2)
     mlp_in(rank, shape)
-    elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
+    _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
     mlp_out(rank, shape)
-    elementwise(rank, "residual", block, h, h, h)
+    _elementwise(rank, "residual", block, h, h, h)
 
 
 def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
@@ -190,9 +189,9 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
     h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
     fc1 = column_gradients(rank, "fc1 backward", block, h, 2 * f)
     row_gradients(rank, "fc2 backward", block, f, h, before=fc1)
-    elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
+    _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
     rest(fc1)
-    elementwise(rank, "norm backward", block, h, h, h, h, launches=NORM + ADDED)
+    _elementwise(rank, "norm backward", block, h, h, h, h, launches=_NORM + _ADDED)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
     outside = attention is None or not attention.projects
     qkv_gradients = column_gradients(rank, "qkv backward", block, h, qkv)
@@ -203,10 +202,10 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
             row_gradients(rank, "proj backward", block, shape.inner, h, before=qkv_gradients)
         seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention backward", seconds)
-    elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=ROTARY[1])
+    _elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=_ROTARY[1])
     if outside:
         rest(qkv_gradients)
-    elementwise(rank, "norm backward", block, h, h, h, h, launches=NORM + ADDED)
+    _elementwise(rank, "norm backward", block, h, h, h, h, launches=_NORM + _ADDED)
 
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
@@ -244,14 +243,14 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
 def head_forward(rank: Rank, shape: LayerShape) -> None:
     """Add the final norm, the output layer and the loss (logits in fp32, three passes)."""
     v = shape.vocabulary // shape.ranks
-    elementwise(rank, "norm", shape.block, shape.hidden, shape.hidden)
+    _elementwise(rank, "norm", shape.block, shape.hidden, shape.hidden)
     column(rank, "output", shape.block, shape.hidden, v)
-    elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
+    _elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
 
 
 def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add their backward."""
     v = shape.vocabulary // shape.ranks
-    elementwise(rank, "loss backward", shape.rows, 2 * v, v)
+    _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
     rest(column_gradients(rank, "output backward", shape.block, shape.hidden, v))
-    elementwise(rank, "norm backward", shape.block, *[shape.hidden] * 4)
+    _elementwise(rank, "norm backward", shape.block, *[shape.hidden] * 4)

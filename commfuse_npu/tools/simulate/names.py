@@ -1,7 +1,5 @@
 """What is seen of an operation in a trace or a picture: ``fc1 dgrad, chunk 2 of rank 3``.
 
-In a flow, whose chunks are of all ranks, it is ``fc1 dgrad, chunk 2``.
-
 The simulator's own names say which operation something is of; which block of which rank it works
 on is read from its program: what arrives there, and what is sent off.
 """
@@ -13,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from commfuse_npu.plan.program import Compute, Copy, End, Post, Program, Span, accesses, overlap
-from commfuse_npu.tools.simulate.launches import Chunk, Operation
+from commfuse_npu.tools.simulate.launches import Operation
 
 __all__ = ["message", "name", "work"]
 
@@ -40,8 +38,6 @@ def name(operation: Operation) -> str:
     """In the field's words, with its chunk and its ranks where it has any."""
     if operation.origin is None:
         return _said(operation.name)
-    if isinstance(operation.origin, Chunk):
-        return f"{_said(operation.name)}, chunk {operation.origin.number}"
     program, place = operation.origin
     one = program.code[place]
     if isinstance(one, Post):

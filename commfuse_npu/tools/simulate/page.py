@@ -15,7 +15,7 @@ from commfuse_npu.tools.simulate.recommendation_report import COLUMNS as COLUMNS
 from commfuse_npu.tools.simulate.recommendation_report import fitting, layouts, reasons
 from commfuse_npu.tools.simulate.report import COLUMNS, cells, headline, ratio
 from commfuse_npu.tools.simulate.standing import Standing
-from commfuse_npu.tools.simulate.step import PARTS, Step
+from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import Point
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 
@@ -25,14 +25,13 @@ _TITLE = "One layer of one micro-batch, forward then backward"
 _GANTT = (
     "Of the rank in the middle of the tensor-parallel group. Red is where its compute engine "
     "waits, in ms; hover over a bar for its name. Transfers to several peers at once are one bar. "
-    "Layers of a flow overlap: of those the second of three is shown, from its first GEMM to that "
-    "of the next one."
+    "Forward-backward overlap has the layer of a forward beside that of a backward."
 )
 
 
 def layer(step: Step, shown: Sequence[tuple[str, Variant]]) -> list[Row]:
     """Each of the variants as lanes over time."""
-    return [lanes(said, [(part, step.layer(one, part)) for part in PARTS]) for said, one in shown]
+    return [lanes(said, step.parts(one)) for said, one in shown]
 
 
 def layer_picture(rows: Sequence[Row]) -> Picture:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from commfuse_npu.tools.config_file import ConfigError, config_names, find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate import flow
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
@@ -37,12 +36,10 @@ from commfuse_npu.tools.simulate.sweep import (
 from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
     COMPUTE_ONLY,
-    FLOWS,
     REFERENCE,
     TURNS,
     Variant,
     Wgrad,
-    flowing,
     fused,
     variants,
 )
@@ -372,7 +369,6 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]
-        found += [flowing(chunks) for chunks in FLOWS if flow.divides(what.shape, chunks)]
     if what.tp > 1 and what.micro_batches > 1:
         found.append(TURNS)
     return found

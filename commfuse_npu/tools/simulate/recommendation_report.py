@@ -106,9 +106,6 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
         yield "--commfuse-fb-overlap"
         if len(training.layers) > 1 and training.vpp == 1:
             yield "--commfuse-fb-overlap-memory"
-    elif variant.kind == "flow":
-        yield from ("--use-commfuse", "--commfuse-flow", str(variant.slices))
-        yield from ("--transformer-impl", "local")
     elif schedule is not None:
         yield "--use-commfuse"
         yield from _fusing(variant, schedule, training)
@@ -239,11 +236,6 @@ def reasons(found: Recommendation) -> Iterator[str]:
         yield (
             f"- Plain transfers take {typical:.0%} of the computing time of a layer (range "
             f"{low:.0%} .. {high:.0%}): {_what_that_means(typical)}"
-        )
-    if best.variant.kind == "flow":
-        yield (
-            "- Chunks that flow add up weight gradients in another order than Megatron: in fp32 "
-            "losses are equal to within rounding, not bit for bit."
         )
     if found.other != best:
         yield f"- Without CommFuse: {_name(found.other)}, {_against(found, found.other)}."

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate import flow, llama, turns
+from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.data_parallel import (
     GRADIENT_BYTES,
     DataParallel,
@@ -43,8 +43,6 @@ __all__ = ["PARTS", "LayerTime", "Layout", "Part", "Recompute", "Shared", "Step"
 Recompute = Literal["none", "full"]
 Part = Literal["forward", "backward"]
 PARTS: tuple[Part, Part] = ("forward", "backward")
-_FIRST = {"forward": "qkv", "backward": "fc2 dgrad"}
-"""The GEMM that a layer begins with."""
 
 _Found = TypeVar("_Found")
 
@@ -161,7 +159,7 @@ class StepTime:
 
 
 class LayerTime(NamedTuple):
-    """Seconds of a layer, of waiting in it, and of what a stage has besides its layers' own.
+    """Seconds of a layer, and of waiting in it.
 
     ``pair``: where forward and backward of two micro-batches run side by side, of a layer of both,
     and of what a stage has besides.
@@ -170,7 +168,6 @@ class LayerTime(NamedTuple):
     forward: float
     backward: float
     waiting: float
-    ends: tuple[float, float] = (0.0, 0.0)
     pair: tuple[float, float] | None = None
 
     @property
@@ -247,13 +244,7 @@ class Step:
         return Group(self.machine, self.training.tp, disturbance=self.disturbance)
 
     def layer(self, variant: Variant, part: Part) -> Played:
-        """Play one layer of one micro-batch.
-
-        Where chunks flow from one layer to the next it is the second of three, from where its first
-        GEMM begins to where that of the layer after it does.
-        """
-        if variant.kind == "flow":
-            return self._amid_others(variant, part)
+        """Play one layer of one micro-batch."""
         attended = self._attended(variant)
         build = llama.forward if part == "forward" else llama.backward
         seconds = attended[part == "backward"] if attended else None
@@ -262,6 +253,12 @@ class Step:
         return self.group.play(
             variant, lambda rank: build(rank, shape, seconds), whole=whole, steady=True
         )
+
+    def parts(self, variant: Variant) -> list[tuple[str, Played]]:
+        """Play a layer forward, then backward; or one of a forward beside one of a backward."""
+        if variant.kind == "turns":
+            return [("pair", self._pair(variant, 1))]
+        return [(part, self.layer(variant, part)) for part in PARTS]
 
     def time(self, variant: Variant, *, free: bool = False) -> StepTime:
         """Seconds of a step.
@@ -279,8 +276,8 @@ class Step:
             return self.group.play(variant, lambda rank: build(rank, shape), whole=whole).seconds
 
         chunks = [count / training.vpp for count in training.layers] * training.vpp
-        forwards = [count * f + layer.ends[0] for count in chunks]
-        backwards = [count * (b + again) + layer.ends[1] for count in chunks]
+        forwards = [count * f for count in chunks]
+        backwards = [count * (b + again) for count in chunks]
         heads = llama.head_forward, llama.head_backward
         head = self._once(("head", variant), lambda: [part(build) for build in heads])
         forwards[-1] += head[0]
@@ -313,8 +310,6 @@ class Step:
         return self._once(key, lambda: self._layer(variant))
 
     def _layer(self, variant: Variant) -> LayerTime:
-        if variant.kind == "flow":
-            return self._flowing(variant)
         if variant.kind == "turns":
             return self._turning(variant)
         found = self._in_a_row(
@@ -343,53 +338,25 @@ class Step:
     def _turning(self, variant: Variant) -> LayerTime:
         """Megatron's order alone; side by side what two more layers add to two."""
         alone = self.layer_time(Variant("megatron", "megatron"))
-        shape, attended = self.training.shape, self._attended(variant)
-        again = self.training.recompute == "full"
-
-        def side_by_side(layers: int) -> _Cost:
-            def build(rank: Rank) -> None:
-                turns.pair(rank, shape, layers, attended, again=again)
-
-            return _Cost.of(self.group.play(variant, build, steady=True))
-
         two, four = self._once(
-            ("costs", variant, again), lambda: (side_by_side(2), side_by_side(4)), host=False
+            ("costs", variant, self.training.recompute),
+            lambda: [_Cost.of(self._pair(variant, layers)) for layers in (2, 4)],
+            host=False,
         )
         more = four.beyond(two)
         layer = max(more.device, more.host(self.machine)) / 2
         pair = layer, max(0.0, two.device - 2 * layer)
         return LayerTime(alone.forward, alone.backward, layer - more.busy / 2, pair=pair)
 
-    def _flowing(self, variant: Variant) -> LayerTime:
-        """A layer in the middle of a stage: what a third one adds to two."""
+    def _pair(self, variant: Variant, layers: int) -> Played:
+        """So many layers of a forward beside as many of a backward."""
+        shape, attended = self.training.shape, self._attended(variant)
+        again = self.training.recompute == "full"
 
-        def costs(layers: int) -> list[_Cost]:
-            return [_Cost.of(self._flow(variant, part, layers)) for part in PARTS]
+        def build(rank: Rank) -> None:
+            turns.pair(rank, shape, layers, attended, again=again)
 
-        def kept(layers: int) -> list[_Cost]:
-            return self._once(("costs", variant, layers), lambda: costs(layers), host=False)
-
-        if self.training.recompute == "full":
-            return self._in_a_row(kept(1))
-        two = kept(2)
-        more = [three.beyond(less) for less, three in zip(two, kept(3), strict=True)]
-        ends = [max(0.0, of.device - 2 * one.device) for of, one in zip(two, more, strict=True)]
-        return self._in_a_row(more)._replace(ends=(ends[0], ends[1]))
-
-    def _amid_others(self, variant: Variant, part: Part) -> Played:
-        if self.training.recompute == "full":
-            return self._flow(variant, part, 1)
-        three = self._flow(variant, part, 3)
-        of_one = [one for one in three.timeline.spans if one.rank == three.shown]
-        begins = sorted(one.start for one in of_one if one.operation.name == _FIRST[part])
-        return three.one_of(2, *begins[variant.slices :: variant.slices][:2])
-
-    def _flow(self, variant: Variant, part: Part, layers: int) -> Played:
-        build = flow.forward if part == "forward" else flow.backward
-        shape = self.training.shape
-        return self.group.play(
-            variant, lambda rank: build(rank, shape, variant.slices, layers), steady=True
-        )
+        return self.group.play(variant, build, steady=True)
 
     def _once(self, what: Hashable, find: Callable[[], _Found], *, host: bool = True) -> _Found:
         """Find it, or what was found on a machine that differs at most in its host, if it does not

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate import flow
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.data_parallel import DataParallel
 from commfuse_npu.tools.simulate.disturbance import Disturbance
@@ -119,7 +118,6 @@ class Options:
     Attributes:
         lanes: of CommFuse; ``None``: all peers at once on a full mesh, else 2.
         chunks: of CommFuse.
-        flows: numbers of chunks that flow through whole layers.
         patterns: names of variants, ``commfuse-*``; the reference is always there.
         ulysses: context parallelism by exchanging heads, whatever the model's file says, and
             whether CommFuse's variants fuse that.
@@ -130,7 +128,6 @@ class Options:
     micro_batches: int | None = None
     lanes: int | None = None
     chunks: tuple[int, ...] = (1, 2, 4)
-    flows: tuple[int, ...] = (4,)
     patterns: tuple[str, ...] = ("*",)
     recompute: Recompute = "none"
     ulysses: Literal["none", "plain", "fused"] = "none"
@@ -233,9 +230,6 @@ def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group
 def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Variant]:
     """The variants that are asked for, with schedules for :func:`fused_group`.
 
-    Chunks flow under tensor parallelism without context parallelism, which is all that
-    ``--commfuse-flow`` takes.
-
     Raises:
         ConfigError: a pattern that names none.
     """
@@ -243,8 +237,7 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     size = group.size
     wanted = max(1, min(options.lanes or best_lanes(hardware, size), size - 1))
     least = covering_outputs(hardware.machine(), layout.tp)
-    flows = options.flows if layout.tp > 1 and layout.cp == 1 else ()
-    found = variants(size, group.members_per_node, wanted, options.chunks, least, flows)
+    found = variants(size, group.members_per_node, wanted, options.chunks, least)
     names, chosen = [variant.name for variant in found], {REFERENCE.name}
     for pattern in options.patterns:
         matching = fnmatch.filter(names, pattern)
@@ -280,9 +273,6 @@ def sweep(
                 "another --hardware"
             )
     asked = [training(model, layout, length, options) for layout in layouts for length in sequences]
-    # The same variants at every point.
-    flows = (k for k in options.flows if all(flow.divides(what.shape, k) for what in asked))
-    options = replace(options, flows=tuple(flows))
     return (_point(what, hardware, options, tell) for what in asked)
 
 

@@ -36,9 +36,6 @@
                        (:mod:`commfuse_npu.tools.simulate.cover`)
 ``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, or
                        collectives in Megatron's order, as ``--commfuse-tuning on`` looks for them
-``commfuse-flow-K``    ``--commfuse-flow K``: K chunks of the sequence flow through all layers of a
-                       stage, a collective per chunk (:mod:`commfuse_npu.tools.simulate.flow`);
-                       what is outside of the layers in Megatron's order
 ``commfuse-fb``        ``--commfuse-fb-overlap``: forward and backward of two micro-batches take
                        turns (:mod:`commfuse_npu.tools.simulate.turns`); what has no partner, and
                        what is outside of the layers, in Megatron's order
@@ -55,13 +52,10 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["CATCCOS", "COC_FUSED", "COMPUTE_ONLY", "FLOWS", "IDEAL", "MC2", "REFERENCE", "TURNS",
-           "Sums", "Variant", "Way", "Wgrad", "direct", "flowing", "fused", "sliced", "tuned",
-           "variants"]  # fmt: skip
+__all__ = ["CATCCOS", "COC_FUSED", "COMPUTE_ONLY", "IDEAL", "MC2", "REFERENCE", "TURNS", "Sums",
+           "Variant", "Way", "Wgrad", "direct", "fused", "sliced", "tuned", "variants"]  # fmt: skip
 
-Kind = Literal[
-    "compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "flow", "turns"
-]
+Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "turns"]
 
 Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
@@ -72,9 +66,6 @@ which is ``None``."""
 
 _SLICES = (2, 4, 8)
 
-FLOWS = (2, 3, 4, 6, 8)
-"""Numbers of chunks that a flow is tried with, where they divide the rows of a rank."""
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -82,7 +73,7 @@ class Variant:
 
     Attributes:
         ring: whether plain collectives go around a ring instead of straight to every peer.
-        slices: for ``sliced``; for ``flow``, its chunks.
+        slices: for ``sliced``.
         schedule: for ``fused``.
         attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are made.
@@ -108,13 +99,11 @@ class Variant:
     @property
     def ours(self) -> bool:
         """Whether it is this project's, and can be launched."""
-        return self.kind in ("fused", "flow", "turns")
+        return self.kind in ("fused", "turns")
 
     @property
     def other_rounding(self) -> str:
         """What is summed in another way than Megatron does; empty if it has Megatron's bits."""
-        if self.kind == "flow":
-            return "weight gradients are summed chunk by chunk"
         found = ["weight gradients are summed block by block"] if self.wgrad != "whole" else []
         found += ["partial sums are rounded once"] if self.sums == "once" else []
         return ", ".join(found)
@@ -185,11 +174,6 @@ def fused(
     )
 
 
-def flowing(chunks: int) -> Variant:
-    """Chunks that flow through whole layers."""
-    return Variant(f"commfuse-flow-{chunks}", "flow", slices=chunks)
-
-
 def sliced() -> Variant:
     """CoC, each operation with the fastest of its numbers of slices."""
     return Variant("coc-tuned", "sliced", slices=_SLICES[0], tuned=_SLICES)
@@ -216,14 +200,12 @@ def variants(
     lanes: int,
     chunks: tuple[int, ...] = (1, 2, 4),
     collectives_from: int | None = None,
-    flows: tuple[int, ...] = (),
 ) -> list[Variant]:
     """All variants for a group, the reference first.
 
     Args:
         lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk are there besides.
         collectives_from: for CommFuse.
-        flows: numbers of chunks that flow through whole layers.
     """
     base = direct(size, members_per_node)
     ours = partial(fused, base, collectives_from=collectives_from)
@@ -244,7 +226,6 @@ def variants(
         ours(lanes, chunks[-1], wgrad="blocks"),
         ours(lanes, chunks[-1], attention=True),
         ours(lanes, chunks[-1], attention=True, wgrad="blocks"),
-        *map(flowing, flows),
         TURNS,
     ]
     return list({variant.name: variant for variant in found}.values())

@@ -311,14 +311,11 @@ def test_the_verdict_counts_settings() -> None:
     assert verdict([row for row in results if row.variant != "ours-c4"])[0].startswith("Nothing")
 
 
-def test_the_verdict_on_a_flow_has_its_flag_its_rounding_and_megatrons_order() -> None:
-    measured = {"megatron-p2p": [180.0] * 3, "flow-4": [120.0] * 3}
+def test_the_verdict_on_overlap_has_its_flag_and_megatrons_order() -> None:
+    measured = {"megatron-p2p": [180.0] * 3, "fb-overlap": [120.0] * 3}
     totals = {name: _TOTALS[name] for name in ("compute", "communication", "p2p")} | measured
     first, second = verdict(_evaluated(totals))
-    assert first == (
-        "Best of ours over one setting: **flow-4**: `--use-commfuse --commfuse-flow 4`; weight "
-        "gradients are summed chunk by chunk (other rounding)"
-    )
+    assert first == "Best of ours over one setting: **fb-overlap**: `--commfuse-fb-overlap`"
     assert second.startswith("33.3 % shorter than Megatron's order over direct exchanges; ")
 
 

@@ -12,9 +12,8 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.bench import command, namespaces, programme
 from commfuse_npu.tools.bench.arguments import parser
 from commfuse_npu.tools.bench.progress import Progress
-from commfuse_npu.tools.bench.shapes import WORKS
 from commfuse_npu.tools.bench.sweep import steps_of
-from commfuse_npu.tools.bench.variants import REFERENCE, applies_to, chosen, is_ours, of_group
+from commfuse_npu.tools.bench.variants import REFERENCE, applies_to, chosen, of_group
 
 
 def _given(*words: str) -> argparse.Namespace:
@@ -57,19 +56,6 @@ def test_megatrons_order_needs_a_backward() -> None:
     megatron = next(variant for variant in of_group(2) if variant.name == "megatron")
     assert applies_to(megatron, "mlp")
     assert not applies_to(megatron, "all-gather")
-
-
-def test_a_flow_is_of_whole_layers() -> None:
-    flows = chosen(["flow-*"], 2)[1:]
-    assert [(flow.name, flow.slices, flow.direct) for flow in flows] == [
-        (f"flow-{chunks}{suffix}", chunks, not suffix)
-        for chunks in (2, 4, 8)
-        for suffix in ("", "-coll")
-    ]
-    for flow in flows:
-        works = [work for work in WORKS if applies_to(flow, work)]
-        assert works == ["layer", "layers", "micro-batches"]
-        assert is_ours(flow.name)
 
 
 def test_options_make_a_programme_of_their_own() -> None:

@@ -39,7 +39,6 @@ QUESTIONS = (
         "'there' has no launch scripts, *.sh, in it or below it; give a folder that",
     ),
     ("coverage there --timeout 0", "--timeout: '0' is not a number above 0"),
-    ("coverage there --chunks 1", "--chunks: '1' is not a whole number from 2"),
     ("coverage there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
     ("coverage there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan", "give a rule to see its program, or --model to get a recommendation"),

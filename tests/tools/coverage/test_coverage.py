@@ -170,7 +170,6 @@ def test_a_launch_is_described(asked: Asked) -> None:
     }
     assert launch["flags"]["--commfuse-dp"] == ""
     assert launch["flags"]["--commfuse-attention"] == ""
-    assert launch["flags"]["--commfuse-flow 4"] == "--num-experts 8"
     assert launch["flags"]["--commfuse-ulysses"].startswith("needs --context-parallel-size")
 
 

@@ -147,7 +147,6 @@ def test_values_that_are_not_meant_are_not_refused(harmless: str) -> None:
 
 OF_ONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
 ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
-FLOW = "--attention-dropout 0.0 --hidden-dropout 0.0 --transformer-impl local --commfuse-flow 4"
 
 
 @pytest.mark.parametrize(
@@ -167,19 +166,6 @@ def test_what_an_option_lacks_is_an_error(words: str, option: str, level: str) -
     # A tensor-parallel group of one is fine with these.
     with pytest.raises(ValueError, match="not enough values"):
         found("--tensor-model-parallel-size")
-
-
-@pytest.mark.parametrize(
-    ("words", "level"),
-    [
-        (f"{FUSED} --seq-length 256", "note"),
-        (f"{FUSED} --seq-length 252", "error"),
-        (f"{FUSED.replace('--sequence-parallel', '')} --seq-length 256", "error"),
-        (f"{OF_ONE} --seq-length 256", "error"),
-    ],
-)
-def test_a_flow_needs_a_layout(words: str, level: str) -> None:
-    assert check(f"{words} {FLOW}")("--commfuse-flow") == (level, "4")
 
 
 @pytest.mark.parametrize(

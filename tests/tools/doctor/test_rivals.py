@@ -59,7 +59,6 @@ def test_each_rival_is_named_where_it_is_faster_and_only_there(
     assert name in {"kernel-ideal"} | {one.name for one in variants(8, 8, 1)}
     rival = replace(as_fast_as, name=name)
     monkeypatch.setattr("commfuse_npu.tools.doctor.rivals.variants", lambda *_: [rival])
-    monkeypatch.setattr("commfuse_npu.tools.doctor.rivals.FLOWS", ())
     (found,) = rivals("--commfuse-fb-overlap")
     if flag and as_fast_as is COMPUTE_ONLY:
         assert (found.level, found.action) == ("note", f"measure, too: {flag}")
@@ -88,42 +87,6 @@ def test_the_machine_is_that_of_the_npus(kind: str, described: str) -> None:
 def test_what_is_not_described_is_not_compared(words: str) -> None:
     assert rivals(words) == []
     assert rivals(npus=INFO_A2.replace("910B3", "310P3")) == []
-
-
-LOCAL = "--transformer-impl local"
-
-
-@pytest.mark.parametrize(
-    ("words", "named", "not_named"),
-    [
-        ("", "a flow of 4 chunks 18.5%", "operator by operator"),
-        (LOCAL, "a flow of 4 chunks 18.5%", "operator by operator"),
-        # It is what runs.
-        (f"{LOCAL} --commfuse-flow 4", "", "a flow"),
-        (f"{LOCAL} --commfuse-flow 4 --seq-length 1024", "operator by operator 39.8%", "a flow"),
-        # It would not start, or layers would not be in it.
-        (f"{LOCAL} --commfuse-attention", "", "a flow"),
-        (f"{LOCAL} --sliding-window 64", "", "a flow"),
-        (f"{LOCAL} --hidden-dropout 0.1", "", "a flow"),
-        ("--transformer-impl transformer_engine", "", "a flow"),
-        ("--commfuse-flow 4", "CoC as a kernel 6.8%", "a flow"),
-        (f"{LOCAL} --commfuse-min-rows 4096", "", "a flow"),
-        (f"{LOCAL} --seq-length 8200", "", "a flow"),
-    ],
-)
-def test_a_flow_is_simulated_where_it_can_be(words: str, named: str, not_named: str) -> None:
-    (found,) = rivals(words)
-    assert named in found.value
-    assert not_named not in found.value
-    asked = f"--commfuse-flow 4 {LOCAL}" if not words else "--commfuse-flow 4;"
-    assert (asked in found.action) == ("a flow" in named)
-    assert ("leave --commfuse-flow out" in found.action) == ("operator" in named)
-
-
-def test_with_a_flow_less_is_shorter() -> None:
-    (operators,), (flow,) = rivals(LOCAL), rivals(f"{LOCAL} --commfuse-flow 4")
-    assert "MC2" in operators.value
-    assert "MC2" not in flow.value
 
 
 def test_a_slow_schedule_loses_to_more() -> None:

@@ -91,7 +91,7 @@ def test_layers_are_measured_and_the_best_named(tmp_path: Path) -> None:
     words = [*SMALL, "--folder", str(tmp_path / "measured"), "--steps", "host,layer"]
     assert command.main(words) == 0
     forms = {one["form"] for one in times(tmp_path / "measured", "layer")}
-    assert forms >= {"collective", "megatron", "coc-4", "auto", "flow-4-coll"}
+    assert forms >= {"collective", "megatron", "coc-4", "auto"}
     page = (tmp_path / "measured" / "measured.md").read_text()
     assert "Best of ours" in page or "Nothing can be concluded" in page
 
@@ -364,13 +364,13 @@ def test_no_step_begins_when_the_time_is_over(
 
 
 def printing(folder: Path) -> str:
-    """A launch that prints ten iterations; its flow fails while ``folder/flow`` is not there."""
+    """A launch that prints ten iterations; its plain form fails while ``folder/there`` is not."""
     script = folder / "training.py"
     script.write_text(
         "import pathlib, sys\n"
-        "flow = pathlib.Path(__file__).parent / 'flow'\n"
-        "if '--commfuse-flow' in sys.argv and not flow.exists():\n"
-        "    raise OSError('no flow')\n"
+        "there = pathlib.Path(__file__).parent / 'there'\n"
+        "if '--plain' in sys.argv and not there.exists():\n"
+        "    raise OSError('not there')\n"
         "for i in range(1, 11):\n"
         "    print(f' iteration {i}/ 10 | elapsed time per iteration (ms): {100 + i}.0 | '\n"
         "          f'lm loss: 1.{i}E+01 | grad norm: 2.5 |')\n"
@@ -384,24 +384,21 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path: Path, capsys: Any) -> N
     words = [*SMALL, "--folder", str(folder), "--steps", "launch", "--launch", printing(tmp_path)]
     assert command.main(words) == 1
     out, err = capsys.readouterr()
-    assert "Could not run: CommFuse, a flow of 4: exit code 1" in out
-    assert "OSError: no flow" in err
+    assert "Could not run: plain collectives: exit code 1" in out
+    assert "OSError: not there" in err
     # As it can be pasted into a shell.
     assert f"Continue with: commfuse-npu measure --resume {shlex.join(words)}" in out
-    assert "## launch, CommFuse, a flow of 4: failed" in (folder / "measured.md").read_text()
+    assert "## launch, plain collectives: failed" in (folder / "measured.md").read_text()
     assert not (folder / "measured.yaml").exists()
 
-    (tmp_path / "flow").touch()
+    (tmp_path / "there").touch()
     assert command.main([*words, "--resume"]) == 0
     out = capsys.readouterr().out
-    assert "launch, plain collectives: kept" in out
+    assert "launch, Megatron's order: kept" in out
     assert "The same weights, bit for bit: Megatron's order;" in out
     page = (folder / "measured.md").read_text()
     forms = re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
-    assert forms == [
-        *("Megatron's order", "CommFuse, operator by operator"),
-        *("CommFuse, a flow of 4", "plain collectives"),
-    ]
+    assert forms == ["Megatron's order", "CommFuse, operator by operator", "plain collectives"]
 
 
 def test_a_launch_that_is_none_is_refused_before_anything_is_made(

@@ -55,8 +55,6 @@ def test_forms_of_one_of_our_launch_scripts(checkout: Path, tmp_path: Path) -> N
         assert "--log-throughput" in options
         assert ("--use-commfuse" in options) == form.ours
         assert (options.text("--commfuse-lanes") == "3") == form.ours
-    assert of(found, "flow").text("--commfuse-flow") == "4"
-    assert "--commfuse-flow" not in of(found, "commfuse")
     assert "--use-ascend-mc2" in of(found, "mc2")
     assert of(found, "coc").text("--coc-parallel-num") == "4"
     assert "--coc-fused-kernel" in of(found, "coc_kernel")
@@ -75,8 +73,6 @@ def test_flags_of_a_launch_are_not_those_of_a_form(checkout: Path, tmp_path: Pat
     assert "--coc-parallel-num" not in of(found, "coc_kernel")
     assert of(found, "coc").text("--coc-parallel-num") == "4"
     assert "--save" not in of(found, "megatron")
-    # A flow needs it, and takes no other.
-    assert of(found, "flow").text("--transformer-impl") == "local"
     assert of(found, "commfuse").text("--transformer-impl") == "transformer_engine"
     assert found.environment["PYTHONPATH"].startswith(f"{ROOT}:/mine:")
     assert any(note.startswith("--save checkpoints -> (dropped)") for note in found.notes)
@@ -108,7 +104,7 @@ def test_what_is_no_launch_is_refused(checkout: Path, tmp_path: Path, text: str,
 def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "pretrain_llama_cpu.sh"
     found = launches(f"{script} --num-layers 2", "cpu", 2, tmp_path)
-    assert [form.name for form in found.forms] == ["megatron", "commfuse", "flow", "plain"]
+    assert [form.name for form in found.forms] == ["megatron", "commfuse", "plain"]
     for name, command in found.commands.items():
         assert command[:4] == ["bash", str(script), "--num-layers", "2"]
         options = Options(command[2:])
@@ -116,7 +112,6 @@ def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
         assert options.text("--runs-dir") == str(tmp_path)
         assert ("--plain" in options) == (name == "plain")
         assert ("--no-use-commfuse" in options) == (name == "megatron")
-        assert ("--commfuse-flow" in options) == (name == "flow")
 
 
 @pytest.mark.parametrize("text", ["absent.sh", "no-such-program", ""])

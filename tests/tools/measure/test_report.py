@@ -39,17 +39,14 @@ def test_the_fastest_is_recommended_and_compared() -> None:
     text = said(
         training("plain", 1000),
         training("megatron", 900),
-        training("commfuse", 800),
-        training("flow", 700, "b", 1e-6),
+        training("commfuse", 700, "b", 1e-6),
         training("mc2", 750, "c", 1e-3),
         failed("coc"),
     )
     assert text.splitlines() == [
-        "Use --use-commfuse --commfuse-flow 4 --transformer-impl local: 700 ms per iteration, "
-        "30.0 % shorter than plain collectives, 22.2 % shorter than Megatron's order, 6.7 % "
-        "shorter than MC2.",
-        "The same weights, bit for bit: plain collectives; Megatron's order; CommFuse, operator by "
-        "operator.",
+        "Use --use-commfuse: 700 ms per iteration, 30.0 % shorter than plain collectives, 22.2 % "
+        "shorter than Megatron's order, 6.7 % shorter than MC2.",
+        "The same weights, bit for bit: plain collectives; Megatron's order.",
         "Could not run: CoC in 4 slices: exit code 1 (x.log); OSError: no liblcal.so",
     ]
 
@@ -75,10 +72,10 @@ def test_nothing_is_decided_where_quartiles_overlap_or_one_form_ran() -> None:
 
 @pytest.mark.parametrize("off", [0.2, math.nan, math.inf])
 def test_a_form_with_other_losses_is_not_recommended(off: float) -> None:
-    forms = training("megatron", 900), training("flow", 700, "b", off), training("commfuse", 800)
+    forms = training("megatron", 900), training("mc2", 700, "b", off), training("commfuse", 800)
     text = said(*forms)
     assert text.startswith("Use --use-commfuse: 800 ms")
-    assert "Do not use: CommFuse, a flow of 4: losses are not those of Megatron's order" in text
+    assert "Do not use: MC2: losses are not those of Megatron's order" in text
     assert "Best of" not in text
 
 
@@ -107,7 +104,7 @@ def test_a_cpu_says_nothing_of_npus() -> None:
 
 
 def test_a_row_per_form() -> None:
-    forms = training("megatron", 1000), training("flow", 700, "b", 1)
+    forms = training("megatron", 1000), training("commfuse", 700, "b", 1)
     _, head, _, first, second = launch_table(forms)
     row = dict(zip(head.split(" | "), second.split(" | "), strict=True))
     assert row["ms"] == "700.0"

@@ -66,7 +66,7 @@ def started() -> list[str]:
 
 def test_each_form_leaves_its_files(launch: str, folder: Folder) -> None:
     assert run(launch, folder) == []
-    assert started() == ["megatron", "commfuse", "flow", "plain"]
+    assert started() == ["megatron", "commfuse", "plain"]
     assert [one.form.name for one in trained(folder)] == started()
     for one in trained(folder):
         assert one.log is not None
@@ -82,7 +82,7 @@ def test_each_form_leaves_its_files(launch: str, folder: Folder) -> None:
 def test_forms_that_are_kept_are_not_trained_again(launch: str, folder: Folder) -> None:
     run(launch, folder)
     assert run(launch, folder) == []
-    assert len(started()) == 4
+    assert len(started()) == 3
 
 
 def test_launches_are_not_mixed(
@@ -97,7 +97,7 @@ def test_launches_are_not_mixed(
             run(f"{launch} --num-layers 4", folder)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert started()[4:] == ["megatron", "commfuse"]
+    assert started()[3:] == ["megatron", "commfuse"]
     assert [one.form.name for one in trained(folder)] == ["megatron"]
 
 
@@ -116,7 +116,7 @@ def test_a_form_that_fails_is_named_and_tried_again(
     monkeypatch.delenv("FAILING")
     monkeypatch.delenv("SHORT")
     assert run(launch, folder) == []
-    assert started()[4:] == ["megatron", "commfuse"]
+    assert started()[3:] == ["megatron", "commfuse"]
     assert all(one.log is not None for one in trained(folder))
 
 
@@ -124,7 +124,7 @@ def test_a_form_that_hangs_is_ended(
     launch: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HANGING", "megatron")
-    monkeypatch.setenv("FAILING", "commfuse flow plain")
+    monkeypatch.setenv("FAILING", "commfuse plain")
     assert "megatron" in run(launch, folder, limit=2)
     assert trained(folder)[0].failed.startswith("did not end within 2 s; give more with")
 
@@ -147,21 +147,21 @@ def test_others_have_three_times_as_long_as_the_first(
     monkeypatch.setattr(trainings, "run_bounded", ended)
     monkeypatch.setattr(trainings.time, "monotonic", lambda: clock[0])
     assert run(launch, folder, limit=900) == ["megatron"]
-    assert limits == [900, 900, 240, 240]
+    assert limits == [900, 900, 240]
     # What was kept counts, too.
     assert run(launch, folder, limit=900) == []
-    assert limits[4:] == [900]
+    assert limits[3:] == [900]
     # Who gives more knows better.
-    (folder.path / "launch_flow.json").unlink()
+    (folder.path / "launch_plain.json").unlink()
     found = launches(launch, "cpu", 2, folder.path / "scratch")
     assert train(launch, found, folder, Deadline(60), first=900, limit=1000) == []
-    assert limits[5:] == [1000]
+    assert limits[4:] == [1000]
 
 
 def test_no_form_begins_when_the_time_is_over(launch: str, folder: Folder, capsys: Any) -> None:
-    assert len(run(launch, folder, minutes=-1)) == 4
+    assert len(run(launch, folder, minutes=-1)) == 3
     assert started() == []
-    assert capsys.readouterr().err.count("left out, -1 minutes are over") == 4
+    assert capsys.readouterr().err.count("left out, -1 minutes are over") == 3
     assert {one.failed for one in trained(folder)} == {"left out, -1 minutes are over"}
 
 

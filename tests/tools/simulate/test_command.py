@@ -177,22 +177,6 @@ def test_nothing_of_it_imports_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
 
 
-def test_flows_are_offered_where_they_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    def said(*words: str) -> str:
-        few = ["simulate", "--typical", "--micro-batches", "1", "--variants", "megatron,*flow-*"]
-        assert cli.main([*few, *words]) == 0
-        return capsys.readouterr().out
-
-    text = said("--flow-chunks", "2", "4", "3")
-    assert "commfuse-flow-2" in text
-    assert "commfuse-flow-4" in text
-    # Of 1024 tokens of a rank.
-    assert "flow-3" not in text
-    words = ["simulate", "--typical", "--tp", "4", "--cp", "2", "--variants", "*flow-*"]
-    assert cli.main(words) == 2
-    assert "no variant is called '*flow-*'" in capsys.readouterr().err
-
-
 def test_too_many_npus_are_refused_before_anything_is_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -13,7 +13,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.lanes import lanes
 from commfuse_npu.tools.simulate.names import name
-from commfuse_npu.tools.simulate.step import PARTS, Layout, Step
+from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
 
 
@@ -66,25 +66,12 @@ def test_collectives_have_the_names_of_the_field(step: Step) -> None:
     } <= _names(step, "megatron", "backward")
 
 
-def test_chunks_of_a_flow_are_of_all_ranks(step: Step) -> None:
-    forward = _names(step, "commfuse-flow-4", "forward")
-    assert {
-        *("qkv all-gather, chunk 0", "qkv GEMM, chunk 3", "attention, chunk 1", "SwiGLU, chunk 2"),
-        *("fc2 reduce-scatter, chunk 3", "residual, norm, chunk 0"),
-    } <= forward
-    backward = _names(step, "commfuse-flow-4", "backward")
-    assert {
-        *("fc1 dgrad, chunk 2", "fc2 wgrad, chunk 0", "proj all-gather of the gradient, chunk 1"),
-        *("fc1 all-gather of the input, again, chunk 3", "qkv reduce-scatter of dgrad, chunk 0"),
-    } <= backward
-
-
-@pytest.mark.parametrize("wanted", ["plain-mesh", "megatron", "commfuse-c4-l3", "commfuse-flow-4"])
+@pytest.mark.parametrize("wanted", ["plain-mesh", "megatron", "commfuse-c4-l3", "commfuse-fb"])
 def test_work_and_waiting_fill_the_compute_lane(step: Step, wanted: str) -> None:
     hardware = Hardware.load(find_config("ascend_910b_server", "hardware"))
     every = of_hardware(hardware, Layout(4, 1, 1, 1), Options())
     variant = next(one for one in every if one.name == wanted)
-    played = [(part, step.layer(variant, part)) for part in PARTS]
+    played = step.parts(variant)
     row = lanes(wanted, played)
     end = 1e3 * sum(one.seconds for _, one in played)
     at = 0.0
@@ -117,20 +104,3 @@ def test_a_trace_is_of_the_best_of_ours_and_says_so(
     said = {event["name"] for event in work}
     assert "iteration 1, layer 1 of 32, forward" in said
     assert {"attention", "SwiGLU", "norm backward", "qkv GEMM, own block"} <= said
-
-
-def test_a_trace_of_a_flow_has_chunks_and_layers(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    words = ["simulate", "--typical", "--tp", "4", "--dp", "1", "--micro-batches", "1"]
-    words += ["--sequence-lengths", "4096", "--variants", "megatron,commfuse-flow-4"]
-    assert cli.main([*words, "--trace", str(path)]) == 0
-    trace = json.loads(path.read_text())
-    assert trace["otherData"]["variant"] == "commfuse-flow-4"
-    work = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    said = {event["name"] for event in work}
-    assert {"iteration 1, layer 2 of 32, forward", "fc1 dgrad, chunk 2"} <= said
-    layers = {event["args"]["layer"] for event in work if event["name"] == "fc1 dgrad, chunk 2"}
-    assert layers == {2}
-    # What the layers before and after it send meanwhile is theirs.
-    assert {event["args"]["layer"] for event in work} == {1, 2, 3}
-    assert min(event["ts"] for event in work) == 0

@@ -36,7 +36,7 @@ def candidate(variant: Variant, layout: Layout, **changes: object) -> Candidate:
 NOBODYS = {"plain-mesh", "plain-ring", "coc-tuned", "catccos", "kernel-ideal"}
 FORMS = {
     variant.name: variant
-    for variant in of_hardware(HARDWARE, ALONE, Options(flows=(2, 4)))
+    for variant in of_hardware(HARDWARE, ALONE, Options())
     if variant.name not in NOBODYS
 }
 
@@ -59,10 +59,9 @@ def check(words: list[str]) -> None:
 def test_what_is_printed_is_taken(name: str) -> None:
     words = options(MODEL, candidate(FORMS[name], ALONE))
     check(words)
-    assert ("--use-commfuse" in words) == (FORMS[name].kind in ("fused", "flow"))
+    assert ("--use-commfuse" in words) == (FORMS[name].kind == "fused")
 
 
 @pytest.mark.parametrize("layout", [Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)])
-@pytest.mark.parametrize("variant", [FORMS["commfuse-flow-4"], FORMS["commfuse-fb"]])
-def test_a_layout_and_recomputation_are_taken(variant: Variant, layout: Layout) -> None:
-    check(options(MODEL, candidate(variant, layout, recompute="full")))
+def test_a_layout_and_recomputation_are_taken(layout: Layout) -> None:
+    check(options(MODEL, candidate(FORMS["commfuse-fb"], layout, recompute="full")))

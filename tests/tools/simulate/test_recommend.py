@@ -62,7 +62,7 @@ def check_ranked(found: Recommendation, npus: int, hardware: Hardware) -> None:
     assert found.other is found.rivals[0]
     kinds = [one.variant.kind for one in found.rivals]
     assert len(kinds) == len(set(kinds))
-    assert not {"fused", "flow", "ideal"} & set(kinds), "what can be launched without CommFuse"
+    assert not {"fused", "ideal"} & set(kinds), "what can be launched without CommFuse"
     assert found.bound is not None
     assert found.bound.variant.kind == "ideal"
     assert found.steps[found.best][0] == found.best.seconds
@@ -251,10 +251,6 @@ def test_the_options_are_those_of_features(found: Recommendation) -> None:
         for refusals in (REFUSALS, ATTENTION_REFUSALS):
             check_compatible(given, refusals)
         read, schedule = commfuse_options(given), one.variant.schedule
-        if schedule is None:
-            assert read.flow == one.variant.slices
-            continue
-        assert read.flow is None
         for name in ("lanes", "chunks", "taper"):
             assert getattr(read.linear.schedule, name) == getattr(schedule, name)
         assert read.attention == one.variant.attention
@@ -328,7 +324,7 @@ def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Pat
         assert ModelConfig.load(file) == planned(SMALL, SERVER, found.best), attempt
     words = dry_run("llama3_8b", CONFIG=str(file))
     given = options(SMALL, found.best)
-    at = given.index("--use-commfuse")
+    at = given.index("--commfuse-fb-overlap")
     assert " ".join(given[at:]) in " ".join(words)
     for option, value in pairwise(given[:at]):
         left_out = option == "--context-parallel-size" and value == "1"
@@ -336,26 +332,7 @@ def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Pat
             assert words[words.index(option) + 1] == value, option
     launch = read_launch(file, [], {})
     assert launch is not None
-    assert launch.fuse.use_commfuse
-
-
-def test_chunks_flow_where_that_is_fastest(found: Recommendation, tmp_path: Path) -> None:
-    assert found.best.variant.kind == "flow"
-    words = options(SMALL, found.best)
-    flow = ["--use-commfuse", "--commfuse-flow", str(found.best.variant.slices)]
-    assert words[-5:] == [*flow, "--transformer-impl", "local"]
-    assert planned(SMALL, SERVER, found.best).commfuse_options == tuple(words[-5:])
-    text = report(found, SMALL, Path("small.yaml"), SERVER)
-    assert text.count("losses are equal to within rounding, not bit for bit") == 1
-    assert "there is nothing to fuse" not in text
-
-
-def test_chunks_flow_only_where_the_product_takes_them() -> None:
-    model = replace(SMALL, num_layers=4)
-    around = recommend(model, SERVER, 4, fixed=Fixed(tp=2, cp=2, pp=1))
-    assert {one.variant.kind for one in around.schedules} == {"fused", "turns"}
-    odd = recommend(model, SERVER, 2, sequence=2046, fixed=Fixed(tp=2, cp=1, pp=1))
-    assert odd.best.variant.slices == 3, "which alone divides 1023 tokens"
+    assert "--commfuse-fb-overlap" in launch.options
 
 
 def test_nothing_but_a_plan_is_written_over(tmp_path: Path, capsys) -> None:

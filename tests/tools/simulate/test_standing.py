@@ -10,7 +10,7 @@ from commfuse_npu.tools.simulate import plot, standing
 from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
 from commfuse_npu.tools.simulate.variants import CATCCOS, IDEAL, variants
 
-KNOWN = {variant.name: variant for variant in variants(8, 8, 7, flows=(4,))}
+KNOWN = {variant.name: variant for variant in variants(8, 8, 7)}
 STEPS = {
     "plain-mesh": 20.0,
     "megatron": 18.0,
@@ -18,13 +18,12 @@ STEPS = {
     "coc-tuned": 15.0,
     "kernel-ideal": 14.0,
     "commfuse-c4-l7": 16.2,
-    "commfuse-c4-l7-wgrad": 15.5,
-    "commfuse-flow-4": 14.4,
+    "commfuse-c4-l7-wgrad": 14.4,
 }
-ALIKE = {name: step for name, step in STEPS.items() if not name.endswith(("-wgrad", "flow-4"))}
+ALIKE = {name: step for name, step in STEPS.items() if not name.endswith("-wgrad")}
 OPTIONS = {
     "commfuse-c4-l7": ["--use-commfuse", "--commfuse-chunks", "4"],
-    "commfuse-flow-4": ["--use-commfuse", "--commfuse-flow", "4"],
+    "commfuse-c4-l7-wgrad": ["--use-commfuse", "--commfuse-wgrad", "blocks"],
 }
 
 
@@ -51,12 +50,12 @@ def test_every_variant_has_a_role() -> None:
 
 def test_ours_is_the_fastest_with_the_fastest_that_rounds_alike_beside_it() -> None:
     found = standing.of([_point(STEPS)], KNOWN)
-    assert (found.ours, found.alike) == ("commfuse-flow-4", "commfuse-c4-l7")
+    assert (found.ours, found.alike) == ("commfuse-c4-l7-wgrad", "commfuse-c4-l7")
     assert (found.today, found.rival) == ("megatron", "coc-4")
     assert (found.best, found.bound) == ("coc-4", "kernel-ideal")
-    assert found.compared == ["plain-mesh", "megatron", "commfuse-c4-l7", "commfuse-flow-4"]
+    assert found.compared == ["plain-mesh", "megatron", "commfuse-c4-l7", "commfuse-c4-l7-wgrad"]
     five = ["plain-mesh", "megatron", "coc-4", "kernel-ideal", "commfuse-c4-l7"]
-    assert found.shown(list(STEPS), False) == [*five, "commfuse-flow-4"]
+    assert found.shown(list(STEPS), False) == [*five, "commfuse-c4-l7-wgrad"]
     assert found.shown(list(STEPS), True) == list(STEPS)
     found = standing.of([_point(ALIKE)], KNOWN)
     assert found.ours == found.alike == "commfuse-c4-l7"
@@ -67,13 +66,13 @@ def test_ours_is_the_fastest_with_the_fastest_that_rounds_alike_beside_it() -> N
     assert found.other_rounding == "weight gradients are summed block by block"
 
 
-def test_two_lines_name_the_flow_and_the_best_with_megatrons_bits() -> None:
+def test_two_lines_name_the_best_and_the_best_with_megatrons_bits() -> None:
     points = [_point(STEPS)]
     first, second = standing.verdict(points, standing.of(points, KNOWN), OPTIONS)
     assert first == (
-        "Best of ours: **commfuse-flow-4**, a step in 14.40 s, a layer in 14.4 ms: "
-        "`--use-commfuse --commfuse-flow 4`; weight gradients are summed chunk by chunk (other "
-        "rounding). With Megatron's bits: **commfuse-c4-l7**, a step in 16.20 s, a layer in "
+        "Best of ours: **commfuse-c4-l7-wgrad**, a step in 14.40 s, a layer in 14.4 ms: "
+        "`--use-commfuse --commfuse-wgrad blocks`; weight gradients are summed block by block "
+        "(other rounding). With Megatron's bits: **commfuse-c4-l7**, a step in 16.20 s, a layer in "
         "16.2 ms: `--use-commfuse --commfuse-chunks 4`"
     )
     assert second == (

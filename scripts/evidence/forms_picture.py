@@ -1,7 +1,7 @@
-"""Draw docs/flow.svg: one layer on one rank, simulated, in four forms on one axis of time.
+"""Draw docs/forms.svg: one layer on one rank, simulated, in four forms on one axis of time.
 
 Llama 3 8B, TP 8, 8,192 tokens, the server with Ascend 910B at typical figures: forward, then
-backward, of a layer among many.
+backward, of a layer among many; overlapped, the layer of a forward beside that of a backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import layer, layer_picture
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, best_lanes, training
-from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, direct, flowing, tuned
+from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS, Variant, direct, tuned
 
 __all__ = ["forms", "main", "step"]
 
@@ -40,15 +40,15 @@ def forms() -> dict[str, Variant]:
     return {
         "plain collectives": REFERENCE,
         "Megatron's order": Variant("megatron", "megatron"),
-        "CommFuse, operator by operator (tuned)": ours,
-        "CommFuse, flow of 4 chunks": flowing(4),
+        "fused layers (tuned)": ours,
+        "forward-backward overlap, side by side": TURNS,
     }
 
 
 def main(argv: Sequence[str]) -> int:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(__file__).resolve().parents[2] / "docs" / "flow.svg"
+    default = Path(__file__).resolve().parents[2] / "docs" / "forms.svg"
     parser.add_argument("out", type=Path, nargs="?", default=default)
     draw([layer_picture(layer(step(), [*forms().items()]))], _TITLE, parser.parse_args(argv).out)
     return 0
