@@ -22,6 +22,7 @@ from commfuse_npu.tools.trace_file import events_of_viewer, linears_of, shown, w
 from tests.limits import PATIENT
 
 HOUR = 3600 * 10**9
+PROGRAM = gather_gemm(Place(Schedule(lanes=2, chunks=2), 0, 3, True), 8, 16, 24, False, None, 0)
 
 
 def _traced(rank: int, path: str, batched: bool) -> int:
@@ -133,13 +134,13 @@ def test_without_a_trace_nobody_looks_at_the_clock(ranks) -> None:
 def test_a_full_trace_counts_what_it_leaves_out() -> None:
     full = Trace(limit=2)
     for start in range(5):
-        full.add(Event("compute", "piece", "op", start, start + 1))
+        full.add(Event("compute", "op", start, start + 1, (PROGRAM, 0)))
     assert (len(full.events), full.left_out) == (2, 3)
 
 
 def test_rows_of_the_viewer_begin_with_the_work() -> None:
     rows = ["link to rank 1", "waiting", "compute", "from rank 1"]
-    events = [Event(row, "a", "op", 5_000, 7_500) for row in rows]
+    events = [Event(row, "op", 5_000, 7_500, (PROGRAM, "block 2")) for row in rows]
     found = events_of_viewer([list(map(shown, events)), []], ["rank 0", "rank 1"])
     order = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
     assert order == ["compute", "waiting", "from rank 1", "link to rank 1"]
@@ -147,14 +148,13 @@ def test_rows_of_the_viewer_begin_with_the_work() -> None:
     assert [e["args"]["name"] for e in found if e["name"] == "process_name"] == ["rank 0", "rank 1"]
 
 
-def test_what_has_no_name_is_called_after_its_operation() -> None:
-    program = gather_gemm(Place(Schedule(lanes=2, chunks=2), 0, 3, True), 8, 16, 24, False, None, 0)
-    own = next(at for at, one in enumerate(program.code) if isinstance(one, Compute))
+def test_without_a_linear_layer_it_is_called_after_its_operation() -> None:
+    own = next(at for at, one in enumerate(PROGRAM.code) if isinstance(one, Compute))
     for about, name in (
         (own, "all_gather_linear gemm, own block"),
         ("block 2 chunk 1", "all_gather_linear all-gather, chunk 1 of rank 2"),
     ):
-        event = Event("compute", "", "all_gather_linear", 0, 1, 0, (program, about))
+        event = Event("compute", "all_gather_linear", 0, 1, (PROGRAM, about))
         assert shown(event).name == name
         assert shown(event).args["operation"] == "all_gather_linear"
         assert not {"layer", "iteration"} & shown(event).args.keys()

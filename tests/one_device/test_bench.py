@@ -121,7 +121,7 @@ def races(rank: int, patterns: str) -> set[str]:
     found = set()
     for variant in chosen(patterns.split(","), worker.size):
         call = worker._call(variant)
-        call()  # stripes are made once, by all ranks
+        call()  # what is agreed on once is, by all ranks
         with device.recording() as recording:
             call()
         with pytest.MonkeyPatch.context() as patch:
