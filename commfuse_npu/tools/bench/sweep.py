@@ -97,18 +97,19 @@ class Group:
         self._link = "mesh" if conditions.device == "cpu" else conditions.device
         self._conditions = conditions
         self._progress = progress
-        self._ranks = Ranks(ranks, device=conditions.device, timeout=conditions.timeout)
+        self._stack = ExitStack()
 
     def __enter__(self) -> Group:
         self._progress.say(f"starting {self._size} ranks")
-        with ExitStack() as stack:
-            stack.enter_context(self._ranks)
+        device, timeout = self._conditions.device, self._conditions.timeout
+        with self._stack as stack:
+            self._ranks = stack.enter_context(Ranks(self._size, device=device, timeout=timeout))
             self._measure_link()
-            stack.pop_all()  # the ranks stay until the block ends
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *what: object) -> None:
-        self._ranks.close()
+        self._stack.close()
 
     def _measure_link(self) -> None:
         """What the link does at a nominal rate, and without one; may find that it has none."""
