@@ -5,8 +5,7 @@
 #   bash scripts/bench.sh --json bench.json --html bench.html less than 25 minutes
 #   bash scripts/bench.sh --help                             all options
 #
-# The Markdown table goes to stdout, progress to stderr. Sets up .venv by itself. As root, a shared
-# network card is measured too, in network namespaces.
+# The Markdown table goes to stdout, progress to stderr. Sets up .venv by itself.
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu

@@ -138,7 +138,7 @@ class Transport(Agreement):
         self.remembered: dict[Hashable, Any] = {}
         self.trace: Trace | None = None
         self.lane_streams: LaneStreams | None = None
-        # A group whose device is made up brings the streams of it (commfuse_npu.tools.one_device).
+        # A group whose device is made up brings the streams of it (tests.one_device).
         self.second_stream: Callable[[torch.device], SecondStream | None] = getattr(
             lanes[0], "second_stream", second_stream
         )

@@ -146,14 +146,12 @@ def test_the_tables_are_what_the_runs_wrote(kept: Path) -> None:
         assert len(shown) == 10
         assert all(line.replace("**", "") in PERFORMANCE for line in shown)
         return
-    alone = results[0].setting.link == "one-device"
     ranks, found, works = "", 0, {row.setting.work for row in results}
     for line in summary(results).replace("**", "").splitlines():
         ranks = line.split()[0] if " ranks, " in line else ranks
         if line.startswith(tuple(f"| {work} |" for work in works)):
             found += 1
-            line = line.replace("| - |", "|") if alone else line.removesuffix("- |")
-            assert f"| {ranks} {line}".strip() in PERFORMANCE
+            assert f"| {ranks} {line.removesuffix('- |')}".strip() in PERFORMANCE
     assert found == len({row.setting for row in results})
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-from commfuse_npu.tools.one_device.backend import register
-from commfuse_npu.tools.one_device.recording import ReplayError
+from tests.one_device.backend import register
+from tests.one_device.recording import ReplayError
 from tests.random_networks.case import BucketRun, Case
 from tests.random_networks.compare import at_rest_or_raise, differences, quiet, run_case
 from tests.random_networks.transports import transport_of
@@ -19,7 +19,7 @@ def complaints_alone(rank: int, case: Case) -> list[str]:
     Raises:
         RuntimeError: a transfer is still under way, so that these processes are of no more use.
     """
-    device = register("cpu")
+    device = register()
     transport_of(case)  # its lanes are warmed up by all ranks
     with quiet():
         if isinstance(case, BucketRun):

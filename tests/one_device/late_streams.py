@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from commfuse_npu.runtime.second_stream import SecondStream
-from commfuse_npu.tools.one_device.streams import Event
-from commfuse_npu.tools.one_device.thread_streams import HostSecond
+from tests.one_device.streams import Event
+from tests.one_device.thread_streams import HostSecond
 
 
 class _Late:
@@ -27,7 +27,7 @@ class _Late:
 
 
 class LateStreams:
-    """See :class:`~commfuse_npu.tools.one_device.streams.Streams`; there is no time in it."""
+    """See :class:`~tests.one_device.streams.Streams`; there is no time in it."""
 
     def __init__(self) -> None:
         self.delay: Callable[[], float] = lambda: 0.0

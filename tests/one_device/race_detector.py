@@ -32,9 +32,6 @@ class Event:
     def synchronize(self) -> None:
         self._module.main.clock |= self.clock
 
-    def elapsed_time(self, end: Event) -> float:
-        return 50.0
-
 
 class Stream:
     def __init__(self, name: str) -> None:

@@ -12,9 +12,9 @@ class OneDevice(Gloo):
     def join(self, size: int) -> None:
         import torch.distributed as dist
 
-        from commfuse_npu.tools.one_device.backend import BACKEND, register
+        from tests.one_device.backend import BACKEND, register
 
-        register("cpu")
+        register()
         dist.init_process_group(BACKEND, timeout=PATIENT)
 
 

@@ -13,17 +13,17 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Add, Compute, Copy
 from commfuse_npu.runtime.trace import Trace
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.one_device.backend import register
-from commfuse_npu.tools.one_device.recording import ReplayError
 from tests.limits import PATIENT
+from tests.one_device.backend import register
 from tests.one_device.late_streams import LateStreams
 from tests.one_device.layers import layers
+from tests.one_device.recording import ReplayError
 
 SCHEDULES = [Schedule(), Schedule(lanes=1, chunks=3), Schedule(chunks=4)]
 
 
 def alone(rank: int, schedule: Schedule, batched: bool, late: bool) -> None:
-    device = register("cpu")
+    device = register()
     link = Transport.create(lanes=3, timeout=PATIENT, batched=batched, check="always")
     options = LinearOptions(schedule)
     plain = layers(link, options, fused=False)
@@ -51,7 +51,7 @@ def test_it_has_the_bits_of_all_ranks(
 
 
 def traced(rank: int) -> None:
-    device, link = register("cpu"), Transport.create(timeout=PATIENT, batched=True)
+    device, link = register(), Transport.create(timeout=PATIENT, batched=True)
     options = LinearOptions(Schedule(chunks=3))
     with device.recording() as recording:
         layers(link, options, fused=True)
@@ -72,7 +72,7 @@ def test_what_is_aside_is_traced_as_what_it_is(ranks: Any) -> None:
 
 
 def what_is_refused(rank: int) -> list[str]:
-    device, link = register("cpu"), Transport.create(timeout=PATIENT)
+    device, link = register(), Transport.create(timeout=PATIENT)
     with device.recording() as recording:
         layers(link, LinearOptions(), fused=True)
     said = []
@@ -94,7 +94,7 @@ def test_only_what_was_recorded_is_run_alone(ranks: Any) -> None:
 
 
 def two_groups_in_a_batch(rank: int) -> None:
-    register("cpu")
+    register()
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     batch = [dist.P2POp(dist.isend, torch.ones(1), 1 - rank, group) for group in groups]
     with pytest.raises(ValueError, match="same group"):

@@ -14,11 +14,11 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Hold, Instruction, Program, Record, Wait
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.one_device.backend import register
-from commfuse_npu.tools.one_device.recording import ReplayError
 from tests.limits import PATIENT
+from tests.one_device.backend import register
 from tests.one_device.late_streams import LateStreams
 from tests.one_device.layers import layers
+from tests.one_device.recording import ReplayError
 
 Code = Sequence[Instruction]
 
@@ -54,7 +54,7 @@ def buffer_given_back_too_early(code: Code) -> Code:
 
 def caught(rank: int, fault: Callable[[Code], Code], chunks: int) -> str:
     """What tells of the fault; "" if nothing does."""
-    device = register("cpu")
+    device = register()
     # A batch is over with its receive; single posts have a wait for what is sent.
     batched = fault is not buffer_given_back_too_early
     link = Transport.create(lanes=2, timeout=PATIENT, batched=batched)

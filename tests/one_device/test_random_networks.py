@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.tools.one_device.backend import register
-from commfuse_npu.tools.one_device.device_streams import DeviceStreams
-from commfuse_npu.tools.one_device.recording import ReplayError
 from tests.one_device import alone
+from tests.one_device.backend import register
+from tests.one_device.device_streams import DeviceStreams
 from tests.one_device.race_detector import Module, RaceDetector
+from tests.one_device.recording import ReplayError
 from tests.random_networks import compare
 from tests.random_networks.case import BucketRun, Case, Layer, Network
 from tests.random_networks.transports import transport_of
@@ -43,7 +43,7 @@ def test_what_ends_a_run_alone_is_a_complaint(ranks: Any) -> None:
 
 
 def races(rank: int, case: Case) -> list[str]:
-    device, module = register("cpu"), Module()
+    device, module = register(), Module()
     transport_of(case)
     with compare.quiet(), pytest.MonkeyPatch.context() as patch:
         if isinstance(case, BucketRun):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.one_device.device import OneDevice
-from commfuse_npu.tools.one_device.recording import Recording
-from commfuse_npu.tools.one_device.thread_streams import ThreadStreams
+from tests.one_device.device import OneDevice
+from tests.one_device.recording import Recording
+from tests.one_device.thread_streams import ThreadStreams
 
 
 def nothing() -> None:

@@ -1,8 +1,8 @@
 """How much communication is hidden, and against whom: ``commfuse-npu bench``.
 
 On a CPU the link between two processes is a copy in memory, which costs the CPU that should
-compute meanwhile: nothing can be hidden.  So the link is given a rate (:mod:`.wire`,
-:mod:`.namespaces`), a transfer then takes wire time and hardly any CPU, and everything is reported
+compute meanwhile: nothing can be hidden.  So the link is given a rate
+(:mod:`.wire`), a transfer then takes wire time and hardly any CPU, and everything is reported
 as a ratio of times of one run.
 
 From the top down; what is marked (t) imports torch and runs in the processes of the ranks only::

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
 
-from commfuse_npu.tools.bench.programme import LINKS, Link
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
 from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, whole, words
 
@@ -31,8 +29,6 @@ def parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--ranks", type=_sizes, help="2,4")
     what.add_argument("--dtypes", type=words, help="fp32,bf16")
-    listed = "; ".join(f"{name}: {LINKS[name]}" for name in get_args(Link))
-    what.add_argument("--links", type=words, help=listed)
     what.add_argument(
         "--sleep-gemm",
         type=positive,
@@ -70,8 +66,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--all", action="store_true", help="all variants, not the five that matter")
     out.add_argument("--html", type=page, metavar="FILE", help="one page, with pictures")
     out.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
-    parser.set_defaults(known={"works": tuple(WORKS), "dtypes": tuple(ITEM_BYTES),
-                               "links": get_args(Link)})  # fmt: skip
+    parser.set_defaults(known={"works": tuple(WORKS), "dtypes": tuple(ITEM_BYTES)})
     return parser
 
 

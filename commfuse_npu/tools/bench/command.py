@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.bench import namespaces, plot, programme, stored
+from commfuse_npu.tools.bench import plot, programme, stored
 from commfuse_npu.tools.bench.arguments import parser
 from commfuse_npu.tools.bench.page import bench_page
 from commfuse_npu.tools.bench.progress import Progress
@@ -88,10 +88,6 @@ def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
                 raise ValueError(f"--{option} {word}: choose from {', '.join(known)}")
     if given.device != "cpu" and given.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
-    if given.device == "npu" and "one-device" in (given.links or ()):
-        raise ValueError(
-            "--links one-device holds streams as CUDA can; with --device npu leave it out"
-        )
     ModelConfig.load(given.config)
     sweeps = programme.with_options(programme.quick() if given.quick else programme.full(), given)
     for sweep in sweeps:
@@ -100,20 +96,12 @@ def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
 
 
 def _possible(sweeps: list[programme.Sweep], conditions: Conditions) -> list[programme.Sweep]:
-    """Without those whose link cannot be had here; the report says which and why."""
+    """Without sleeping GEMMs where there is a device; the report says where cores are few."""
     possible = []
-    problem: str | None = None
     for sweep in sweeps:
-        real = sweep.gflops is None and sweep.link in ("mesh", "one-device")
-        if conditions.device != "cpu" and not real:
-            continue  # sleeping GEMMs and made up links are for CPUs
-        if sweep.link == "shared-nic":
-            problem = namespaces.why_not() if problem is None else problem
-            if problem:
-                conditions.note(f"skipped: {programme.LINKS[sweep.link]}: {problem}")
-                continue
-        together = conditions.device == "cpu" and sweep.link != "one-device"
-        few_cores = together and sweep.ranks > (os.cpu_count() or 1)
+        if conditions.device != "cpu" and sweep.gflops is not None:
+            continue
+        few_cores = conditions.device == "cpu" and sweep.ranks > (os.cpu_count() or 1)
         if sweep.gflops is None and few_cores:
             conditions.note(
                 f"{sweep.ranks} ranks with real GEMMs share {os.cpu_count()} cores: their times "
@@ -131,13 +119,13 @@ def _measure(
 ) -> None:
     try:
         # Consecutive sweeps of the same processes: starting them takes seconds.
-        for (ranks, link), same in groupby(sweeps, key=lambda sweep: (sweep.ranks, sweep.link)):
+        for ranks, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
             if progress.over():
                 for sweep in same:
                     for work in sweep.works:
                         conditions.note_left_out(label_of(sweep, work))
                 continue
-            with Group(ranks, link, conditions, progress) as group:
+            with Group(ranks, conditions, progress) as group:
                 for sweep in same:
                     for result in group.run(sweep):
                         results.append(result)  # kept, whatever ends the run

@@ -44,7 +44,6 @@ from commfuse_npu.tools.bench.carriers import (
 from commfuse_npu.tools.bench.ring import Ring
 from commfuse_npu.tools.bench.shapes import MICROBATCHES
 from commfuse_npu.tools.bench.variants import Variant
-from commfuse_npu.tools.one_device.backend import BACKEND as ONE_DEVICE
 from commfuse_npu.tuning import Tuning
 
 __all__ = ["Form", "Groups", "baseline", "form_of", "plain_form"]
@@ -99,13 +98,6 @@ class Groups:
         direct = dist.new_group(list(range(size)))
         assert direct is not None
         self.direct: dist.ProcessGroup = direct
-        if dist.get_backend(direct) == ONE_DEVICE:
-            # A rank alone has nobody to compare with: over what is copied with the rest.
-            link, control = self.transport, dist.new_group(list(range(size)))
-            assert control is not None
-            self.transport = Transport(
-                link.group, link.lane_groups, control, timeout=link.timeout, batched=link.batched
-            )
         self.pool = BufferPool()
         for group in (self.collectives, self.direct):
             dist.all_reduce(torch.ones(1, device=self.transport.device_type), group=group)

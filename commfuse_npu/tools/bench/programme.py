@@ -5,21 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
-__all__ = ["DEFAULT_GFLOPS", "LINKS", "Link", "Sweep", "full", "quick", "with_options"]
+__all__ = ["DEFAULT_GFLOPS", "LINKS", "Sweep", "full", "quick", "with_options"]
 
-Link = Literal["mesh", "shared-nic", "unpaced", "one-device"]
-
-LINKS: dict[str, str] = {
+LINKS = {
     "mesh": "a link per pair of ranks (paced sockets)",
-    "shared-nic": "one card per rank (network namespaces, tc tbf)",
     "unpaced": "loopback without a rate",
-    "one-device": "one rank runs alone, copies at a rate stand in for a link per peer",
     "cuda": "the links between the GPUs",
     "npu": "the links between the NPUs",
 }
-assert set(get_args(Link)) < set(LINKS)
+"""By their names in results."""
 
 DEFAULT_GFLOPS = 60.0
 """Modelled speed of a rank whose GEMMs sleep: that of one core, so that both modes compare."""
@@ -49,7 +44,7 @@ _LARGE = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """Works measured by one group of processes over one kind of link.
+    """Works measured by one group of processes.
 
     Attributes:
         gflops: let GEMMs sleep, at this speed; ``None`` for real ones.
@@ -62,7 +57,6 @@ class Sweep:
     rounds: int
     variants: tuple[str, ...] = ("*",)
     gflops: float | None = None
-    link: Link = "mesh"
     dtype: str = "fp32"
 
     @property
@@ -97,7 +91,6 @@ def full() -> list[Sweep]:
         Sweep(2, (*single, "mlp"), (0.5, 1.0), 3, _LARGE, dtype="bf16"),
         Sweep(4, single, (0.5, 1.0), 5, _FOUR_RANKS, gflops=asleep),
         Sweep(4, ("mlp",), (0.5, 1.0), 3, _LARGE, gflops=_CROWDED_GFLOPS),
-        Sweep(4, single, (0.5, 1.0), 5, _FOUR_RANKS, gflops=asleep, link="shared-nic"),
         Sweep(8, single, (0.25, 0.5, 1.0, 1.5), 3, _EIGHT_RANKS, gflops=_CROWDED_GFLOPS),
     ]
 
@@ -105,17 +98,15 @@ def full() -> list[Sweep]:
 def with_options(sweeps: Sequence[Sweep], given: argparse.Namespace) -> list[Sweep]:
     """The programme with what the options say in place of its own.
 
-    ``ranks``, ``dtypes``, ``links`` or ``sleep_gemm`` make a programme of their own out of the
+    ``ranks``, ``dtypes`` or ``sleep_gemm`` make a programme of their own out of the
     first sweep: every combination of them.  The others replace a value in every sweep.
     """
     chosen = list(sweeps)
-    if given.ranks or given.dtypes or given.links or given.sleep_gemm is not None:
+    if given.ranks or given.dtypes or given.sleep_gemm is not None:
         model = replace(chosen[0], gflops=given.sleep_gemm)
-        links: Sequence[Link] = given.links or ("mesh",)
         chosen = [
-            replace(model, ranks=size, link=link, dtype=dtype)
+            replace(model, ranks=size, dtype=dtype)
             for size in given.ranks or (2,)
-            for link in links
             for dtype in given.dtypes or ("fp32",)
         ]
     names = ("works", "ratios", "variants", "rounds")

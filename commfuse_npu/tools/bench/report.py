@@ -28,7 +28,7 @@ LEGEND = f"""\
 - **bits**: equal to those of `{REFERENCE}`, else the largest difference. "same GEMMs: equal" are
   those of the plain collectives with the GEMMs cut alike.
 - `collective`, `coc-K` and `megatron` use torch's collectives; gloo's reduce-scatter sends an
-  all-reduce's bytes, that of `one-device` a block to each peer."""
+  all-reduce's bytes."""
 
 COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),

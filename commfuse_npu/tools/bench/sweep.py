@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commfuse_npu.tools.bench import namespaces
 from commfuse_npu.tools.bench.disturbance import Load, Watch
 from commfuse_npu.tools.bench.processes import Ranks
 from commfuse_npu.tools.bench.programme import LINKS, Sweep
@@ -34,7 +33,6 @@ _CALIBRATION_ROUNDS = 5
 _CALIBRATIONS = 4
 _FEW_ROUNDS = 2
 _QUIET_TRIES, _QUIET_SECONDS = 8, 0.25
-_WITH_A_RATE = ("mesh", "shared-nic", "one-device")
 _AS_IT_IS = ("npu", "cuda")
 _NOMINAL_RATE = 200e6
 """At which a link is measured before anything else, in bytes per second."""
@@ -92,35 +90,21 @@ def _variants(sweep: Sweep, work: str) -> list[Variant]:
 
 
 class Group:
-    """The ranks of one size over one kind of link.  Use it in a ``with`` block.
+    """The ranks of one size.  Use it in a ``with`` block."""
 
-    Args:
-        link: a key of :data:`~commfuse_npu.tools.bench.programme.LINKS`.
-    """
-
-    def __init__(self, ranks: int, link: str, conditions: Conditions, progress: Progress) -> None:
+    def __init__(self, ranks: int, conditions: Conditions, progress: Progress) -> None:
         self._size = ranks
-        made_up = conditions.device == "cpu" or link == "one-device"
-        self._link = link if made_up else conditions.device
+        self._link = "mesh" if conditions.device == "cpu" else conditions.device
         self._conditions = conditions
         self._progress = progress
         self._stack = ExitStack()
-        self._network: namespaces.Network | None = None
 
     def __enter__(self) -> Group:
+        self._progress.say(f"starting {self._size} ranks")
+        device, timeout = self._conditions.device, self._conditions.timeout
         with self._stack as stack:
-            self._progress.say(f"starting {self._size} ranks")
-            if self._link == "shared-nic":
-                self._network = stack.enter_context(namespaces.Network(self._size))
-            names = self._network.names if self._network else None
-            device, timeout = self._conditions.device, self._conditions.timeout
-            alone = self._link == "one-device"
-            ranks = Ranks(self._size, device=device, timeout=timeout, names=names, one_device=alone)
-            self._ranks = stack.enter_context(ranks)
-            if alone:
-                self._conditions.wires.append(f"{LINKS[self._link]}, {self._size} ranks: as asked")
-            else:
-                self._measure_link()
+            self._ranks = stack.enter_context(Ranks(self._size, device=device, timeout=timeout))
+            self._measure_link()
             self._stack = stack.pop_all()
         return self
 
@@ -130,7 +114,7 @@ class Group:
     def _measure_link(self) -> None:
         """What the link does at a nominal rate, and without one; may find that it has none."""
         limits: list[float | None] = [None]
-        if self._link in _WITH_A_RATE:
+        if self._link == "mesh":
             limits.append(_NOMINAL_RATE)
         for limit in limits:
             if not self._pace(limit):
@@ -138,8 +122,6 @@ class Group:
             payload = 4 << 20 if limit is None else int(limit / 20)
             reached, latency = zip(*self._ranks.ask("wire_speed", payload), strict=True)
             of = "" if limit is None else f" of {limit / 1e6:.0f} asked"
-            if limit is not None and self._link == "shared-nic":
-                of += f" for {self._size - 1} peers together"
             self._conditions.wires.append(
                 f"{LINKS[self._link]}, {self._size} ranks: {min(reached) / 1e6:.0f} MB/s per pair "
                 f"and direction{of}, {1e6 * max(latency):.0f} us one way"
@@ -147,13 +129,7 @@ class Group:
         self._pace(None)
 
     def _pace(self, bytes_per_second: float | None) -> bool:
-        if self._link == "one-device":
-            self._ranks.ask("pace_copies", bytes_per_second)
-        elif self._network is not None:
-            self._network.pace(bytes_per_second)
-            # The cards have the rate, the sockets as small buffers as where they have it.
-            self._ranks.ask("pace", None)
-        elif self._link == "mesh":
+        if self._link == "mesh":
             problems = {p.problem for p in self._ranks.ask("pace", bytes_per_second)} - {""}
             if problems:
                 self._link = "unpaced"
@@ -191,19 +167,11 @@ class Group:
         for variant in (_COMPUTE, *fixed):
             checks[variant.name] = worst_check(self._ranks.ask("check", variant))
             progress.step()
-        if self._link == "one-device":
-            recorded = [_COMPUTE, _COMMUNICATION, *fixed]
-            for variant in recorded:
-                self._ranks.ask("record", variant)
-            # Each was tried with buffers from nothing; when time counts, they are there.
-            self._ranks.ask_first("round", recorded)
         compute = self._compute_seconds()
         progress.step(_CALIBRATION_ROUNDS)
         by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}
         shuffle = random.Random(f"{conditions.seed} {label}")
         on_link = bytes_per_pair(work, shape, self._size, sweep.dtype)
-        if self._link == "shared-nic":
-            on_link *= self._size - 1
 
         def run(order: Sequence[str]) -> tuple[list[Sample], Load | None]:
             return self._round([by_name[name] for name in order])
@@ -266,9 +234,7 @@ class Group:
         return True
 
     def _cores_suffice(self) -> bool:
-        # Alone: a core for what is computed and one for what is copied.
-        needed = 2 if self._link == "one-device" else self._size
-        return self._link in _AS_IT_IS or (os.cpu_count() or 1) >= needed
+        return self._link in _AS_IT_IS or (os.cpu_count() or 1) >= self._size
 
     def _that_fit(self, variants: Sequence[Variant], shape: Shape) -> list[Variant]:
         """Without those that would cut a block into more slices than it has rows."""
@@ -276,15 +242,10 @@ class Group:
         fitting = [v for v in variants if v.slices <= rows]
         if len(fitting) < len(variants):
             self._conditions.note(f"blocks of {rows} rows are too small for some slices")
-        if self._link == "one-device":
-            fixed = [v for v in fitting if not v.tuned]
-            if len(fixed) < len(fitting):
-                self._conditions.note("auto tries schedules out with all ranks: not on one device")
-            return fixed
         return fitting
 
     def _possible(self, ratios: Sequence[float]) -> Sequence[float]:
-        return ratios if self._link in _WITH_A_RATE else (0.0,)
+        return ratios if self._link == "mesh" else (0.0,)
 
     def _compute_seconds(self) -> float:
         """Of the computation alone; of several tries that others disturbed the shortest.
@@ -300,11 +261,7 @@ class Group:
 
     def _round(self, order: Sequence[Variant]) -> tuple[list[Sample], Load | None]:
         watch = Watch()
-        of_ranks: list[tuple[list[Sample], float]]
-        if self._link == "one-device":
-            of_ranks = [self._ranks.ask_first("round", list(order))]
-        else:
-            of_ranks = self._ranks.ask("round", list(order))
+        of_ranks: list[tuple[list[Sample], float]] = self._ranks.ask("round", list(order))
         load = watch.load(sum(cpu for _, cpu in of_ranks))
         if load is None:
             self._conditions.note("/proc/stat cannot be read: disturbed rounds are not detected")

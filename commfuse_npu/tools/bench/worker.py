@@ -21,14 +21,9 @@ from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms
 from commfuse_npu.tools.bench.variants import COMPUTE, REFERENCE, Variant
 from commfuse_npu.tools.bench.works import Work
-from commfuse_npu.tools.one_device.backend import register
-from commfuse_npu.tools.one_device.recording import Recording
 from commfuse_npu.tuning import decisions
 
 __all__ = ["Worker"]
-
-_TRIED_RATE = 1e10
-"""Of the links of a rank that runs alone for the first time: they are held, and not for long."""
 
 
 class Worker:
@@ -42,43 +37,11 @@ class Worker:
         self._forms: dict[Variant, Form] = {}
         self._work: Work
         self._gflops: float | None = None
-        # Of ranks that share one device: what each variant sent and received, and the links' rate.
-        self._recordings: dict[Variant, Recording] = {}
-        self._rate: float | None = None
         self._reference: list[torch.Tensor] | None = None
 
     def pace(self, bytes_per_second: float | None) -> wire.Pacing:
         """Give this rank's sockets a rate."""
         return wire.pace(bytes_per_second)
-
-    def pace_copies(self, bytes_per_second: float | None) -> None:
-        """The rate of the copies that stand in for links, of ranks that share one device."""
-        self._rate = bytes_per_second
-
-    def record(self, variant: Variant) -> None:
-        """Run a variant on all ranks, so that rank 0 can run it alone from then on; it tries to.
-
-        Raises:
-            RuntimeError: alone it is not what it was together.
-        """
-        device, call = register(self._device), self._call(variant)
-        if self.rank:
-            call()
-            return
-        with device.recording() as recording:
-            together = call() or []
-        # The first time it makes streams and their buffers, and measures clocks.
-        for seed in (None, 0):
-            self._forget_buffers()
-            with device.replaying(recording, _TRIED_RATE, seed):
-                alone = call() or []
-            if not _all_equal(alone, together):
-                raise RuntimeError(
-                    f"{variant.name}: what rank 0 computes alone is not what it computed with the "
-                    "other ranks; nothing was timed"
-                )
-        recording.forget_sent()
-        self._recordings[variant] = recording
 
     def wire_speed(self, payload: int) -> tuple[float, float]:
         """Measure the link as it is now: a direct exchange of ``payload`` bytes per pair.
@@ -124,7 +87,6 @@ class Worker:
         self._gflops = gflops
         self._reference = None
         self._forms.clear()
-        self._recordings.clear()
         self._forget_buffers()
 
     def check(self, variant: Variant, *, memory: bool = True) -> Check:
@@ -204,12 +166,11 @@ class Worker:
 
     def _timed(self, variant: Variant) -> Sample:
         call, blocked = self._call(variant), self._blocked(variant)
-        with self._alone(variant):
-            start = self._together()
-            blocked_before, cpu = blocked(), time.process_time()
-            call()
-            total = self._now() - start
-            return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
+        start = self._together()
+        blocked_before, cpu = blocked(), time.process_time()
+        call()
+        total = self._now() - start
+        return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
 
     def _call(self, variant: Variant) -> Callable[[], list[torch.Tensor] | None]:
         work, direct = self._work, self._direct
@@ -223,12 +184,6 @@ class Worker:
         if variant.kind == "communication":
             return lambda: direct.blocked_seconds
         return self._form(variant).blocked_seconds
-
-    def _alone(self, variant: Variant) -> AbstractContextManager[None]:
-        recording = self._recordings.get(variant)
-        if recording is None:
-            return nullcontext()
-        return register(self._device).replaying(recording, self._rate)
 
     def _together(self) -> float:
         """Start at the same time on all ranks; returns the time."""

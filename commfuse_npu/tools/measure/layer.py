@@ -28,11 +28,10 @@ def layer_times(scale: Scale, config: str, device: str, limit: float) -> tuple[T
     Raises:
         RanksError: it failed, or took longer.
     """
-    link, rounds = ("unpaced", "3") if device == "cpu" else ("mesh", "10")
     words = ["--works", "layers", "--ranks", str(scale.ranks), "--device", device]
-    words += ["--config", config, "--variants", _VARIANTS, "--links", link, "--ratios", "1"]
+    words += ["--config", config, "--variants", _VARIANTS, "--ratios", "0"]
     words += ["--dtypes", "bf16", "--scale", str(scale.shrink), "--sequence", str(scale.rows)]
-    words += ["--rounds", rounds]
+    words += ["--rounds", "3" if device == "cpu" else "10"]
     with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as temporary:
         path, log = Path(temporary, "bench.json"), Path(temporary, "log")
         command = [sys.executable, "-m", "commfuse_npu", "bench", *words, "--json", str(path)]

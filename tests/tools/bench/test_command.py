@@ -92,10 +92,10 @@ def test_ranks_are_ended_when_one_fails() -> None:
 
 
 def test_ranks_are_ended_when_one_cannot_start() -> None:
-    nowhere = ["no such namespace"] * 2
+    nowhere = "no_such_module:Worker"
     with (
-        pytest.raises(RanksError, match=r"of 2 failed in starting:\n[\s\S]*no such namespace"),
-        Ranks(2, device="cpu", timeout=LIMIT, names=nowhere),
+        pytest.raises(RanksError, match=r"of 2 failed in starting:\n[\s\S]*no_such_module"),
+        Ranks(2, device="cpu", timeout=LIMIT, worker=nowhere),
     ):
         pass
     assert multiprocessing.active_children() == []

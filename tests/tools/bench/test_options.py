@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench import command, namespaces, programme
+from commfuse_npu.tools.bench import command, programme
 from commfuse_npu.tools.bench.arguments import parser
 from commfuse_npu.tools.bench.progress import Progress
 from commfuse_npu.tools.bench.sweep import steps_of
@@ -61,9 +59,9 @@ def test_megatrons_order_needs_a_backward() -> None:
 def test_options_make_a_programme_of_their_own() -> None:
     given = _given("--ranks", "2,4", "--sleep-gemm", "10", "--works", "mlp")
     sweeps = programme.with_options(programme.quick(), given)
-    assert [(s.ranks, s.gflops, s.works, s.link) for s in sweeps] == [
-        (2, 10.0, ("mlp",), "mesh"),
-        (4, 10.0, ("mlp",), "mesh"),
+    assert [(s.ranks, s.gflops, s.works) for s in sweeps] == [
+        (2, 10.0, ("mlp",)),
+        (4, 10.0, ("mlp",)),
     ]
     assert "sleeping" in sweeps[0].mode
 
@@ -96,45 +94,6 @@ def test_values_out_of_range_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["bench", *words])
     assert left.value.code == 2
-
-
-def test_namespaces_say_what_is_missing(monkeypatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "no `ip` command" in namespaces.why_not()
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert namespaces.why_not() == "network namespaces need root"
-
-
-def test_namespaces_of_a_killed_run_are_removed_and_no_others(monkeypatch, tmp_path) -> None:
-    gone, alive = 2**22 + 1, os.getpid()  # larger than any pid, and this one
-    for name in (f"cfb{gone}s", f"cfb{gone}r11", f"cfb{alive}r0", f"cfb{gone}x", "cfb", "other"):
-        (tmp_path / name).touch()
-    ran: list[list[str]] = []
-    monkeypatch.setattr(namespaces, "_NAMESPACES", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command))
-    namespaces._remove_left_over()
-    assert sorted(command[-1] for command in ran) == [f"cfb{gone}r11", f"cfb{gone}s"]
-    monkeypatch.setattr(namespaces, "_NAMESPACES", str(tmp_path / "none"))
-    namespaces._remove_left_over()
-
-
-def test_namespaces_that_fail_half_way_are_removed(monkeypatch) -> None:
-    removed = []
-
-    class Done:
-        def __init__(self, code: int) -> None:
-            self.returncode, self.stdout, self.stderr = code, "", "RTNETLINK: not permitted"
-
-    def run(command, **_):
-        if command[:3] == ["ip", "netns", "del"]:
-            removed.append(command[3])
-        return Done("bridge" in command)
-
-    monkeypatch.setattr("subprocess.run", run)
-    with pytest.raises(RuntimeError, match="not permitted"), namespaces.Network(2):
-        pass
-    assert len(removed) == 3
 
 
 class _Terminal:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 
-from commfuse_npu.tools.one_device.recording import Posted, Recording, ReplayError
-from commfuse_npu.tools.one_device.streams import Event, Streams
+from tests.one_device.recording import Posted, Recording, ReplayError
+from tests.one_device.streams import Event, Streams
 
 __all__ = ["Link", "OneDevice"]
 
@@ -33,10 +33,8 @@ class OneDevice:
         self.streams = streams
         self.recorded: Recording | None = None
         self.replayed: Recording | None = None
-        self._rate: float | None = None
         self._random: random.Random | None = None
         self._links: dict[Link, Event] = {}
-        self._sinks: dict[Hashable, torch.Tensor] = {}
         # What was sent, when it was read, and what it was then.
         self._read: list[tuple[Posted, str, list[torch.Tensor]]] = []
 
@@ -50,30 +48,18 @@ class OneDevice:
             self.recorded = None
 
     @contextmanager
-    def replaying(
-        self,
-        recording: Recording,
-        bytes_per_second: float | None = None,
-        seed: int | None = None,
-    ) -> Iterator[None]:
+    def replaying(self, recording: Recording, seed: int | None = None) -> Iterator[None]:
         """Run what was recorded again; nobody else has to.
 
         Args:
-            bytes_per_second: of a link from one rank to one other; ``None``: as fast as copies are.
             seed: check it: with random delays, with NaN in what is not received yet, and with what
                 is sent compared to what was, as it is at the start of a transfer and at its end.
 
         Raises:
-            ValueError: the rate is not above 0.
             ReplayError: what is posted, or what is sent, is not what was recorded.
         """
-        if bytes_per_second is not None and not bytes_per_second > 0:
-            raise ValueError(
-                f"bytes_per_second is {bytes_per_second}; give a number above 0, or None for links "
-                "as fast as copies are"
-            )
         recording.rewind()
-        self.replayed, self._rate = recording, bytes_per_second
+        self.replayed = recording
         self._random = None if seed is None else random.Random(seed)
         self._links, self._read = {}, []
         self.streams.delay = self._delay
@@ -96,14 +82,14 @@ class OneDevice:
         what: str,
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
-        links: Mapping[Link, int],
+        links: Iterable[Link],
     ) -> Event:
         """A transfer, or this rank's part in a collective, of what is run alone.
 
         Args:
             stream: whose order it keeps.
             sent, received: what it reads and writes; where they overlap it changes them in place.
-            links: bytes by link; a link carries one thing after the other.
+            links: that it uses; each carries one thing after the other.
         """
         assert self.replayed is not None
         posted = self.replayed.next(group, what, received)
@@ -125,8 +111,6 @@ class OneDevice:
             with torch.inference_mode():
                 if checked:
                     read("first")
-                else:
-                    self._drain(stream, sent)
                 if early or not checked:
                     deliver()
 
@@ -137,11 +121,8 @@ class OneDevice:
                     if not early:
                         deliver()
 
-        seconds = self._delay()
-        if self._rate is not None:
-            seconds += max(links.values(), default=0) / self._rate
         after = [self.streams.here(), *(self._links[link] for link in links if link in self._links)]
-        over = self.streams.give(stream, after, seconds, begin, end)
+        over = self.streams.give(stream, after, self._delay(), begin, end)
         self._links.update(dict.fromkeys(links, over))
         return over
 
@@ -151,16 +132,6 @@ class OneDevice:
 
     def _delay(self) -> float:
         return 0.0 if self._random is None else _LONGEST_DELAY * self._drawn()
-
-    def _drain(self, stream: Hashable, sent: Sequence[torch.Tensor]) -> None:
-        """Read what is sent, as a link does."""
-        for tensor in sent:
-            sink = self._sinks.get(stream)
-            if sink is None or sink.numel() < tensor.nbytes:
-                sink = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
-                self._sinks[stream] = sink
-            flat = tensor.data.reshape(-1)
-            sink[: tensor.nbytes].view(tensor.dtype).copy_(flat)
 
     def _expect_the_same(self) -> None:
         assert self.replayed is not None

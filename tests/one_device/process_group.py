@@ -2,13 +2,12 @@
 
 As on HCCL a batch of transfers is one operation, batches and collectives of a group come one after
 the other, and several groups are served at once.  Transfers that are posted one by one keep their
-order between two ranks only.  A link goes from one rank to one other, in one direction; all of them
-are alike, and a collective uses those to all others at once: a full mesh.
+order between two ranks only.  A link goes from one rank to one other, in one direction; a
+collective uses those to all others at once: a full mesh.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.runtime.second_stream import SecondStream
-from commfuse_npu.tools.one_device.device import Link, OneDevice
-from commfuse_npu.tools.one_device.recording import Posted
-from commfuse_npu.tools.one_device.streams import Event
+from tests.one_device.device import OneDevice
+from tests.one_device.recording import Posted
+from tests.one_device.streams import Event
 
 __all__ = ["BACKEND", "OneDeviceGroup"]
 
@@ -95,9 +94,7 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
         received = [tensor for verb, tensor, _, _ in ends if verb == "receive"]
         what = ", ".join(f"{_WAYS[verb]} {self._ranks[peer]}" for verb, _, peer, _ in ends)
         if self._device.replayed is not None:
-            links = Counter[Link]()
-            for verb, tensor, peer, _ in ends:
-                links[verb, self._ranks[peer]] += tensor.nbytes
+            links = [(verb, self._ranks[peer]) for verb, _, peer, _ in ends]
             over = self._device.begin(self._label, stream, what, sent, received, links)
             return _Alone(over, (*sent, *received))
         staged, works = [], []
@@ -126,14 +123,13 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
         name: str,
         sent: _Tensors,
         received: _Tensors,
-        on_a_link: int,
         call: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
     ) -> dist.Work:
         """``call`` is gloo's, with what it sends and receives on the CPU."""
         device = self._device
         if device.replayed is not None:
             others = [rank for place, rank in enumerate(self._ranks) if place != self._place]
-            links = {(verb, rank): on_a_link for verb in ("send", "receive") for rank in others}
+            links = [(verb, rank) for verb in ("send", "receive") for rank in others]
             over = device.begin(self._label, self._label, name, sent, received, links)
             return _Alone(over, (*sent, *received))
         posted = self._recorded(name, sent)
@@ -143,9 +139,8 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
         return _Together([work], posted, received, staged)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        size = 2 * sum(tensor.nbytes for tensor in tensors) // len(self._ranks)
         return self._collective(
-            "all-reduce", tensors, tensors, size, lambda _, out: self._together.allreduce(out, opts)
+            "all-reduce", tensors, tensors, lambda _, out: self._together.allreduce(out, opts)
         )
 
     def allgather(
@@ -155,7 +150,6 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
             "all-gather",
             inputs,
             outputs[0],
-            inputs[0].nbytes,
             lambda mine, out: self._together.allgather([out], mine),
         )
 
@@ -166,7 +160,6 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
             "all-gather",
             [tensor],
             [output],
-            tensor.nbytes,
             lambda mine, out: self._together._allgather_base(out[0], mine[0]),
         )
 
@@ -177,7 +170,6 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
             "reduce-scatter",
             [tensor],
             [output],
-            output.nbytes,
             lambda mine, out: self._together._reduce_scatter_base(out[0], mine[0], opts),
         )
 
@@ -189,29 +181,18 @@ class OneDeviceGroup(_ProcessGroup):  # type: ignore[misc]
         input_sizes: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        # The own block goes over no link.
-        rows = [
-            size
-            for sizes in (input_sizes, output_sizes)
-            for place, size in enumerate(sizes)
-            if place != self._place
-        ]
-        row = max(tensor[:1].nbytes, output[:1].nbytes)
-        size = max(rows) * row if rows else tensor.nbytes // len(self._ranks)
         return self._collective(
             "all-to-all",
             [tensor],
             [output],
-            size,
             lambda mine, out: self._together.alltoall_base(
                 out[0], mine[0], output_sizes, input_sizes
             ),
         )
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        size = tensors[0].nbytes
         return self._collective(
-            "broadcast", tensors, tensors, size, lambda _, out: self._together.broadcast(out, opts)
+            "broadcast", tensors, tensors, lambda _, out: self._together.broadcast(out, opts)
         )
 
     def barrier(self, opts: Any = None) -> dist.Work:

@@ -1,40 +1,22 @@
-"""Streams and events of CUDA (read, not run).
+"""Streams and events as CUDA and NPUs have them, of a module that stands in for ``torch.cuda``.
 
-A stream is held by a kernel of one thread that counts clocks, on a stream beside it, so that the
-copies of a transfer are part of its time.  The clock's rate is measured once, by the first one that
-is held: when a process starts, those of the other ranks use the device as well.  Where GEMMs draw
-so much power that the device lowers its clock, what is held beside them is held longer than it was
-asked to be; nothing that is timed says so.
-
-The streams of transfers come first: a block of theirs takes the next place that becomes free, where
-else it would wait until a GEMM that was given before has started its last block [read].  It takes
-that place from the GEMM, and copies within a device may be kernels, too: a link costs a GEMM here
-what one beside a device would not.
-
-A process has 8 queues to a device unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says more, 32 at most, and
-streams of one queue wait for each other: set it before CUDA starts.
+A stream is held by a kernel of one thread, on a stream beside it, so that the copies of a transfer
+are part of its time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from commfuse_npu.runtime.second_stream import SecondStream
-from commfuse_npu.tools.one_device.streams import Event
+from tests.one_device.streams import Event
 
 __all__ = ["DeviceStreams"]
 
-_CALIBRATION_CLOCKS = 50_000_000
-_MOST_STREAMS = 15
-"""Two each of 32 queues; of the other two one is the current stream's, one the second one's of
-operations.  torch has 32 streams of a priority and gives them out anew after that [read]."""
-
-_FIRST = -1
-"""The priority of what comes before the rest."""
+_CLOCKS_PER_SECOND = 1e9
 
 
 class _Point:
@@ -65,10 +47,10 @@ class _HeldSecond(SecondStream):
 
 
 class DeviceStreams:
-    """See :class:`~commfuse_npu.tools.one_device.streams.Streams`.
+    """See :class:`~tests.one_device.streams.Streams`.
 
     Args:
-        device_type: ``cuda``.
+        device_type: whose module is taken.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -89,15 +71,7 @@ class DeviceStreams:
         end: Callable[[], None],
     ) -> _Point:
         if stream not in self._streams:
-            if len(self._streams) == _MOST_STREAMS:
-                raise ValueError(
-                    f"{stream} would be stream {_MOST_STREAMS + 1} of transfers; a process "
-                    f"has queues for {_MOST_STREAMS}. Take fewer ranks, or fewer lanes"
-                )
-            self._streams[stream] = (
-                self._module.Stream(priority=_FIRST),
-                self._module.Stream(priority=_FIRST),
-            )
+            self._streams[stream] = self._module.Stream(), self._module.Stream()
         carrier, clock = self._streams[stream]
         with self._module.stream(carrier):
             for event in after:
@@ -117,7 +91,7 @@ class DeviceStreams:
     def hold(self, seconds: float) -> None:
         """Hold the current stream."""
         if seconds > 0:
-            self._module._sleep(int(seconds * self._clocks_per_second))
+            self._module._sleep(int(seconds * _CLOCKS_PER_SECOND))
 
     def second(self, device: torch.device) -> SecondStream:
         if device not in self._seconds:
@@ -126,16 +100,3 @@ class DeviceStreams:
 
     def synchronise(self) -> None:
         self._module.synchronize()
-
-    @cached_property
-    def _clocks_per_second(self) -> float:
-        """Of the second time."""
-        rate = 0.0
-        for _ in range(2):
-            start, end = (self._module.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            self._module._sleep(_CALIBRATION_CLOCKS)
-            end.record()
-            end.synchronize()
-            rate = _CALIBRATION_CLOCKS / (start.elapsed_time(end) / 1e3)
-        return rate

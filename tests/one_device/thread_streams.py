@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from commfuse_npu.runtime.second_stream import SecondStream
-from commfuse_npu.tools.one_device.streams import Event
+from tests.one_device.streams import Event
 
 __all__ = ["HostSecond", "ThreadStreams"]
 
@@ -135,7 +135,7 @@ class HostSecond(SecondStream):
 
 
 class ThreadStreams:
-    """See :class:`~commfuse_npu.tools.one_device.streams.Streams`."""
+    """See :class:`~tests.one_device.streams.Streams`."""
 
     def __init__(self) -> None:
         self.delay: Callable[[], float] = lambda: 0.0

@@ -11,36 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commfuse_npu.tools.one_device.device import OneDevice
-from commfuse_npu.tools.one_device.process_group import BACKEND, OneDeviceGroup
-from commfuse_npu.tools.one_device.thread_streams import ThreadStreams
+from tests.one_device.device import OneDevice
+from tests.one_device.process_group import BACKEND, OneDeviceGroup
+from tests.one_device.thread_streams import ThreadStreams
 
 __all__ = ["BACKEND", "register"]
 
 
 @cache
-def register(device_type: str) -> OneDevice:
-    """Make the backend known to this process.
-
-    Args:
-        device_type: ``cpu``, or ``cuda`` (read, not run).
-
-    Returns:
-        what its groups share.
-
-    Raises:
-        ValueError: streams of another device, which cannot be held.
-    """
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"{BACKEND} on {device_type}: its streams cannot be held there; register cpu or cuda"
-        )
-    if device_type == "cpu":
-        device = OneDevice(ThreadStreams())
-    else:
-        from commfuse_npu.tools.one_device.device_streams import DeviceStreams
-
-        device = OneDevice(DeviceStreams(device_type))
+def register() -> OneDevice:
+    """Make the backend known to this process; returns what its groups share."""
+    device = OneDevice(ThreadStreams())
 
     def create(options: Any, _: object) -> OneDeviceGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -49,7 +30,7 @@ def register(device_type: str) -> OneDevice:
         )
         return OneDeviceGroup(device, options.group_id, options.group_rank, ranks, together)
 
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[device_type])
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
     torchs_own = dist.batch_isend_irecv
 
     def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:

@@ -21,7 +21,7 @@ class Posted:
 
     Attributes:
         what: ``send to 3``, ``receive from 1``, or the name of a collective.
-        sent: copies of what was read, made when it was posted, until they are forgotten.
+        sent: copies of what was read, made when it was posted.
         received: copies of what was written, made when it was waited for; empty until then.
     """
 
@@ -41,12 +41,6 @@ class Recording:
         """Another one of a group."""
         self._posted[group].append(posted)
         return posted
-
-    def forget_sent(self) -> None:
-        """Give the memory of what was sent back; nothing is compared with it any more."""
-        for posted in self._posted.values():
-            for one in posted:
-                one.sent = ()
 
     def rewind(self) -> None:
         """Read from the start again."""
