@@ -1,1 +1,1 @@
-"""What is asked before and after a run: doctor, coverage, plan, simulate, bench, verify."""
+"""What is asked before and after a run: doctor, plan, simulate, bench, verify."""

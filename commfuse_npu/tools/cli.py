@@ -18,8 +18,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "prepare": {
         "doctor": ("doctor.command", "is this machine, and this launch, ready?"),
-        "coverage": ("coverage.command", "what would it fuse in each of your launch scripts?"),
-        "plan": ("plan_command", "a layout and a schedule for a model and a cluster"),
+        "plan": ("plan.command", "would it help a launch, a folder of them, or a model?"),
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
     "run": {

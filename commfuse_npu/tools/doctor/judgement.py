@@ -1,4 +1,4 @@
-"""What CommFuse would do in a launch, from its options alone: for the doctor and for coverage."""
+"""What CommFuse would do in a launch, from its options alone: for the doctor and for plan."""
 
 from __future__ import annotations
 

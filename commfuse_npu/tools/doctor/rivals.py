@@ -17,14 +17,14 @@ from commfuse_npu.tools.simulate.described import described
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import TURNS, Variant, fused, variants
+from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS, Variant, fused, variants
 
-__all__ = ["check_rivals"]
+__all__ = ["FLAGS", "check_rivals", "in_plain_pipeline", "layer_seconds", "not_simulated"]
 
 _about = partial(Finding, "launch", "rivals")
 
-_FLAGS = {
-    "megatron": ("Megatron's own order", "leave --use-commfuse out"),
+FLAGS = {
+    "megatron": ("Megatron's own order", ""),
     **{
         f"coc-{k}": (f"CoC in {k} slices", f"--use-ascend-coc --coc-parallel-num {k}")
         for k in (2, 4, 8)
@@ -33,27 +33,43 @@ _FLAGS = {
     "mc2": ("MC2", "--use-ascend-mc2"),
     TURNS.name: ("forward-backward overlap", "--commfuse-fb-overlap"),
 }
-"""By name of the variant: what it is, and what is given in place of ``--use-commfuse``."""
+"""By name of the variant: what it is, and the flags that a launch takes for it."""
 
 
-def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterator[Finding]:
-    """A layer of the launch beside Megatron's order, CoC and MC2, at typical figures.
+def not_simulated(launch: Launch, npus_per_node: int) -> str:
+    """Why the layers of a launch are not simulated; empty if they are."""
+    config, layout = launch.config, launch.judged.layout
+    if layout.tensor == 1:
+        return "TP 1: its linear layers transfer nothing"
+    if layout.experts or layout.mla:
+        return "layers with experts or latent attention are not simulated"
+    if not config.uses_sequence_parallel:
+        return "layers without sequence parallelism are not simulated"
+    if min(npus_per_node, config.npus_per_node) < layout.tensor:
+        return f"a group of {layout.tensor} spans nodes of {npus_per_node} NPUs"
+    return ""
 
-    Beside these stands forward-backward overlap, if the launch would start with it.
 
-    Nothing is said of groups that span nodes, of experts and of NPUs that are not described.
-    Without any the server with Ascend 910B is assumed.
+def layer_seconds(launch: Launch, hardware: Hardware, schedule: Schedule) -> dict[str, float]:
+    """Seconds of one layer of a launch, forward and backward, at typical figures.
+
+    With full recomputation the forward counts twice.
+
+    Returns:
+        by name of the variant: :data:`FLAGS`, each kind's fastest, ``p2p`` with blocking
+        collectives, and ``commfuse`` as ``--use-commfuse`` would run it.
     """
-    config, tp = launch.config, launch.config.tensor_model_parallel_size
-    description = _description(machine)
-    if description is None or not launch.fuse.use_commfuse or not config.uses_sequence_parallel:
-        return
-    figures = Hardware.load(find_config(description, "hardware")).machine()
-    spans = min(figures.npus_per_node, config.npus_per_node) < tp
-    if spans or "--num-experts" in launch.options:
-        return
+    figures, config = hardware.machine(), launch.config
+    tp = config.tensor_model_parallel_size
     sequence = config.seq_length // config.context_parallel_size
-    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, Options(micro_batches=1)))
+    again = launch.options.text("--recompute-granularity") == "full"
+    options = Options(micro_batches=1, recompute="full" if again else "none")
+    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, options))
+
+    def seconds(variant: Variant) -> float:
+        time = step.layer_time(variant)
+        return time.seconds + (time.forward if again and time.pair is None else 0.0)
+
     ours = Variant("megatron", "megatron")
     if config.block_rows >= launch.least_rows:
         ours = fused(
@@ -64,39 +80,61 @@ def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterat
             attention=launch.fuse.commfuse_attention,
             collectives_from=covering_outputs(figures, tp),
         )
-    others = [one for one in variants(tp, tp, 1) if one != TURNS]
-    others += [TURNS] * _overlaps(launch)
-
-    def seconds(variant: Variant) -> float:
-        return step.layer_time(variant).seconds
-
-    mine = seconds(ours)
-    # The fastest of each kind.
     best: dict[str, tuple[float, str]] = {}
-    for variant in others:
-        if variant.name in _FLAGS:
+    for variant in variants(tp, tp, 1):
+        if variant.name in FLAGS:
             timed = seconds(variant), variant.name
             best[variant.kind] = min(best.get(variant.kind, timed), timed)
-    ahead = sorted(one for one in best.values() if one[0] < mine)
+    found = {name: time for time, name in best.values()}
+    for name, variant in ((REFERENCE.name, REFERENCE), ("commfuse", ours)):
+        found[name] = seconds(variant)
+    return found
+
+
+def check_rivals(machine: Machine, launch: Launch, schedule: Schedule) -> Iterator[Finding]:
+    """A layer of the launch beside Megatron's order, CoC and MC2, at typical figures.
+
+    Beside these stands forward-backward overlap, if the launch would start with it.
+
+    Nothing is said of layers that are not simulated and of NPUs that are not described.  Without
+    any the server with Ascend 910B is assumed.
+    """
+    description = _description(machine)
+    if description is None or not launch.fuse.use_commfuse:
+        return
+    hardware = Hardware.load(find_config(description, "hardware"))
+    if not_simulated(launch, hardware.machine().npus_per_node):
+        return
+    seconds = layer_seconds(launch, hardware, schedule)
+    mine = seconds.pop("commfuse")
+    left_out = {REFERENCE.name} | ({TURNS.name} if not _overlaps(launch) else set())
+    ahead = sorted((t, name) for name, t in seconds.items() if t < mine and name not in left_out)
     if not ahead:
         yield _about("ok", f"none has shorter layers (simulated, {description})")
         return
-    names = [f"{_FLAGS[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
+    names = [f"{FLAGS[name][0]} {1 - time / mine:.1%}" for time, name in ahead]
+    flags = (FLAGS[name][1] or "leave --use-commfuse out" for _, name in ahead)
     yield _about(
         "note",
         f"shorter layers (simulated, {description}): {', '.join(names)}",
-        action=f"measure, too: {'; '.join(_FLAGS[name][1] for _, name in ahead)}",
+        action=f"measure, too: {'; '.join(flags)}",
     )
 
 
 def _overlaps(launch: Launch) -> bool:
     """Whether forwards and backwards could be paired as the launch is, and are not."""
     given = launch.options.names
-    virtual = any(name.startswith("--num-") and "virtual" in name for name in given)
-    plain_pipeline = launch.judged.layout.pipeline > 1 and not virtual
     return not (
-        launch.judged.overlap.obstacle or plain_pipeline or "--commfuse-fb-overlap" in given
+        launch.judged.overlap.obstacle
+        or in_plain_pipeline(launch)
+        or "--commfuse-fb-overlap" in given
     )
+
+
+def in_plain_pipeline(launch: Launch) -> bool:
+    """Whether it has pipeline stages, none of them virtual: overlap then takes more memory."""
+    virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
+    return launch.judged.layout.pipeline > 1 and not virtual
 
 
 def _description(machine: Machine) -> str | None:

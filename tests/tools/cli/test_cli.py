@@ -70,7 +70,7 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     assert "- deadlock" in told
 
 
-@pytest.mark.parametrize("command", ["coverage", "doctor", "plan", "simulate", "verify", "bench"])
+@pytest.mark.parametrize("command", ["doctor", "plan", "simulate", "verify", "bench"])
 def test_ctrl_c_ends_quietly(command: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     class Interrupted:
         @staticmethod

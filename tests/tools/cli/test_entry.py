@@ -25,7 +25,7 @@ def test_as_a_module() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "doctor", "coverage", "plan", "simulate", "bench", "measure", "verify"],
+    ["", "doctor", "plan", "simulate", "bench", "measure", "verify"],
 )
 def test_help_is_for_a_terminal(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

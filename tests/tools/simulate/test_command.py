@@ -170,7 +170,7 @@ def test_a_broken_description_is_explained(capsys, tmp_path: Path) -> None:
 
 def test_nothing_of_it_imports_torch() -> None:
     program = (
-        "import sys, commfuse_npu.tools.plan_command, commfuse_npu.tools.verify_command; "
+        "import sys, commfuse_npu.tools.plan.command, commfuse_npu.tools.verify_command; "
         "import commfuse_npu.tools.simulate.command, commfuse_npu.tools.simulate.plot; "
         "assert not {'torch', 'vl_convert', 'numpy'} & set(sys.modules)"
     )

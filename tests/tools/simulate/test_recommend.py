@@ -386,7 +386,7 @@ def test_a_file_that_fails_keeps_none_back(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(f"commfuse_npu.tools.plan_command.{writer}", full)
+    monkeypatch.setattr(f"commfuse_npu.tools.plan.command.{writer}", full)
     files = {"--write": tmp_path / "plan.yaml", "--json": tmp_path / "plan.json"}
     words = ["plan", "--model", "llama3_8b", "--npus", "4", "--tp", "4", "--cp", "1", "--pp", "1"]
     words += ["--sequence-length", "2048"]

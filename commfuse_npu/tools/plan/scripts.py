@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commfuse_npu.tools.coverage.sandbox import Sandbox
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, launch_of
 from commfuse_npu.tools.launch_script.read import checkout_of
 from commfuse_npu.tools.launch_script.shell import Captured, Command, capture_commands
+from commfuse_npu.tools.plan.sandbox import Sandbox
 
 __all__ = ["Script", "find_scripts", "read_scripts"]
 
@@ -77,7 +77,7 @@ def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[
     """
     folder = folder.resolve()
     root = checkout_of(folder)
-    with tempfile.TemporaryDirectory(prefix="commfuse_coverage_") as temporary:
+    with tempfile.TemporaryDirectory(prefix="commfuse_plan_") as temporary:
         scratch = Path(temporary).resolve()
         if root in scratch.parents:
             raise UsageError(

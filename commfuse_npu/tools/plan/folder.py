@@ -1,4 +1,4 @@
-"""What would --use-commfuse fuse in each launch script below a folder?
+"""What would CommFuse do in each launch script below a folder?
 
 Each script, *.sh, is run by bash, in a copy of its folder: torchrun and python are stand-ins that
 write down what they are asked to start, most other programs do nothing. What a script calls by an
@@ -17,16 +17,14 @@ from typing import Any
 
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.config_file import ConfigError
-from commfuse_npu.tools.coverage.scripts import find_scripts, read_scripts
 from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse
+from commfuse_npu.tools.plan.scripts import find_scripts, read_scripts
 from commfuse_npu.tools.tell import tell
 
-__all__ = ["main"]
+__all__ = ["plan_folder"]
 
-_SECONDS = 20.0
 _COLUMNS = (
     *("launches", "full", "partial", "refused", "TP 1", "LoRA", "another overlap", "else"),
     *("mixture of experts", "--commfuse-dp alone"),
@@ -35,29 +33,17 @@ Judged = tuple[str, Judgement]
 """A script, and what is said of a launch of it."""
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the subcommand: 0 all read, 1 not all scripts could be, 2 invalid request."""
-    parser = Parser(prog="commfuse-npu coverage", description=__doc__)
-    parser.add_argument("folder", type=Path, help="with launch scripts in it or below it")
-    parser.add_argument(
-        "--json", type=new_file, metavar="FILE", help="write all of it as JSON, too"
-    )
-    parser.add_argument("--all", action="store_true", help="a line on each launch, too")
-    parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=_SECONDS,
-        metavar="SECONDS",
-        help=f"for each script; default {_SECONDS:g}",
-    )
-    given = parser.parse_args(words)
-    try:
-        return _report(given.folder, given.timeout, given.json, given.all)
-    except (UsageError, OSError) as error:
-        return refuse("coverage", error)
+def plan_folder(folder: Path, timeout: float, page: Path | None, everything: bool) -> int:
+    """Print what CommFuse would do in each launch: 0 all read, 1 not all scripts could be.
 
+    Args:
+        timeout: seconds for each script.
+        page: a file for all of it as JSON.
+        everything: print a line on each launch, too.
 
-def _report(folder: Path, timeout: float, page: Path | None, everything: bool) -> int:
+    Raises:
+        UsageError, OSError: the folder has no scripts, or the JSON cannot be written.
+    """
     scripts = find_scripts(folder)
     launches: list[Judged] = []
     others: dict[str, str] = {}
@@ -82,7 +68,7 @@ def _report(folder: Path, timeout: float, page: Path | None, everything: bool) -
         print(*(_line(name, judged) for name, judged in launches), "", sep="\n")
     print(*_table(launches), "", *_sums([judged for _, judged in launches]), sep="\n")
     if not everything:
-        print("each launch in a line: --all; all about one: commfuse-npu doctor -- bash SCRIPT")
+        print("each launch in a line: --all; all about one: commfuse-npu plan SCRIPT")
     for what, count in sorted(Counter(others.values()).items()):
         print(f"no such training: {count} scripts: {what}")
     print(f"Scripts were run {sandbox}. Nothing was trained: read, by rules.")

@@ -1,4 +1,4 @@
-"""``commfuse-npu coverage``: what is said of launches, of scripts that misbehave, and in sum."""
+"""``commfuse-npu plan FOLDER``: what is said of launches, of scripts that misbehave, and in sum."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.coverage import sandbox
+from commfuse_npu.tools.plan import sandbox
 from tests.limits import LIMIT
-from tests.tools.coverage.launches import EXPERTS, MODEL, SCRIPTS, TP, script
+from tests.tools.plan.launches import EXPERTS, MODEL, SCRIPTS, TP, script
 
 Asked = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -31,7 +31,7 @@ def asked(tmp_path: Path) -> Asked:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
         page = tmp_path / "found.json"
-        code = cli.main(["coverage", str(tmp_path / "scripts"), "--json", str(page), *words])
+        code = cli.main(["plan", str(tmp_path / "scripts"), "--json", str(page), *words])
         return code, json.loads(page.read_text("utf-8"))
 
     return ask
@@ -235,7 +235,7 @@ def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) ->
         "utf-8",
     )
     page = tmp_path / "page.json"
-    assert cli.main(["coverage", str(root / "examples"), "--json", str(page)]) == 0
+    assert cli.main(["plan", str(root / "examples"), "--json", str(page)]) == 0
     assert only(json.loads(page.read_text("utf-8")))["layout"]["tensor"] == 4
 
 
@@ -337,7 +337,7 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "it.sh").write_text(script(TP), "utf-8")
     program = (
         "import sys; from commfuse_npu.tools import cli; "
-        f"code = cli.main(['coverage', {str(tmp_path)!r}]); "
+        f"code = cli.main(['plan', {str(tmp_path)!r}]); "
         "sys.exit(code or 9 * bool({'torch', 'mindspeed_patches'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -357,7 +357,7 @@ def test_the_real_examples(tmp_path: Path) -> None:
     folder = Path(str(HOME), "examples", "mcore")
     before = {str(path) for path in folder.rglob("*")}
     page = tmp_path / "found.json"
-    code = cli.main(["coverage", str(folder), "--json", str(page)])
+    code = cli.main(["plan", str(folder), "--json", str(page)])
     found = json.loads(page.read_text("utf-8"))
     # Up to 26.0.0 one is no shell: MASTER_ADDR=<master_addr>.
     assert set(found["unread"]) <= {"llama2/pretrain_llama2_70b_128k_C_ptd.sh"}

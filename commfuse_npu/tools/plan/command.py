@@ -1,18 +1,23 @@
-"""``commfuse-npu plan``: print the program of one rank, or recommend a layout for a model."""
+"""``commfuse-npu plan``: of a launch, a folder of launches, a model, or the program of a rule."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.plan import Place, PlanError, Program, Schedule, rules
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.config_file import ConfigError, find_config
+from commfuse_npu.tools.doctor.launch import read_launch
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
 from commfuse_npu.tools.outputs import Output, write_outputs
+from commfuse_npu.tools.plan.folder import plan_folder
+from commfuse_npu.tools.plan.launch import plan_launch
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
@@ -30,6 +35,8 @@ _SHOWN: dict[str, Any] = {
 }  # fmt: skip
 """What of a program is not said; the parser leaves it open, to notice what has no effect."""
 
+_OF_A_PATH = {"json", "hardware", "timeout", "all"}
+_TIMEOUT = 20.0
 _MOST_RANKS, _MOST_ROWS = 1024, 1 << 24
 
 
@@ -53,14 +60,28 @@ def _program(rule: str, place: Place, rows: int, columns: int) -> Program:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="commfuse-npu plan",
-        description="With a rule: prints the program of one rank, what it posts, awaits, computes "
-        "and adds, as on HCCL. With --model: simulates the layouts "
-        "and schedules of a training on a described cluster and recommends one. Nothing is "
+        description="With a launch script: what transfers it has, what each form would bring, "
+        "which flags to add, what refuses it. With a folder: the same in a line for each launch "
+        "below it. With --model: simulates the layouts and schedules of a training on a described "
+        "cluster and recommends one. With a rule: prints the program of one rank. Nothing is "
         "measured.",
-        epilog="Exit codes: 0 answered, 1 no layout fits, 2 options or files make no sense.",
+        epilog="After -- a launch as it is typed: commfuse-npu plan -- torchrun ... "
+        "pretrain_gpt.py .... Scripts are run by bash with stand-ins for torchrun, python and most "
+        "other programs, those of a folder in a copy of it and without network where bubblewrap or "
+        "unshare is allowed: give scripts that you would run. Exit codes: 0 answered, 1 no layout "
+        "fits or not all scripts could be read, 2 invalid request.",
+    )
+    parser.add_argument(
+        "what",
+        nargs="?",
+        help=f"a launch script, a folder, or one of {', '.join(sorted(rules.RULES))}",
+    )
+    scripts = parser.add_argument_group("a folder")
+    scripts.add_argument("--all", action="store_true", help="a line on each launch, too")
+    scripts.add_argument(
+        "--timeout", type=positive, metavar="SECONDS", help=f"for a script; default {_TIMEOUT:g}"
     )
     show = parser.add_argument_group("a program")
-    show.add_argument("rule", nargs="?", choices=sorted(rules.RULES))
     kinds: dict[str, Any] = {
         "shape": str, "taper": positive, "ranks": whole(2, _MOST_RANKS), "rank": whole(0)
     }  # fmt: skip
@@ -105,19 +126,49 @@ def _parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str]) -> int:
     """Run the subcommand."""
     parser = _parser()
-    given = parser.parse_args(words)
-    if (given.rule is None) == (given.model is None):
-        parser.error("give a rule to see its program, or --model to get a recommendation")
+    # Split here: versions of argparse differ in what they leave of the two dashes.
+    at = list(words).index("--") if "--" in words else len(words)
+    given, launch = parser.parse_args(words[:at]), list(words[at + 1 :])
+    if (given.what is not None) + (given.model is not None) + bool(launch) != 1:
+        parser.error("give a launch script, a folder of them, --model NAME, or a rule")
     chosen = {name for name, value in vars(given).items() if value not in (None, False)}
-    idle = chosen - {"rule"} - _SHOWN.keys() if given.rule else chosen & _SHOWN.keys()
+    chosen -= {"what"}
+    if given.model is not None:
+        idle, about = chosen & (_SHOWN.keys() | {"all", "timeout"}), "a recommendation"
+    elif given.what in rules.RULES:
+        idle, about = chosen - _SHOWN.keys(), "a program"
+    else:
+        idle, about = chosen - _OF_A_PATH, "what a script starts"
     if idle:
         listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
-        what = "a program" if given.rule else "a recommendation, which chooses them"
-        parser.error(f"{listed}: no effect on {what}; leave it out")
+        parser.error(f"{listed}: no effect on {about}; leave it out")
     try:
-        return _show(given) if given.model is None else _recommend(given, words)
-    except (PlanError, ValueError, OSError) as error:
+        if given.model is not None:
+            return _recommend(given, words)
+        if given.what in rules.RULES:
+            return _show(given)
+        if given.what is not None and Path(given.what).is_dir():
+            timeout = given.timeout or _TIMEOUT
+            return plan_folder(Path(given.what), timeout, given.json, given.all)
+        return _launch(given, launch or ["bash", given.what])
+    except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
+
+
+def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
+    if given.what is not None and not Path(given.what).is_file():
+        raise UsageError(
+            f"{given.what} is no launch script, no folder and no rule; rules are "
+            f"{', '.join(sorted(rules.RULES))}"
+        )
+    launch = read_launch(None, words, os.environ)
+    assert launch is not None
+    hardware = Hardware.load(find_config(given.hardware or "ascend_910b_server", "hardware"))
+    found = plan_launch(launch, hardware)
+    print(found)
+    if given.json is not None:
+        write_json(given.json, found.as_json(), indent=1)
+    return 0
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -133,7 +184,7 @@ def _show(given: argparse.Namespace) -> int:
         raise PlanError(
             f"--lanes {lanes}: {ranks} ranks have {ranks - 1} peers; choose 1 to {ranks - 1} lanes"
         )
-    print(_program(given.rule, Place(Schedule(**options), rank, ranks, True), rows, columns))
+    print(_program(given.what, Place(Schedule(**options), rank, ranks, True), rows, columns))
     return 0
 
 

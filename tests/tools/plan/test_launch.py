@@ -1,0 +1,99 @@
+"""``commfuse-npu plan LAUNCH.sh``: the fastest form of a launch, and why not the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commfuse_npu.tools import cli
+from tests.tools.plan.launches import EXPERTS, TP, script
+
+Plan = Callable[..., dict[str, Any]]
+MANY = "--global-batch-size 64 --bf16"
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """The JSON about a launch with these options."""
+
+    def ask(options: str, *words: str, processes: int = 8) -> dict[str, Any]:
+        path, page = tmp_path / "launch.sh", tmp_path / "found.json"
+        path.write_text(script(options, processes), "utf-8")
+        assert cli.main(["plan", str(path), "--json", str(page), *words]) == 0
+        found: dict[str, Any] = json.loads(page.read_text("utf-8"))
+        return found
+
+    return ask
+
+
+def by_flags(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {form["flags"].split(" ")[0]: form for form in found["forms"]}
+
+
+def test_the_fastest_form_that_can_be_launched_is_named(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(f"{TP} {MANY}")
+    forms = by_flags(found)
+    assert found["verdict"].startswith("Add --commfuse-fb-overlap: ")
+    assert capsys.readouterr().out.startswith(found["verdict"])
+    assert not any(form["obstacle"] for form in forms.values())
+    shares = {flag: form["share"] for flag, form in forms.items()}
+    assert min(shares, key=shares.__getitem__) == "--commfuse-fb-overlap"
+    assert shares["--use-commfuse"] < shares[""] < 1
+    assert {"--use-ascend-coc", "--use-ascend-mc2"} < set(forms)
+
+
+def test_forwards_without_a_partner_take_megatrons_time(plan: Plan) -> None:
+    many, few = (by_flags(plan(f"{TP} --bf16 --global-batch-size {n}")) for n in (64, 8))
+    turns, own = many["--commfuse-fb-overlap"]["share"], many[""]["share"]
+    # DP 2: 32 micro-batches, 31 of them paired, and 4, of which 3 are.
+    inside = (turns - own / 32) / (31 / 32)
+    assert few["--commfuse-fb-overlap"]["share"] == pytest.approx(inside * 3 / 4 + own / 4)
+
+
+def test_a_plain_pipeline_names_the_memory_that_it_takes(plan: Plan) -> None:
+    found = plan(f"{TP} {MANY} --pipeline-model-parallel-size 2")
+    assert "--commfuse-fb-overlap --commfuse-fb-overlap-memory" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict", "reason"),
+    [
+        (f"{TP} {MANY} {EXPERTS}", "Add --commfuse-fb-overlap", "experts"),
+        ("--tensor-model-parallel-size 1", "Nothing to add: ", "TP 1"),
+        (f"{TP} --global-batch-size 2", "Add --use-ascend-mc2", ""),
+    ],
+)
+def test_what_is_not_simulated_or_refused_is_said(
+    plan: Plan, options: str, verdict: str, reason: str
+) -> None:
+    found = plan(options)
+    assert found["verdict"].startswith(verdict)
+    assert reason in found["not_simulated"]
+
+
+def test_a_recomputed_forward_counts_twice_and_hides_nothing_more(plan: Plan) -> None:
+    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    once, twice = (by_flags(plan(f"{TP} {MANY} {more}")) for more in ("", again))
+    for flag in ("", "--commfuse-fb-overlap"):
+        assert once[flag]["share"] < twice[flag]["share"] < 1
+
+
+def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
+    found = plan(f"{TP} {MANY} --use-ascend-mc2")
+    forms = by_flags(found)
+    assert "inside of MC2's kernels" in forms["--commfuse-fb-overlap"]["obstacle"]
+    assert "--use-ascend-mc2" in forms["--use-commfuse"]["obstacle"]
+    assert "--commfuse" not in found["verdict"].partition(":")[0]
+
+
+def test_another_machine_has_other_times(plan: Plan) -> None:
+    server = plan(f"{TP} {MANY}")
+    other = plan(f"{TP} {MANY}", "--hardware", "ascend_910c_supernode")
+    assert server["hardware"] != other["hardware"]
+    assert by_flags(server)["--use-commfuse"]["share"] != by_flags(other)["--use-commfuse"]["share"]
