@@ -123,6 +123,11 @@ def test_the_points_are_counted_as_in_the_table() -> None:
     assert sliced[:2] == mc2[:2] == megatron[:2] == ["72", "72"]
     assert kernel[:2] == ["24", "24"]
     assert re.findall(r"at\s(\d+)", said) == ["72", "24"]
+    (slow,) = re.findall(r"^\| 99 us, 8 micro-batches \| (.+) \|$", table, re.M)
+    _, _, kernel_ahead, *others = [cell.split("; ")[0] for cell in slow.split(" | ")][-5:]
+    mc2_ahead, megatron_ahead = others
+    on = [megatron_ahead, mc2_ahead, kernel_ahead]
+    assert re.findall(r"on (\d+) of", said) == on
     behind = [str(points - int(ahead["default"][at][0])) for points, at in ((24, 1), (72, 2))]
     assert re.findall(r"at all (\d+) points, MC2 at (\d+) of 72", README) == [tuple(behind)]
 
