@@ -14,6 +14,6 @@ the top down::
     group                 ranks played together, or one for all where they all do the same
     rank                  plain collectives and compiled programs as launches
     engine                discrete events
-    launches, links       operations and messages; who shares which link;  disturbance
+    launches, links       operations and messages; who shares which link
     machine, hardware     what work costs; described machines with ranges and sources
 """

@@ -99,12 +99,6 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
     )
-    how.add_argument("--seed", type=whole(0), default=0, help="of what follows")
-    how.add_argument("--noise", type=float, default=0.0, help="of work: 0.05 is about 5 %%")
-    how.add_argument("--slow-links", type=whole(0), default=0, help="how many are slower")
-    how.add_argument("--slow-link-factor", type=float, default=2.0)
-    how.add_argument("--stragglers", type=whole(0), default=0, help="how many ranks are slower")
-    how.add_argument("--straggler-factor", type=float, default=1.2)
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=new_file, metavar="FILE")
     out.add_argument("--all", action="store_true", help="all variants, not those that matter")

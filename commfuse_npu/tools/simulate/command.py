@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from commfuse_npu.tools.report.charts import Row
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.arguments import parser
 from commfuse_npu.tools.simulate.chrome_trace import chrome_trace
-from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
 from commfuse_npu.tools.simulate.plot import pictures
@@ -57,7 +56,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     layouts = _layouts(given, model)
     _refuse_what_is_not_there(given, layouts[0])
     sequences = given.sequence_lengths or [model.seq_length]
-    disturbed = {field.name: getattr(given, field.name) for field in fields(Disturbance)}
     options = Options(
         micro_batch=given.micro_batch,
         micro_batches=given.micro_batches,
@@ -67,7 +65,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         recompute=given.recompute,
         ulysses=given.ulysses,
         data_parallel=given.data_parallel,
-        disturbance=Disturbance(**disturbed),
         corners=not given.typical,
     )
     first = layouts[0]
@@ -98,7 +95,7 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
             print("\n" + table(point, standing, names), flush=True)
     print("\n" + scale(points))
     what = training(model, first, sequences[0], options)
-    step = Step(hardware.machine(), what, options.disturbance)
+    step = Step(hardware.machine(), what)
     launches = {
         name: [*launching(known[name], what)] for name in (standing.ours, standing.alike) if name
     }
@@ -149,14 +146,10 @@ def _own_options(problem: str) -> str:
 
 def _refuse_what_is_not_there(given: argparse.Namespace, layout: Layout) -> None:
     ranks = max(layout.tp, layout.cp)
-    for option, most in (
-        ("lanes", max(1, ranks - 1)),
-        ("stragglers", ranks),
-        ("slow_links", ranks * (ranks - 1)),
-    ):
-        if (getattr(given, option) or 0) > most:
-            said = f"--{option.replace('_', '-')} {getattr(given, option)}"
-            raise ValueError(f"{said}: a group of {ranks} ranks has {most}; choose {most} or less")
+    most = max(1, ranks - 1)
+    if (given.lanes or 0) > most:
+        said = f"--lanes {given.lanes}: a group of {ranks} ranks has {most}"
+        raise ValueError(f"{said}; choose {most} or less")
 
 
 def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:

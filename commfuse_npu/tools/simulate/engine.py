@@ -112,7 +112,6 @@ class _Work:
 def simulate(
     launches: Sequence[Launches],
     links: Links,
-    speeds: Sequence[Sequence[float]] | None = None,
     *,
     launched: bool = False,
 ) -> Timeline:
@@ -120,13 +119,12 @@ def simulate(
 
     Args:
         launches: of each rank; folded ones of a single rank if the links are folded.
-        speeds: factor by which each operation of each rank takes longer than planned.
         launched: whether the hosts are through with it already, else they begin together with it.
 
     Raises:
         SimulationError: operations are left that wait for something that never happens.
     """
-    return _Simulation(launches, links, speeds, launched).run()
+    return _Simulation(launches, links, launched).run()
 
 
 class _Simulation:
@@ -134,10 +132,9 @@ class _Simulation:
         self,
         launches: Sequence[Launches],
         links: Links,
-        speeds: Sequence[Sequence[float]] | None,
         launched: bool,
     ) -> None:
-        self.links, self.speeds, self.launched = links, speeds, launched
+        self.links, self.launched = links, launched
         self.slowdown = links.machine.transfer_slowdown
         self.operations = [rank.operations for rank in launches]
         self.now = 0.0
@@ -265,10 +262,8 @@ class _Simulation:
         operation = self.operations[rank][index]
         self._started[rank][index] = self.now
         if operation.engine in _STREAMS:
-            seconds = operation.seconds
-            if self.speeds is not None:
-                seconds *= self.speeds[rank][index]
-            self._running[rank, operation.engine] = _Work(index, seconds, 0.0, self.now)
+            work = _Work(index, operation.seconds, 0.0, self.now)
+            self._running[rank, operation.engine] = work
             self._change_speed(rank)
             self._look_at(rank)
             return

@@ -1,16 +1,15 @@
 """A group of ranks played together; one rank for all where they all do the same.
 
 Cost: a symmetric group costs what one rank costs, whatever its size times its transfers; a group
-with fused programs, noise, slow links or stragglers is simulated rank by rank.
+with fused programs is simulated rank by rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
 from commfuse_npu.tools.simulate.launches import Launches, fold
 from commfuse_npu.tools.simulate.links import Links
@@ -18,9 +17,7 @@ from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant, direct
 
-__all__ = ["UNDISTURBED", "Group", "Played"]
-
-UNDISTURBED = Disturbance()
+__all__ = ["Group", "Played"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,6 @@ class Group:
     machine: Machine
     size: int
     stride: int = 1
-    disturbance: Disturbance = UNDISTURBED
 
     @property
     def members_per_node(self) -> int:
@@ -103,16 +99,12 @@ class Group:
             # blocks cost differently.
             differ = self.size > 2 or variant.attention
             whole = ring or (variant.kind == "fused" and differ)
-        speeds = None
-        if self.disturbance.none and not whole:
-            launches = [fold(self.build(variant, build, self.size // 2).finish())]
-        else:
+        if whole:
             launches = [self.build(variant, build, rank).finish() for rank in range(self.size)]
-            slow = self.disturbance.slow(self.size)
-            links = Links(self.machine, self.size, self.stride, slow=slow)
-            if not self.disturbance.none:
-                speeds = self.disturbance.speeds(launches)
-        timeline = simulate(launches, links, speeds, launched=steady)
+            links = Links(self.machine, self.size, self.stride)
+        else:
+            launches = [fold(self.build(variant, build, self.size // 2).finish())]
+        timeline = simulate(launches, links, launched=steady)
         hosts = (sum(one.host(self.machine) for one in rank.operations) for rank in launches)
         host = max(hosts) if steady else 0.0
         return Played(timeline, tuple(launches), links, host)
@@ -134,11 +126,10 @@ class Group:
         What hides the transfers of an operation may be the work of another, so it is the time of
         all of them that counts.
         """
-        calm = replace(self, disturbance=UNDISTURBED)
 
         def seconds(one: Variant) -> float:
             # One rank is enough to choose by.
-            return calm.play(one, build, whole=one.attention, steady=steady).seconds
+            return self.play(one, build, whole=one.attention, steady=steady).seconds
 
         plain, *others = [variant.with_way(one) for one in variant.tuned]
         found, best = plain, seconds(plain)

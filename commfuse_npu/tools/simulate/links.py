@@ -28,7 +28,6 @@ class Links:
     Args:
         size, stride: ranks of the group, and NPUs from one to the next.
         folded: whether rank 0 stands for all.
-        slow: factor by which the links from a rank to another are slower.
 
     Raises:
         PlacementError: the group spans nodes, but the machine has no links between nodes, or the
@@ -36,16 +35,9 @@ class Links:
     """
 
     def __init__(
-        self,
-        machine: Machine,
-        size: int,
-        stride: int = 1,
-        *,
-        folded: bool = False,
-        slow: dict[tuple[int, int], float] | None = None,
+        self, machine: Machine, size: int, stride: int = 1, *, folded: bool = False
     ) -> None:
         self.machine, self.size, self.stride, self.folded = machine, size, stride, folded
-        self._slow = slow or {}
         node = machine.npus_per_node
         self.spans_nodes = (size - 1) * stride >= node
         if self.spans_nodes:
@@ -94,7 +86,7 @@ class Links:
 
     def capacity(self, link: LinkId) -> float:
         """bytes/s that the group has of a link."""
-        kind, first, second = link
+        kind = link[0]
         if kind in ("pair", "out", "in"):
             rate = self.machine.inside.rate
         else:
@@ -104,11 +96,4 @@ class Links:
             # The NIC is shared by all NPUs of the node, of which these ranks are a part.
             members = 1 if self.folded else self.members_per_node
             rate *= members / self.machine.npus_per_node
-        if kind == "pair":
-            return rate / self._slow.get((first, second), 1.0)
-        if self._slow and kind.endswith("out"):
-            # An egress that several transfers share is as slow as the slowest of them.
-            owner = self._node if kind == "node-out" else int
-            factors = [factor for (rank, _), factor in self._slow.items() if owner(rank) == first]
-            rate /= max(factors, default=1.0)
         return rate

@@ -28,8 +28,7 @@ from commfuse_npu.tools.simulate.data_parallel import (
     exposed_gather,
     exposed_scatter,
 )
-from commfuse_npu.tools.simulate.disturbance import Disturbance
-from commfuse_npu.tools.simulate.group import UNDISTURBED, Group, Played
+from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape
 from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
@@ -234,14 +233,13 @@ class Step:
 
     machine: Machine
     training: Training
-    disturbance: Disturbance = UNDISTURBED
     rough: bool = False
     shared: Shared = field(default_factory=dict)
 
     @cached_property
     def group(self) -> Group:
         """The tensor-parallel group."""
-        return Group(self.machine, self.training.tp, disturbance=self.disturbance)
+        return Group(self.machine, self.training.tp)
 
     def layer(self, variant: Variant, part: Part) -> Played:
         """Play one layer of one micro-batch."""

@@ -18,9 +18,8 @@ from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.data_parallel import DataParallel
-from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.footprint import buffers, communicators
-from commfuse_npu.tools.simulate.group import UNDISTURBED, Group
+from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.hardware import Choice, Hardware
 from commfuse_npu.tools.simulate.pipeline_parallel import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
@@ -132,7 +131,6 @@ class Options:
     recompute: Recompute = "none"
     ulysses: Literal["none", "plain", "fused"] = "none"
     data_parallel: DataParallel = "overlapped"
-    disturbance: Disturbance = UNDISTURBED
     corners: bool = True
 
 
@@ -285,7 +283,7 @@ def _point(
     ratios = []
     for compute, links in CORNERS if options.corners else CORNERS[:1]:
         machine = hardware.machine(compute, links)
-        step = Step(machine, what, options.disturbance)
+        step = Step(machine, what)
         ideal, free = step.time(COMPUTE_ONLY, free=True), step.time(COMPUTE_ONLY)
         reference = step.time(REFERENCE)
         overhead = reference.seconds - free.seconds

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.disturbance import Disturbance
 from commfuse_npu.tools.simulate.engine import SimulationError, simulate
 from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.linear import column
@@ -202,37 +201,3 @@ def test_bytes_that_are_lost_or_moved_twice_are_noticed() -> None:
     lost = Group(MACHINE, 2).play(COMPUTE_ONLY, lambda rank: llama.forward(rank, shape(2)))
     found = problems(lost.timeline, launches, links)
     assert any("carried out 0 times" in line for line in found)
-
-
-# ------------------------------------------------------------------- disturbances
-
-
-def disturbed(**options: float) -> Played:
-    group = Group(MACHINE, 4, disturbance=Disturbance(**options))
-    variant = next(one for one in variants(4, 4, 3) if one.name == "commfuse-c4-l3")
-    return group.play(variant, lambda rank: llama.forward(rank, shape(4)))
-
-
-def test_the_same_seed_gives_the_same_times() -> None:
-    options = {"noise": 0.1, "slow_links": 2, "stragglers": 1}
-    first, second = disturbed(seed=1, **options), disturbed(seed=1, **options)
-    assert first.timeline == second.timeline
-    assert disturbed(seed=2, **options).seconds != first.seconds
-    assert problems(first.timeline, first.launches, first.links) == []
-
-
-def test_slow_links_and_stragglers_cost_time() -> None:
-    calm = disturbed().seconds
-    assert disturbed(slow_links=12, slow_link_factor=3.0).seconds > calm
-    assert disturbed(stragglers=1).seconds > calm
-    assert len(disturbed(stragglers=1).launches) == 4
-    plain = Group(MACHINE, 4).play(REFERENCE, lambda rank: llama.forward(rank, shape(4)))
-    assert len(plain.launches) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("noise", -1), ("slow_links", -1), ("straggler_factor", 0.5)]
-)
-def test_a_senseless_disturbance_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
-        Disturbance(**{name: value})

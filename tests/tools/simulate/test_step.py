@@ -154,8 +154,8 @@ def step(npus: int, hardware: Hardware = ROCE, **options: object) -> Step:
 def test_a_step_of_many_npus_simulates_no_more_than_one_of_64(monkeypatch, many: int) -> None:
     played = []
 
-    def counting(programs, links, speeds=None, **more):
-        timeline = engine.simulate(programs, links, speeds, **more)
+    def counting(programs, links, **more):
+        timeline = engine.simulate(programs, links, **more)
         played.append((len(programs), len(timeline.spans)))
         return timeline
 
