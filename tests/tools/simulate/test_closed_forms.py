@@ -279,7 +279,8 @@ def test_more_of_anything_never_takes_less(
 @very_few
 @given(c=times, t=times, factor=st.floats(0.1, 10), size=st.sampled_from([2, 3]))
 def test_time_has_no_scale(operation, c: float, t: float, factor: float, size: int) -> None:
-    for variant in every(size):
+    # Of two ways that take equally long rounding chooses: no tuned variants.
+    for variant in (one for one in every(size) if not one.tuned):
         for topology in ("full_mesh", "switched"):
             time = operation(ideal(topology), size, variant, c, t)
             scaled = operation(ideal(topology), size, variant, c * factor, t * factor)
