@@ -44,7 +44,8 @@ class Form(NamedTuple):
 
 FORMS = (
     Form("megatron", "Megatron's order", ""),
-    Form("commfuse", "CommFuse, operator by operator", "--use-commfuse", ours=True),
+    Form("fb_overlap", "forward-backward overlap", "--commfuse-fb-overlap", ours=True),
+    Form("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
     Form("mc2", "MC2", "--use-ascend-mc2"),
     Form("coc_kernel", "CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
     Form("plain", "plain collectives", ""),
@@ -54,6 +55,7 @@ FORMS = (
 
 _ON_CPU = {
     "megatron": "--no-use-commfuse",
+    "fb_overlap": "--no-use-commfuse --commfuse-fb-overlap",
     "commfuse": "--use-commfuse",
     "plain": "--use-commfuse --plain",
 }
@@ -149,8 +151,10 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
 def _in_form(options: Options, form: Form) -> list[str]:
     own = options.copy()
     own.drop(*PEERS, "--use-commfuse", "--no-use-commfuse")
-    if not form.ours:
+    if form.name != "commfuse":
         own.drop(*commfuse_names(own))
+    if form.name == "fb_overlap":
+        own.set("--commfuse-fb-overlap-memory")  # of a plain pipeline: it is measured, too
     for name in (flags := Options(form.flags.split())).names:
         own.set(name, *flags.values(name))
     return own.words

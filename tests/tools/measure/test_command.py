@@ -398,7 +398,8 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path: Path, capsys: Any) -> N
     assert "The same weights, bit for bit: Megatron's order;" in out
     page = (folder / "measured.md").read_text()
     forms = re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
-    assert forms == ["Megatron's order", "CommFuse, operator by operator", "plain collectives"]
+    titles = ["forward-backward overlap", "CommFuse's fused layers", "plain collectives"]
+    assert forms == ["Megatron's order", *titles]
 
 
 def test_a_launch_that_is_none_is_refused_before_anything_is_made(
@@ -421,4 +422,4 @@ def test_the_cpu_pretraining_is_measured_in_each_form(tmp_path: Path, capsys: An
     assert command.main([*words, "--launch", launch]) == 0
     out = capsys.readouterr().out
     # GEMMs that are not split may round in another way, on some machines.
-    assert re.search(r"same weights, bit for bit: .* operator by operator; plain", out)
+    assert re.search(r"same weights, bit for bit: .* fused layers; plain", out)

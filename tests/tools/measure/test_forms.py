@@ -53,8 +53,9 @@ def test_forms_of_one_of_our_launch_scripts(checkout: Path, tmp_path: Path) -> N
         assert options.text("--vocab-size") == "128255"
         assert options.text("--log-interval") == "1"
         assert "--log-throughput" in options
-        assert ("--use-commfuse" in options) == form.ours
-        assert (options.text("--commfuse-lanes") == "3") == form.ours
+        assert ("--use-commfuse" in options) == (form.name == "commfuse")
+        assert (options.text("--commfuse-lanes") == "3") == (form.name == "commfuse")
+        assert ("--commfuse-fb-overlap" in options) == (form.name == "fb_overlap")
     assert "--use-ascend-mc2" in of(found, "mc2")
     assert of(found, "coc").text("--coc-parallel-num") == "4"
     assert "--coc-fused-kernel" in of(found, "coc_kernel")
@@ -104,14 +105,14 @@ def test_what_is_no_launch_is_refused(checkout: Path, tmp_path: Path, text: str,
 def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "pretrain_llama_cpu.sh"
     found = launches(f"{script} --num-layers 2", "cpu", 2, tmp_path)
-    assert [form.name for form in found.forms] == ["megatron", "commfuse", "plain"]
+    assert [form.name for form in found.forms] == ["megatron", "fb_overlap", "commfuse", "plain"]
     for name, command in found.commands.items():
         assert command[:4] == ["bash", str(script), "--num-layers", "2"]
         options = Options(command[2:])
         assert options.text("--train-iters") == "10"
         assert options.text("--runs-dir") == str(tmp_path)
         assert ("--plain" in options) == (name == "plain")
-        assert ("--no-use-commfuse" in options) == (name == "megatron")
+        assert ("--no-use-commfuse" in options) == (name in ("megatron", "fb_overlap"))
 
 
 @pytest.mark.parametrize("text", ["absent.sh", "no-such-program", ""])

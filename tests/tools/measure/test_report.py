@@ -54,7 +54,7 @@ def test_the_fastest_is_recommended_and_compared() -> None:
 def test_a_rival_that_is_faster_is_recommended_and_ours_beside_it() -> None:
     text = said(training("megatron", 900), training("commfuse", 800), training("mc2", 600, "b"))
     assert "Use --use-ascend-mc2: 600 ms per iteration, 33.3 % shorter than Megatron's" in text
-    assert "Best of CommFuse: CommFuse, operator by operator: 33.3 % longer than MC2." in text
+    assert "Best of CommFuse: CommFuse's fused layers: 33.3 % longer than MC2." in text
 
 
 def test_plain_collectives_are_no_launch_of_anybody() -> None:
@@ -81,7 +81,7 @@ def test_a_form_with_other_losses_is_not_recommended(off: float) -> None:
 
 def test_without_losses_there_is_no_advice() -> None:
     text = said(training("megatron", 900, off=math.nan), training("commfuse", 800))
-    assert text.startswith("Do not use: Megatron's order; CommFuse, operator by operator: losses")
+    assert text.startswith("Do not use: Megatron's order; CommFuse's fused layers: losses")
 
 
 def test_a_launch_whose_sums_change_is_told() -> None:
