@@ -18,7 +18,7 @@ from commfuse_npu.overlap import Attributes, RandomState, SideState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["GLOBALS", "dispatchers", "scratch_of_each_side", "side_states"]
+__all__ = ["GLOBALS", "dispatchers", "masks", "scratch_of_each_side", "side_states"]
 
 GLOBALS = {
     "megatron.core.parallel_state": ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",),
@@ -32,6 +32,7 @@ GLOBALS = {
 """Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs, and
 lengths and positions of packed documents."""
 
+_MASK = "attention_mask"
 _NAME_IN_FORCE = "_current_state_name"
 
 
@@ -62,7 +63,16 @@ def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideStat
         there = [name for name in names if hasattr(found, name)]
         if there:
             states.append(Attributes(found, *there))
+    states += [Attributes(owner, name) for _, owner, name in masks(models)]
     return [*states, *(Attributes(one) for one in dispatchers(models))]
+
+
+def masks(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any, str]]:
+    """Paths, modules and attributes: MindSpeed-LLM's attention keeps the mask of its last call."""
+    for model in models:
+        for path, module in model.named_modules():
+            if _MASK in vars(module):
+                yield path, module, _MASK
 
 
 def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
@@ -72,9 +82,9 @@ def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
             dispatcher = vars(module).get("token_dispatcher")
             if dispatcher is not None:
                 yield dispatcher
-                manager = vars(dispatcher).get("_comm_manager")
-                if manager is not None:
-                    yield manager
+                # Of DeepEP, and of --moe-alltoall-overlap-comm with alltoall_seq.
+                parts = (vars(dispatcher).get(name) for name in ("_comm_manager", "disaptor"))
+                yield from (part for part in parts if part is not None)
 
 
 @functools.cache
