@@ -20,6 +20,9 @@ from commfuse_npu.overlap.turns import BACKWARD
 
 __all__ = ["GLOBALS", "dispatchers", "masks", "scratch_of_each_side", "side_states"]
 
+_EXPERTS = "mindspeed.core.transformer.moe"
+_OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
+
 GLOBALS = {
     "megatron.core.parallel_state": ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",),
     "megatron.core.tensor_parallel.random": ("IS_CHECKPOINTING",),
@@ -28,9 +31,18 @@ GLOBALS = {
     "mindspeed_llm.training.utils": (
         *("_ACTUAL_SEQ_LEN_LIST", "_MTP_POSITION_ID", "_MTP_BATCH_LIST"),
     ),
+    # One list in all modules of a folder.
+    **dict.fromkeys(
+        (
+            *(f"{_EXPERTS}.moe_utils", f"{_EXPERTS}.moe_layer_overlap_all2all"),
+            *(f"{_OVERLAPPED}.moe_common", f"{_OVERLAPPED}.moe_layer_overlap_all2allseq"),
+            f"{_OVERLAPPED}.moe_layer_overlap_allgather",
+        ),
+        ("AG_SHARED_EXPERTS_INPUTS",),
+    ),
 }
-"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs, and
-lengths and positions of packed documents."""
+"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs,
+lengths and positions of packed documents, and gathers that shared experts wait for."""
 
 _MASK = "attention_mask"
 _NAME_IN_FORCE = "_current_state_name"
