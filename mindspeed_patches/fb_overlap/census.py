@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.recording import Recording
-from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers, masks
+from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers, kept_by_modules
 
 __all__ = ["Census"]
 
@@ -73,7 +73,8 @@ class Census:
     def unknown(self) -> list[str]:
         """Names that both sides wrote and that cannot be swapped."""
         known = {f"{module}.{name}" for module, names in GLOBALS.items() for name in names}
-        known |= {f"{_named(path, owner)}.{name}" for path, owner, name in masks(self._models)}
+        kept = kept_by_modules(self._models)
+        known |= {f"{_named(path, module)}.{name}" for path, module, name in kept}
         return sorted((self.wrote[0] & self.wrote[1]) - known - set(_HARMLESS))
 
 

@@ -18,7 +18,7 @@ from commfuse_npu.overlap import Attributes, RandomState, SideState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["GLOBALS", "dispatchers", "masks", "scratch_of_each_side", "side_states"]
+__all__ = ["GLOBALS", "dispatchers", "kept_by_modules", "scratch_of_each_side", "side_states"]
 
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
@@ -44,7 +44,6 @@ GLOBALS = {
 """Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs,
 lengths and positions of packed documents, and gathers that shared experts wait for."""
 
-_MASK = "attention_mask"
 _NAME_IN_FORCE = "_current_state_name"
 
 
@@ -75,16 +74,20 @@ def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideStat
         there = [name for name in names if hasattr(found, name)]
         if there:
             states.append(Attributes(found, *there))
-    states += [Attributes(owner, name) for _, owner, name in masks(models)]
+    states += [Attributes(owner, name) for _, owner, name in kept_by_modules(models)]
     return [*states, *(Attributes(one) for one in dispatchers(models))]
 
 
-def masks(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any, str]]:
-    """Paths, modules and attributes: MindSpeed-LLM's attention keeps the mask of its last call."""
+def kept_by_modules(
+    models: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Paths, modules and attributes of a module's last call: MindSpeed-LLM's attention keeps its
+    mask, and whoever recomputes a part of it keeps the checkpoint until that is hooked."""
     for model in models:
         for path, module in model.named_modules():
-            if _MASK in vars(module):
-                yield path, module, _MASK
+            for name, value in vars(module).items():
+                if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
+                    yield path, module, name
 
 
 def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:

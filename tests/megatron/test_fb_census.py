@@ -78,7 +78,8 @@ Held.__module__ = LENGTHS
 
 
 def of_experts(rank: int) -> list[str]:
-    """The dispatcher and its ``disaptor`` are swapped, another part and the router are not."""
+    """The dispatcher and its ``disaptor``, the mask and a checkpoint are, other parts are not."""
+    checkpoint = type("CheckpointWithoutOutput", (), {})
     layer = Layer()
     one: Any = Held(disaptor=Held(), part=Held())
     layer.token_dispatcher, layer.router, layer.attention_mask = one, Held(), None
@@ -87,22 +88,23 @@ def of_experts(rank: int) -> list[str]:
     def side() -> None:
         for owner in (one, one.disaptor, one.part, layer.router):
             owner.counts = torch.ones(1)
-        layer.attention_mask = torch.ones(1)
+        layer.attention_mask, layer.kept = torch.ones(1), checkpoint()
         dist.all_reduce(torch.ones(1))
 
     overlap = ForwardBackwardOverlap([world()])
     census = Census(overlap, [model])
     census.run(side, side, None)
-    overlap.states, kept = side_states([model], "cpu"), []
+    unknown, kept = census.unknown, []
+    overlap.states = side_states([model], "cpu")
 
     def alone(value: int) -> None:
-        one.counts = one.disaptor.counts = layer.attention_mask = value
+        one.counts = one.disaptor.counts = layer.attention_mask = layer.kept = value
         dist.all_reduce(torch.ones(1))
-        kept.append((one.counts, one.disaptor.counts, layer.attention_mask))
+        kept.append((one.counts, one.disaptor.counts, layer.attention_mask, layer.kept))
 
     overlap.run(partial(alone, 1), partial(alone, 2))
-    assert sorted(kept) == [(1, 1, 1), (2, 2, 2)]
-    return census.unknown
+    assert sorted(kept) == [(1,) * 4, (2,) * 4]
+    return unknown
 
 
 def test_what_experts_and_attention_keep_is_of_one_side(ranks: Any) -> None:
