@@ -33,18 +33,27 @@ class RandomState(SideState):
 
 
 class Attributes(SideState):
-    """Attributes of a module, a class or an object: those named, or all if none is."""
+    """Attributes of a module, a class or an object: those named, or all if none is.
+
+    A list stays the object that it is, which other modules may hold: its items are of a side, too.
+    """
 
     def __init__(self, owner: Any, *names: str) -> None:
         self._owner, self._names = owner, names
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> dict[str, tuple[Any, list[Any] | None]]:
+        found = vars(self._owner)
         if self._names:
-            return {name: getattr(self._owner, name) for name in self._names}
-        return dict(vars(self._owner))
+            found = {name: getattr(self._owner, name) for name in self._names}
+        return {
+            name: (value, list(value) if isinstance(value, list) else None)
+            for name, value in found.items()
+        }
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, tuple[Any, list[Any] | None]]) -> None:
         if not self._names:
             vars(self._owner).clear()
-        for name, value in saved.items():
+        for name, (value, items) in saved.items():
+            if items is not None:
+                value[:] = items
             setattr(self._owner, name, value)

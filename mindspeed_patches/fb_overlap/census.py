@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.recording import Recording
-from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers
+from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers, kept_by_modules
 
 __all__ = ["Census"]
 
@@ -45,6 +45,7 @@ class Census:
         self.wrote: tuple[set[str], set[str]] = set(), set()
         self.kept = 0
         self._overlap, self._owners = overlap, list(_owners(models))
+        self._models = models
         self._parameters = {
             parameter.untyped_storage().data_ptr()
             for model in models
@@ -72,6 +73,8 @@ class Census:
     def unknown(self) -> list[str]:
         """Names that both sides wrote and that cannot be swapped."""
         known = {f"{module}.{name}" for module, names in GLOBALS.items() for name in names}
+        kept = kept_by_modules(self._models)
+        known |= {f"{_named(path, module)}.{name}" for path, module, name in kept}
         return sorted((self.wrote[0] & self.wrote[1]) - known - set(_HARMLESS))
 
 
@@ -153,21 +156,29 @@ def _same(before: Any, value: Any) -> bool:
 def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Modules of the packages, the models' modules and what these hold, with their attributes.
 
-    The dispatchers of experts are swapped as a whole.
+    The dispatchers of experts are swapped as a whole, what they hold is not.
     """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(_PACKAGES) and module is not None:
             yield name, vars(module)
-    seen = {id(one) for one in dispatchers(models)}
+    swapped = {id(one) for one in dispatchers(models)}
+    seen: set[int] = set()
+
+    def held_by(owner: str, attributes: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, held in list(attributes.items()):
+            ours = type(held).__module__.startswith(_PACKAGES) and hasattr(held, "__dict__")
+            if ours and not isinstance(held, torch.nn.Module) and id(held) not in seen:
+                seen.add(id(held))
+                if id(held) not in swapped:
+                    yield f"{owner}.{name}", vars(held)
+                else:
+                    yield from held_by(f"{owner}.{name}", vars(held))
+
     for model in models:
         for path, module in model.named_modules():
-            yield f"{path}: {type(module).__name__}", _own(module)
-            for name, held in list(vars(module).items()):
-                ours = type(held).__module__.startswith(_PACKAGES)
-                if ours and hasattr(held, "__dict__") and id(held) not in seen:
-                    seen.add(id(held))
-                    yield f"{path}: {type(module).__name__}.{name}", vars(held)
+            yield _named(path, module), vars(module)
+            yield from held_by(_named(path, module), vars(module))
 
 
-def _own(module: torch.nn.Module) -> dict[str, Any]:
-    return vars(module)
+def _named(path: str, module: torch.nn.Module) -> str:
+    return f"{path}: {type(module).__name__}"

@@ -18,7 +18,10 @@ from commfuse_npu.overlap import Attributes, RandomState, SideState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["GLOBALS", "dispatchers", "scratch_of_each_side", "side_states"]
+__all__ = ["GLOBALS", "dispatchers", "kept_by_modules", "scratch_of_each_side", "side_states"]
+
+_EXPERTS = "mindspeed.core.transformer.moe"
+_OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
 
 GLOBALS = {
     "megatron.core.parallel_state": ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",),
@@ -28,9 +31,18 @@ GLOBALS = {
     "mindspeed_llm.training.utils": (
         *("_ACTUAL_SEQ_LEN_LIST", "_MTP_POSITION_ID", "_MTP_BATCH_LIST"),
     ),
+    # One list in all modules of a folder.
+    **dict.fromkeys(
+        (
+            *(f"{_EXPERTS}.moe_utils", f"{_EXPERTS}.moe_layer_overlap_all2all"),
+            *(f"{_OVERLAPPED}.moe_common", f"{_OVERLAPPED}.moe_layer_overlap_all2allseq"),
+            f"{_OVERLAPPED}.moe_layer_overlap_allgather",
+        ),
+        ("AG_SHARED_EXPERTS_INPUTS",),
+    ),
 }
-"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs, and
-lengths and positions of packed documents."""
+"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs,
+lengths and positions of packed documents, and gathers that shared experts wait for."""
 
 _NAME_IN_FORCE = "_current_state_name"
 
@@ -62,7 +74,20 @@ def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideStat
         there = [name for name in names if hasattr(found, name)]
         if there:
             states.append(Attributes(found, *there))
+    states += [Attributes(owner, name) for _, owner, name in kept_by_modules(models)]
     return [*states, *(Attributes(one) for one in dispatchers(models))]
+
+
+def kept_by_modules(
+    models: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Paths, modules and attributes of a module's last call: MindSpeed-LLM's attention keeps its
+    mask, and whoever recomputes a part of it keeps the checkpoint until that is hooked."""
+    for model in models:
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
+                    yield path, module, name
 
 
 def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
@@ -72,9 +97,9 @@ def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
             dispatcher = vars(module).get("token_dispatcher")
             if dispatcher is not None:
                 yield dispatcher
-                manager = vars(dispatcher).get("_comm_manager")
-                if manager is not None:
-                    yield manager
+                # Of DeepEP, and of --moe-alltoall-overlap-comm with alltoall_seq.
+                parts = (vars(dispatcher).get(name) for name in ("_comm_manager", "disaptor"))
+                yield from (part for part in parts if part is not None)
 
 
 @functools.cache

@@ -93,7 +93,10 @@ def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
 
 
 def _fewer_processes(layout: Layout, limit: int) -> Layout:
-    small = replace(layout, data=1)
+    replicas = min(layout.data, _MOST_DATA_PARALLEL)
+    # Without context parallelism experts are spread over replicas: some options need both.
+    spread = layout.expert > 1 == layout.context
+    small = replace(layout, data=min(replicas, limit) if spread else 1)
     while small.processes > limit:
         # The largest dimension loses a factor; of equal ones the one that matters least here.
         name, size = max(
@@ -102,7 +105,7 @@ def _fewer_processes(layout: Layout, limit: int) -> Layout:
         )
         factor = next(n for n in range(2, size + 1) if size % n == 0)
         small = replace(small, **{name: size // factor})
-    data = min(layout.data, _MOST_DATA_PARALLEL, limit // small.processes)
+    data = min(replicas, limit * small.data // small.processes)
     return replace(small, data=data, expert=math.gcd(layout.expert, small.context * data))
 
 
@@ -173,7 +176,9 @@ def _widths(options: Options, small: Layout, hidden_before: int, hidden: int) ->
 def _experts(options: Options, small: Layout, hidden_before: int, hidden: int) -> None:
     if "--num-experts" not in options:
         return
-    experts = max(_EXPERTS, small.expert)
+    # Several on each rank: MindSpeed does not wait for the probabilities of a single one.
+    ranks = small.expert * (small.tensor if "--moe-tp-extend-ep" in options else 1)
+    experts = max(_EXPERTS, 2 * ranks)
     options.set("--num-experts", min(experts, options.number("--num-experts", experts)))
     if "--moe-router-topk" in options:
         options.set("--moe-router-topk", min(2, options.number("--moe-router-topk", 2)))

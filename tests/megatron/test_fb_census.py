@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -63,6 +64,53 @@ def found(rank: int) -> list[str]:
 def test_what_both_sides_write_is_found(ranks: Any) -> None:
     expected = ["0: Layer.kept", f"{LENGTHS}.lengths", f"{LENGTHS}.table"]
     assert ranks(2).run(found) == [expected, expected]
+
+
+class Held:
+    """What a dispatcher of experts keeps of a micro-batch."""
+
+    def __init__(self, **parts: Held) -> None:
+        self.counts: Any = None
+        vars(self).update(parts)
+
+
+Held.__module__ = LENGTHS
+
+
+def of_experts(rank: int) -> list[str]:
+    """The dispatcher and its ``disaptor``, the mask and a checkpoint are, other parts are not."""
+    checkpoint = type("CheckpointWithoutOutput", (), {})
+    layer = Layer()
+    one: Any = Held(disaptor=Held(), part=Held())
+    layer.token_dispatcher, layer.router, layer.attention_mask = one, Held(), None
+    model = torch.nn.Sequential(layer)
+
+    def side() -> None:
+        for owner in (one, one.disaptor, one.part, layer.router):
+            owner.counts = torch.ones(1)
+        layer.attention_mask, layer.kept = torch.ones(1), checkpoint()
+        dist.all_reduce(torch.ones(1))
+
+    overlap = ForwardBackwardOverlap([world()])
+    census = Census(overlap, [model])
+    census.run(side, side, None)
+    unknown, kept = census.unknown, []
+    overlap.states = side_states([model], "cpu")
+
+    def alone(value: int) -> None:
+        one.counts = one.disaptor.counts = layer.attention_mask = layer.kept = value
+        dist.all_reduce(torch.ones(1))
+        kept.append((one.counts, one.disaptor.counts, layer.attention_mask, layer.kept))
+
+    overlap.run(partial(alone, 1), partial(alone, 2))
+    assert sorted(kept) == [(1,) * 4, (2,) * 4]
+    return unknown
+
+
+def test_what_experts_and_attention_keep_is_of_one_side(ranks: Any) -> None:
+    owner = "0: Layer"
+    expected = [f"{owner}.router.counts", f"{owner}.token_dispatcher.part.counts"]
+    assert ranks(2).run(of_experts) == [expected, expected]
 
 
 class Recomputed(torch.autograd.Function):

@@ -166,6 +166,9 @@ LAUNCHES = {
     "phi35/pretrain_phi35_moe_ptd.sh": "a virtual pipeline with experts",
     "qwen25/tune_qwen25_72b_16k_full_pack.sh": "packed fine-tuning with recomputation",
     "qwen25/pretrain_qwen25_72b_4k_pack_A3.sh": "packed, with recomputed activation functions",
+    "deepseek2_lite/tune_deepseek2_lite_16b_full_ptd_16p.sh": "experts with recomputation",
+    "deepseek3/tune_deepseek3_671b_4k_full_A3_ptd.sh": "shared experts' gathers overlapped, too",
+    "deepseek3/tune_deepseek3_671b_4k_lora_A3_ptd.sh": "LoRA",
 }
 """Launch scripts of MindSpeed-LLM 26.1.0, below ``examples/mcore``, and their kinds."""
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -477,20 +477,27 @@ def test_the_environment_turns_it_off(ranks: Any) -> None:
 
 
 def test_each_side_finds_its_state_as_it_left_it() -> None:
+    """A list that others hold, too, is emptied and filled in place."""
+
     class Owner:
         value = 0
+        items: ClassVar[list[int]] = []
 
-    owner = Owner()
-    both = Turns([Attributes(owner, "value")])
+    owner, items = Owner(), Owner.items
+    both = Turns([Attributes(owner, "value", "items")])
     found: list[int] = []
+    kept: list[list[int]] = []
 
     def side(me: int, values: list[int]) -> None:
         if me == BACKWARD:
             both.begin()
         for value in values:
             owner.value = value
+            items.append(value)
             both.hand_over()
             found.append(owner.value)
+            kept.append(list(items))
+            items.clear()
         both.end(me)
 
     second = threading.Thread(target=side, args=(BACKWARD, [20, 21, 22]))
@@ -498,6 +505,8 @@ def test_each_side_finds_its_state_as_it_left_it() -> None:
     side(FORWARD, [10, 11])
     second.join(60)
     assert sorted(found) == [10, 11, 20, 21, 22]
+    assert kept == [[value] for value in found]
+    assert owner.items is items
     assert owner.value == 11
     assert both.hand_overs == [2, 2]
 

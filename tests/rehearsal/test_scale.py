@@ -43,6 +43,9 @@ def test_layouts() -> None:
         (Layout(8, 8, 8, 1), 8, (2, 2, 2, 1)),
         (Layout(8, 4, 1, 2), 2, (2, 1, 1, 1)),
         (Layout(6, 1, 1, 1), 4, (3, 1, 1, 1)),
+        (Layout(2, 16, 1, 8, 8), 8, (2, 2, 1, 2)),
+        (Layout(1, 4, 1, 16, 16), 4, (1, 2, 1, 2)),
+        (Layout(2, 16, 1, 8, 8), 1, (1, 1, 1, 1)),
     ],
 )
 def test_processes_fit(layout: Layout, limit: int, expected: tuple[int, ...]) -> None:
@@ -97,6 +100,8 @@ def test_experts_and_context_parallelism() -> None:
     assert number(options, "--moe-router-topk") == 2
     assert options.text("--context-parallel-algo") == "ulysses_cp_algo"
     assert number(options, "--seq-length") == 32 * 4
+    options, small = scaled(f"{text} --moe-tp-extend-ep", 16, 4)
+    assert number(options, "--num-experts") == 2 * small.tensor * small.expert
 
 
 def test_factors_of_a_rotation_fit_the_smaller_heads() -> None:
