@@ -18,7 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.recording import Recording
-from mindspeed_patches.fb_overlap.side_states import GLOBALS, dispatchers, kept_by_modules
+from mindspeed_patches.fb_overlap.side_states import (
+    GLOBALS,
+    dispatchers,
+    kept_by_modules,
+    named_modules,
+)
 
 __all__ = ["Census"]
 
@@ -174,10 +179,9 @@ def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, 
                 else:
                     yield from held_by(f"{owner}.{name}", vars(held))
 
-    for model in models:
-        for path, module in model.named_modules():
-            yield _named(path, module), vars(module)
-            yield from held_by(_named(path, module), vars(module))
+    for path, module in named_modules(models):
+        yield _named(path, module), vars(module)
+        yield from held_by(_named(path, module), vars(module))
 
 
 def _named(path: str, module: torch.nn.Module) -> str:

@@ -18,7 +18,8 @@ from commfuse_npu.overlap import Attributes, RandomState, SideState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["GLOBALS", "dispatchers", "kept_by_modules", "scratch_of_each_side", "side_states"]
+__all__ = ["GLOBALS", "dispatchers", "kept_by_modules", "named_modules", "scratch_of_each_side",
+           "side_states"]  # fmt: skip
 
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
@@ -83,11 +84,17 @@ def kept_by_modules(
 ) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Paths, modules and attributes of a module's last call: MindSpeed-LLM's attention keeps its
     mask, and whoever recomputes a part of it keeps the checkpoint until that is hooked."""
-    for model in models:
+    for path, module in named_modules(models):
+        for name, value in vars(module).items():
+            if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
+                yield path, module, name
+
+
+def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules with their paths, unlike in each model chunk."""
+    for chunk, model in enumerate(models):
         for path, module in model.named_modules():
-            for name, value in vars(module).items():
-                if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
-                    yield path, module, name
+            yield f"chunk {chunk}, {path}", module
 
 
 def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:

@@ -99,7 +99,7 @@ def test_weights_that_are_not_known_are_not_the_same() -> None:
 
 def test_a_cpu_says_nothing_of_npus() -> None:
     text = said(training("megatron", 900), training("commfuse", 800), device="cpu")
-    assert text.startswith("Fastest here, which says nothing of NPUs: CommFuse, operator by")
+    assert text.startswith("Fastest here, which says nothing of NPUs: CommFuse's fused")
     assert "Use " not in text
 
 
