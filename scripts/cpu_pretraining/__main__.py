@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,6 @@ from .checkpoint import CheckpointError, find_checkpoint, run_facts
 from .data import Corpus, load_corpus
 from .metrics import Outcome, plot_loss, written
 
-# Megatron's advice for GPUs and its use of names that newer torch renames, once per rank and call
-# site: nothing here that the reader could act on. Other warnings are shown.
-_EXPECTED_WARNINGS = (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "When using sequence parallelism it is recommended to set the environment variable CUDA_",
-    "`torch.distributed.reduce_scatter_tensor` is deprecated",
-    "`torch.distributed.all_gather_into_tensor` is deprecated",
-)
 _FOREVER = 2e6
 """Seconds that the ranks may take to train: 23 days; a poll takes no more."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -45,18 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         args = parse_arguments(argv)
-        corpus = load_corpus(args.data_path, args.seq_length, need_valid=args.eval_interval > 0)
-        folder, found, notes = args.runs_dir / args.name, None, []
+        corpus = load_corpus(args.data_path, args.seq_length)
+        folder, found, notes = args.runs_dir / args.name, None, list[str]()
         if args.resume:
             facts = run_facts(args, corpus.fingerprint())
             found, notes = find_checkpoint(folder / "checkpoints", facts)
         _make_folder(folder, "--runs-dir")
         if args.commfuse_order_log is not None:
             _make_folder(Path(args.commfuse_order_log), "--commfuse-order-log")
-        print(
-            f"data: {corpus.source}, {corpus.documents} documents, {len(corpus.train)} tokens to "
-            f"train, {len(corpus.valid)} held out"
-        )
+        print(f"data: {corpus.source}, {corpus.documents} documents, {len(corpus.tokens)} tokens")
         if found is not None:
             print("\n".join([*(f"note: {note}" for note in notes), f"resuming from {found}"]))
         elif not args.compare and any(folder.glob("checkpoints/iter_*")):
@@ -109,8 +98,10 @@ def _started(args: argparse.Namespace) -> Iterator[tuple[Ranks, list[int]]]:
         for rank in multiprocessing.active_children():
             rank.terminate()
 
-    os.environ["PYTHONWARNINGS"] = ",".join(f"ignore:{text}" for text in _EXPECTED_WARNINGS)
+    # Megatron's advice for GPUs and its use of names that newer torch renames.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    resource_tracker.ensure_running()  # with the first process it would let signals in again
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         minutes = args.distributed_timeout_minutes

@@ -78,9 +78,7 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("micro-batch-size", 4, whole(1), "samples of a forward"),
         ("global-batch-size", 8, whole(1), "samples of an iteration"),
         ("train-iters", 200, whole(1), "iterations"),
-        ("lr", 0.002, _number(0.0), "the highest learning rate"),
-        ("min-lr", 0.0002, _number(0.0), "the last one"),
-        ("lr-warmup-fraction", 0.04, _number(0.0, 1.0), "share of --train-iters until the highest"),
+        ("lr", 0.002, _number(0.0), "learning rate after a warm-up of 4 %; it falls to a tenth"),
         ("use-distributed-optimizer", False, bool, "its state sharded over the replicas"),
         ("overlap-grad-reduce", False, bool, "behind the backward"),
         ("overlap-param-gather", False, bool, "behind the next forward"),
@@ -90,7 +88,6 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("data-path", None, _data_path, "file or folder (Python's standard library)"),
     ),
     "output": (
-        ("eval-interval", 100, whole(0), "iterations between validations; 0: none"),
         ("save-interval", 100, whole(0), "iterations between checkpoints; 0: one at the end"),
         ("name", "llama_tiny", _run_name, "of the folder below --runs-dir"),
         ("runs-dir", Path("runs"), Path, "where runs are kept"),
@@ -137,7 +134,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this run, complete and consistent.
 
     Besides them the namespace holds ``world_size``, ``num_microbatches`` (per data-parallel rank
-    and iteration), ``lr_warmup_iters``, ``sequence_parallel`` and ``context_parallel_algo``.
+    and iteration), ``min_lr``, ``sequence_parallel`` and ``context_parallel_algo``.
 
     Raises:
         UsageError: they do not fit each other.
@@ -148,7 +145,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.world_size = tp * args.context_parallel_size * dp
     args.sequence_parallel = tp > 1  # Megatron refuses it where there is nothing to split
     args.context_parallel_algo = "ulysses_cp_algo"
-    args.lr_warmup_iters = int(args.lr_warmup_fraction * (args.train_iters - 1))
+    args.min_lr = args.lr / 10
     try:
         check_flag(args)
         complete_options(args)
@@ -187,8 +184,6 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
     ):
         yield ("--overlap-param-gather needs --use-distributed-optimizer and "
                "--overlap-grad-reduce; give all three, or leave it out")  # fmt: skip
-    if args.min_lr > args.lr:
-        yield f"--min-lr {args.min_lr} is above --lr {args.lr}; choose one of at most {args.lr}"
     if args.html is not None and not args.compare:
         yield f"--html {args.html} is of a comparison; give --compare, too"
     if args.plain and (args.compare or not args.use_commfuse):

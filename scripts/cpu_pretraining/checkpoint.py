@@ -36,10 +36,7 @@ _SHAPE = (
     *("use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size"),
 )
 # What the losses depend on as well: a change is allowed but ends bit-for-bit continuation.
-_COURSE = (
-    *("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr"),
-    *("lr_warmup_iters", "seed"),
-)
+_COURSE = (*("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "seed"),)
 
 
 class CheckpointError(RuntimeError):

@@ -65,15 +65,11 @@ def written(folder: Path) -> str:
 
 
 def plot_loss(folder: Path) -> None:
-    """Draw training and validation loss over the iterations into ``loss.png``, or say why not."""
+    """Draw the loss over the iterations into ``loss.png``, or say why not."""
     entries = read_metrics(folder / "metrics.jsonl")
-    shown = []
-    for key, name in (("lm_loss", "training"), ("validation_loss", "validation")):
-        points = tuple((entry["iteration"], entry[key]) for entry in entries if key in entry)
-        if points:
-            shown.append(Line(name, points, key == "lm_loss"))
+    curve = Line("training", tuple((one["iteration"], one["lm_loss"]) for one in entries), True)
     try:
-        drawn = lines("lm loss, nats per byte, lower is better", "iteration", shown, whole=True)
+        drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
         draw([drawn], f"{folder.name}: loss over the training", folder / "loss.png")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -116,7 +112,7 @@ def speed_of(entries: Sequence[dict[str, Any]], tokens: int, rate: float | None)
     """The speed of a run with these entries of ``metrics.jsonl``; ``None`` if all were warm-up.
 
     Args:
-        entries: one per iteration of this process, in order, validations left out.
+        entries: one per iteration of this process, in order.
         tokens: per iteration, over all ranks.
         rate: of ``--link-rate``, in megabytes per second.
     """

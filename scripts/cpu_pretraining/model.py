@@ -33,6 +33,7 @@ _PADDED = 512
 """Tokens of the vocabulary are a multiple of it, so that a model is the same in every layout."""
 _NORM_EPSILON = 1e-5
 _WEIGHT_DECAY = 0.1
+_WARM_UP = 0.04
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -93,7 +94,7 @@ def build_trainee(
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * args.global_batch_size,
+        lr_warmup_steps=int(_WARM_UP * (args.train_iters - 1)) * args.global_batch_size,
         lr_decay_steps=args.train_iters * args.global_batch_size,
         lr_decay_style="cosine",
         start_wd=_WEIGHT_DECAY,

@@ -1,4 +1,4 @@
-"""The training loop: forward, backward, step, one line per iteration, checkpoints, validation."""
+"""The training loop: forward, backward, step, one line per iteration, checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mindspeed_patches.state_hashes import hash_over_ranks
 
 from .arguments import UsageError
 from .checkpoint import load_state, run_facts, save_state
-from .data import Corpus, global_batch_samples
+from .data import Corpus
 from .exposed_time import ExposedTime, measure_exposed_time
 from .layers import Layers, patched_layers
 from .megatron_on_cpu import cuda_means_cpu
@@ -31,9 +31,6 @@ from .metrics import MetricsLog, Outcome, speed_of
 from .model import build_trainee
 
 __all__ = ["TrainingDivergedError", "train"]
-
-_VALIDATED = 4
-"""Global batches of a validation."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -155,8 +152,6 @@ class _Loop:
                 log.append(entry)
             self._say(_iteration_line(args.train_iters, entry))
             last = self.iteration == args.train_iters
-            if args.eval_interval and (last or self.iteration % args.eval_interval == 0):
-                self._validate(log)
             due = args.save_interval and self.iteration % args.save_interval == 0
             if not args.compare and (due or last or outcome.stopped):
                 self._save()
@@ -175,10 +170,9 @@ class _Loop:
         args = self.args
         blocked_before = self._blocked_seconds()
         start = time.perf_counter()
-        self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self._forward_backward("train", self.iteration * args.global_batch_size)
+        loss = self._forward_backward()
         blocked = self._blocked_seconds() - blocked_before
         self._check_finite("lm loss", loss)
         with cuda_means_cpu():
@@ -209,8 +203,7 @@ class _Loop:
         if not math.isfinite(value):
             raise TrainingDivergedError(
                 f"iteration {self.iteration + 1}: {what} is {value}; the weights of this "
-                f"iteration were not saved. Lower --lr (now {self.args.lr}) or raise "
-                f"--lr-warmup-fraction (now {self.args.lr_warmup_fraction})"
+                f"iteration were not saved. Lower --lr (now {self.args.lr})"
             )
 
     def _blocked_seconds(self) -> float:
@@ -218,31 +211,20 @@ class _Loop:
             return 0.0
         return self.layers.blocked_seconds() + self.collectives.seconds
 
-    def _validate(self, log: MetricsLog | None) -> None:
-        """Loss of the held-out data on the same samples every time."""
-        self.model.eval()
-        size = self.args.global_batch_size
-        with torch.no_grad():
-            found = [self._forward_backward("valid", i * size) for i in range(_VALIDATED)]
-        loss = sum(found) / len(found)
-        if log:
-            log.append({"iteration": self.iteration, "validation_loss": loss})
-        self._say(f" validation loss at iteration {self.iteration} | lm loss: {loss:.6E} |")
-
-    def _forward_backward(self, split: str, first_sample: int) -> float:
-        """Mean loss of a global batch over all replicas; gradients too for the training split."""
+    def _forward_backward(self) -> float:
+        """Gradients of a global batch, and its mean loss over all replicas."""
         args = self.args
         # The schedule allocates its token counter on "cuda" and offers no place to leave the mode
         # again; it costs about a microsecond per torch call.
         with cuda_means_cpu():
             losses = self.forward_backward(
                 forward_step_func=self._forward_step,
-                data_iterator=self._microbatches(split, first_sample),
+                data_iterator=self._microbatches(),
                 model=[self.model],
                 num_microbatches=args.num_microbatches,
                 seq_length=args.seq_length,
                 micro_batch_size=args.micro_batch_size,
-                forward_only=split != "train",
+                forward_only=False,
             )
         mean = torch.stack([entry["lm loss"] for entry in losses]).mean()
         replicas = args.context_parallel_size * args.data_parallel_size
@@ -252,14 +234,17 @@ class _Loop:
             mean /= replicas
         return float(mean)
 
-    def _microbatches(self, split: str, first_sample: int) -> Iterator[list[torch.Tensor]]:
-        """Inputs and labels, ``[B, s]`` each: this rank's rows of this replica's samples."""
+    def _microbatches(self) -> Iterator[list[torch.Tensor]]:
+        """Inputs and labels, ``[B, s]`` each: this rank's rows of this replica's samples.
+
+        The samples of an iteration are the same in every layout.
+        """
         args, replica = self.args, parallel_state.get_data_parallel_rank()
-        for samples in global_batch_samples(
-            first_sample, args.num_microbatches, args.micro_batch_size, replica,
-            args.data_parallel_size,
-        ):  # fmt: skip
-            batch = self.corpus.batch(split, samples, args.seq_length, args.seed)
+        first = self.iteration * args.global_batch_size
+        for microbatch in range(args.num_microbatches):
+            start = first + (microbatch * args.data_parallel_size + replica) * args.micro_batch_size
+            samples = range(start, start + args.micro_batch_size)
+            batch = self.corpus.batch(samples, args.seq_length, args.seed)
             yield [tokens[:, self.own_rows].contiguous() for tokens in batch]
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module) -> tuple[Any, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import signal
+from pathlib import Path
 from threading import Event
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,6 +15,7 @@ from mindspeed_patches.refusals import IncompatibleOptionsError
 
 from .arguments import UsageError
 from .checkpoint import CheckpointError
+from .data import Corpus
 from .megatron_on_cpu import megatron_on_cpu
 from .metrics import Outcome
 from .training import TrainingDivergedError, train
@@ -34,7 +35,9 @@ class Worker:
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def train(self, args: argparse.Namespace, *what: Any) -> Outcome:
+    def train(
+        self, args: argparse.Namespace, corpus: Corpus, mode: str, folder: Path, found: Path | None
+    ) -> Outcome:
         """`train` in Megatron's groups, which the first call makes; expected errors are said."""
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
@@ -44,7 +47,7 @@ class Worker:
             )
         try:
             with megatron_on_cpu():
-                return train(args, *what, self._stop)
+                return train(args, corpus, mode, folder, found, self._stop)
         except (CheckpointError, TrainingDivergedError) as error:
             return Outcome(error=str(error), code=1)
         except (IncompatibleOptionsError, UsageError) as error:

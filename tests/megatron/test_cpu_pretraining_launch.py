@@ -86,7 +86,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def test_a_rank_that_is_killed_ends_the_launch_and_the_training_goes_on(tmp_path: Path) -> None:
-    options = ("--train-iters", "20", "--eval-interval", "0")
+    options = ("--train-iters", "20")
     with start(tmp_path, *options, "--name", "whole") as process:
         whole = ended(process)
     with start(tmp_path, *options, "--name", "killed") as process:

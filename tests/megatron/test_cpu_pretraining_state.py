@@ -1,4 +1,4 @@
-"""What is kept of a run: which checkpoint counts, metrics after a kill, and samples by index."""
+"""What is kept of a run: which checkpoint counts, metrics after a kill, samples by index."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from scripts.cpu_pretraining.checkpoint import (
     load_state,
     run_facts,
 )
-from scripts.cpu_pretraining.data import Corpus, global_batch_samples, load_corpus, tokens_of
+from scripts.cpu_pretraining.data import load_corpus
 from scripts.cpu_pretraining.metrics import MetricsLog, plot_loss, read_metrics
 
 
@@ -108,70 +107,31 @@ def test_metrics_on_a_full_disk_end_with_a_word_and_stay_readable(
     assert "was not drawn: No space left" in capsys.readouterr().out
 
 
-def load(path: Path | None, seq_length: int = 16) -> Corpus:
-    return load_corpus(path, seq_length, need_valid=True)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for number in range(40):
-        (tmp_path / f"{number:02d}.txt").write_bytes(bytes([number]) * 100)
-    return tmp_path
-
-
-def test_held_out_documents_are_not_trained_on(folder: Path, tmp_path: Path) -> None:
-    assert tokens_of(bytes(range(256))).tolist() == [*range(256), 256]
-    corpus = load(folder)
-    assert set(corpus.valid.tolist()) == {19, 39, 256}
-    assert set(corpus.train.tolist()) == set(range(40)) - {19, 39} | {256}
-    # Of a single file its end.
-    file = tmp_path / "one"
-    file.write_bytes(bytes(range(200)) * 2)
-    corpus = load(file)
-    assert len(corpus.valid) == 20
-    whole = np.concatenate([corpus.train, corpus.valid])
-    assert np.array_equal(whole, tokens_of(file.read_bytes()))
-    assert load(None).fingerprint() == load(None).fingerprint()
-
-
-def test_a_sample_depends_on_seed_split_and_index_only(folder: Path) -> None:
-    corpus, many = load(folder), range(64)
-    inputs, labels = corpus.batch("train", [5, 6], 16, seed=1)
+def test_a_sample_depends_on_seed_and_index_only(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"\0\xff" * 500)
+    (tmp_path / "a").write_bytes(bytes(range(256)))
+    corpus, many = load_corpus(tmp_path, 16), range(64)
+    assert corpus.tokens[:260].tolist() == [*range(256), 256, 0, 255, 0]
+    inputs, labels = corpus.batch([5, 6], 16, seed=1)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
-    assert torch.equal(inputs[1], corpus.batch("train", [6], 16, seed=1)[0][0])
-    one, two = (corpus.batch("train", many, 16, seed)[0] for seed in (1, 2))
+    assert torch.equal(inputs[1], corpus.batch([6], 16, seed=1)[0][0])
+    one, two = (corpus.batch(many, 16, seed)[0] for seed in (1, 2))
     assert not torch.equal(one, two)
+    assert load_corpus(None, 16).fingerprint() == load_corpus(None, 16).fingerprint()
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_ranks_share_out_the_global_batch(dp_size: int) -> None:
-    taken = [
-        sample
-        for rank in range(dp_size)
-        for samples in global_batch_samples(24, 8 // (2 * dp_size), 2, rank, dp_size)
-        for sample in samples
-    ]
-    assert sorted(taken) == list(range(24, 32))
+def test_data_that_is_too_little_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(UsageError, match="has 4 tokens, but one sample needs 17; give a file or"):
+        load_corpus(tmp_path, 16)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "holds no data"),
-        ("abc", "the training part of .* has 4 tokens, but one sample needs 17"),
-        ("abcdefgh" * 10, "the validation part of .* has 4 tokens"),
-    ],
-)
-def test_data_that_is_too_little_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "short.txt").write_text(text)
-    with pytest.raises(UsageError, match=said):
-        load(tmp_path)
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "00.txt").touch()
 
-
-def test_an_unreadable_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(UsageError, match=r"cannot read .*00.txt: Permission denied"):
-        load(folder)
+        load_corpus(tmp_path, 16)

@@ -161,7 +161,6 @@ QUESTIONS = (
     ("pretrain --global-batch-size 7", "by micro-batch size times data-parallel size 4; choose 4"),
     ("pretrain --train-iters 0", "--train-iters: '0' is not a whole number from 1"),
     ("pretrain --lr nan", "--lr: nan is not in [0, inf]"),
-    ("pretrain --lr 1e-5", "--min-lr 0.0002 is above --lr 1e-05; choose one of at most 1e-05"),
     ("pretrain --link-rate 0", "--link-rate: 0 is not in [0.001, 100000]; choose a number"),
     ("pretrain --link-rate 9 --tensor-model-parallel-size 1", "needs links, but"),
     ("pretrain --link-rate 9 --compare --train-iters 3", "3 warm-up iterations, but --train-iters"),
