@@ -139,6 +139,10 @@ def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, found: Path |
         print("\n".join(outcome.layers))
         if outcome.speed is not None:
             print(f"tokens/s: {outcome.speed}")
+        if not outcome.losses:
+            print(
+                f"nothing to do: the run is at iteration {outcome.iteration}; raise --train-iters"
+            )
         print(f"sha256 of all weights: {outcome.weights_sha256}\n{written(folder)}", flush=True)
     if not outcome.stopped:
         return _compared(args, outcomes, modes) if args.compare else 0

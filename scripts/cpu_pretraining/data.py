@@ -91,12 +91,6 @@ def load_corpus(data_path: Path | None, seq_length: int) -> Corpus:
     return Corpus(np.concatenate(documents), len(documents), source)
 
 
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(root.rglob("*.py"))
-    return [path for path in paths if not _SKIPPED.intersection(path.relative_to(root).parts)]
-
-
 def _files_below(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
@@ -106,6 +100,12 @@ def _files_below(root: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(path for path in found if path.is_file())
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(root.rglob("*.py"))
+    return [path for path in paths if not _SKIPPED.intersection(path.relative_to(root).parts)]
 
 
 def _unreadable(error: OSError) -> NoReturn:

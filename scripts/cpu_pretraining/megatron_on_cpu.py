@@ -13,7 +13,7 @@ buffers, its optimizers and its learning-rate schedule run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import SimpleNamespace
@@ -31,18 +31,6 @@ __all__ = ["REPLACEMENTS", "cuda_means_cpu", "megatron_on_cpu"]
 CPU = torch.device("cpu")
 
 
-def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
 def _wgrad_gemm_accum(
     total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
@@ -56,15 +44,8 @@ def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int) -> torch.Tensor:
     return parts[parallel_state.get_context_parallel_rank()]
 
 
-def _quantize_param_shard(model_params: Sequence[torch.Tensor], *_: Any, **__: Any) -> None:
-    if model_params:
-        raise NotImplementedError(
-            f"{len(model_params)} parameters are in fp8, which needs TransformerEngine and a GPU; "
-            "use bf16 or fp32"
-        )
-
-
 _RANDOM = "megatron.core.tensor_parallel.random"
+_GENERATOR = torch.default_generator
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _ACCUMULATE = SimpleNamespace(
     wgrad_gemm_accum_fp32=_wgrad_gemm_accum, wgrad_gemm_accum_fp16=_wgrad_gemm_accum
@@ -75,16 +56,16 @@ REPLACEMENTS: tuple[tuple[str, str, Any], ...] = (
     ("torch.cuda", "current_device", lambda: CPU),
     # Recomputation saves and restores the device's generator, the tracker of model-parallel random
     # states records what it just seeded: the CPU's generator stands for the device's.
-    (_RANDOM, "_get_cuda_rng_state", _get_rng_state),
-    (_RANDOM, "_set_cuda_rng_state", _set_rng_state),
-    ("torch.cuda", "get_rng_state", _get_rng_state),
-    ("torch.cuda", "manual_seed", _manual_seed),
+    (_RANDOM, "_get_cuda_rng_state", lambda *_, **__: _GENERATOR.get_state()),
+    (_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: _GENERATOR.set_state(state)),
+    ("torch.cuda", "get_rng_state", lambda *_, **__: _GENERATOR.get_state()),
+    ("torch.cuda", "manual_seed", lambda seed: _GENERATOR.manual_seed(int(seed))),
     # The CUDA extension behind gradient_accumulation_fusion: the same sum in plain torch. The
     # constructor refuses the option without it.
     (_LAYERS, "fused_weight_gradient_mlp_cuda", _ACCUMULATE),
     (_LAYERS, "_grad_accum_fusion_available", True),
-    # Without TransformerEngine the distributed optimizer fails here, fp8 parameters or not.
-    ("megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", _quantize_param_shard),
+    # Without TransformerEngine the distributed optimizer fails here, though nothing is in fp8.
+    ("megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", lambda *_: None),
     # Ranks get a part from either end of the sequence, which balances ring attention; under Ulysses
     # they have to be in the order of the sequence (and it indexes on the device).
     ("megatron.core.models.common.embeddings.rotary_pos_embedding",
