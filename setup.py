@@ -39,7 +39,7 @@ setup(
     install_requires=["pyyaml"],
     extras_require={
         # megatron-core needs numpy, and does not name it.
-        "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "numpy", "packaging", "tqdm"],
+        "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "numpy", "packaging"],
         "npu": ["torch==2.7.1", "torch-npu==2.7.1"],
         "plot": ["vl-convert-python>=1.9"],
         "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],

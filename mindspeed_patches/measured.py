@@ -20,7 +20,6 @@ Rehearsed on CPU with MindSpeed-LLM and stand-ins, never run on an NPU.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from commfuse_npu.tools.bench.processes import die_with_parent
 from mindspeed_patches import launch
 from mindspeed_patches.registration import install
-from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
+from mindspeed_patches.state_hashes import hash_over_ranks
 
 __all__ = ["main"]
 
@@ -124,14 +123,13 @@ def _tell(state: list[Any], waited: list[str] | None) -> None:
     model, optimizer = state
     free, whole = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     taken = (whole - free) / 2**20  # the NPU's, where MindSpeed runs
-    bits = f"{sorted(weight_hashes(model).items())} {optimizer_hash(optimizer)}"
+    together = hash_over_ranks(model, optimizer)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (bits, taken))
+    dist.all_gather_object(everyone, taken)
     if dist.get_rank() == 0:
         if waited is not None:
             print(f"collectives waited for at once: {len(waited)}", flush=True)
-        print(f"most memory taken of a device (MB): {max(t for _, t in everyone)}", flush=True)
-        together = hashlib.sha256("".join(b for b, _ in everyone).encode()).hexdigest()
+        print(f"most memory taken of a device (MB): {max(everyone)}", flush=True)
         print(f"sha256 of all weights: {together}", flush=True)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["optimizer_hash", "weight_hashes"]
+__all__ = ["hash_over_ranks", "optimizer_hash", "weight_hashes"]
 
 
 def weight_hashes(chunks: Iterable[torch.nn.Module]) -> dict[str, str]:
@@ -23,6 +24,14 @@ def weight_hashes(chunks: Iterable[torch.nn.Module]) -> dict[str, str]:
 def optimizer_hash(optimizer: Any) -> str:
     """One hash for what the optimizer keeps on this rank: fp32 main weights, moments, steps."""
     return _hash(_state(optimizer))
+
+
+def hash_over_ranks(chunks: Iterable[torch.nn.Module], optimizer: Any) -> str:
+    """One hash for all ranks' weights and optimizers, in the order of ranks; collective."""
+    bits = f"{sorted(weight_hashes(chunks).items())} {optimizer_hash(optimizer)}"
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, bits)
+    return hashlib.sha256("".join(everyone).encode()).hexdigest()
 
 
 def _state(optimizer: Any) -> Iterator[tuple[str, Any]]:

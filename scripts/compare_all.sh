@@ -12,7 +12,7 @@ for tp in 2 4; do
         for recompute in --no-recompute --recompute; do
             for fusion in --gradient-accumulation-fusion --no-gradient-accumulation-fusion; do
                 options=(--tensor-model-parallel-size "$tp" "$dtype" "$recompute" "$fusion")
-                bash "$here/pretrain_llama_cpu.sh" --compare --train-iters 20 --eval-interval 0 \
+                bash "$here/pretrain_llama_cpu.sh" --compare --train-iters 20 \
                     --name compare_all "${options[@]}" "$@" > "$log" 2>&1 || failed=1
                 verdict="$(grep '^identical:' "$log" || tail -n 3 "$log")"
                 unsplit="$(sed -n 's/^commfuse against //p' "$log")"

@@ -6,10 +6,10 @@
 #   bash scripts/pretrain_llama_cpu.sh --compare --link-rate 60   over links of 60 MB/s: how fast?
 #   bash scripts/pretrain_llama_cpu.sh --help                all options
 #
-# Defaults are in configs/llama_tiny.yaml. Sets up .venv by itself.
+# Sets up .venv by itself.
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu
 cd "$ROOT"
 
-exec python -m scripts.cpu_pretraining.launch "$@"
+exec python -m scripts.cpu_pretraining "$@"

@@ -25,9 +25,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
 """Of a checkout; of an installed wheel, which carries them inside."""
 
-_OF_THE_LAPTOP = "llama_tiny"
-"""Of scripts/cpu_pretraining: its keys are options of that alone."""
-
 _MOST_BYTES = 1 << 18
 _MOST_DIGITS = 40
 
@@ -79,15 +76,15 @@ def find_config(name: str, folder: str = "") -> Path:
         return given
     known = _shipped(folder)
     shipped = known / f"{given.stem}.yaml"
-    if given.parent == Path() and shipped.is_file() and given.stem != _OF_THE_LAPTOP:
+    if given.parent == Path() and shipped.is_file():
         return shipped
     names = ", ".join(config_names(folder))
     raise ConfigError(f"{name!r} is neither a file nor one of {names or 'no names'} in {known}")
 
 
 def config_names(folder: str = "") -> list[str]:
-    """The names of the files in ``configs/<folder>`` that every command can read."""
-    return sorted({path.stem for path in _shipped(folder).glob("*.yaml")} - {_OF_THE_LAPTOP})
+    """The names of the files in ``configs/<folder>``."""
+    return sorted(path.stem for path in _shipped(folder).glob("*.yaml"))
 
 
 def _shipped(folder: str) -> Path:

@@ -179,9 +179,9 @@ def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, 
                 else:
                     yield from held_by(f"{owner}.{name}", vars(held))
 
-    for path, module in named_modules(models):
-        yield _named(path, module), vars(module)
-        yield from held_by(_named(path, module), vars(module))
+    for path, part in named_modules(models):
+        yield _named(path, part), vars(part)
+        yield from held_by(_named(path, part), vars(part))
 
 
 def _named(path: str, module: torch.nn.Module) -> str:

@@ -1,19 +1,12 @@
 """Time a rank is blocked in tensor- and context-parallel collectives that are not fused.
 
-Counted, per rank, by a wall clock:
-- synchronous collectives on the tensor-parallel group and on the context-parallel one (the
-  all-to-alls of Ulysses), from call to return;
-- for asynchronous ones the call itself and `.wait()`, not what runs in between;
-- only calls made by code of `megatron.*` or `commfuse_npu.*` with exactly one of these groups:
-  the all-gathers and reduce-scatters of the linear layers and the embedding, the all-to-alls, the
-  all-reduces of the loss (and, without sequence parallelism, of the layers) and of the norm
-  weights' gradients.
+Counted, per rank, by a wall clock: collectives that code of `megatron.*` or `commfuse_npu.*` calls
+on the tensor-parallel group or on the context-parallel one (the all-gathers and reduce-scatters of
+the linear layers and the embedding, the all-to-alls of Ulysses, the all-reduces of the loss and of
+the norm weights' gradients), from call to return; of asynchronous ones the call and `.wait()`.
 
-Waiting for a slower rank is part of it: gloo blocks until the partner arrives.
-
-Not counted: the data-parallel reduction of gradients, the optimizer (its gradient norm included),
-logging and checkpoints, and the peer-to-peer transfers of fused layers, which report their own
-blocked time.
+Waiting for a slower rank is part of it: gloo blocks until the partner arrives. Not counted are data
+parallelism, the optimizer, checkpoints, and the transfers of fused layers, which count their own.
 """
 
 from __future__ import annotations
@@ -22,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -46,20 +38,18 @@ _BINDINGS = (
     ("torch.distributed", "all_gather_into_tensor"),
     ("torch.distributed", "all_to_all_single"),
 )
-_CALLERS = ("megatron.", "commfuse_npu.")
 
 
-@dataclass
 class ExposedTime:
     """Seconds that this rank was blocked since the measurement started; take differences."""
 
-    seconds: float = 0.0
+    seconds = 0.0
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def timed(self, blocking: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``blocking`` returns, its time counted."""
         start = time.perf_counter()
         try:
-            yield
+            return blocking(*args, **kwargs)
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -72,8 +62,7 @@ class _TimedWork:
         self._counter = counter
 
     def wait(self, *args: Any) -> Any:
-        with self._counter.counting():
-            return self._work.wait(*args)
+        return self._counter.timed(self._work.wait, *args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -83,21 +72,17 @@ def _timed(collective: Callable[..., Any], counter: ExposedTime) -> Callable[...
     @wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if not caller.startswith(_CALLERS) or not _is_counted(kwargs.get("group")):
+        groups = (
+            parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+            parallel_state.get_context_parallel_group(check_initialized=False),
+        )
+        counted = any(kwargs.get("group") is group for group in groups)
+        if not counted or not caller.startswith(("megatron.", "commfuse_npu.")):
             return collective(*args, **kwargs)
-        with counter.counting():
-            work = collective(*args, **kwargs)
+        work = counter.timed(collective, *args, **kwargs)
         return _TimedWork(work, counter) if isinstance(work, dist.Work) else work
 
     return call
-
-
-def _is_counted(group: Any) -> bool:
-    counted = (
-        parallel_state.get_tensor_model_parallel_group(check_initialized=False),
-        parallel_state.get_context_parallel_group(check_initialized=False),
-    )
-    return any(group is one for one in counted)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Two mechanisms, both undone on exit:
 - `megatron_on_cpu()` replaces the functions listed in `REPLACEMENTS`, each with its reason.
 - `cuda_means_cpu()` reads the device "cuda" as "cpu" in the torch calls inside the block. It is
   entered only around Megatron code that spells the device out (building the data-parallel wrapper
-  and the optimizer, the optimizer step), not around the whole run.
+  and the optimizer, the optimizer step, the schedule), not around the whole run.
 
 Nothing else of Megatron is touched: its model, its parallel state, its schedule, its gradient
 buffers, its optimizers and its learning-rate schedule run as they are.
@@ -13,9 +13,8 @@ buffers, its optimizers and its learning-rate schedule run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -27,23 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
 
-__all__ = ["REPLACEMENTS", "Replacement", "cuda_means_cpu", "megatron_on_cpu"]
+__all__ = ["REPLACEMENTS", "cuda_means_cpu", "megatron_on_cpu"]
 
 CPU = torch.device("cpu")
-
-
-def _get_rng_state(
-    device: object = None, clone: bool = False, graph_safe: bool = False
-) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
 
 
 def _wgrad_gemm_accum(
@@ -59,99 +44,43 @@ def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int) -> torch.Tensor:
     return parts[parallel_state.get_context_parallel_rank()]
 
 
-def _quantize_param_shard(model_params: Sequence[torch.Tensor], *_: Any, **__: Any) -> None:
-    if model_params:
-        raise NotImplementedError(
-            f"{len(model_params)} parameters are in fp8, which needs TransformerEngine and a GPU; "
-            "use bf16 or fp32"
-        )
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """`module.attribute` becomes `stand_in` while `megatron_on_cpu()` is entered."""
-
-    module: str
-    attribute: str
-    stand_in: Any
-    reason: str
-
-
 _RANDOM = "megatron.core.tensor_parallel.random"
+_GENERATOR = torch.default_generator
 _LAYERS = "megatron.core.tensor_parallel.layers"
-_ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
-
-REPLACEMENTS: tuple[Replacement, ...] = (
-    Replacement(
-        "torch.cuda",
-        "current_device",
-        lambda: CPU,
-        "buffers of the linear layers, collectives and gradients are allocated on it",
-    ),
-    Replacement(
-        _RANDOM,
-        "_get_cuda_rng_state",
-        _get_rng_state,
-        "recomputation saves the device's generator; the CPU generator stands for it",
-    ),
-    Replacement(
-        _RANDOM,
-        "_set_cuda_rng_state",
-        _set_rng_state,
-        "recomputation restores the device's generator; the CPU generator stands for it",
-    ),
-    Replacement(
-        "torch.cuda",
-        "get_rng_state",
-        _get_rng_state,
-        "the tracker of model-parallel random states records the state it just seeded",
-    ),
-    Replacement(
-        "torch.cuda",
-        "manual_seed",
-        _manual_seed,
-        "model_parallel_cuda_manual_seed seeds the device's generator",
-    ),
-    Replacement(
-        _LAYERS,
-        "fused_weight_gradient_mlp_cuda",
-        SimpleNamespace(
-            wgrad_gemm_accum_fp32=_wgrad_gemm_accum,
-            wgrad_gemm_accum_fp16=_wgrad_gemm_accum,
-        ),
-        "the CUDA extension behind gradient_accumulation_fusion; the same sum in plain torch",
-    ),
-    Replacement(
-        _LAYERS,
-        "_grad_accum_fusion_available",
-        True,
-        "the constructor refuses gradient_accumulation_fusion without the extension above",
-    ),
-    Replacement(
-        "megatron.core.optimizer.distrib_optimizer",
-        "quantize_param_shard",
-        _quantize_param_shard,
-        "without TransformerEngine the distributed optimizer fails here, fp8 parameters or not",
-    ),
-    Replacement(
-        _ROTARY,
-        "get_pos_emb_on_this_cp_rank",
-        _own_part_of_positions,
-        "ranks get a part from either end of the sequence, which balances ring attention; under "
-        "Ulysses they have to be in the order of the sequence (and it indexes on the device)",
-    ),
+_ACCUMULATE = SimpleNamespace(
+    wgrad_gemm_accum_fp32=_wgrad_gemm_accum, wgrad_gemm_accum_fp16=_wgrad_gemm_accum
 )
+
+REPLACEMENTS: tuple[tuple[str, str, Any], ...] = (
+    # Buffers of the linear layers, collectives and gradients are allocated on it.
+    ("torch.cuda", "current_device", lambda: CPU),
+    # Recomputation saves and restores the device's generator, the tracker of model-parallel random
+    # states records what it just seeded: the CPU's generator stands for the device's.
+    (_RANDOM, "_get_cuda_rng_state", lambda *_, **__: _GENERATOR.get_state()),
+    (_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: _GENERATOR.set_state(state)),
+    ("torch.cuda", "get_rng_state", lambda *_, **__: _GENERATOR.get_state()),
+    ("torch.cuda", "manual_seed", lambda seed: _GENERATOR.manual_seed(int(seed))),
+    # The CUDA extension behind gradient_accumulation_fusion: the same sum in plain torch. The
+    # constructor refuses the option without it.
+    (_LAYERS, "fused_weight_gradient_mlp_cuda", _ACCUMULATE),
+    (_LAYERS, "_grad_accum_fusion_available", True),
+    # Without TransformerEngine the distributed optimizer fails here, though nothing is in fp8.
+    ("megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", lambda *_: None),
+    # Ranks get a part from either end of the sequence, which balances ring attention; under Ulysses
+    # they have to be in the order of the sequence (and it indexes on the device).
+    ("megatron.core.models.common.embeddings.rotary_pos_embedding",
+     "get_pos_emb_on_this_cp_rank", _own_part_of_positions),
+)  # fmt: skip
+"""``module.attribute`` becomes the stand-in while `megatron_on_cpu()` is entered."""
 
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Apply `REPLACEMENTS`; put back what was there before when the block ends."""
     with ExitStack() as patches:
-        for one in REPLACEMENTS:
-            module = import_module(one.module)
-            patches.enter_context(
-                mock.patch.object(module, one.attribute, one.stand_in, create=True)
-            )
+        for module, attribute, stand_in in REPLACEMENTS:
+            patch = mock.patch.object(import_module(module), attribute, stand_in, create=True)
+            patches.enter_context(patch)
         yield
 
 

@@ -17,7 +17,7 @@ import pytest
 from commfuse_npu.options import OPTIONS, option_name
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.option_types import Parser
-from scripts.cpu_pretraining import launch
+from scripts.cpu_pretraining.__main__ import main as pretraining
 from scripts.evidence.__main__ import main as evidence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ _ASKED: dict[str, Callable[[list[str]], int]] = {
     "commfuse-npu ": cli.main,
     "python -m scripts.evidence ": evidence,
     "bash scripts/bench.sh": lambda words: cli.main(["bench", *words]),
-    "bash scripts/pretrain_llama_cpu.sh": launch.main,
+    "bash scripts/pretrain_llama_cpu.sh": pretraining,
 }
 
 

@@ -7,26 +7,24 @@ import io
 import json
 import os
 import re
+import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
-import torch.distributed as dist
-
-from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import PatchManager
-from scripts.free_port import free_port
 from tests.distributed.ranks import Ranks
 
-__all__ = ["TINY", "Finished", "losses", "megatron", "patched", "pretrained", "pretraining",
-           "recorded"]  # fmt: skip
+__all__ = ["TINY", "Finished", "asked", "losses", "megatron", "patched", "pretrained"]
 
 TINY = (
     "--fp32 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
     "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
-    "--train-iters 6 --lr-warmup-iters 1 --eval-interval 3 --eval-iters 1 --save-interval 3 "
-    "--distributed-timeout-minutes 2"
+    "--train-iters 6 --save-interval 3 --distributed-timeout-minutes 2"
 )
 """Options of the CPU pretraining; what comes after them takes their place."""
 
@@ -57,10 +55,16 @@ def megatron(
             model_parallel_cuda_manual_seed(1)
             yield
     finally:
-        parallel_state.destroy_model_parallel()
-        # Megatron leaves these, and takes them for the next layout's.
-        parallel_state._EMBEDDING_GLOBAL_RANKS = None
-        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+        _leave_megatron()
+
+
+def _leave_megatron() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    # Megatron leaves these, and takes them for the next layout's.
+    parallel_state._EMBEDDING_GLOBAL_RANKS = None
+    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
 @contextlib.contextmanager
@@ -75,7 +79,7 @@ def patched(manager: PatchManager) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Finished:
-    """How the command line of the CPU pretraining ended, and what rank 0 printed."""
+    """How the command line of the CPU pretraining ended, and what it printed."""
 
     code: int
     out: str
@@ -89,44 +93,60 @@ class Finished:
         return found[1]
 
 
-Work = Callable[[int, int, list[str]], Finished]
+Work = Callable[..., tuple[Any, str]]
 
 
-def pretraining(rank: int, port: int, argv: list[str]) -> Finished:
-    """The command line of the CPU pretraining, on one rank."""
-    from scripts.cpu_pretraining.__main__ import main
+def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
+    """A method of the worker on one rank: what it returns and prints."""
+    from scripts.cpu_pretraining.worker import Worker
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(argv)
-    return Finished(code, out.getvalue(), err.getvalue())
+    before, out = signal.getsignal(signal.SIGTERM), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            return getattr(Worker(), method)(*args), out.getvalue()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _leave_megatron()
 
 
-def recorded(rank: int, port: int, argv: list[str]) -> Finished:
-    """The same with an order log, which is closed: the process goes on."""
-    done = pretraining(rank, port, argv)
-    shared_order_log(argv[argv.index("--commfuse-order-log") + 1], rank, 2).close()
-    return done
+@dataclass(frozen=True)
+class _Asked:
+    """Ranks of the tests in place of those that the command line starts."""
+
+    group: Ranks
+    work: Work
+
+    def __call__(self, size: int, **_: Any) -> contextlib.AbstractContextManager[Any]:
+        assert size == self.group.size
+        return contextlib.nullcontext(SimpleNamespace(ask=self.ask))
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        found = self.group.run(self.work, method, args)
+        print(found[0][1], end="")
+        return [value for value, _ in found]
 
 
 def pretrained(
-    group: Ranks, runs: Path, *options: str, code: int = 0, work: Work = pretraining
+    group: Ranks, runs: Path, *options: str, code: int = 0, work: Work = asked
 ) -> Finished:
-    """``work`` on all ranks of a group, with :data:`TINY` and more options.
+    """The command line with :data:`TINY` and more options, on the ranks of a group."""
+    from scripts.cpu_pretraining import __main__ as command
 
-    The ranks are of use for other trainings only: each makes process groups of its own.
-    """
     data = Path(__file__).resolve().parents[2] / "commfuse_npu"
     argv = [*TINY.split(), "--data-path", str(data), *options, "--runs-dir", str(runs)]
-    outcomes = group.run(work, free_port(), argv)
-    assert {one.code for one in outcomes} == {code}, outcomes[0]
-    return outcomes[0]
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(command, "Ranks", _Asked(group, work)),
+        mock.patch.dict(os.environ),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        done = Finished(command.main(argv), out.getvalue(), err.getvalue())
+    assert done.code == code, done
+    return done
 
 
 def losses(run: Path) -> list[float]:
     """Of the iterations in a run's folder."""
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [entry["lm_loss"] for entry in map(json.loads, lines) if "lm_loss" in entry]
+    return [json.loads(line)["lm_loss"] for line in lines]

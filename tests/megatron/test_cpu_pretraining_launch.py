@@ -1,166 +1,102 @@
-"""The launcher: how many ranks, and exit codes without torchrun's traceback."""
+"""The command as it is started: Ctrl-C, a rank that is killed, a launcher that is killed."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-from scripts.cpu_pretraining import launch
-from scripts.cpu_pretraining.usage_error import UsageError, say_error
 from tests.limits import LIMIT
-from tests.megatron.in_ranks import TINY, losses, pretrained
+from tests.megatron.in_ranks import TINY, Finished, losses
 
-
-def test_a_mistake_is_answered_before_any_rank_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(launch, "torchrun", lambda words: pytest.fail("ranks were started"))
-    with pytest.raises(SystemExit) as ended:
-        launch.main(["--seq-length", "255"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "cpu_pretraining: error: sequence length 255 is not divisible by the tensor-parallel size "
-        "2; choose --seq-length 254 or 256"
-    ]
-
-
-@pytest.mark.parametrize(("tp", "cp", "dp"), [(1, 1, 1), (2, 2, 3)])
-def test_as_many_ranks_as_the_layout_needs(
-    monkeypatch: pytest.MonkeyPatch, tp: int, cp: int, dp: int
-) -> None:
-    started: list[str] = []
-    monkeypatch.setattr(launch, "torchrun", started.extend)
-    layout = f"--tensor-model-parallel-size {tp} --context-parallel-size {cp} "
-    layout += f"--data-parallel-size {dp} --global-batch-size 12"
-    assert launch.main(layout.split()) == 0
-    assert started[started.index("--nproc_per_node") + 1] == str(tp * cp * dp)
-    assert started[-len(layout.split()) :] == layout.split()
-
-
-@pytest.mark.parametrize(
-    ("ended", "code"),
-    [
-        (ChildFailedError("run", {1: ProcessFailure(1, 0, 2, "")}), 2),
-        (ChildFailedError("run", {1: ProcessFailure(1, 0, -9, "")}), 137),
-        (SignalException("stopped", signal.SIGINT), 130),
-    ],
-)
-def test_the_exit_code_is_that_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, ended: Exception, code: int
-) -> None:
-    def torchrun(words: list[str]) -> None:
-        raise ended
-
-    monkeypatch.setattr(launch, "torchrun", torchrun)
-    assert launch.main([]) == code
-    said = "rank 1 ended with exit code" if isinstance(ended, ChildFailedError) else ""
-    assert said in capsys.readouterr().err
-
-
-def test_the_error_of_a_rank_is_the_last_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    file = tmp_path / "error.json"
-
-    def torchrun(words: list[str]) -> None:
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        say_error(UsageError("the reason; the way out"))
-        print("what torchrun says then", file=sys.stderr)
-        raise ChildFailedError("run", {1: ProcessFailure(1, 0, 2, str(file))})
-
-    monkeypatch.setattr(launch, "torchrun", torchrun)
-    assert launch.main([]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == lines[-1] == "cpu_pretraining: error: the reason; the way out"
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.long
 
 
 def start(runs: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "scripts.cpu_pretraining.launch", *TINY.split()),
-            *("--runs-dir", str(runs), *options),
+            *(sys.executable, "-m", "scripts.cpu_pretraining", *TINY.split()),
+            *("--data-path", str(ROOT / "commfuse_npu"), "--runs-dir", str(runs), *options),
         ],
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
-@pytest.mark.long
-def test_a_comparison_from_the_command_line(tmp_path: Path) -> None:
-    with start(tmp_path, "--compare", "--train-iters", "2", "--eval-interval", "0") as process:
-        said, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, said
-    assert "identical: True" in said.splitlines()
+def ended(process: subprocess.Popen[str]) -> Finished:
+    said, _ = process.communicate(timeout=LIMIT)
+    return Finished(process.returncode, said, "")
 
 
-@pytest.mark.long
-def test_ctrl_c_saves_and_answers_130(tmp_path: Path) -> None:
+def until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    while text not in (line := process.stdout.readline()):
+        assert line, "it ended"
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "terminal"])
+def test_ctrl_c_is_quiet_and_saves(tmp_path: Path, to_all: bool) -> None:
     with start(tmp_path, "--train-iters", "100000", "--save-interval", "0") as process:
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if " iteration        2/" in line:
-                process.send_signal(signal.SIGINT)
-    assert process.returncode == 130, said
-    assert "give the same command with --resume to go on" in said
-    assert "Traceback" not in said
-    assert list(tmp_path.glob("llama_tiny/checkpoints/iter_*/mp_rank_01_000/model_optim.pt"))
+        until(process, " iteration        2/")
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        done = ended(process)
+    assert done.code == 130, done.out
+    assert "stopped by signal 2 after iteration " in done.out
+    assert "give the same command with --resume to go on" in done.out
+    assert "Traceback" not in done.out
+    assert list(tmp_path.glob("llama_tiny/checkpoints/iter_*/rank_1.pt"))
 
 
-@pytest.mark.long
+def test_ctrl_c_while_ranks_start_is_quiet(tmp_path: Path) -> None:
+    with start(tmp_path, "--train-iters", "100000", "--save-interval", "0") as process:
+        until(process, "data: ")
+        os.killpg(process.pid, signal.SIGINT)
+        done = ended(process)
+    assert done.code == 130, done.out
+    assert "Traceback" not in done.out
+
+
 def test_ranks_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with start(tmp_path, "--train-iters", "100000", "--save-interval", "0") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if " iteration        2/" in line:
-                process.kill()
-                break
+        until(process, " iteration        2/")
+        process.kill()
         # It ends when nobody holds it any more.
-        process.communicate(timeout=LIMIT)
-    assert process.returncode == -signal.SIGKILL
+        assert ended(process).code == -signal.SIGKILL
 
 
-def rank_of(launcher: int, rank: int) -> int:
-    """The id of the process that is this rank (Linux)."""
-    for file in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for child in map(int, file.read_text().split()):
-            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                return child
-    raise AssertionError(f"{launcher} has no rank {rank}")
+def ranks_of(launcher: int) -> list[int]:
+    """The ids of the processes that are ranks, in order (Linux)."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [
+        int(child)
+        for child in sorted(children, key=int)
+        if b"--multiprocessing-fork" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
-@pytest.mark.long
-def test_a_rank_that_is_killed_ends_the_launch_and_the_training_goes_on(
-    ranks, tmp_path: Path
-) -> None:
-    options = ("--train-iters", "30", "--eval-interval", "0", "--data-path", str(Path(__file__)))
-    whole = pretrained(ranks(2), tmp_path, *options, "--name", "whole")
-    said = ""
+def test_a_rank_that_is_killed_ends_the_launch_and_the_training_goes_on(tmp_path: Path) -> None:
+    options = ("--train-iters", "20")
+    with start(tmp_path, *options, "--name", "whole") as process:
+        whole = ended(process)
     with start(tmp_path, *options, "--name", "killed") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said += line
-            if " iteration        7/" in line:
-                os.kill(rank_of(process.pid, 1), signal.SIGKILL)
-    assert process.returncode == 137, said
-    assert re.search(r"^\[rank0\]: .*Error: ", said, re.M), said
-    resumed = pretrained(ranks(2), tmp_path, *options, "--name", "killed", "--resume")
+        until(process, " iteration        7/")
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        killed = ended(process)
+    assert killed.code == 1
+    assert "error: rank 1 of 2 died in train" in killed.out
+    with start(tmp_path, *options, "--name", "killed", "--resume") as process:
+        resumed = ended(process)
     assert "resuming from" in resumed.out
     assert resumed.weights == whole.weights
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

@@ -36,26 +36,13 @@ BROKEN = {
 }
 
 
-def cpu_pretraining(path: Path) -> Any:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from scripts.cpu_pretraining.arguments import parse_arguments
-    from scripts.cpu_pretraining.usage_error import UsageError
-
-    try:
-        return parse_arguments(["--config", str(path)], world_size=None)
-    except UsageError as error:
-        raise ConfigError(str(error)) from error
-
-
 READERS: dict[str, Callable[[Path], Any]] = {
     "model": ModelConfig.load,
     "hardware": Hardware.load,
-    "cpu pretraining": cpu_pretraining,
 }
 FILES = {
     "model": ROOT / "configs/llama3_8b.yaml",
     "hardware": ROOT / "configs/hardware/ascend_910b_server.yaml",
-    "cpu pretraining": ROOT / "configs/llama_tiny.yaml",
 }
 
 
@@ -70,10 +57,7 @@ def test_it_is_refused(tmp_path: Path, case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-# What Megatron takes to import is of no interest here.
-readers = pytest.mark.parametrize(
-    "reader", ["model", "hardware", pytest.param("cpu pretraining", marks=pytest.mark.long)]
-)
+readers = pytest.mark.parametrize("reader", ["model", "hardware"])
 
 
 @readers
@@ -104,11 +88,6 @@ def test_a_name_with_spaces_and_other_letters(tmp_path: Path, reader: str) -> No
         ("model", "hidden_size", "9" * 30, "hidden_size: a number of 30 digits; give at most 12"),
         ("model", "hidden_size", ".nan", "hidden_size: nan is not a whole number"),
         ("model", "hidden_size", "[[1]]", "is not a whole number"),
-        pytest.param(*("cpu pretraining", "lr", ".nan", "nan is not in"), marks=pytest.mark.long),
-        pytest.param(
-            *("cpu pretraining", "hidden_size", "{a: 1}", "hidden_size: invalid value"),
-            marks=pytest.mark.long,
-        ),
     ],
 )
 def test_numbers_that_are_none(tmp_path, reader: str, key: str, value: str, words: str) -> None:

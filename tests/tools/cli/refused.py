@@ -1,7 +1,7 @@
 """Ask what makes no sense, in a process of its own, and print what came of each as JSON.
 
 ``python -m tests.tools.cli.refused FOLDER`` reads a question per line; a word that is ``''`` is
-empty.  Those to the CPU pretraining come last: its launcher is torchrun.
+empty.  Those to the CPU pretraining come last: it imports torch.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def asked(question: str) -> dict[str, object]:
 
 
 def launched(words: list[str]) -> int:
-    from scripts.cpu_pretraining import launch
+    from scripts.cpu_pretraining import __main__ as command
 
-    with mock.patch.object(launch, "torchrun", side_effect=AssertionError("it started ranks")):
-        return launch.main(words)
+    with mock.patch.object(command, "Ranks", side_effect=AssertionError("it started ranks")):
+        return command.main(words)
 
 
 if __name__ == "__main__":

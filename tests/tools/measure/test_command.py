@@ -415,7 +415,7 @@ def test_a_launch_that_is_none_is_refused_before_anything_is_made(
 def test_the_cpu_pretraining_is_measured_in_each_form(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     launch = (
-        f"{sys.executable} -m scripts.cpu_pretraining.launch --num-layers 1 --hidden-size 32 "
+        f"{sys.executable} -m scripts.cpu_pretraining --num-layers 1 --hidden-size 32 "
         "--ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2 --seq-length 64"
     )
     words = [*SMALL, "--folder", str(tmp_path / "measured"), "--steps", "launch"]

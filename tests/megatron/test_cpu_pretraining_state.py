@@ -1,0 +1,137 @@
+"""What is kept of a run: which checkpoint counts, metrics after a kill, samples by index."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.cpu_pretraining.arguments import UsageError, parse_arguments
+from scripts.cpu_pretraining.checkpoint import (
+    CheckpointError,
+    _prune,
+    find_checkpoint,
+    load_state,
+    run_facts,
+)
+from scripts.cpu_pretraining.data import load_corpus
+from scripts.cpu_pretraining.metrics import MetricsLog, plot_loss, read_metrics
+
+
+def facts_of(*argv: str) -> dict[str, Any]:
+    return run_facts(parse_arguments(argv), "data")
+
+
+def write_checkpoint(folder: Path, name: str) -> Path:
+    checkpoint = folder / name
+    checkpoint.mkdir(parents=True)
+    state = {"run": facts_of(), "iteration": 3, "training": {}}
+    torch.save(state, checkpoint / "rank_0.pt")
+    return checkpoint
+
+
+def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave --resume out to start anew"):
+        find_checkpoint(tmp_path, facts_of())
+    for name in ("iter_0000100", "iter_0000200", ".iter_0000300.partial", "iter_of_mine"):
+        write_checkpoint(tmp_path, name)
+    assert find_checkpoint(tmp_path, facts_of()) == (tmp_path / "iter_0000200", [])
+    with pytest.raises(UsageError, match="with hidden_size 256, but this run has 128; set"):
+        find_checkpoint(tmp_path, facts_of("--hidden-size", "128"))
+    _, notes = find_checkpoint(tmp_path, facts_of("--lr", "0.01"))
+    assert notes == ["lr differs from the checkpoint's (0.002, now 0.01): losses will too"]
+
+
+def test_two_newest_are_kept(tmp_path: Path) -> None:
+    for name in ("iter_0000100", "iter_0000200", "iter_0000300", "iter_0000900", ".iter_1.partial"):
+        write_checkpoint(tmp_path, name)
+    _prune(tmp_path, "iter_0000300")
+    # 900 belongs to a course that was abandoned by resuming from an older checkpoint.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000200", "iter_0000300"]
+
+
+class Executed:
+    """What pickle would run while it reads."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def test_a_file_that_is_no_state_is_refused_and_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_checkpoint(tmp_path, "iter_0000003")
+    path = folder / "rank_0.pt"
+    good = path.read_bytes()
+    torch.save({"run": Executed()}, path)
+    for content in (path.read_bytes(), good[: len(good) // 2], b"", b"text"):
+        path.write_bytes(content)
+        with pytest.raises(
+            CheckpointError, match=r"rank_0\.pt is missing or damaged \(.*; move .* away"
+        ):
+            find_checkpoint(tmp_path, facts_of())
+    with pytest.raises(CheckpointError, match=r"rank_1\.pt is missing"):
+        load_state(folder, 1)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_metrics_beyond_the_resumed_iteration_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for iteration in range(1, 6):
+        log.append({"iteration": iteration})
+    with path.open("a") as file:
+        file.write('{"iteration": 6, "lm_')  # cut off by a kill
+    assert len(read_metrics(path)) == 5
+    MetricsLog(path, 3).append({"iteration": 4})
+    assert [entry["iteration"] for entry in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_metrics_on_a_full_disk_end_with_a_word_and_stay_readable(
+    small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_disk(8) / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for iteration in range(1000):
+        log.append({"iteration": iteration, "lm_loss": 1.0})
+    assert capsys.readouterr().err.count("cannot be written any more: No space left") == 1
+    entries = read_metrics(path)
+    assert [entry["iteration"] for entry in entries] == list(range(len(entries)))
+    assert 50 < len(entries) < 1000
+    plot_loss(path.parent)
+    assert "was not drawn: No space left" in capsys.readouterr().out
+
+
+def test_a_sample_depends_on_seed_and_index_only(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"\0\xff" * 500)
+    (tmp_path / "a").write_bytes(bytes(range(256)))
+    corpus, many = load_corpus(tmp_path, 16), range(64)
+    assert corpus.tokens[:260].tolist() == [*range(256), 256, 0, 255, 0]
+    inputs, labels = corpus.batch([5, 6], 16, seed=1)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert torch.equal(inputs[1], corpus.batch([6], 16, seed=1)[0][0])
+    one, two = (corpus.batch(many, 16, seed)[0] for seed in (1, 2))
+    assert not torch.equal(one, two)
+    assert load_corpus(None, 16).fingerprint() == load_corpus(None, 16).fingerprint()
+
+
+def test_data_that_is_too_little_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(UsageError, match="has 4 tokens, but one sample needs 17; give a file or"):
+        load_corpus(tmp_path, 16)
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "00.txt").touch()
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UsageError, match=r"cannot read .*00.txt: Permission denied"):
+        load_corpus(tmp_path, 16)
