@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _set_aside(folder)
         sys.stdout.flush()
         return _train(args, corpus, folder, found)
+    except KeyboardInterrupt:  # there are no ranks yet
+        return 128 + signal.SIGINT
     except UsageError as error:
         return _failed(error, 2)
     except CheckpointError as error:
