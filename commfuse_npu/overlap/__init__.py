@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from commfuse_npu.overlap.pair import ForwardBackwardOverlap
-from commfuse_npu.overlap.states import Attributes, RandomState
-from commfuse_npu.overlap.turns import OtherSideError, SideState
+from commfuse_npu.overlap.states import Attributes, RandomState, SideState
+from commfuse_npu.overlap.turns import OtherSideError
 from commfuse_npu.plan.turn_order import Order, Place
 
 __all__ = [

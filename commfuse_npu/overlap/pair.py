@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from commfuse_npu.overlap.recording import Recording
-from commfuse_npu.overlap.states import RandomState
+from commfuse_npu.overlap.states import RandomState, SideState
 from commfuse_npu.overlap.transfers import take_turns_at_transfers
-from commfuse_npu.overlap.turns import BACKWARD, FORWARD, SideState, Turns
+from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Recording, Turns
 from commfuse_npu.plan.turn_order import Order, Place, best_order
 from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.order_log import OrderLog, TransportLog
@@ -134,12 +133,17 @@ class ForwardBackwardOverlap:
         forward: Callable[[], F],
         backward: Callable[[], B],
         kind: Hashable = None,
-        recording: Callable[[int, str], Recording] = Recording,
+        look: Callable[[int, int | None], object] = lambda *_: None,
     ) -> tuple[F, B]:
-        """One after the other, measuring what each takes between its places to hand over."""
+        """One after the other, measuring what each takes between its places to hand over.
+
+        Args:
+            look: called with the side, and how many places it has passed: 0 at its beginning, after
+                each place, and ``None`` at its end.  It is not measured.
+        """
 
         def measured(side: int, function: Callable[[], Any]) -> tuple[Any, list[Place]]:
-            turns = recording(side, self.device)
+            turns = Recording(side, self.device, look)
             with take_turns_at_transfers(turns, self._groups):
                 result = function()
                 return result, turns.places()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from commfuse_npu.overlap.turns import SideState
+__all__ = ["Attributes", "RandomState", "SideState"]
 
-__all__ = ["Attributes", "RandomState"]
+
+class SideState(Protocol):
+    """State that each side has to find as it left it, exchanged whenever the turn changes."""
+
+    def save(self) -> Any:
+        """What :meth:`restore` puts back."""
+
+    def restore(self, saved: Any) -> None:
+        """Put back what :meth:`save` returned."""
 
 
 class RandomState(SideState):
@@ -35,25 +43,27 @@ class RandomState(SideState):
 class Attributes(SideState):
     """Attributes of a module, a class or an object: those named, or all if none is.
 
-    A list stays the object that it is, which other modules may hold: its items are of a side, too.
+    A list or a dictionary stays the object that it is, which others may hold: what it contains is
+    of a side, too.
     """
 
     def __init__(self, owner: Any, *names: str) -> None:
         self._owner, self._names = owner, names
 
-    def save(self) -> dict[str, tuple[Any, list[Any] | None]]:
+    def save(self) -> dict[str, tuple[Any, Any]]:
         found = vars(self._owner)
         if self._names:
             found = {name: getattr(self._owner, name) for name in self._names}
         return {
-            name: (value, list(value) if isinstance(value, list) else None)
+            name: (value, value.copy() if isinstance(value, (list, dict)) else None)
             for name, value in found.items()
         }
 
-    def restore(self, saved: dict[str, tuple[Any, list[Any] | None]]) -> None:
+    def restore(self, saved: dict[str, tuple[Any, Any]]) -> None:
         if not self._names:
             vars(self._owner).clear()
-        for name, (value, items) in saved.items():
-            if items is not None:
-                value[:] = items
+        for name, (value, content) in saved.items():
+            if content is not None:
+                value.clear()
+                (value.update if isinstance(value, dict) else value.extend)(content)
             setattr(self._owner, name, value)

@@ -3,7 +3,7 @@
 While a pair runs, a blocking collective of a named group becomes: begin it, hand over, wait::
 
     work = all_gather_into_tensor(output, input, group, async_op=True)
-    turns.began(work, blocking=True)  # the other side computes while this transfer is under way
+    turns.place(True, work, work)  # the other side computes while this transfer is under way
     work.wait()
 
 An asynchronous collective stays as it is.  In strict turns the ``wait()`` of a reduce-scatter, an
@@ -76,7 +76,6 @@ def take_turns_at_transfers(turns: Turns, groups: Groups) -> Iterator[None]:
             "a forward and a backward run side by side already; a pair cannot contain another one"
         )
     _install()
-    _refuse_fsdp()
     _turns, _groups = turns, groups
     try:
         yield
@@ -96,7 +95,7 @@ class _Transfer:
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if _turns is self._began_in:
-            self._began_in.waits(self._hands_over, self._work)
+            self._began_in.place(self._hands_over, waits_for=self._work)
         if self._log is not None:
             self._log.wait()
             self._log = None
@@ -126,9 +125,10 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
             _beginning = False
         if work is None:  # this rank is not in the group
             return None
-        turns.began(work, blocking=not asynchronous)
         if asynchronous:
+            turns.place(False, work)
             return _Transfer(work, turns, wait_hands_over, log)
+        turns.place(True, work, work)
         if log is not None:
             log.wait()
         work.wait()
@@ -150,28 +150,16 @@ def _recorded(
     return log.collective(name, f"{name} of a {NAMES[side]}", size, tensor.dtype)
 
 
-def _functional_wait(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of DTensor and all functional collectives, whose waits do not say of which group they are."""
+def _host_wait(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an event, or of a functional collective, DTensor's included: its wait names no group."""
 
     @functools.wraps(function)
-    def wait_tensor(tensor: torch.Tensor) -> Any:
+    def wait(first: Any) -> Any:
         if _turns is not None:
-            _turns.waits(by_default=True)
-        return function(tensor)
+            _turns.place(True)
+        return function(first)
 
-    return wait_tensor
-
-
-def _event_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an event: the host waits for what is on its way to it."""
-
-    @functools.wraps(function)
-    def synchronize(event: Any) -> Any:
-        if _turns is not None:
-            _turns.waits(by_default=True)
-        return function(event)
-
-    return synchronize
+    return wait
 
 
 def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,9 +172,7 @@ def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
     return synchronize
 
 
-def _refused(
-    function: Callable[..., Any], why: str, applies: Callable[..., bool] = lambda *_: True
-) -> Callable[..., Any]:
+def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]) -> Any:
     """Raises in a pair, if it applies to the first argument."""
 
     @functools.wraps(function)
@@ -201,53 +187,52 @@ def _refused(
 @functools.cache
 def _install() -> None:
     """Wrap the functions, once; without a pair they do what they did."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
     for name, wait_hands_over in _WAIT_HANDS_OVER.items():
-        function = getattr(c10d, name, None)
-        if function is not None:
-            _replace(function, _collective(function, wait_hands_over))
-    _replace(functional.wait_tensor, _functional_wait(functional.wait_tensor))
-    for device in ("cuda", "npu"):
-        for name, wrap in (("Event", _event_synchronize), ("Stream", _stream_synchronize)):
-            owner = getattr(getattr(torch, device, None), name, None)
-            # Not twice, where torch_npu has put its own in the place of CUDA's.
-            if owner is not None and not hasattr(owner.synchronize, "__wrapped__"):
-                owner.synchronize = wrap(owner.synchronize)
-    run_backward = torch.autograd.graph._engine_run_backward
-    nested = _refused(
-        run_backward,
+        if hasattr(c10d, name):
+            _wrap(c10d, name, _collective, wait_hands_over)
+    _wrap(functional, "wait_tensor", _host_wait)
+    for name, wrapper in (("Event", _host_wait), ("Stream", _stream_synchronize)):
+        # One class, where torch_npu has put its own in the place of CUDA's.
+        found = {getattr(getattr(torch, device, None), name, None) for device in ("cuda", "npu")}
+        for owner in found - {None}:
+            _wrap(owner, "synchronize", wrapper)
+    _wrap(
+        torch.autograd.graph,
+        "_engine_run_backward",
+        _refused,
         "a backward inside the forward of a pair: on a device its autograd thread is parked in the "
         "other side's backward, and both would wait for ever; run this forward by itself",
         lambda _: _turns is not None and _turns.side == FORWARD,
     )
-    _replace(run_backward, nested)
-    parallel: Any = torch.nn.parallel.DistributedDataParallel
-    parallel.forward = _refused(
-        parallel.forward,
+    _wrap(
+        torch.nn.parallel.DistributedDataParallel,
+        "forward",
+        _refused,
         "DistributedDataParallel outside of no_sync() in a pair: the second forward before a "
         "backward leaves gradients unreduced; run pairs within model.no_sync(), and the forward "
         "and backward of the last micro-batch by themselves after it",
-        lambda model: bool(model.require_backward_grad_sync),
+        lambda model: model.require_backward_grad_sync,
     )
+    for owner, name in (FullyShardedDataParallel, "forward"), (FSDPState, "_root_pre_forward"):
+        _wrap(
+            owner,
+            name,
+            _refused,
+            "a fully sharded module in a pair: the backward would free or re-gather parameters "
+            "that the forward beside it uses; run its micro-batches one after the other",
+            lambda _: True,
+        )
 
 
-def _refuse_fsdp() -> None:
-    """Where FSDP was imported by now."""
-    for module, owner, method in (
-        ("torch.distributed.fsdp", "FullyShardedDataParallel", "forward"),
-        ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_root_pre_forward"),
-    ):
-        found = getattr(sys.modules.get(module), owner, None)
-        if found is not None and not hasattr(getattr(found, method), "__wrapped__"):
-            why = (
-                "a fully sharded module in a pair: the backward would free or re-gather parameters "
-                "that the forward beside it uses; run its micro-batches one after the other"
-            )
-            setattr(found, method, _refused(getattr(found, method), why))
-
-
-def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """In every module that holds it: others took references, Megatron its dist_all_gather_func."""
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], *how: Any) -> None:
+    """Also in every module that holds it: Megatron has its dist_all_gather_func."""
+    old = getattr(owner, name)
+    new = wrapper(old, *how)
+    setattr(owner, name, new)
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        for name in [name for name, value in list(names.items()) if value is old]:
-            setattr(module, name, new)
+        for held in [held for held, value in list(names.items()) if value is old]:
+            setattr(module, held, new)

@@ -14,32 +14,22 @@ and NPU tensors in threads of its own, which belong to the side that called it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from commfuse_npu.plan.turn_order import BACKWARD, FORWARD
+import torch
 
-__all__ = ["BACKWARD", "FORWARD", "OtherSideError", "SideState", "Turns"]
+from commfuse_npu.overlap.states import SideState
+from commfuse_npu.plan.turn_order import BACKWARD, FORWARD, Place
+
+__all__ = ["BACKWARD", "FORWARD", "OtherSideError", "Recording", "Turns"]
 
 NAMES = "forward", "backward"
 
 
 class OtherSideError(RuntimeError):
     """This side was ended because the other one failed; its cause is that failure."""
-
-
-class SideState(Protocol):
-    """State outside the autograd graph that each side has to find as it left it.
-
-    Random states are such state, and a global that the forward of one micro-batch sets and the
-    recomputation of another one sets again.
-    """
-
-    def save(self) -> Any:
-        """What :meth:`restore` puts back."""
-
-    def restore(self, saved: Any) -> None:
-        """Put back what :meth:`save` returned."""
 
 
 class Turns:
@@ -77,15 +67,14 @@ class Turns:
         """
         self._wait_for_turn(BACKWARD)
 
-    def began(self, work: Any, blocking: bool) -> None:
-        """A place: a transfer began, which the caller waits for at once if it is ``blocking``."""
-        self._place(blocking)
+    def place(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
+        """Where the side may hand over: after a transfer began, or before it waits for one.
 
-    def waits(self, by_default: bool, work: Any = None) -> None:
-        """A place: the side is about to wait for what it began earlier, ``work`` if it is known."""
-        self._place(by_default)
-
-    def _place(self, by_default: bool) -> None:
+        Args:
+            by_default: hand over here where the order does not say.
+            began: the transfer that began.
+            waits_for: the transfer that the side waits for next, if it is known.
+        """
         chosen, at = self._order[self.side], self._places[self.side]
         self._places[self.side] += 1
         if chosen[at] if at < len(chosen) else by_default:
@@ -151,3 +140,64 @@ class Turns:
     def _restore(self, side: int) -> None:
         for state, saved in zip(self._states, self._saved[side], strict=True):
             state.restore(saved)
+
+
+class Recording(Turns):
+    """One side that runs by itself from its beginning to its end, and is measured.
+
+    Each transfer is waited for where it begins.  Seconds are the device's, by events on its current
+    stream; on a CPU those of the clock.
+
+    Args:
+        look: called with the side and how many places it has passed: 0 at its beginning, after each
+            place, and ``None`` at its end.  It does not count as the side's work.
+    """
+
+    def __init__(self, side: int, device: str, look: Callable[[int, int | None], object]) -> None:
+        super().__init__()
+        self.side = side
+        self._device = None if device == "cpu" else torch.get_device_module(device)
+        self._measured: list[tuple[Any, Any, Any, int | None, bool]] = []
+        self._under_way: list[Any] = []
+        self._look = look
+        look(side, 0)
+        self._resumed = self._now()
+
+    def place(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
+        reached, waits = self._now(), None
+        if began is not None:
+            self._under_way.append(began)
+            began.wait()
+        if waits_for in self._under_way:
+            waits = self._under_way.index(waits_for)
+            del self._under_way[waits]
+        arrived = reached if began is None else self._now()
+        self._measured.append((self._resumed, reached, arrived, waits, by_default))
+        self._look(self.side, len(self._measured))
+        self._resumed = self._now()
+
+    def places(self) -> list[Place]:
+        """Those that were passed, and the end of the side, which is now."""
+        end = self._now()
+        if self._device is not None:
+            self._device.synchronize()  # the event's own wait would be a place
+        self._look(self.side, None)
+        return [
+            Place(self._seconds(resumed, reached), self._seconds(reached, arrived), waits, default)
+            for resumed, reached, arrived, waits, default in [
+                *self._measured,
+                (self._resumed, end, end, None, False),
+            ]
+        ]
+
+    def _now(self) -> Any:
+        if self._device is None:
+            return time.perf_counter()
+        event = self._device.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        if start is end:
+            return 0.0
+        return end - start if self._device is None else float(start.elapsed_time(end)) / 1e3

@@ -16,14 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from commfuse_npu.overlap import ForwardBackwardOverlap, Place
-from commfuse_npu.overlap.recording import Recording
-from mindspeed_patches.fb_overlap.side_states import (
-    GLOBALS,
-    dispatchers,
-    kept_by_modules,
-    named_modules,
-)
+from commfuse_npu.overlap import ForwardBackwardOverlap
+from mindspeed_patches.fb_overlap.side_states import named_modules, swapped
 
 __all__ = ["Census"]
 
@@ -42,15 +36,15 @@ class Census:
     """In place of :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step.
 
     Attributes:
-        wrote: the names that forwards wrote, and those that backwards wrote.
         kept: bytes that autograd kept for the backward of a chunk's forward, at most.
     """
 
     def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
-        self.wrote: tuple[set[str], set[str]] = set(), set()
         self.kept = 0
-        self._overlap, self._owners = overlap, list(_owners(models))
-        self._models = models
+        self._overlap, self._models = overlap, models
+        self._owners = dict(_owners(models))
+        self._wrote: tuple[set[tuple[str, str]], set[tuple[str, str]]] = set(), set()
+        self._before: dict[tuple[str, str], Any] = {}
         self._parameters = {
             parameter.untyped_storage().data_ptr()
             for model in models
@@ -61,8 +55,7 @@ class Census:
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
     ) -> tuple[Any, Any]:
         """One after the other, as Megatron does; measured, so that an order can be chosen."""
-        watch = partial(_Watch, wrote=self.wrote, owners=self._owners)
-        return self._overlap.record(partial(self._weighed, forward), backward, kind, watch)
+        return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
         result = forward()
@@ -74,13 +67,37 @@ class Census:
         self.kept = max(self.kept, sum(kept.values()))
         return result
 
+    def _look(self, side: int, passed: int | None) -> None:
+        """Note what the side wrote since the last look, at its beginning nothing."""
+        if passed is not None and passed > _SNAPSHOTS:
+            return
+        before, self._before = (
+            self._before,
+            {
+                (owner, name): tuple(value) if isinstance(value, list) else value
+                for owner, attributes in self._owners.items()
+                for name, value in list(attributes.items())
+            },
+        )
+        if passed != 0:
+            self._wrote[side].update(
+                name for name, value in self._before.items() if not _same(before.get(name), value)
+            )
+
     @property
     def unknown(self) -> list[str]:
         """Names that both sides wrote and that cannot be swapped."""
-        known = {f"{module}.{name}" for module, names in GLOBALS.items() for name in names}
-        kept = kept_by_modules(self._models)
-        known |= {f"{_named(path, module)}.{name}" for path, module, name in kept}
-        return sorted((self.wrote[0] & self.wrote[1]) - known - set(_HARMLESS))
+        known = {
+            (id(vars(owner)), name)
+            for owner, names in swapped(self._models)
+            for name in names or vars(owner)
+        }
+        both = {
+            f"{owner}.{name}"
+            for owner, name in self._wrote[0] & self._wrote[1]
+            if (id(self._owners[owner]), name) not in known
+        }
+        return sorted(both - set(_HARMLESS))
 
 
 def _saved(result: Any) -> Iterator[torch.Tensor]:
@@ -108,48 +125,6 @@ def _saved(result: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-class _Watch(Recording):
-    """Looks at each place to hand over, and at the end of a side."""
-
-    def __init__(
-        self,
-        side: int,
-        device: str,
-        *,
-        wrote: tuple[set[str], set[str]],
-        owners: list[tuple[str, dict[str, Any]]],
-    ) -> None:
-        self._wrote, self._owners, self._left = wrote[side], owners, _SNAPSHOTS
-        self._before = self._snapshot()
-        super().__init__(side, device)
-
-    def places(self) -> list[Place]:
-        places = super().places()
-        self._left = 1
-        self._look()
-        return places
-
-    def _passed(self) -> None:
-        self._look()
-        super()._passed()
-
-    def _look(self) -> None:
-        if self._left == 0:
-            return
-        self._left -= 1
-        before, self._before = self._before, self._snapshot()
-        for name, value in self._before.items():
-            if not _same(before.get(name), value):
-                self._wrote.add(name)
-
-    def _snapshot(self) -> dict[str, Any]:
-        return {
-            f"{owner}.{name}": tuple(value) if isinstance(value, list) else value
-            for owner, attributes in self._owners
-            for name, value in list(attributes.items())
-        }
-
-
 def _same(before: Any, value: Any) -> bool:
     if before is value:
         return True
@@ -159,30 +134,24 @@ def _same(before: Any, value: Any) -> bool:
 
 
 def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Modules of the packages, the models' modules and what these hold, with their attributes.
-
-    The dispatchers of experts are swapped as a whole, what they hold is not.
-    """
+    """Modules of the packages, the models' modules and what these hold, with their attributes, and
+    what is held by objects that are swapped as a whole, as dispatchers of experts are."""
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(_PACKAGES) and module is not None:
             yield name, vars(module)
-    swapped = {id(one) for one in dispatchers(models)}
+    whole = {id(owner) for owner, names in swapped(models) if not names}
     seen: set[int] = set()
 
     def held_by(owner: str, attributes: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield owner, attributes
         for name, held in list(attributes.items()):
             ours = type(held).__module__.startswith(_PACKAGES) and hasattr(held, "__dict__")
             if ours and not isinstance(held, torch.nn.Module) and id(held) not in seen:
                 seen.add(id(held))
-                if id(held) not in swapped:
-                    yield f"{owner}.{name}", vars(held)
-                else:
+                if id(held) in whole:
                     yield from held_by(f"{owner}.{name}", vars(held))
+                else:
+                    yield f"{owner}.{name}", vars(held)
 
-    for path, part in named_modules(models):
-        yield _named(path, part), vars(part)
-        yield from held_by(_named(path, part), vars(part))
-
-
-def _named(path: str, module: torch.nn.Module) -> str:
-    return f"{path}: {type(module).__name__}"
+    for path, layer in named_modules(models):
+        yield from held_by(path, vars(layer))

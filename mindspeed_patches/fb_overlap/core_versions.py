@@ -77,6 +77,10 @@ class Layout:
         self.stages: int = self.pipeline.size()
         self.stage: int = self.pipeline.rank()
 
+    def shape(self, microbatches: int) -> tuple[int, int, int, int]:
+        """What :func:`~commfuse_npu.plan.slots.slots` is asked of this rank."""
+        return self.stages, self.stage, len(self.models), microbatches
+
     def hidden(self) -> list[dist.ProcessGroup]:
         """Groups of tensor, expert and context parallelism, MindSpeed's hybrid one included, of
         more than one rank."""

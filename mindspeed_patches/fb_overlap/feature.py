@@ -84,10 +84,8 @@ class ForwardBackwardFeature(MindSpeedFeature):
         plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
         if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
             raise IncompatibleOptionsError(
-                f"--commfuse-fb-overlap in a pipeline of {stages} stages without virtual stages "
-                f"holds the activations of up to {2 * stages - 1} micro-batches on the first "
-                f"stage, for {stages} without it; add --commfuse-fb-overlap-memory to allow that, "
-                "or use virtual stages, where it is one model chunk more"
+                f"--commfuse-fb-overlap: {_memory(stages)}; add --commfuse-fb-overlap-memory to "
+                "allow that, or use virtual stages, where it is one model chunk more"
             )
 
 
@@ -189,17 +187,12 @@ class Overlapping:
                 f"--microbatch-group-size-per-virtual-pipeline-stage is "
                 f"{config.microbatch_group_size_per_vp_stage}; it has to be the {stages} stages"
             )
-        if len(models) > 1 and step["num_microbatches"] % stages:
-            return (
-                f"{step['num_microbatches']} micro-batches are not a multiple of the {stages} "
-                "stages of a virtual pipeline"
-            )
         if len(models) == 1 < stages and not self._plain_pipelines:
-            return (
-                f"a pipeline of {stages} stages without virtual stages holds the activations of "
-                f"up to {2 * stages - 1} micro-batches on the first stage, for {stages} without "
-                "it; plain_pipelines=True allows that"
-            )
+            return f"{_memory(stages)}; plain_pipelines=True allows that"
+        try:
+            slots(*layout.shape(step["num_microbatches"]))
+        except ValueError as error:
+            return str(error)
         return None
 
     def _try(
@@ -263,7 +256,7 @@ class Overlapping:
     def _report(
         self, overlap: ForwardBackwardOverlap, layout: Layout, microbatches: int, kept: int
     ) -> None:
-        shape = layout.stages, layout.stage, len(layout.models), microbatches
+        shape = layout.shape(microbatches)
         plan = slots(*shape)
         paired, total = paired_microbatches(plan)
         most, without = most_in_flight(plan), in_flight_without(*shape)
@@ -292,6 +285,13 @@ class Overlapping:
             self._said.add(line)
             if dist.get_rank() == 0:
                 print(f"CommFuse: forward-backward overlap: {line}", flush=True)
+
+
+def _memory(stages: int) -> str:
+    return (
+        f"a pipeline of {stages} stages without virtual stages holds the activations of up to "
+        f"{2 * stages - 1} micro-batches on the first stage, for {stages} without it"
+    )
 
 
 def _overlapped(overlap: ForwardBackwardOverlap, step: dict[str, Any]) -> Any:

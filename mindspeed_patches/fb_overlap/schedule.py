@@ -50,7 +50,11 @@ class OverlappedSchedule:
         self._microbatches: int = step["num_microbatches"]
         self._stages, self._stage = self._layout.stages, self._layout.stage
         self._communicate = exchange(step, self._config, self._layout.pipeline)
-        self._plan = slots(self._stages, self._stage, len(self._models), self._microbatches)
+        self._plan = slots(*self._layout.shape(self._microbatches))
+        self._steps = {
+            way: [step for slot in self._plan if (step := getattr(slot, way)) is not None]
+            for way in ("forward", "backward")
+        }
         self._losses: list[Any] = []
         device = next(self._models[0].parameters()).device
         self._tokens = torch.zeros([], dtype=torch.int, device=device)
@@ -74,7 +78,7 @@ class OverlappedSchedule:
         self._hold_gradients()
         if virtual and config.param_sync_func is not None:
             for chunk in (0, 1):
-                self._of_chunk(config.param_sync_func, chunk)(self._models[chunk].parameters())
+                self._synchronise(config.param_sync_func, chunk)
         arrived: tuple[Any, Any] = None, None
         for slot, following in zip(self._plan, [*self._plan[1:], Slot(None, None)], strict=True):
             arrived = self._exchange(slot, following, *self._run_slot(slot, *arrived))
@@ -82,7 +86,7 @@ class OverlappedSchedule:
         if config.grad_sync_func is not None:
             for chunk in range(len(self._models)):
                 if chunk not in self._synchronised:
-                    self._of_chunk(config.grad_sync_func, chunk)(self._models[chunk].parameters())
+                    self._synchronise(config.grad_sync_func, chunk)
         if finalize is not None:
             if self._stages > 1:
                 finish = schedules.finish_embedding_wgrad_compute
@@ -100,18 +104,19 @@ class OverlappedSchedule:
 
     def _run_slot(self, slot: Slot, received: Any, received_gradient: Any) -> tuple[Any, Any]:
         """The output of its forward and the gradient that its backward made of its input."""
-        if slot.forward is None:
-            if slot.backward is None:
-                return None, None
-            return None, self._backward(slot.backward, received_gradient)
-        if slot.backward is None:
-            made, gradient = self._forward(slot.forward, received), None
-        else:
+        made, gradient = None, None
+        if slot.forward and slot.backward:
             made, gradient = self._pairs.run(
                 partial(self._forward, slot.forward, received),
                 partial(self._backward, slot.backward, received_gradient),
                 (slot.forward.chunk, slot.backward.chunk),
             )
+        elif slot.forward:
+            made = self._forward(slot.forward, received)
+        elif slot.backward:
+            gradient = self._backward(slot.backward, received_gradient)
+        if slot.forward is None or made is None:
+            return None, gradient
         output, tokens = made
         self._tokens += tokens
         self._inputs[slot.forward], self._outputs[slot.forward] = received, output
@@ -124,7 +129,7 @@ class OverlappedSchedule:
             self._begin_parameters(step)
         partly = None
         if config.num_microbatches_with_partial_activation_checkpoints is not None:
-            number = self._number(step, "forward") % most_in_flight(self._plan)
+            number = self._steps["forward"].index(step) % most_in_flight(self._plan)
             partly = number >= config.num_microbatches_with_partial_activation_checkpoints
         forward_step = self._schedules.forward_step
         made: tuple[Any, Any] = forward_step(
@@ -237,33 +242,27 @@ class OverlappedSchedule:
 
     def _begin_gradients(self, step: Step) -> None:
         """Begin the reduction of the chunk that all stages have finished by now."""
-        ready = self._at(self._number(step, "backward") - self._stage, "backward")
+        ready = self._later("backward", step, -self._stage)
         if ready is not None and ready.microbatch == self._microbatches - 1:
             self._release_gradients()
-            function = self._of_chunk(self._config.grad_sync_func, ready.chunk)
-            function(self._models[ready.chunk].parameters())
+            self._synchronise(self._config.grad_sync_func, ready.chunk)
             self._synchronised.add(ready.chunk)
 
     def _begin_parameters(self, step: Step) -> None:
         """Begin to gather the parameters of the chunk after the one that the last stage reaches."""
-        ahead = self._at(self._number(step, "forward") + self._stage, "forward")
+        ahead = self._later("forward", step, self._stage)
         if ahead is not None and ahead.microbatch == 0 and 1 < ahead.chunk + 1 < len(self._models):
-            function = self._of_chunk(self._config.param_sync_func, ahead.chunk + 1)
-            function(self._models[ahead.chunk + 1].parameters())
+            self._synchronise(self._config.param_sync_func, ahead.chunk + 1)
 
-    def _steps(self, way: str) -> list[Step]:
-        return [step for slot in self._plan if (step := getattr(slot, way)) is not None]
+    def _later(self, way: str, step: Step, by: int) -> Step | None:
+        """The step of this stage that is so many after another one."""
+        number = self._steps[way].index(step) + by
+        return self._steps[way][number] if 0 <= number < len(self._steps[way]) else None
 
-    def _number(self, step: Step, way: str) -> int:
-        return self._steps(way).index(step)
-
-    def _at(self, number: int, way: str) -> Step | None:
-        steps = self._steps(way)
-        return steps[number] if 0 <= number < len(steps) else None
-
-    @staticmethod
-    def _of_chunk(functions: Any, chunk: int) -> Any:
-        return functions[chunk] if isinstance(functions, list) else functions
+    def _synchronise(self, functions: Any, chunk: int) -> None:
+        """Call ``grad_sync_func`` or ``param_sync_func`` of a chunk."""
+        function = functions[chunk] if isinstance(functions, list) else functions
+        function(self._models[chunk].parameters())
 
 
 def _list(value: Any) -> list[Any]:

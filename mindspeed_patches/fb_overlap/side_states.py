@@ -18,8 +18,7 @@ from commfuse_npu.overlap import Attributes, RandomState, SideState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["GLOBALS", "dispatchers", "kept_by_modules", "named_modules", "scratch_of_each_side",
-           "side_states"]  # fmt: skip
+__all__ = ["named_modules", "scratch_of_each_side", "side_states", "swapped"]
 
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
@@ -45,68 +44,49 @@ GLOBALS = {
 """Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs,
 lengths and positions of packed documents, and gathers that shared experts wait for."""
 
-_NAME_IN_FORCE = "_current_state_name"
-
-
-class _TrackerState(SideState):
-    """Megatron's random states by name, which ``fork()`` swaps with the device's."""
-
-    def __init__(self) -> None:
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-        self._tracker = get_cuda_rng_tracker()
-
-    def save(self) -> Any:
-        # Core 0.16 keeps the name of the state that is in force, too.
-        return self._tracker.get_states(), getattr(self._tracker, _NAME_IN_FORCE, None)
-
-    def restore(self, saved: Any) -> None:
-        states, name = saved
-        self._tracker.set_states(states)
-        if name is not None:
-            setattr(self._tracker, _NAME_IN_FORCE, name)
+_TRACKED = "states_", "_current_state_name"
+"""Of Megatron's tracker: random states by name, which ``fork()`` swaps with the device's, and since
+core 0.16 the name of the one in force."""
 
 
 def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideState]:
     """Of a training of these model chunks on a ``cpu``, ``npu`` or ``cuda`` device."""
-    states: list[SideState] = [RandomState(device), _TrackerState()]
-    for module, names in GLOBALS.items():
-        found = sys.modules.get(module)
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    tracked = [name for name in _TRACKED if hasattr(tracker, name)]
+    states: list[SideState] = [RandomState(device), Attributes(tracker, *tracked)]
+    return [*states, *(Attributes(owner, *names) for owner, names in swapped(models))]
+
+
+def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
+    """Modules and objects, with those of their attributes that each side has; all if none is named.
+
+    Of a module of the model what it keeps of its last call: MindSpeed-LLM's attention its mask, and
+    whoever recomputes a part of it the checkpoint, until that is hooked.  Of experts the dispatcher
+    as a whole: shapes, counts and permutations of the micro-batch that it dispatches.
+    """
+    for name, names in GLOBALS.items():
+        found = sys.modules.get(name)
         there = [name for name in names if hasattr(found, name)]
         if there:
-            states.append(Attributes(found, *there))
-    states += [Attributes(owner, name) for _, owner, name in kept_by_modules(models)]
-    return [*states, *(Attributes(one) for one in dispatchers(models))]
-
-
-def kept_by_modules(
-    models: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Paths, modules and attributes of a module's last call: MindSpeed-LLM's attention keeps its
-    mask, and whoever recomputes a part of it keeps the checkpoint until that is hooked."""
-    for path, module in named_modules(models):
+            yield found, there
+    for _, module in named_modules(models):
         for name, value in vars(module).items():
             if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
-                yield path, module, name
+                yield module, [name]
+        dispatcher = vars(module).get("token_dispatcher")
+        if dispatcher is not None:
+            # Parts of DeepEP, and of --moe-alltoall-overlap-comm with alltoall_seq.
+            parts = (vars(dispatcher).get(name) for name in ("_comm_manager", "disaptor"))
+            yield from ((one, []) for one in (dispatcher, *parts) if one is not None)
 
 
 def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Modules with their paths, unlike in each model chunk."""
     for chunk, model in enumerate(models):
         for path, module in model.named_modules():
-            yield f"chunk {chunk}, {path}", module
-
-
-def dispatchers(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """Of experts: they keep shapes, counts and permutations of the micro-batch they dispatch."""
-    for model in models:
-        for module in model.modules():
-            dispatcher = vars(module).get("token_dispatcher")
-            if dispatcher is not None:
-                yield dispatcher
-                # Of DeepEP, and of --moe-alltoall-overlap-comm with alltoall_seq.
-                parts = (vars(dispatcher).get(name) for name in ("_comm_manager", "disaptor"))
-                yield from (part for part in parts if part is not None)
+            yield f"chunk {chunk}, {path}: {type(module).__name__}", module
 
 
 @functools.cache

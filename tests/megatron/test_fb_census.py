@@ -193,10 +193,11 @@ def test_named_random_states_are_of_one_side(monkeypatch: pytest.MonkeyPatch) ->
     """In core 0.16 with the name of the one in force."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    state, tracker = side_states([], "cpu")[1], get_cuda_rng_tracker()
+    tracker = get_cuda_rng_tracker()
     forward = {"one": torch.zeros(1)}
     monkeypatch.setattr(tracker, "states_", dict(forward))
     monkeypatch.setattr(tracker, "_current_state_name", "of the forward", raising=False)
+    state = side_states([], "cpu")[1]
     saved = state.save()
     tracker.states_["one"], tracker._current_state_name = torch.ones(1), "of the backward"
     state.restore(saved)

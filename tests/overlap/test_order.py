@@ -96,7 +96,7 @@ def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
                 turns.begin()
             for number in range(counts[me]):
                 noted.append((me, number))
-                turns.began(None, blocking=True)
+                turns.place(True)
             noted.append((me, "end"))
             turns.end(me)
 

@@ -282,17 +282,15 @@ def interrupted(rank: int, parked: bool) -> None:
     overlap = ForwardBackwardOverlap([world()])
     reached = []
 
-    def interrupt_main() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
-
     def forward() -> None:
         if parked:
             dist.all_reduce(torch.ones(2))
             reached.append("forward went on")
 
     def backward() -> None:
-        interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)
+        while active().error is None:  # the main thread has not come to it
+            time.sleep(0.01)
         dist.all_reduce(torch.ones(2))
         dist.all_reduce(torch.ones(2))
         reached.append("backward went on")
@@ -440,7 +438,7 @@ def host_waits(rank: int) -> list[str]:
         synchronize = transfers._stream_synchronize(Event.synchronize)
 
     order: list[str] = []
-    Event.synchronize = transfers._event_synchronize(Event.synchronize)  # type: ignore[method-assign]
+    Event.synchronize = transfers._host_wait(Event.synchronize)  # type: ignore[method-assign]
 
     def forward() -> None:
         Stream().synchronize()

@@ -120,7 +120,7 @@ def test_a_result_that_is_used_before_its_wait_is_noticed(ranks: Any) -> None:
 # ------------------------------------------------------------- lists, slots, what is refused
 
 
-def of_the_other_side(self: Turns, by_default: bool) -> None:
+def of_the_other_side(self: Turns, by_default: bool, *_: Any) -> None:
     chosen, at = self._order[1 - self.side], self._places[self.side]
     self._places[self.side] += 1
     if chosen[at] if at < len(chosen) else by_default:
@@ -145,7 +145,7 @@ on_time = slots.slots
 IN_PROCESS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "each side reads the other one's list": (
         Turns,
-        "_place",
+        "place",
         of_the_other_side,
         lambda: test_order.test_both_sides_complete_for_every_list((2, 3)),
     ),

@@ -219,7 +219,8 @@ class TakingTurns(DirectExchange):
     def _blocking(self, pending: Pending) -> torch.Tensor:
         turns = active_turns()
         if turns is not None:
-            turns.began(SimpleNamespace(wait=pending.arrive), blocking=True)
+            work = SimpleNamespace(wait=pending.arrive)
+            turns.place(True, work, work)
         return pending.wait()
 
     def _asynchronous(self, pending: Pending, hands_over: bool) -> Pending:
@@ -227,10 +228,10 @@ class TakingTurns(DirectExchange):
         if turns is None:
             return pending
         work = SimpleNamespace(wait=pending.arrive)
-        turns.began(work, blocking=False)
+        turns.place(False, work)
 
         def arrive_at_a_turn() -> torch.Tensor:
-            turns.waits(hands_over, work)
+            turns.place(hands_over, waits_for=work)
             return pending.wait()
 
         return SimpleNamespace(wait=arrive_at_a_turn)  # type: ignore[return-value]
