@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -287,10 +288,16 @@ def interrupted(rank: int, parked: bool) -> None:
             dist.all_reduce(torch.ones(2))
             reached.append("forward went on")
 
-    def backward() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        while active().error is None:  # the main thread has not come to it
+    def interrupt_main() -> None:
+        # Python sees a signal just before it waits for a lock only when it has the lock.
+        while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
             time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        while active().error is None:
+            time.sleep(0.01)
+
+    def backward() -> None:
+        interrupt_main()
         dist.all_reduce(torch.ones(2))
         dist.all_reduce(torch.ones(2))
         reached.append("backward went on")
