@@ -79,7 +79,7 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "side", "at", "kind"), CASES)
 def test_the_others_end_with_an_error(ranks: Any, size: int, side: int, at: int, kind: str) -> None:
-    found = ranks(size).outcomes(run_until, kind, side, at, may_die=True, timeout=120)
+    found = ranks(size).outcomes(run_until, kind, side, at, may_die=True, timeout=120, grace=90)
     assert len(found) == size
     for rank, outcome in enumerate(found):
         if rank == 1 and kind == "SIGKILL":

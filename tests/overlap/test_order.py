@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -125,28 +124,6 @@ def expected(order: Any, counts: tuple[int, int]) -> list[Any]:
     return noted
 
 
-def any_order(rank: int, seeds: range) -> None:
-    """Random models with random lists, some of them too short."""
-    own = ForwardBackwardOverlap.__init__
-
-    def with_order(self: ForwardBackwardOverlap, *args: Any) -> None:
-        own(self, *args)
-        draw = random.Random(seed)
-        lists = [tuple(draw.random() < 0.5 for _ in range(draw.randint(0, 12))) for _ in (0, 1)]
-        self.orders[None] = lists[0], lists[1]
-
-    for seed in seeds:
-        ForwardBackwardOverlap.__init__ = with_order  # type: ignore[method-assign]
-        try:
-            test_pair.random_models(rank, range(seed, seed + 1))
-        finally:
-            ForwardBackwardOverlap.__init__ = own  # type: ignore[method-assign]
-
-
-def test_any_order_has_the_same_bits(ranks: Any) -> None:
-    ranks(2).run(any_order, range(25))
-
-
 def recorded(rank: int) -> Any:
     overlap = ForwardBackwardOverlap([test_pair.world()])
 
@@ -182,17 +159,6 @@ def test_an_order_is_chosen_from_what_was_recorded(ranks: Any) -> None:
     kinds, orders = first
     assert kinds == [[blocking, *rest], [blocking, blocking, *rest]]
     assert [len(part) for part in orders["kind"]] == [6, 7]
-
-
-def differing(rank: int) -> None:
-    overlap = ForwardBackwardOverlap([test_pair.world()])
-    overlap.orders[None] = ((rank == 0,), ())
-    with pytest.raises(RuntimeError, match="their transfers met others than they should"):
-        overlap.check()
-
-
-def test_ranks_with_other_orders_are_told(ranks: Any) -> None:
-    ranks(2).run(differing)
 
 
 def recorded_pairs(rank: int, folder: str, longer: bool) -> str:

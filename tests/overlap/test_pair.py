@@ -111,7 +111,9 @@ class Model(torch.nn.Module):
         return torch.nn.functional.dropout(x, self.dropout)
 
 
-def trained(seed: int, enabled: bool) -> tuple[list[torch.Tensor], list[float], torch.Tensor, int]:
+def trained(
+    seed: int, enabled: bool, orders: bool
+) -> tuple[list[torch.Tensor], list[float], torch.Tensor, int]:
     draw = random.Random(seed)
     torch.manual_seed(10 * seed + dist.get_rank())
     model = Model(draw)
@@ -120,6 +122,9 @@ def trained(seed: int, enabled: bool) -> tuple[list[torch.Tensor], list[float], 
     overlap = ForwardBackwardOverlap([world()])
     overlap.states.append(Attributes(model, "seen"))
     overlap.enabled = enabled
+    if orders:  # some of them too short
+        lists = [tuple(draw.random() < 0.5 for _ in range(draw.randint(0, 12))) for _ in (0, 1)]
+        overlap.orders[None] = lists[0], lists[1]
     loss = model(xs[0], 0)
     losses = [loss.item()]
     for number in range(1, count):
@@ -130,10 +135,11 @@ def trained(seed: int, enabled: bool) -> tuple[list[torch.Tensor], list[float], 
     return grads, losses, torch.get_rng_state(), overlap.pairs
 
 
-def random_models(rank: int, seeds: range) -> int:
+def random_models(rank: int, seeds: range, orders: bool = False) -> int:
+    """Against one after the other, in strict turns or in random orders."""
     pairs = 0
     for seed in seeds:
-        ours, plain = trained(seed, True), trained(seed, False)
+        ours, plain = trained(seed, True, orders), trained(seed, False, False)
         same = all(map(torch.equal, ours[0], plain[0])) and ours[1] == plain[1]
         assert same, f"seed {seed}"
         assert torch.equal(ours[2], plain[2]), f"random state after seed {seed}"
@@ -141,8 +147,9 @@ def random_models(rank: int, seeds: range) -> int:
     return pairs
 
 
-def test_random_models(ranks: Any) -> None:
-    assert min(ranks(2).run(random_models, range(25))) > 25
+@pytest.mark.parametrize("orders", [False, True])
+def test_random_models(ranks: Any, orders: bool) -> None:
+    assert min(ranks(2).run(random_models, range(25), orders)) > 25
 
 
 @pytest.mark.long
@@ -188,10 +195,12 @@ def sequence(rank: int) -> list[str]:
     return noted
 
 
+SEQUENCE = ["f0", "b0", "f1", "b1", "f end", "b2", "b end", "|"]
+SEQUENCE += ["not handed over", "b end", "handed over"]
+
+
 def test_sides_take_turns_at_blocking_transfers_of_named_groups(ranks: Any) -> None:
-    expected = ["f0", "b0", "f1", "b1", "f end", "b2", "b end", "|"]
-    expected += ["not handed over", "b end", "handed over"]
-    assert ranks(2).run(sequence) == [expected, expected]
+    assert ranks(2).run(sequence) == [SEQUENCE, SEQUENCE]
 
 
 class Late:
@@ -361,18 +370,22 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def diverged(rank: int) -> None:
+def diverged(rank: int, orders: bool) -> None:
     overlap = ForwardBackwardOverlap([world()])
     overlap.run(lambda: dist.all_reduce(torch.ones(1)), lambda: None)
     overlap.check()
-    # Turns of their own: each rank hands over as often as it is told.
-    overlap.run(lambda: [active_turns().hand_over() for _ in range(rank)], lambda: None)  # type: ignore[union-attr]
+    if orders:
+        overlap.orders[None] = ((rank == 0,), ())
+    else:  # turns of their own: each rank hands over as often as it is told
+        overlap.run(lambda: [active().hand_over() for _ in range(rank)], lambda: None)
     overlap.check()
 
 
-def test_ranks_that_hand_over_differently_are_told(ranks: Any) -> None:
-    for outcome in ranks(2).outcomes(diverged):
-        assert re.search(r"handed over \[\d, 0\] times in 2 pairs, other ranks", str(outcome.error))
+@pytest.mark.parametrize("orders", [False, True])
+def test_ranks_that_hand_over_or_have_orders_that_differ_are_told(ranks: Any, orders: bool) -> None:
+    told = rf"handed over \[\d, 0\] times in {2 - orders} pairs, other ranks .* met others than"
+    for outcome in ranks(2).outcomes(diverged, orders):
+        assert re.search(told, str(outcome.error))
 
 
 def context(rank: int) -> None:
