@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.overlap.states import SideState
 from commfuse_npu.plan.turn_order import BACKWARD, FORWARD, Place
@@ -83,6 +84,8 @@ class Turns:
     def hand_over(self) -> None:
         """Let the other side run until it hands over or ends; nothing if it has ended.
 
+        A range of ``torch.profiler``, from here to when the turn comes back.
+
         Raises:
             OtherSideError: the other side failed.
         """
@@ -91,8 +94,9 @@ class Turns:
         if self._ended[other]:
             return
         self.hand_overs[side] += 1
-        self._give_turn(other)
-        self._wait_for_turn(side)
+        with _RecordFunctionFast(f"CommFuse: {NAMES[side]} handed over"):
+            self._give_turn(other)
+            self._wait_for_turn(side)
 
     def end(self, side: int, error: BaseException | None = None) -> None:
         """A side returned, or raised ``error``; the other one runs to its end."""

@@ -412,6 +412,29 @@ def test_the_second_thread_has_the_callers_context(ranks: Any) -> None:
     ranks(2).run(context)
 
 
+def profiled(rank: int) -> tuple[list[str], list[int]]:
+    from torch._C._profiler import _ExperimentalConfig
+
+    overlap = ForwardBackwardOverlap([world()])
+
+    def side() -> None:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(2))
+
+    all_threads = _ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, experimental_config=all_threads) as profile:
+        overlap.run(side, side)
+    found = [event for event in profile.events() if "handed over" in event.name]
+    found.sort(key=lambda event: event.time_range.start)
+    return [event.name for event in found], overlap.hand_overs
+
+
+def test_the_profiler_shows_the_turns(ranks: Any) -> None:
+    names = [f"CommFuse: {side} handed over" for side in ("forward", "backward")]
+    assert ranks(2).run(profiled) == [(3 * names, [3, 3])] * 2
+
+
 def dtensor(rank: int) -> list[int]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
