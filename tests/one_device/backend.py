@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.one_device.device import OneDevice
+from tests.one_device.late_streams import LateStreams
 from tests.one_device.process_group import BACKEND, OneDeviceGroup
-from tests.one_device.thread_streams import ThreadStreams
 
 __all__ = ["BACKEND", "register"]
 
@@ -21,7 +21,7 @@ __all__ = ["BACKEND", "register"]
 @cache
 def register() -> OneDevice:
     """Make the backend known to this process; returns what its groups share."""
-    device = OneDevice(ThreadStreams())
+    device = OneDevice(LateStreams)
 
     def create(options: Any, _: object) -> OneDeviceGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))

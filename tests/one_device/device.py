@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -16,27 +15,26 @@ __all__ = ["Link", "OneDevice"]
 Link = tuple[str, int]
 """In which direction, and the rank at its other end."""
 
-_LONGEST_DELAY = 0.002
-"""Seconds; of a random one."""
-
 
 class OneDevice:
     """One per process.
 
     Attributes:
+        new_streams: makes those of a run.
         streams: of links, and the second one of operations.
         recorded: where what is posted is written down, if it is.
         replayed: what is run alone right now, if something is.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    def __init__(self, new_streams: Callable[[], Streams]) -> None:
+        self.new_streams = new_streams
+        self.streams = new_streams()
         self.recorded: Recording | None = None
         self.replayed: Recording | None = None
-        self._random: random.Random | None = None
+        self._checked = False
         self._links: dict[Link, Event] = {}
-        # What was sent, when it was read, and what it was then.
-        self._read: list[tuple[Posted, str, list[torch.Tensor]]] = []
+        # What was sent, and what it was when it was read.
+        self._read: list[tuple[Posted, list[torch.Tensor]]] = []
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -48,21 +46,19 @@ class OneDevice:
             self.recorded = None
 
     @contextmanager
-    def replaying(self, recording: Recording, seed: int | None = None) -> Iterator[None]:
+    def replaying(self, recording: Recording, *, checked: bool = True) -> Iterator[None]:
         """Run what was recorded again; nobody else has to.
 
         Args:
-            seed: check it: with random delays, with NaN in what is not received yet, and with what
-                is sent compared to what was, as it is at the start of a transfer and at its end.
+            checked: put NaN into what is not received yet, and compare what is sent with what was.
 
         Raises:
             ReplayError: what is posted, or what is sent, is not what was recorded.
         """
         recording.rewind()
-        self.replayed = recording
-        self._random = None if seed is None else random.Random(seed)
+        self.replayed, self.streams = recording, self.new_streams()
+        self._checked = checked
         self._links, self._read = {}, []
-        self.streams.delay = self._delay
         try:
             yield
             self.streams.synchronise()
@@ -73,7 +69,7 @@ class OneDevice:
                 self.streams.synchronise()
             raise
         finally:
-            self.replayed, self._random = None, None
+            self.replayed = None
 
     def begin(
         self,
@@ -93,55 +89,32 @@ class OneDevice:
         """
         assert self.replayed is not None
         posted = self.replayed.next(group, what, received)
-        reads, checked = self._read, self._random is not None
-        in_place = any(_overlap(tensor, other) for tensor in received for other in sent)
-        early = checked and not in_place and self._drawn() < 0.5
-        if checked and not in_place:
+        reads, checked = self._read, self._checked
+        if checked and not any(_overlap(tensor, other) for tensor in received for other in sent):
             for tensor in received:
                 _poison(tensor)
 
-        def deliver() -> None:
-            for tensor, data in zip(received, posted.received, strict=True):
-                tensor.data.copy_(data)
-
-        def read(when: str) -> None:
-            reads.append((posted, when, [tensor.data.clone() for tensor in sent]))
-
-        def begin() -> None:
+        def carry() -> None:
             with torch.inference_mode():
                 if checked:
-                    read("first")
-                if early or not checked:
-                    deliver()
-
-        def end() -> None:
-            with torch.inference_mode():
-                if checked:
-                    read("later")
-                    if not early:
-                        deliver()
+                    reads.append((posted, [tensor.data.clone() for tensor in sent]))
+                for tensor, data in zip(received, posted.received, strict=True):
+                    tensor.data.copy_(data)
 
         after = [self.streams.here(), *(self._links[link] for link in links if link in self._links)]
-        over = self.streams.give(stream, after, self._delay(), begin, end)
+        over = self.streams.give(stream, after, carry)
         self._links.update(dict.fromkeys(links, over))
         return over
-
-    def _drawn(self) -> float:
-        assert self._random is not None
-        return self._random.random()
-
-    def _delay(self) -> float:
-        return 0.0 if self._random is None else _LONGEST_DELAY * self._drawn()
 
     def _expect_the_same(self) -> None:
         assert self.replayed is not None
         left = self.replayed.left()
         if left:
             raise ReplayError(f"recorded and not run again: {'; '.join(left[:4])}")
-        for posted, when, read in self._read:
+        for posted, read in self._read:
             if not all(_same_bits(*pair) for pair in zip(read, posted.sent, strict=True)):
                 raise ReplayError(
-                    f"{posted.what}: what was {when} read is not what was sent when the ranks ran "
+                    f"{posted.what}: what was read is not what was sent when the ranks ran "
                     "together: it was not written yet, or written over before it was sent"
                 )
 

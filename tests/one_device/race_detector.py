@@ -29,9 +29,6 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.clock = (stream or self._module.current).clock.copy()
 
-    def synchronize(self) -> None:
-        self._module.main.clock |= self.clock
-
 
 class Stream:
     def __init__(self, name: str) -> None:
@@ -66,9 +63,6 @@ class Module:
             yield
         finally:
             self.current = before
-
-    def _sleep(self, clocks: int) -> None:
-        pass
 
     def synchronize(self) -> None:
         """What any stream is given from now on comes after all."""

@@ -1,4 +1,4 @@
-"""What a device needs for links that are copies: streams and events, real or of threads."""
+"""What a device needs for links that are copies: streams and events."""
 
 from __future__ import annotations
 
@@ -20,39 +20,16 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """Streams by name, made when they are first used.
-
-    Attributes:
-        delay: seconds that the next thing on the second stream of an operation is late.
-    """
-
-    delay: Callable[[], float]
+    """Streams by name, made when they are first used."""
 
     def here(self) -> Event:
         """What the caller's stream was given so far."""
 
-    def give(
-        self,
-        stream: Hashable,
-        after: Sequence[Event],
-        seconds: float,
-        begin: Callable[[], None],
-        end: Callable[[], None],
-    ) -> Event:
-        """Give a stream something to do; what it was given before comes first.
-
-        Args:
-            after: what else has to be over before.
-            seconds: how long it takes at least, from when nothing holds it any more.
-            begin, end: called at the start of that time and at its end.
-        """
+    def give(self, stream: Hashable, after: Sequence[Event], work: Callable[[], None]) -> Event:
+        """Give a stream something to do, after what it was given before and these events."""
 
     def second(self, device: torch.device) -> SecondStream:
         """For the sums and copies of an operation."""
 
     def synchronise(self) -> None:
-        """Let the host wait for all of them.
-
-        Raises:
-            RuntimeError: something went wrong on one, since the last time; it did nothing after it.
-        """
+        """Let the host wait for all of them."""

@@ -15,14 +15,13 @@ from commfuse_npu.runtime.trace import Trace
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.one_device.backend import register
-from tests.one_device.late_streams import LateStreams
 from tests.one_device.layers import layers
 from tests.one_device.recording import ReplayError
 
 SCHEDULES = [Schedule(), Schedule(lanes=1, chunks=3), Schedule(chunks=4)]
 
 
-def alone(rank: int, schedule: Schedule, batched: bool, late: bool) -> None:
+def alone(rank: int, schedule: Schedule, batched: bool) -> None:
     device = register()
     link = Transport.create(lanes=3, timeout=PATIENT, batched=batched, check="always")
     options = LinearOptions(schedule)
@@ -30,24 +29,20 @@ def alone(rank: int, schedule: Schedule, batched: bool, late: bool) -> None:
     with device.recording() as recording:
         together = layers(link, options, fused=True)
     assert all(map(torch.equal, together, plain)), "not the plain form"
-    with pytest.MonkeyPatch.context() as patch:
-        if late:
-            patch.setattr(device, "streams", LateStreams())
-        for seed in (None, 26, 27):
-            with device.replaying(recording, seed=seed):
-                found = layers(link, options, fused=True)
-            assert all(map(torch.equal, found, together)), "not what it was together"
+    for checked in (False, True):
+        with device.replaying(recording, checked=checked):
+            found = layers(link, options, fused=True)
+        assert all(map(torch.equal, found, together)), "not what it was together"
     assert not link.scratch.lent
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_has_the_bits_of_all_ranks(
-    ranks: Any, size: int, schedule: Schedule, batched: bool, late: bool
+    ranks: Any, size: int, schedule: Schedule, batched: bool
 ) -> None:
-    ranks(size).run(alone, schedule, batched, late)
+    ranks(size).run(alone, schedule, batched)
 
 
 def traced(rank: int) -> None:
@@ -56,10 +51,8 @@ def traced(rank: int) -> None:
     with device.recording() as recording:
         layers(link, options, fused=True)
     link.trace = Trace()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "streams", LateStreams())
-        with device.replaying(recording):
-            layers(link, options, fused=True)
+    with device.replaying(recording, checked=False):
+        layers(link, options, fused=True)
     worked = [event.origin for event in link.trace.events if event.row == "compute"]
     found = [program.code[at] for program, at in worked if isinstance(at, int)]
     assert len(found) == len(worked)

@@ -16,7 +16,6 @@ from commfuse_npu.plan.program import Hold, Instruction, Program, Record, Wait
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.one_device.backend import register
-from tests.one_device.late_streams import LateStreams
 from tests.one_device.layers import layers
 from tests.one_device.recording import ReplayError
 
@@ -70,9 +69,8 @@ def caught(rank: int, fault: Callable[[Code], Code], chunks: int) -> str:
     programs: dict[Program, Program] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transport, "begin", planted)
-        patch.setattr(device, "streams", LateStreams())
         try:
-            with device.replaying(recording, seed=rank):
+            with device.replaying(recording):
                 found = layers(link, options, fused=True)
         except ReplayError as error:
             return str(error)

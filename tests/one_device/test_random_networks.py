@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from tests.one_device import alone
 from tests.one_device.backend import register
@@ -51,9 +51,8 @@ def races(rank: int, case: Case) -> list[str]:
         with device.recording() as recording:
             compare.run_case(case, fused=True)
         compare.at_rest_or_raise(case)
-        patch.setattr(torch, "get_device_module", lambda device_type: module)
-        patch.setattr(device, "streams", DeviceStreams("cuda"))
-        with RaceDetector(module) as detector, device.replaying(recording, seed=rank):
+        patch.setattr(device, "new_streams", partial(DeviceStreams, module))
+        with RaceDetector(module) as detector, device.replaying(recording):
             compare.run_case(case, fused=True)
     compare.at_rest_or_raise(case)
     return list(dict.fromkeys(detector.races))
