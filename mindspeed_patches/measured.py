@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.tools.bench.processes import die_with_parent
+from commfuse_npu.runtime.child_process import die_with_parent
 from mindspeed_patches import launch
 from mindspeed_patches.registration import install
 from mindspeed_patches.state_hashes import hash_over_ranks

@@ -20,7 +20,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.tools.bench.processes import Ranks, RanksError
+from commfuse_npu.tools.ranks import Ranks, RanksError
 
 from . import compare
 from .arguments import UsageError, parse_arguments

@@ -24,7 +24,7 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """What `commfuse_npu.tools.bench.processes.Ranks` asks on each rank.
+    """What `commfuse_npu.tools.ranks.Ranks` asks on each rank.
 
     SIGTERM is a request to stop after the running iteration. It reaches the ranks at different
     moments, or only one of them, so each remembers it, and they decide together.

@@ -10,14 +10,11 @@ From the top down; what is marked (t) imports torch and runs in the processes of
     command       the subcommand: options -> programme -> processes -> report
     arguments     its options
     programme     which works, links, ratios and variants are measured
-    sweep         one group of processes: check, calibrate, measure round by round
-    rounds        interleaved and shuffled rounds, the disturbed ones again
-    disturbance   what else the machine did meanwhile
-    calibrate     the rate of the link that gives a ratio
-    processes     the ranks, started and ended
+    sweep         one group of processes: check, set the link, measure in shuffled rounds
+    ..ranks       the ranks, started and ended
     worker (t)    what a rank does when it is asked
-    works (t)     the five pieces of work
+    works (t)     the pieces of work
     variants      the ways to run them, by name;  forms (t) makes them
-    baselines (t), ring (t), carriers (t), sleeping (t), clock (t), peak_memory (t)
+    baselines (t), ring (t), carriers (t), sleeping (t), peak_memory (t)
     results       from samples to figures;  report, plot  show them
 """

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
         "was measured by then is printed).",
     )
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--quick", action="store_true", help="less than 3 minutes, not up to 25")
+    what.add_argument("--quick", action="store_true", help="about 3 minutes, not 25")
     what.add_argument("--works", type=words, help=f"from {', '.join(WORKS)}")
     what.add_argument("--variants", type=words, help="names or patterns: p2p,coc-4,'ours-*'")
     what.add_argument(
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     size.add_argument("--sequence", type=whole(), help="rows; default a quarter of the model's")
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=whole(), help="undisturbed rounds per ratio")
+    how.add_argument("--rounds", type=whole(), help="per ratio")
     how.add_argument("--seed", type=whole(0), default=0, help="of the numbers and of the order")
     how.add_argument("--device", choices=("cpu", "npu", "cuda"), default="cpu",
                      help="npu, cuda: read, not run")  # fmt: skip

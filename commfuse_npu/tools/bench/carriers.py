@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +23,39 @@ from commfuse_npu.overlap.transfers import active_turns
 
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
-from commfuse_npu.tools.bench.buffer_pool import BufferPool
 
-__all__ = ["Carrier", "DirectExchange", "NoTransfers", "Pending", "TakingTurns", "TorchCollectives"]
+__all__ = [
+    "BufferPool",
+    "Carrier",
+    "DirectExchange",
+    "NoTransfers",
+    "Pending",
+    "TakingTurns",
+    "TorchCollectives",
+]
+
+
+class BufferPool:
+    """Buffers of the baselines, used again: they allocate no more often than the product does.
+
+    On a device a buffer is reused in the order of the stream that used it; lend to one stream only.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[object, ...], list[torch.Tensor]] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor with undefined contents."""
+        idle = self._idle.get((tuple(shape), dtype, device))
+        return idle.pop() if idle else torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
+        for one in buffers:
+            self._idle.setdefault((tuple(one.shape), one.dtype, one.device), []).append(one)
+
+    def clear(self) -> None:
+        """Free all idle buffers."""
+        self._idle.clear()
 
 
 class Pending:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from itertools import groupby
@@ -20,21 +19,19 @@ from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.bench import plot, programme, stored
 from commfuse_npu.tools.bench.arguments import parser
 from commfuse_npu.tools.bench.page import bench_page
-from commfuse_npu.tools.bench.progress import Progress
 from commfuse_npu.tools.bench.report import as_markdown
 from commfuse_npu.tools.bench.results import Result
 from commfuse_npu.tools.bench.standing import verdict
-from commfuse_npu.tools.bench.sweep import Conditions, Group, label_of, steps_of
+from commfuse_npu.tools.bench.sweep import Conditions, Group
 from commfuse_npu.tools.bench.variants import chosen
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import refuse
+from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
-
-_QUICK_SECONDS, _FULL_SECONDS = 150.0, 1320.0
-"""What a run may take; under other load it measures less.  With --rounds it takes its time."""
 
 
 class _Terminated(BaseException):
@@ -58,14 +55,12 @@ def main(words: Sequence[str]) -> int:
     conditions = Conditions(
         given.config, given.scale, given.sequence, given.seed, given.device, given.timeout
     )
-    limit = _QUICK_SECONDS if given.quick else _FULL_SECONDS if given.rounds is None else math.inf
     possible = _possible(sweeps, conditions)
     results: list[Result] = []
     code = 0
     with _sigterm_raises():
         try:
-            progress = Progress(sum(map(steps_of, possible)), limit)
-            _measure(possible, conditions, progress, results)
+            _measure(possible, conditions, results)
         except KeyboardInterrupt:
             conditions.note("interrupted; this is what was measured until then")
             code = 130
@@ -111,26 +106,16 @@ def _possible(sweeps: list[programme.Sweep], conditions: Conditions) -> list[pro
     return possible
 
 
-def _measure(
-    sweeps: list[programme.Sweep],
-    conditions: Conditions,
-    progress: Progress,
-    results: list[Result],
-) -> None:
+def _measure(sweeps: list[programme.Sweep], conditions: Conditions, results: list[Result]) -> None:
     try:
         # Consecutive sweeps of the same processes: starting them takes seconds.
         for ranks, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
-            if progress.over():
-                for sweep in same:
-                    for work in sweep.works:
-                        conditions.note_left_out(label_of(sweep, work))
-                continue
-            with Group(ranks, conditions, progress) as group:
+            with Group(ranks, conditions) as group:
                 for sweep in same:
                     for result in group.run(sweep):
                         results.append(result)  # kept, whatever ends the run
     finally:
-        progress.close()
+        tell("")
 
 
 def _show(
@@ -143,27 +128,35 @@ def _show(
     """Print the tables, write the files that are asked for, and end with the verdict.
 
     Returns:
-        1 if a file cannot be written.
+        2 if a file cannot be written.
     """
     print(as_markdown(machine, results, notes, given.all), flush=True)
     command = ["commfuse-npu", "bench", *words]
-    writers: dict[str, Callable[[Path], None]] = {
-        "json": lambda path: write_json(path, stored.as_json(machine, results, notes), indent=1),
-        "plot": lambda path: draw(plot.pictures(results, given.all), "Overlap benchmark", path),
-        "html": lambda path: bench_page(path, command, machine, results, notes, given.all),
-    }
-    code = 0
-    for option, write in writers.items():
-        path = getattr(given, option)
-        if path is None or (not results and option != "json"):
-            continue
-        try:
-            write(path)
-            print(f"Written: {path}")
-        except OSError as error:
-            said = f"--{option} {path} was not written: {error.strerror or error}"
-            print(f"commfuse-npu bench: {said}; the results are above", file=sys.stderr)
-            code = 1
+    drawn = given.plot if results else None
+    page = given.html if results else None
+    code = write_outputs(
+        "bench",
+        [
+            Output(
+                "--json",
+                given.json,
+                ": all figures",
+                lambda path: write_json(path, stored.as_json(machine, results, notes), indent=1),
+            ),
+            Output(
+                "--plot",
+                drawn,
+                ": pictures",
+                lambda path: draw(plot.pictures(results, given.all), "Overlap benchmark", path),
+            ),
+            Output(
+                "--html",
+                page,
+                ": a page for a browser",
+                lambda path: bench_page(path, command, machine, results, notes, given.all),
+            ),
+        ],
+    )
     if results:
         print("\n".join(verdict(results)).replace("**", "").replace("`", ""))
     return code

@@ -33,8 +33,8 @@ from commfuse_npu.tools.bench.baselines import (
     column_parallel,
     row_parallel,
 )
-from commfuse_npu.tools.bench.buffer_pool import BufferPool
 from commfuse_npu.tools.bench.carriers import (
+    BufferPool,
     Carrier,
     DirectExchange,
     NoTransfers,

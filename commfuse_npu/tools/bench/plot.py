@@ -50,7 +50,7 @@ def _over_ratios(rows: Sequence[Result]) -> Picture:
         "communication / computation",
         drawn,
         line=(f"{REFERENCE}, blocking", 1.0),
-        note=_with_load(note, rows),
+        note=note,
     )
 
 
@@ -80,13 +80,5 @@ def _at_one(rows: Sequence[Result]) -> Picture:
         "ms, median and quartiles, lower is better",
         drawn,
         (today.variant, today.median_ms),
-        _with_load(note, rows),
+        note,
     )
-
-
-def _with_load(note: str, rows: Sequence[Result]) -> str:
-    loud = sorted({row.setting.ratio for row in rows if row.inconclusive})
-    if not loud:
-        return note
-    said = ", ".join(f"{at:g}" for at in loud)
-    return f"{note} Other load: nothing can be concluded at {said}.".lstrip()

@@ -85,14 +85,13 @@ def setting_line(setting: Setting, rows: Sequence[Result]) -> str:
         f"**Ratio {setting.ratio:g}** ({setting.shape}): compute alone {first.compute_ms:.1f}, "
         f"communication alone {first.communication_ms:.1f} ({link}), bound {first.bound_ms:.1f}, "
         f"wire / compute {setting.wire_ms / first.compute_ms:.2f}, "
-        f"hideable {percent(first.hideable)}; {_rounds(first)}"
+        f"hideable {percent(first.hideable)}; {first.rounds} rounds"
     )
 
 
 def cells(rows: Sequence[Result]) -> Iterator[tuple[str, ...]]:
-    """A row for each, under :data:`COLUMNS`; the fastest in bold, where that can be
-    concluded."""
-    best = None if rows[0].inconclusive else fastest(rows).median_ms
+    """A row for each, under :data:`COLUMNS`; the fastest in bold."""
+    best = fastest(rows).median_ms
     for row in rows:
         low, high = row.quartiles_ms
         yield (
@@ -115,23 +114,7 @@ def _table(setting: Setting, rows: Sequence[Result], names: Collection[str]) -> 
     for row in rows:
         if row.check.chosen:
             yield f"Chosen by {row.variant}: {'; '.join(row.check.chosen)}.\n"
-    first = rows[0]
-    if first.inconclusive:
-        yield (
-            f"**Nothing can be concluded**: other load disturbed {first.disturbed_rounds} of "
-            f"{first.rounds} rounds. Measure again when the machine does nothing else."
-        )
-    else:
-        yield from _who_is_ahead(rows)
-
-
-def _rounds(row: Result) -> str:
-    text = f"{row.rounds} rounds"
-    if row.repeated_rounds:
-        text += f", {row.repeated_rounds} more thrown away (other load)"
-    if row.disturbed_rounds:
-        text += f", **{row.disturbed_rounds} of them disturbed by other load**"
-    return text
+    yield from _who_is_ahead(rows)
 
 
 def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
@@ -146,11 +129,6 @@ def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
             f"{'ahead of' if change >= 0 else '**slower than**'} the fastest other, {best.variant}"
             f"{' (within the quartiles)' if within else ''}."
         )
-    first = fastest(rows)
-    for row in rows:
-        if row.check.chosen and row is not first:
-            behind = row.median_ms / first.median_ms - 1
-            yield f"{row.variant}: {behind:.1%} behind {first.variant}."
     reference = next(row for row in rows if row.variant == REFERENCE)
     slower = [
         f"{row.variant} ({percent(1 / row.speedup - 1)})"

@@ -22,11 +22,65 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from commfuse_npu.tools.bench.rounds import Measured
-from commfuse_npu.tools.bench.samples import Check
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, REFERENCE
 
-__all__ = ["Result", "Setting", "evaluate", "fastest"]
+__all__ = ["Check", "Result", "Sample", "Setting", "evaluate", "fastest", "worst_check"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of a variant.  All in seconds.
+
+    Attributes:
+        total: wall time; of all ranks the longest.
+        blocked: host time in waits for transfers; the mean of the ranks.
+        cpu: CPU time of the process with all its threads; the mean of the ranks.
+    """
+
+    total: float
+    blocked: float
+    cpu: float
+
+    @classmethod
+    def of_ranks(cls, samples: Sequence[Sample]) -> Sample:
+        count = len(samples)
+        return cls(
+            max(sample.total for sample in samples),
+            sum(sample.blocked for sample in samples) / count,
+            sum(sample.cpu for sample in samples) / count,
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a variant computes, compared before anything is timed.
+
+    Attributes:
+        equal: the same bits as the reference, outputs and gradients, on every rank.
+        max_difference: from the reference, absolute.
+        equal_same_gemms: the same bits as the plain collectives with the GEMMs cut alike; only of
+            this project's forms.
+        peak_bytes: the most memory at once, results included.
+        chosen: what tuning chose, per half of a layer.
+    """
+
+    equal: bool
+    max_difference: float
+    equal_same_gemms: bool | None
+    peak_bytes: int
+    chosen: tuple[str, ...] = ()
+
+
+def worst_check(checks: Sequence[Check]) -> Check:
+    """Of all ranks: equal only if all are."""
+    same = [check.equal_same_gemms for check in checks]
+    return Check(
+        all(check.equal for check in checks),
+        max(check.max_difference for check in checks),
+        None if None in same else all(same),
+        max(check.peak_bytes for check in checks),
+        checks[0].chosen,
+    )
 
 
 @dataclass(frozen=True)
@@ -87,13 +141,6 @@ class Result:
     extra_mib: float
     check: Check
     rounds: int
-    disturbed_rounds: int
-    repeated_rounds: int
-
-    @property
-    def inconclusive(self) -> bool:
-        """Whether other load disturbed most of its rounds."""
-        return 2 * self.disturbed_rounds > self.rounds
 
     @property
     def spread_ms(self) -> float:
@@ -107,23 +154,23 @@ def fastest(results: Iterable[Result]) -> Result:
     return min(results, key=lambda result: result.median_ms)
 
 
-def evaluate(setting: Setting, measured: Measured, checks: Mapping[str, Check]) -> list[Result]:
+def evaluate(
+    setting: Setting, measured: Mapping[str, Sequence[Sample]], checks: Mapping[str, Check]
+) -> list[Result]:
     """The figures of every variant but ``compute`` and ``communication``, in the given order.
 
     Args:
+        measured: by variant, a sample per round.
         checks: by variant, ``compute`` included.
     """
-    totals = {
-        name: [1e3 * sample.total for sample in samples]
-        for name, samples in measured.samples.items()
-    }
+    totals = {name: [1e3 * sample.total for sample in of] for name, of in measured.items()}
     median = {name: statistics.median(times) for name, times in totals.items()}
     compute, reference = median[COMPUTE], median[REFERENCE]
     bound = max(compute, setting.wire_ms)
     exposed_reference = reference - compute
-    blocked_reference = _median_ms(s.blocked for s in measured.samples[REFERENCE])
+    blocked_reference = _median_ms(s.blocked for s in measured[REFERENCE])
     results = []
-    for name, samples in measured.samples.items():
+    for name, samples in measured.items():
         if name in (COMPUTE, COMMUNICATION):
             continue
         total = median[name]
@@ -147,9 +194,7 @@ def evaluate(setting: Setting, measured: Measured, checks: Mapping[str, Check]) 
                 cpu_ms=_median_ms(s.cpu for s in samples),
                 extra_mib=_extra_mib(checks[name], checks[COMPUTE]),
                 check=checks[name],
-                rounds=measured.rounds,
-                disturbed_rounds=measured.disturbed,
-                repeated_rounds=measured.repeated,
+                rounds=len(samples),
             )
         )
     return results

@@ -39,24 +39,7 @@ def shown(results: Sequence[Result]) -> list[str]:
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
-    """Two lines: the best of ours and its options, and how it compares; one if there is none.
-
-    Another line counts the settings of which other load lets nothing be concluded; they are in no
-    figure.
-    """
-    every = len(of_settings(results))
-    results = [row for row in results if not row.inconclusive]
-    loud = every - len(of_settings(results))
-    disturbed = (
-        f"Nothing can be concluded of {_settings(loud)}: other load disturbed most rounds. Measure "
-        "again when the machine does nothing else."
-    )
-    if not results:
-        return [disturbed]
-    return [*_verdict(results), *([disturbed] if loud else [])]
-
-
-def _verdict(results: Sequence[Result]) -> list[str]:
+    """Two lines: the best of ours and its options, and how it compares; one if there is none."""
     ours = _best(results, lambda name: is_ours(name) and "-wgrad" not in name) or _best(
         results, is_ours
     )

@@ -8,8 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from commfuse_npu.tools.bench.results import Result, Setting
-from commfuse_npu.tools.bench.samples import Check
+from commfuse_npu.tools.bench.results import Check, Result, Setting
 from commfuse_npu.tools.bench.variants import REFERENCE
 
 __all__ = ["as_json", "load"]
@@ -22,7 +21,7 @@ _KEYS = (
     *("overhead_removed_signed", "of_hideable", "blocked_removed", "speedup", "compute_ms"),
     *("communication_ms", "wire_ms", "measured_ratio", "bound_ms", "link_bytes_per_second"),
     *("cpu_ms", "blocked_ms", "extra_mib", "bitwise_equal", "bitwise_equal_same_gemms"),
-    *("max_difference", "chosen", "rounds", "disturbed_rounds", "repeated_rounds"),
+    *("max_difference", "chosen", "rounds"),
 )
 """Of a result, in this order: fields of :class:`Result`, its setting and its check, and more."""
 

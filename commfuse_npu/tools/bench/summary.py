@@ -17,8 +17,7 @@ _COLUMNS = ("work", "ratio", "auto", "fastest of ours", "fastest other", "Megatr
 _LEGEND = f"""\
 Each cell: how many times as fast as `{REFERENCE}` (a blocking direct exchange at line rate), the
 share of the exposed wall time that is gone, in brackets of the time blocked in waits. Bold: the
-fastest of all, or as fast as the quartiles can tell. Ratio: wire time / computing time. "Other
-load": it disturbed most rounds, nothing can be concluded."""
+fastest of all, or as fast as the quartiles can tell. Ratio: wire time / computing time."""
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -38,8 +37,6 @@ def _table_of(setting: Setting) -> tuple[str, int, str, str]:
 
 def _row(setting: Setting, rows: Sequence[Result]) -> str:
     best = fastest(rows)
-    if best.inconclusive:
-        return table_row((setting.work, f"{setting.ratio:g}", *["other load"] * 4))
 
     def cell(found: Sequence[Result], *, named: bool = True) -> str:
         if not found:

@@ -16,7 +16,7 @@ from commfuse_npu.tools.bench import wire
 from commfuse_npu.tools.bench.carriers import DirectExchange
 from commfuse_npu.tools.bench.forms import Form, Groups, form_of, plain_form
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
-from commfuse_npu.tools.bench.samples import Check, Sample
+from commfuse_npu.tools.bench.results import Check, Sample
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms
 from commfuse_npu.tools.bench.variants import COMPUTE, REFERENCE, Variant
@@ -139,13 +139,8 @@ class Worker:
         )
         return replace(self.check(variant), chosen=chosen)
 
-    def round(self, order: Sequence[Variant]) -> tuple[list[Sample], float]:
-        """Run each variant once, in this order.
-
-        Returns:
-            the samples, and the CPU time of this process for all of it, barriers included.
-        """
-        cpu = time.process_time()
+    def round(self, order: Sequence[Variant]) -> list[Sample]:
+        """Run each variant once, in this order."""
         gc.collect()
         gc.disable()
         try:
@@ -157,7 +152,7 @@ class Worker:
                     samples.append(self._timed(variant))
         finally:
             gc.enable()
-        return samples, time.process_time() - cpu
+        return samples
 
     def _forget_buffers(self) -> None:
         """Free what the baselines and the product keep between calls."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from commfuse_npu.tools.bench.processes import die_with_parent
+from commfuse_npu.runtime.child_process import die_with_parent
 
 __all__ = ["last_lines", "run_bounded"]
 

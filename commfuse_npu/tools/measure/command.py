@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.runtime.whole_file import whole_file
-from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor import Machine
 from commfuse_npu.tools.launch_script import UsageError
@@ -29,6 +28,7 @@ from commfuse_npu.tools.measure.steps import LAUNCH, LAYER, STEPS, Scale
 from commfuse_npu.tools.measure.trainings import train, trained
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
+from commfuse_npu.tools.ranks import Ranks, RanksError
 from commfuse_npu.tools.simulate.described import described
 from commfuse_npu.tools.simulate.hardware import Hardware
 

@@ -10,11 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.bench.standing import verdict
 from commfuse_npu.tools.bench.stored import load
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from commfuse_npu.tools.measure.steps import Scale, Times
+from commfuse_npu.tools.ranks import RanksError
 
 __all__ = ["layer_times"]
 
@@ -49,5 +49,5 @@ def layer_times(scale: Scale, config: str, device: str, limit: float) -> tuple[T
     for one in results:
         low, high = one.quartiles_ms
         seconds = [ms / 1e3 for ms in (low, one.median_ms, high)]
-        times.append({"form": one.variant, "disturbed": one.inconclusive, "seconds": seconds})
+        times.append({"form": one.variant, "seconds": seconds})
     return times, verdict(results)

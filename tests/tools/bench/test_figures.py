@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.bench.disturbance import Load, Watch
 from commfuse_npu.tools.bench.plot import pictures
 from commfuse_npu.tools.bench.report import as_markdown
-from commfuse_npu.tools.bench.results import Result, Setting, evaluate
-from commfuse_npu.tools.bench.rounds import Measured, measure
-from commfuse_npu.tools.bench.samples import Check, Sample, worst_check
+from commfuse_npu.tools.bench.results import (
+    Check,
+    Result,
+    Sample,
+    Setting,
+    evaluate,
+    worst_check,
+)
 from commfuse_npu.tools.bench.shapes import Shape, bytes_per_pair
 from commfuse_npu.tools.bench.standing import shown, verdict
 from commfuse_npu.tools.bench.stored import as_json
@@ -49,106 +51,6 @@ def test_what_a_pair_exchanges() -> None:
     assert bytes_per_pair("layers", shape, 4, "fp32") == 16 * 32 * 4 * 20
 
 
-# ---------------------------------------------------------------------- disturbance
-
-
-def _stat(user: int, idle: int, steal: int = 0, softirq: int = 0) -> str:
-    return f"cpu  {user} 0 0 {idle} 0 0 {softirq} {steal} 0 0\ncpu0 1 2 3\n"
-
-
-def test_the_load_of_others_is_what_the_ranks_did_not_use(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("os.sysconf", lambda name: 100)
-    monkeypatch.setattr("os.times", lambda: (0.0, 0.0))
-    file = tmp_path / "stat"
-    file.write_text(_stat(1000, 1000))
-    watch = Watch(file)
-    file.write_text(_stat(1150, 1050))
-    load = watch.load(1.2)
-    assert load == Load(others=pytest.approx(0.15), steal=0.0)
-    assert load.disturbed
-    assert watch.load(1.45) == Load(others=pytest.approx(0.025), steal=0.0)
-    assert not Load(0.025, 0.0).disturbed
-
-
-def test_interrupts_are_ours_and_steal_is_not(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("os.times", lambda: (0.0, 0.0))
-    file = tmp_path / "stat"
-    file.write_text(_stat(0, 0))
-    watch = Watch(file)
-    file.write_text(_stat(0, 60, steal=20, softirq=20))
-    assert watch.load(0.0) == Load(0.0, 0.2)
-    assert Load(0.0, 0.2).disturbed
-
-
-def test_without_proc_stat_nobody_knows(tmp_path: Path) -> None:
-    assert Watch(tmp_path / "none").load(0.0) is None
-    other = tmp_path / "other"
-    other.write_text("something else")
-    assert Watch(other).load(0.0) is None
-
-
-# --------------------------------------------------------------------------- rounds
-
-_NAMES = ["a", "b", "c", "d"]
-
-
-def _rounds_with(loads: list[Load | None], **options) -> tuple[Measured, list[list[str]]]:
-    """Three rounds; the time of a sample is the number of its round."""
-    orders: list[list[str]] = []
-
-    def run(order):
-        orders.append(list(order))
-        load = loads[min(len(orders), len(loads)) - 1]
-        return [Sample(len(orders), 0, 0) for _ in order], load
-
-    return measure(_NAMES, 3, run, shuffle=random.Random(1), **options), orders
-
-
-def _times(found: Measured) -> list[float]:
-    return [sample.total for sample in found.samples["a"]]
-
-
-def test_every_round_has_every_variant_in_an_order_of_its_own() -> None:
-    found, orders = _rounds_with([Load(0, 0)])
-    assert len(orders) == 3
-    assert all(sorted(order) == _NAMES for order in orders)
-    assert len({tuple(order) for order in orders}) > 1
-    assert _rounds_with([Load(0, 0)])[1] == orders
-    assert (found.rounds, found.disturbed, found.repeated) == (3, 0, 0)
-
-
-def test_a_disturbed_round_is_run_again_and_not_averaged_in() -> None:
-    found, orders = _rounds_with([Load(0, 0), Load(0.9, 0), Load(0, 0)])
-    assert len(orders) == 4
-    assert _times(found) == [1, 3, 4]
-    assert (found.disturbed, found.repeated) == (0, 1)
-
-
-def test_repetitions_have_a_limit_and_the_least_disturbed_fill_up() -> None:
-    found, orders = _rounds_with([Load(one, 0) for one in (0.9, 0, 0.5, 0.1, 0.8, 0.7)])
-    assert len(orders) == 6
-    assert _times(found) == [2, 4, 3]
-    assert (found.rounds, found.disturbed, found.repeated) == (3, 2, 3)
-
-
-def test_no_repetition_when_the_time_is_up() -> None:
-    steps: list[int] = []
-    never = {"may_repeat": lambda: False, "after_round": lambda: steps.append(1)}
-    found, orders = _rounds_with([Load(0.9, 0)], **never)
-    assert (len(orders), len(steps)) == (3, 3)
-    assert found.disturbed == 3
-
-
-def test_no_other_round_when_the_limit_has_passed() -> None:
-    found, orders = _rounds_with([Load(0.9, 0)], out_of_time=lambda: True)
-    assert (len(orders), found.rounds, found.disturbed) == (1, 1, 1)
-
-
-def test_a_round_that_nobody_can_judge_counts() -> None:
-    found, orders = _rounds_with([None])
-    assert (len(orders), found.disturbed) == (3, 0)
-
-
 # -------------------------------------------------------------------------- figures
 
 
@@ -164,14 +66,9 @@ def _evaluated(totals: dict[str, list[float]], setting: Setting | None = None) -
     }
     checks = {name: Check(True, 0.0, None, 3 << 20) for name in totals}
     checks["compute"] = Check(False, 0.0, None, 1 << 20)
-    rounds = len(totals["compute"])
-    return evaluate(setting or _setting(), Measured(samples, rounds, 1, 2), checks)
+    return evaluate(setting or _setting(), samples, checks)
 
 
-LOUD = (
-    "Nothing can be concluded of one setting: other load disturbed most rounds. Measure again when "
-    "the machine does nothing else."
-)
 _TOTALS = {
     "compute": [100.0, 100.0, 130.0],
     "communication": [100.0, 100.0, 100.0],
@@ -225,34 +122,14 @@ def test_json_is_clipped_and_keeps_the_sign_beside() -> None:
         assert math.isfinite(row["median_ms"])
 
 
-def test_the_table_says_who_is_slower_and_what_was_disturbed() -> None:
+def test_the_table_says_who_is_slower() -> None:
     text = as_markdown({"cores": 2}, _evaluated(_TOTALS), ["skipped: something"])
     assert "| coc-4 | 250.0 | 245.0-255.0 | 150.0 | -50.0 % |" in text
     assert "| **ours-c4** | 120.0 |" in text
     assert "Fastest of ours: ours-c4, 66.7% ahead of the fastest other, p2p." in text
     assert "Slower than p2p, beyond both quartiles: coc-4 (25.0 %)." in text
-    assert "2 more thrown away (other load), **1 of them disturbed by other load**" in text
+    assert "; 3 rounds" in text
     assert "**skipped: something**" in text
-
-
-def test_nothing_is_concluded_from_rounds_that_other_load_disturbed() -> None:
-    results = [replace(row, disturbed_rounds=2) for row in _evaluated(_TOTALS)]
-    text = as_markdown({}, results, [])
-    assert "**Nothing can be concluded**: other load disturbed 2 of 3 rounds." in text
-    for concluded in ("Fastest of ours", "Slower than", "**ours-c4**"):
-        assert concluded not in text
-    assert "| mlp | 1 | other load | other load | other load | other load |" in text
-    (bars,) = pictures(results)
-    assert bars.note == "Other load: nothing can be concluded at 1."
-    assert verdict(results) == [LOUD]
-
-
-def test_what_other_load_disturbed_is_in_no_verdict() -> None:
-    quiet, loud = (_evaluated(_TOTALS, _setting(ratio)) for ratio in (0.5, 1.0))
-    results = [*quiet, *(replace(row, disturbed_rounds=2) for row in loud)]
-    assert verdict(results) == [*verdict(quiet), LOUD]
-    (over,) = pictures(results)
-    assert over.note == "Other load: nothing can be concluded at 1."
 
 
 def test_where_ours_is_behind_the_table_says_so() -> None:

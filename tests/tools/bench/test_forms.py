@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from commfuse_npu.tools.bench import baselines, ring
 from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Sliced
-from commfuse_npu.tools.bench.buffer_pool import BufferPool
 from commfuse_npu.tools.bench.carriers import (
+    BufferPool,
     DirectExchange,
     NoTransfers,
     Pending,
@@ -87,7 +87,7 @@ def _turns(rank: int) -> tuple[Any, int, Any]:
     form = worker._form(turns)
     assert isinstance(form, Form)
     overlap = inspect.getclosurevars(form.pair).nonlocals["overlap"]
-    samples, _ = worker.round([turns])
+    samples = worker.round([turns])
     worker.forget_tuning()
     assert worker._form(turns) is not form
     worker._groups.transport.close()
@@ -240,10 +240,10 @@ def _round(rank: int) -> list[str]:
         Variant(COMMUNICATION, "communication"),
         Variant("p2p", "blocking"),
     ]
-    samples, cpu = worker.round(order)
+    samples = worker.round(order)
     problems = [f"{s}" for s in samples if s.total <= 0 or s.cpu < 0 or s.blocked > s.total]
-    if samples[0].blocked or not samples[1].blocked or cpu < sum(s.cpu for s in samples):
-        problems.append(f"{samples}, {cpu}")
+    if samples[0].blocked or not samples[1].blocked:
+        problems.append(f"{samples}")
     worker._groups.transport.close()
     return problems
 

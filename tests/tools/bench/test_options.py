@@ -7,10 +7,8 @@ import argparse
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench import command, programme
+from commfuse_npu.tools.bench import programme
 from commfuse_npu.tools.bench.arguments import parser
-from commfuse_npu.tools.bench.progress import Progress
-from commfuse_npu.tools.bench.sweep import steps_of
 from commfuse_npu.tools.bench.variants import REFERENCE, applies_to, chosen, of_group
 
 
@@ -70,7 +68,6 @@ def test_options_replace_values_of_the_programme() -> None:
     sweeps = programme.with_options(programme.full(), _given("--ratios", "0.5"))
     assert all(sweep.ratios == (0.5,) for sweep in sweeps)
     assert {sweep.ranks for sweep in sweeps} == {2, 4, 8}
-    assert all(steps_of(sweep) > 0 for sweep in sweeps)
 
 
 @pytest.mark.parametrize(
@@ -94,67 +91,3 @@ def test_values_out_of_range_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["bench", *words])
     assert left.value.code == 2
-
-
-class _Terminal:
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-def test_progress_counts_up_and_never_beyond() -> None:
-    terminal = _Terminal()
-    progress = Progress(2, stream=terminal)
-    progress.say("working")
-    for _ in range(3):
-        progress.step()
-    progress.close()
-    assert "[............" in terminal.text
-    assert "2/2" in terminal.text
-    assert "3/2" not in terminal.text
-    assert terminal.text.endswith("\n")
-
-
-def test_progress_is_late_when_time_runs_ahead_of_the_steps(monkeypatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    progress = Progress(10, 100, _Terminal())
-    now[0] += 19
-    assert not progress.late()
-    now[0] += 2
-    assert progress.late()
-    progress.step(5)
-    assert not progress.late()
-
-
-def test_no_more_is_foretold_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    terminal = _Terminal()
-    progress = Progress(1000, 150, terminal)
-    now[0] += 30
-    progress.step()
-    assert terminal.text.split("left ")[-1].startswith("2:00 at most")
-    assert not progress.over()
-    now[0] += 121
-    progress.step()
-    assert terminal.text.split("left ")[-1].startswith("0:00 at most")
-    assert progress.over()
-
-
-def test_what_the_limit_leaves_no_time_for_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "_QUICK_SECONDS", -1.0)
-    assert cli.main(["bench", "--quick", "--works", "mlp", "--ranks", "2,4"]) == 0
-    text = capsys.readouterr().out
-    for ranks in (2, 4):
-        assert f"not measured, the time was up: mlp, {ranks} ranks, fp32, real GEMMs" in text

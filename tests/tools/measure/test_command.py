@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.bench.processes import RanksError
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure import command, folder
 from commfuse_npu.tools.measure.forms import Launches
 from commfuse_npu.tools.measure.layer import layer_times
 from commfuse_npu.tools.measure.steps import STEPS, Ask, Scale, Step
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
 from commfuse_npu.tools.simulate.hardware import Hardware
 from tests.limits import PATIENT

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.bench.processes import Ranks, RanksError
 from commfuse_npu.tools.measure import worker
 from commfuse_npu.tools.measure.worker import Exchange, Worker
+from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import PATIENT
 
 

@@ -7,7 +7,6 @@ when its parent dies (Linux).
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import shutil
@@ -22,10 +21,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ranks", "RanksError", "die_with_parent"]
+from commfuse_npu.runtime.child_process import die_with_parent
+
+__all__ = ["Ranks", "RanksError"]
 
 _START_SECONDS = 180.0
-_PR_SET_PDEATHSIG = 1
 _BACKENDS = {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}
 _context = multiprocessing.get_context("spawn")
 
@@ -147,15 +147,6 @@ class Ranks:
             pipe.close()
         self._processes, self._pipes = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent is gone (Linux)."""
-    if sys.platform.startswith("linux"):
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died in between
 
 
 def _serve(pipe: Connection, start: dict[str, Any]) -> None:
