@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware, described
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.simulate.described import described
-from commfuse_npu.tools.simulate.hardware import Hardware
-from commfuse_npu.tools.simulate.machine import Machine
 
 __all__ = ["described_machine"]
 

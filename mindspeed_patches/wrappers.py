@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 
+from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
@@ -42,7 +43,6 @@ from commfuse_npu.reference import (
     plain_linear_all_reduce,
     plain_linear_reduce_scatter,
 )
-from commfuse_npu.tools.simulate.cover import covering_outputs
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.lanes import OverLanes
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names

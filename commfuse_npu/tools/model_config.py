@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from commfuse_npu.config_file import ConfigError, read_config
 from commfuse_npu.plan import block_rows
-from commfuse_npu.tools.config_file import ConfigError, read_config
 
 __all__ = ["ModelConfig", "OptionParser", "given_options"]
 

@@ -28,12 +28,11 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple, get_args
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import Machine, covering_outputs
 from commfuse_npu.plan import least_rows, usual_chunks
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.cover import covering_outputs
-from commfuse_npu.tools.simulate.hardware import Hardware
-from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Shared, Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from commfuse_npu.hardware import machine
 from commfuse_npu.tools.bench.results import Result
 from commfuse_npu.tools.bench.shapes import COLLECTIVES, ITEM_BYTES, LAYERS, MICROBATCHES
 from commfuse_npu.tools.bench.sleeping import modelled_seconds
 from commfuse_npu.tools.bench.stored import load
 from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.simulate import llama, machine, turns
+from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import Attended, LayerShape
 from commfuse_npu.tools.simulate.rank import Rank

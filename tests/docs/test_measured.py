@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.tools.bench.results import Result, fastest
 from commfuse_npu.tools.bench.stored import load
 from commfuse_npu.tools.bench.summary import summary
 from commfuse_npu.tools.bench.variants import REFERENCE, is_ours
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.cover import covering_outputs
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING

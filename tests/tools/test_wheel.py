@@ -28,7 +28,7 @@ def test_the_wheel_plans_without_torch(tmp_path: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(installed)!r}); sys.modules['torch'] = None\n"
         "from commfuse_npu.tools import cli\n"
-        "from commfuse_npu.tools.config_file import find_config\n"
+        "from commfuse_npu.config_file import find_config\n"
         "config = str(find_config('llama3_8b'))\n"
         "assert cli.main(['doctor', '--config', config]) in (0, 1)\n"
         "assert cli.main(['plan', '--model', 'llama3_8b', '--npus', '8', '--tp', '4']) == 0\n"

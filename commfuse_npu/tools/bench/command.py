@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from commfuse_npu.config_file import find_config
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.bench import plot, programme, stored
 from commfuse_npu.tools.bench.arguments import parser
@@ -24,7 +25,6 @@ from commfuse_npu.tools.bench.results import Result
 from commfuse_npu.tools.bench.standing import verdict
 from commfuse_npu.tools.bench.sweep import Conditions, Group
 from commfuse_npu.tools.bench.variants import chosen
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import refuse
 from commfuse_npu.tools.outputs import Output, write_outputs

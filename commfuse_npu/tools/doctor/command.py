@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commfuse_npu.tools.config_file import ConfigError, find_config
+from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.launch import read_launch
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.report import diagnose

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from commfuse_npu.config_file import ConfigError
 from commfuse_npu.plan import least_rows
-from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.judgement import Refused
 from commfuse_npu.tools.doctor.launch import ASSUMED_VOCABULARY, Launch

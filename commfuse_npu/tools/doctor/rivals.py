@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware, described
+from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.simulate.cover import covering_outputs
-from commfuse_npu.tools.simulate.described import described
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, training
 from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS, Variant, fused, variants

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commfuse_npu.config_file import ConfigError, find_config
+from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.runtime.whole_file import whole_file
-from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.facts import machine_facts
@@ -29,8 +30,6 @@ from commfuse_npu.tools.measure.trainings import train, trained
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
 from commfuse_npu.tools.ranks import Ranks, RanksError
-from commfuse_npu.tools.simulate.described import described
-from commfuse_npu.tools.simulate.hardware import Hardware
 
 __all__ = ["main"]
 

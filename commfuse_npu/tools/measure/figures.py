@@ -33,8 +33,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from commfuse_npu.tools.config_file import find_config, read_config
-from commfuse_npu.tools.simulate.machine import TILE
+from commfuse_npu.config_file import find_config, read_config
+from commfuse_npu.hardware.machine import TILE
 
 __all__ = ["Measured", "Peaks", "Range", "description", "figures", "quartiles"]
 

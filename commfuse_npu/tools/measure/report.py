@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.trainings import WARM_UP, Training
-from commfuse_npu.tools.simulate.hardware import Figure, Hardware
 
 __all__ = ["as_markdown", "compared", "launch_table", "verdict"]
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commfuse_npu.config_file import ConfigError, find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import Place, PlanError, Program, Schedule, rules
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.launch import read_launch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
@@ -19,7 +20,6 @@ from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.plan.folder import plan_folder
 from commfuse_npu.tools.plan.launch import plan_launch
 from commfuse_npu.tools.report.drawing import draw
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, options, report

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from commfuse_npu.config_file import ConfigError
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.markdown import table_row

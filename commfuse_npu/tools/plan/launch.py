@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.rivals import (
@@ -13,7 +14,6 @@ from commfuse_npu.tools.doctor.rivals import (
     not_simulated,
 )
 from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS
 
 __all__ = ["Form", "LaunchPlan", "plan_launch"]

@@ -15,5 +15,4 @@ the top down::
     rank                  plain collectives and compiled programs as launches
     engine                discrete events
     launches, links       operations and messages; who shares which link
-    machine, hardware     what work costs; described machines with ranges and sources
 """

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from commfuse_npu.config_file import ConfigError, find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import refuse
 from commfuse_npu.tools.outputs import Output, write_outputs
@@ -18,7 +19,6 @@ from commfuse_npu.tools.report.charts import Row
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.arguments import parser
 from commfuse_npu.tools.simulate.chrome_trace import chrome_trace
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
 from commfuse_npu.tools.simulate.plot import pictures
 from commfuse_npu.tools.simulate.recommendation_report import launching

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import DATA_PARALLEL_LANES
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.rank import Rank, Width
 from commfuse_npu.tools.simulate.variants import Variant
 

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.tools.simulate.step import Shared, Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
 from commfuse_npu.tools.simulate.launches import Launches, fold
 from commfuse_npu.tools.simulate.links import Links
-from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant, direct
 

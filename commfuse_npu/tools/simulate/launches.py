@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.plan.program import Program
-from commfuse_npu.tools.simulate.machine import Machine
 
 __all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "Origin", "fold"]
 

@@ -10,7 +10,7 @@ k when this one does, so what enters this rank is what leaves it.
 
 from __future__ import annotations
 
-from commfuse_npu.tools.simulate.machine import Level, Machine
+from commfuse_npu.hardware.machine import Level, Machine
 
 __all__ = ["LinkId", "Links", "PlacementError"]
 

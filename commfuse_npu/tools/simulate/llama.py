@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.tools.simulate.linear import (
@@ -32,7 +33,6 @@ from commfuse_npu.tools.simulate.linear import (
     row_gradients,
     wgrad_seconds,
 )
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",

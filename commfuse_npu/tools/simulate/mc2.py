@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES
 
 __all__ = ["INNER", "RANKS", "Tiling", "tiling"]
 

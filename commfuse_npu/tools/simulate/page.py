@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.report.charts import Bar, Picture, Row, Table, bars, gantt
 from commfuse_npu.tools.report.page import Section, environment, write_page
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.lanes import lanes
 from commfuse_npu.tools.simulate.plot import pictures
 from commfuse_npu.tools.simulate.recommend import Recommendation

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan.program import (
     Add,
     Compute,
@@ -43,7 +44,6 @@ from commfuse_npu.plan.program import (
 )
 from commfuse_npu.plan.schedule import Place, Schedule
 from commfuse_npu.tools.simulate.launches import Key, Launches, Message, Origin
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
 __all__ = ["Ran", "Rank", "Width", "Work", "rest"]

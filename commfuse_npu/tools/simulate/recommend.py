@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from commfuse_npu.tools.config_file import ConfigError, config_names, find_config
+from commfuse_npu.config_file import ConfigError, config_names, find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.pipeline_parallel import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Shared, Step, Training

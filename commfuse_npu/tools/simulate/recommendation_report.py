@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, limit
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Candidate, Recommendation
 from commfuse_npu.tools.simulate.step import Training
 from commfuse_npu.tools.simulate.sweep import CORNERS

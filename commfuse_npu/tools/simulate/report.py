@@ -6,8 +6,8 @@ import math
 import resource
 from collections.abc import Callable, Sequence
 
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.markdown import percent, table_row
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.standing import Standing, seconds
 from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
 

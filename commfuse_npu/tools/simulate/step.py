@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.data_parallel import (
@@ -30,7 +31,6 @@ from commfuse_npu.tools.simulate.data_parallel import (
 )
 from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
 from commfuse_npu.tools.simulate.rank import Ran, Rank
 from commfuse_npu.tools.simulate.ulysses import Ulysses

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.config_file import ConfigError
+from commfuse_npu.hardware.description import Choice, Hardware
+from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.cover import covering_outputs
 from commfuse_npu.tools.simulate.data_parallel import DataParallel
 from commfuse_npu.tools.simulate.footprint import buffers, communicators
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.hardware import Choice, Hardware
 from commfuse_npu.tools.simulate.pipeline_parallel import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants

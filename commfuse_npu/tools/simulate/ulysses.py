@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import exchange
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, LayerShape, Queries
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.tools.simulate.rank import Rank, Width, Work
 
 __all__ = ["Ulysses"]

@@ -33,7 +33,7 @@
                        one after the other.  The input of a column-parallel layer is on its way
                        again before the weight gradient of the row-parallel one after it; where
                        GEMMs hide collectives anyhow its backward is in Megatron's order
-                       (:mod:`commfuse_npu.tools.simulate.cover`)
+                       (:mod:`commfuse_npu.hardware.machine`)
 ``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, or
                        collectives in Megatron's order, as ``--commfuse-tuning on`` looks for them
 ``commfuse-fb``        ``--commfuse-fb-overlap``: forward and backward of two micro-batches take

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.model_config import ModelConfig, given_options
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Candidate, Recommendation
 from commfuse_npu.tools.simulate.recommendation_report import launching, options
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.measure import command, folder
 from commfuse_npu.tools.measure.forms import Launches
 from commfuse_npu.tools.measure.layer import layer_times
@@ -24,7 +25,6 @@ from commfuse_npu.tools.measure.steps import STEPS, Ask, Scale, Step
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
-from commfuse_npu.tools.simulate.hardware import Hardware
 from tests.limits import PATIENT
 
 LIMIT = PATIENT.total_seconds()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.measure.figures import Peaks, figures
 from commfuse_npu.tools.measure.steps import STEPS
-from commfuse_npu.tools.simulate.hardware import Hardware
 
 TEXT = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text("utf-8")
 ROWS = re.findall(r"^\| (`\w+\.\w+`.*?) \| (.*) \|$", TEXT, re.MULTILINE)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.measure.figures import Peaks, description, figures, quartiles
-from commfuse_npu.tools.simulate.hardware import Hardware
-from commfuse_npu.tools.simulate.machine import Machine
 
 NOISE = 1.0, 1.25, 1.5
 LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.config_file import find_config
 from commfuse_npu.tools.measure.steps import STEPS, Scale, Times
 from commfuse_npu.tools.model_config import ModelConfig
 

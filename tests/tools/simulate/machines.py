@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from commfuse_npu.tools.simulate.machine import Level, LinkTopology, Machine
+from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
 
 IDEAL = Machine(
     npus_per_node=64,

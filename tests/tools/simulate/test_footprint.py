@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Recompute
 from commfuse_npu.tools.simulate.sweep import Layout, Options, training
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, direct, fused

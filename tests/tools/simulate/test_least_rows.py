@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.plan import least_rows, usual_chunks
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.cover import covering_outputs
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import Variant, direct, fused

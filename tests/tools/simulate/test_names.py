@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.lanes import lanes
 from commfuse_npu.tools.simulate.names import name
 from commfuse_npu.tools.simulate.step import Layout, Step

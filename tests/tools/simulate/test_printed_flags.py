@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor import read_launch
 from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import footprint
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.recommendation_report import options
 from commfuse_npu.tools.simulate.step import Layout

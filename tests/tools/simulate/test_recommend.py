@@ -14,14 +14,14 @@ from typing import ClassVar
 
 import pytest
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Figure, Hardware
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor import read_launch
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import footprint, limit
-from commfuse_npu.tools.simulate.hardware import Figure, Hardware
-from commfuse_npu.tools.simulate.machine import Machine
 from commfuse_npu.tools.simulate.recommend import (
     Candidate,
     Fixed,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commfuse_npu.config_file import ConfigError
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import in_flight_without
-from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import engine, group
 from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
-from commfuse_npu.tools.simulate.hardware import Hardware
 from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import (
     Add,
@@ -33,7 +34,6 @@ from commfuse_npu.plan.schedule import Place
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Launches
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import Variant, Wgrad

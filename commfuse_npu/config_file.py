@@ -21,7 +21,7 @@ except ImportError as error:
 
 __all__ = ["ConfigError", "config_names", "find_config", "read_config"]
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parent
 _FOLDERS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
 """Of a checkout; of an installed wheel, which carries them inside."""
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from commfuse_npu.tools.simulate.cover import covering_outputs
+from commfuse_npu.hardware.machine import Level, Machine, covering_outputs
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.linear import column, column_gradients
-from commfuse_npu.tools.simulate.machine import Level, Machine
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 from tests.tools.simulate.machines import IDEAL, ideal

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from commfuse_npu.tools.config_file import ConfigError, read_config
-from commfuse_npu.tools.simulate.machine import FusedKernel, Level, LinkTopology, Machine
+from commfuse_npu.config_file import ConfigError, read_config
+from commfuse_npu.hardware.machine import FusedKernel, Level, LinkTopology, Machine
 
-__all__ = ["Choice", "Figure", "Hardware"]
+__all__ = ["Choice", "Figure", "Hardware", "described"]
 
 Choice = Literal["favourable", "typical", "unfavourable"]
 
@@ -345,3 +345,17 @@ def _unknown(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> 
 
 
 assert set(get_args(LinkTopology)) == {name for names in _TOPOLOGIES.values() for name in names}
+
+
+def described(name: str) -> str | None:
+    """In ``configs/hardware``: for ``910B2`` (npu-smi) or ``Ascend910B2`` (torch_npu) a server.
+
+    ``Ascend910`` is what npu-smi calls a chip of an A3, ``Ascend910_9391`` and the like what
+    torch_npu does [read].  ``None``: nobody has described it.
+    """
+    kind = name.removeprefix("Ascend")
+    if kind.startswith("910B"):
+        return "ascend_910b_server"
+    if name == "Ascend910" or kind.startswith("910_93"):
+        return "ascend_910c_supernode"
+    return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.simulate.described import described
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import described
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from commfuse_npu.tools.config_file import ConfigError, find_config
-from commfuse_npu.tools.simulate.hardware import Hardware
+from commfuse_npu.config_file import ConfigError, find_config
+from commfuse_npu.hardware.description import Hardware
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "hardware"
+CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 
 

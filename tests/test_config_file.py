@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from commfuse_npu.tools.config_file import ConfigError, read_config
+from commfuse_npu.config_file import ConfigError, read_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.hardware import Hardware
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
