@@ -76,6 +76,7 @@ def take_turns_at_transfers(turns: Turns, groups: Groups) -> Iterator[None]:
             "a forward and a backward run side by side already; a pair cannot contain another one"
         )
     _install()
+    _refuse_fsdp()
     _turns, _groups = turns, groups
     try:
         yield
@@ -187,9 +188,6 @@ def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]
 @functools.cache
 def _install() -> None:
     """Wrap the functions, once; without a pair they do what they did."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
     for name, wait_hands_over in _WAIT_HANDS_OVER.items():
         if hasattr(c10d, name):
             _wrap(c10d, name, _collective, wait_hands_over)
@@ -216,15 +214,24 @@ def _install() -> None:
         "and backward of the last micro-batch by themselves after it",
         lambda model: model.require_backward_grad_sync,
     )
-    for owner, name in (FullyShardedDataParallel, "forward"), (FSDPState, "_root_pre_forward"):
-        _wrap(
-            owner,
-            name,
-            _refused,
-            "a fully sharded module in a pair: the backward would free or re-gather parameters "
-            "that the forward beside it uses; run its micro-batches one after the other",
-            lambda _: True,
-        )
+
+
+def _refuse_fsdp() -> None:
+    """Where it was imported by now; an import of its own makes gloo abort at the process's end."""
+    for module, owner, name in (
+        ("torch.distributed.fsdp", "FullyShardedDataParallel", "forward"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_root_pre_forward"),
+    ):
+        found = getattr(sys.modules.get(module), owner, None)
+        if found is not None and not hasattr(getattr(found, name), "__wrapped__"):
+            _wrap(
+                found,
+                name,
+                _refused,
+                "a fully sharded module in a pair: the backward would free or re-gather parameters "
+                "that the forward beside it uses; run its micro-batches one after the other",
+                lambda _: True,
+            )
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], *how: Any) -> None:
