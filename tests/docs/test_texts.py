@@ -146,7 +146,7 @@ def test_links_and_paths_lead_somewhere(file: Path) -> None:
     assert missing_paths(text) == []
 
 
-@pytest.mark.parametrize("page", ["options.md", "commfuse_zh.md"])
+@pytest.mark.parametrize("page", ["options.md", "options_zh.md"])
 def test_every_option_of_the_launch_is_explained(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert missing_options(text) == []
