@@ -1,4 +1,4 @@
-"""A program of one's own on the transport: its order is proved, its times are drawn.
+"""A program of one's own on the transport: its order is proved.
 
 pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/own_program.py
@@ -21,20 +21,12 @@ from commfuse_npu.plan import Schedule, rules
 from commfuse_npu.runtime.order_log import OrderLog
 
 # end
-# cut: trace
-from commfuse_npu.runtime.trace import Trace
-from commfuse_npu.tools.trace_file import write
-
-# end
 dist.init_process_group("gloo")  # "hccl" on NPUs
 tensor_parallel_group = dist.group.WORLD
 
 # cut: order log
 order_log = OrderLog(Path("orders"), dist.get_rank(), dist.get_world_size())
 transport = Transport.create(tensor_parallel_group, order_log=order_log)
-# end
-# cut: trace
-transport.trace = Trace()  # from here on
 # end
 
 rows, columns = 4, 8
@@ -54,14 +46,11 @@ program = rules.gather_use(transport.place(Schedule()), rows, columns, False)
 running = transport.begin(program, "my_operation", like=shard)
 running.run({"use": use}, shard=shard)
 # end
-# cut: trace
-write(transport, Path("trace.json"))  # on all ranks together
-# end
 whole = [torch.empty_like(shard) for _ in range(transport.size)]
 dist.all_gather(whole, shard)
 if transport.rank == 0:
     same = torch.equal(product, torch.cat(whole) @ matrix)
-    print(f"the product of an all-gather: {same}; trace.json, commfuse-npu verify --log orders")
+    print(f"the product of an all-gather: {same}; commfuse-npu verify --log orders")
 dist.barrier()  # nobody leaves while another still talks
 transport.close()
 order_log.close()

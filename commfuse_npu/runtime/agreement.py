@@ -16,15 +16,12 @@ from functools import cache
 from itertools import count
 from typing import Any, Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.ledger import Ledger, Signature, mismatch
 from commfuse_npu.runtime.order_log import TransportLog
 from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
-from commfuse_npu.runtime.trace import clock
 
 __all__ = ["Agreement", "Check", "MismatchError", "TransportError", "of_every_rank"]
 
@@ -291,41 +288,6 @@ class Agreement:
                     "alike on all ranks"
                 )
                 raise self.error(MismatchError)
-
-    def clock_behind(self, pings: int) -> int:
-        """By how many ns the clock of rank 0 is ahead of this rank's, negative if behind.
-
-        A collective of the group.  Every other rank in turn asks rank 0 for its time; the answer
-        that came fastest is taken to be of the middle between question and answer.
-
-        Raises:
-            TransportError: a rank did not answer in time, or the transport is broken.
-        """
-        if self._broken is not None:
-            raise self.error()
-        if self.order_log is not None:
-            self.order_log.meet("comparing clocks")
-        device, _ = device_backend(dist.get_backend(self._control))
-        token = torch.zeros(1, dtype=torch.int64, device=device)
-        fastest: tuple[int, int] | None = None
-        try:
-            for rank in range(1, self.size):
-                for _ in range(pings):
-                    if self.rank == rank:
-                        asked = clock()
-                        dist.send(token, self.ranks[0], self._control)
-                        dist.recv(token, self.ranks[0], self._control)
-                        there, answered = int(token.item()), clock()
-                        took, middle = answered - asked, (asked + answered) // 2
-                        fastest = min(fastest or (took, 0), (took, there - middle))
-                    elif self.rank == 0:
-                        dist.recv(token, self.ranks[rank], self._control)
-                        token.fill_(clock())
-                        dist.send(token, self.ranks[rank], self._control)
-        except RuntimeError as error:
-            self.fail(f"comparing clocks: {error}")
-            raise self.error() from error
-        return 0 if fastest is None else fastest[1]
 
     def fail(self, why: str, *left_over: object) -> None:
         """Break the transport: no later operation can be matched with the other ranks' any more."""

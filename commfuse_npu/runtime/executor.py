@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.kernels import Kernels, kernels_for
 from commfuse_npu.plan.program import (
@@ -40,7 +41,6 @@ from commfuse_npu.plan.program import (
 )
 from commfuse_npu.runtime.scratch import Arena, view_of
 from commfuse_npu.runtime.second_stream import SecondStream
-from commfuse_npu.runtime.trace import Event, Linear, Trace, clock
 
 if TYPE_CHECKING:
     from commfuse_npu.runtime.order_log import OperationLog
@@ -128,8 +128,7 @@ class Running:
         self._events: dict[int, Any] = {}
         # By identity of what is waited for: a batch is one thing, sent and received.
         self._waited: set[tuple[int, bool]] = set()
-        self._linear: Linear | None = None
-        # By step: [works, time, tensors...] until they are waited for, then [()]; a batch in both.
+        # By step: [works, tensors...] until they are waited for, then [()]; a batch in both.
         self._receives: dict[int, list[Any]] = {}
         self._sends: dict[int, list[Any]] = {}
         self._take_scratch(late=False)
@@ -147,6 +146,8 @@ class Running:
         **tensors: torch.Tensor,
     ) -> None:
         """Go on from where it is to the program's end, or to its mark if it is run ``ahead``.
+
+        In ``torch.profiler`` a range with the operation's name.
 
         Args:
             works: the operation's part, by name; ``gemm`` is the device's own if it is not there.
@@ -169,7 +170,8 @@ class Running:
             self._failed(error)
             raise
         try:
-            self._go_on(works, self.program.mark if ahead else len(self.program.code))
+            with _RecordFunctionFast(f"CommFuse: {self.name}"):
+                self._go_on(works, self.program.mark if ahead else len(self.program.code))
         except BaseException as error:
             post = self.program.code[self._at] if self._at < len(self.program.code) else None
             if isinstance(post, Post) and isinstance(error, RuntimeError):
@@ -225,7 +227,7 @@ class Running:
 
     def _go_on(self, works: Mapping[str, Work], end: int) -> None:
         transport, views, log = self._transport, self._views, self._log
-        ranks, lanes, trace = transport.ranks, transport.lane_groups, transport.trace
+        ranks, lanes = transport.ranks, transport.lane_groups
         batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
         code, sends, receives = _flat(self.program), self._sends, self._receives
         for at in range(self._at, end):
@@ -243,37 +245,33 @@ class Running:
                         operation(irecv, into, ranks[source], group),
                     ]
                 )
-                began = 0 if trace is None else clock()
-                sends[step] = receives[step] = [posted, began, out, into]
+                sends[step] = receives[step] = [posted, out, into]
             elif kind == _SEND:
                 _, step, lane, target, sent = one
                 tag = (self._tag + step) & 0x7FFFFFFF
                 work = isend(views[sent], ranks[target], lanes[lane], tag)
-                sends[step] = [[work], 0 if trace is None else clock(), views[sent]]
+                sends[step] = [[work], views[sent]]
             elif kind == _RECEIVE:
                 _, step, lane, source, got = one
                 tag = (self._tag + step) & 0x7FFFFFFF
                 work = irecv(views[got], ranks[source], lanes[lane], tag)
-                receives[step] = [[work], 0 if trace is None else clock(), views[got]]
+                receives[step] = [[work], views[got]]
             elif kind == _COMPUTE:
-                began = 0 if trace is None else clock()
                 if one[3] is None:
                     works[one[1]](*[views[span] for span in one[2]])
                 else:
                     works[one[1]](*[views[span] for span in one[2]], one[3])
-                if trace is not None:
-                    self._worked(trace, began, at)
             elif kind < _RECORD:
                 if one[1] and self._second is not None:
-                    self._second.do(self._light, one, at)
+                    self._second.do(self._light, one)
                 else:
-                    self._light(one, at)
+                    self._light(one)
             elif kind != _MARK and self._second is not None:
                 self._meet(one, self._second)
         self._at = max(self._at, end)
 
-    def _light(self, one: tuple[Any, ...], at: int) -> None:
-        """What may be aside, and then be called later: ``at`` is its place in the program."""
+    def _light(self, one: tuple[Any, ...]) -> None:
+        """What may be aside, and then be called later."""
         kind, _, *rest = one
         if kind == _WAIT:
             receives, sends = rest
@@ -282,8 +280,7 @@ class Running:
             if sends:
                 self._wait(sends, self._sends, "sending")
             return
-        trace, views = self._transport.trace, self._views
-        began = 0 if trace is None else clock()
+        views = self._views
         if kind == _ADD:
             out, terms = rest
             parts = [(views[span], parts) for span, parts in terms]
@@ -291,8 +288,6 @@ class Running:
         else:
             out, source = rest
             _copy(views[out], views[source])
-        if trace is not None:
-            self._worked(trace, began, at)
 
     def _meet(self, one: tuple[Any, ...], second: SecondStream) -> None:
         """Where one stream waits for the other."""
@@ -311,18 +306,15 @@ class Running:
         """
         transport, step = self._transport, -1
         aside = self._second is not None and self._second.entered
-        trace, timeout = transport.trace, None if transport.batched else transport.timeout
+        timeout = None if transport.batched else transport.timeout
         start = time.perf_counter()
         try:
             for step in steps:
                 one = posted[step]
                 if len(one) == 1 or (self._waited and (id(one), aside) in self._waited):
                     continue
-                began = 0 if trace is None else clock()
                 for work in one[0]:
                     work.wait() if timeout is None else work.wait(timeout)
-                if trace is not None:
-                    self._traced(step, one, began, sending=way == "sending")
                 if self._second is not None:
                     self._waited.add((id(one), aside))
                 else:
@@ -361,9 +353,6 @@ class Running:
                 )
             if self._transport.lane_streams is not None:
                 self.transferred[tensor.untyped_storage().data_ptr()] = tensor
-        trace = self._transport.trace
-        if trace is not None and tensor.data_ptr() in trace.linears:
-            self._linear = trace.linears[tensor.data_ptr()]
         for number in self.program.spans_of.get(buffer, ()):
             self._views[number] = view_of(tensor, self.program.spans[number])
 
@@ -404,28 +393,6 @@ class Running:
                     f"{len(self.program.transfers) - 1}, lane {one.lane}"
                 )
         return f"{self.name}: {' and '.join(parts)}"
-
-    def _worked(self, trace: Trace, began: int, at: int) -> None:
-        """Trace the instruction at a place of the program."""
-        origin = self.program, at
-        event = Event("compute", self.name, began, clock(), origin, 0, self._linear)
-        trace.add(event)
-
-    def _traced(self, step: int, one: list[Any], began: int, *, sending: bool) -> None:
-        trace, ended = self._transport.trace, clock()
-        assert trace is not None
-
-        def event(row: str, piece: str, start: int, size: int = 0) -> Event:
-            about = self.program, piece
-            return Event(row, self.name, start, ended, about, size, self._linear)
-
-        sent, received = self.program.transfers[step]
-        ways = [(sent, f"link to rank {sent.target}")] if sending or self.program.batched else []
-        if not sending or self.program.batched:
-            ways.append((received, f"from rank {received.source}"))
-        for (transfer, row), tensor in zip(ways, one[2:], strict=True):
-            trace.add_in_order(event(row, transfer.piece, one[1], tensor.nbytes))
-        trace.add(event("waiting", ways[-1][0].piece, began))
 
 
 def _no_work(*_: object) -> None: ...

@@ -36,7 +36,6 @@ from commfuse_npu.runtime.lane_streams import LaneStreams
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.runtime.second_stream import SecondStream, second_stream
-from commfuse_npu.runtime.trace import Trace
 
 __all__ = ["Transport", "post_swap"]
 
@@ -114,7 +113,6 @@ class Transport(Agreement):
             stream, not the host, so there this counts next to nothing; profile the device instead.
         operations: how many programs were begun.
         remembered: what higher rooms keep per group of ranks; nothing here uses it.
-        trace: where to write down what happens; ``None`` for nowhere.
         second_stream: the one beside the current stream of a device, if there are two.
         lane_streams: where what was transferred is erased from; ``None`` for nowhere.
     """
@@ -136,7 +134,6 @@ class Transport(Agreement):
         self.blocked_seconds = 0.0
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
-        self.trace: Trace | None = None
         self.lane_streams: LaneStreams | None = None
         # A group whose device is made up brings the streams of it (tests.one_device).
         self.second_stream: Callable[[torch.device], SecondStream | None] = getattr(

@@ -127,3 +127,14 @@ def every(rank: int, function: Any, batched: bool, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_the_collective(ranks, size: int, function: Any, batched: bool) -> None:
     ranks(size).run(every, function, batched, size)
+
+
+def profiled(rank: int) -> list[str]:
+    link = transport(False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gather_and_use(link, data(rank, ROWS, torch.float32), lambda *_: None, Schedule())
+    return [event.name for event in profile.events() if event.name.startswith("CommFuse")]
+
+
+def test_the_profiler_shows_an_operation_by_its_name(ranks: Any) -> None:
+    assert ranks(2).run(profiled) == [["CommFuse: gather_and_use"]] * 2

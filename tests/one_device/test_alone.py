@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Add, Compute, Copy
-from commfuse_npu.runtime.trace import Trace
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.one_device.backend import register
@@ -43,25 +41,6 @@ def test_it_has_the_bits_of_all_ranks(
     ranks: Any, size: int, schedule: Schedule, batched: bool
 ) -> None:
     ranks(size).run(alone, schedule, batched)
-
-
-def traced(rank: int) -> None:
-    device, link = register(), Transport.create(timeout=PATIENT, batched=True)
-    options = LinearOptions(Schedule(chunks=3))
-    with device.recording() as recording:
-        layers(link, options, fused=True)
-    link.trace = Trace()
-    with device.replaying(recording, checked=False):
-        layers(link, options, fused=True)
-    worked = [event.origin for event in link.trace.events if event.row == "compute"]
-    found = [program.code[at] for program, at in worked if isinstance(at, int)]
-    assert len(found) == len(worked)
-    assert all(isinstance(one, (Compute, Add, Copy)) for one in found)
-    assert any(isinstance(one, Add) and one.aside for one in found)
-
-
-def test_what_is_aside_is_traced_as_what_it_is(ranks: Any) -> None:
-    ranks(2).run(traced)
 
 
 def what_is_refused(rank: int) -> list[str]:
