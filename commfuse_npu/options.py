@@ -8,6 +8,7 @@ early, when options that it does not know arrive as plain strings, and then for 
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "option_name",
     "schedule_for",
     "typed_options",
+    "unknown_option",
     "value_of",
     "whole",
 ]
@@ -269,3 +271,15 @@ def schedule_for(
         node_size=min(local, size) if shape == "two_level" else None,
     )
     return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))
+
+
+def unknown_option(words: Sequence[str]) -> str:
+    """What looks like an option of ours and is none, with the one meant; empty without any."""
+    known = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
+    known += [f"--no-{name.removeprefix('--')}" for name in known]
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith(("--commfuse", "--use-commfuse", "--no-commfuse")) and name not in known:
+            (near,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            return f"unknown: {name}; did you mean {near}?"
+    return ""

@@ -9,13 +9,12 @@ is ``torchrun ... pretrain_gpt.py ...`` with :func:`mindspeed_patches.install` c
 
 from __future__ import annotations
 
-import difflib
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from commfuse_npu.options import FB_OVERLAP_OPTIONS, OPTIONS, option_name
+from commfuse_npu.options import unknown_option
 from mindspeed_patches.registration import install
 
 __all__ = ["main"]
@@ -39,7 +38,9 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
             f"mindspeed_patches.launch: there is no script {script} in {os.getcwd()}; run it from "
             "MindSpeed-LLM's folder or give the script's path"
         )
-    _check_names(command[1:])
+    # Megatron would refuse it as well, after it has listed all of its own.
+    if why := unknown_option(command[1:]):
+        raise SystemExit(f"mindspeed_patches.launch: {why}")
     # As if the script had been started itself.
     sys.argv = command
     folder = os.path.dirname(os.path.abspath(script))
@@ -49,20 +50,6 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
         sys.path[0] = folder
     prepare()
     runpy.run_path(script, run_name="__main__")
-
-
-def _check_names(words: Sequence[str]) -> None:
-    """Refuse an option that looks like ours and is none, with the one that was meant.
-
-    Megatron would refuse it as well, after it has listed all of its own.
-    """
-    known = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
-    known += [f"--no-{name.removeprefix('--')}" for name in known]
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith(("--commfuse", "--use-commfuse", "--no-commfuse")) and name not in known:
-            (near,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise SystemExit(f"mindspeed_patches.launch: unknown: {name}; did you mean {near}?")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from commfuse_npu.runtime.child_process import die_with_parent
 __all__ = ["Ranks", "RanksError"]
 
 _START_SECONDS = 180.0
+_END_SECONDS = 5.0
 _BACKENDS = {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}
 _context = multiprocessing.get_context("spawn")
 
@@ -131,11 +132,22 @@ class Ranks:
                 try:
                     worked, value = pipe.recv()
                 except (EOFError, ConnectionResetError) as error:
-                    raise RanksError(f"rank {rank} of {self.size} died in {method}") from error
+                    raise RanksError(
+                        f"rank {rank} of {self.size} died in {method}, {self._how(rank)}"
+                    ) from error
                 if not worked:
                     raise RanksError(f"rank {rank} of {self.size} failed in {method}:\n{value}")
                 answers[rank] = value
         return [answers[rank] for rank in range(self.size)]
+
+    def _how(self, rank: int) -> str:
+        """How the process of a rank ended."""
+        process = self._processes[rank]
+        process.join(_END_SECONDS)
+        code = process.exitcode
+        if code is None:
+            return "still ending"
+        return f"exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
     def close(self) -> None:
         """End these processes, and only these."""

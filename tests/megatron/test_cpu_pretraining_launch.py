@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_ends_the_launch_and_the_training_goes_on(tmp_path
         os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
         killed = ended(process)
     assert killed.code == 1
-    assert "error: rank 1 of 2 died in train" in killed.out
+    assert "error: rank 1 of 2 died in train, by SIGKILL" in killed.out
     with start(tmp_path, *options, "--name", "killed", "--resume") as process:
         resumed = ended(process)
     assert "resuming from" in resumed.out

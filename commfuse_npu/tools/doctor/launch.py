@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from commfuse_npu.options import schedule_for
+from commfuse_npu.options import schedule_for, unknown_option
 from commfuse_npu.plan import Schedule, usual_chunks
 from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch, min_rows
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.read import checkout_of, is_script, script_folder
 from commfuse_npu.tools.launch_script.read import read_launch as read_script
@@ -90,7 +91,7 @@ def read_launch(
 
     Raises:
         ConfigError: they cannot be read.
-        UsageError: the launch script starts no training.
+        UsageError: the launch script starts no training, or an option looks like ours and is none.
     """
     if config is None and not words:
         return None
@@ -108,6 +109,8 @@ def read_launch(
         sizes = {"--nnodes": read.nodes, "--nproc_per_node": read.per_node}
         given = [word for name, size in sizes.items() if size for word in (name, str(size))]
         words = [*given, *read.options.words]
+    if why := unknown_option(words):
+        raise UsageError(f"the launch is refused: {why}")
     if config is not None:
         made = ModelConfig.load(config, words)
         words = [*made.arguments(), *_LAUNCHER_OPTIONS, *made.commfuse_options, *words]

@@ -97,3 +97,15 @@ def test_another_machine_has_other_times(plan: Plan) -> None:
     other = plan(f"{TP} {MANY}", "--hardware", "ascend_910c_supernode")
     assert server["hardware"] != other["hardware"]
     assert by_flags(server)["--use-commfuse"]["share"] != by_flags(other)["--use-commfuse"]["share"]
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_an_option_that_the_launch_refuses_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text(script(f"{TP} {MANY} --use-commfuse --commfuse-chunk 2", 8), "utf-8")
+    words = [str(path)] if command == "plan" else ["--", "bash", str(path)]
+    assert cli.main([command, *words]) == 2
+    said = "the launch is refused: unknown: --commfuse-chunk; did you mean --commfuse-chunks?"
+    assert said in capsys.readouterr().err
