@@ -22,7 +22,7 @@ from commfuse_npu.tools.simulate.chrome_trace import chrome_trace
 from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
 from commfuse_npu.tools.simulate.plot import pictures
 from commfuse_npu.tools.simulate.recommendation_report import launching
-from commfuse_npu.tools.simulate.report import heading, scale, table
+from commfuse_npu.tools.simulate.report import heading, table
 from commfuse_npu.tools.simulate.standing import of as standing_of
 from commfuse_npu.tools.simulate.standing import verdict
 from commfuse_npu.tools.simulate.step import Layout, Step
@@ -93,7 +93,7 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         names = standing.shown(list(known), everything)
         for point in points:
             print("\n" + table(point, standing, names), flush=True)
-    print("\n" + scale(points))
+    print()
     what = training(model, first, sequences[0], options)
     step = Step(hardware.machine(), what)
     launches = {
@@ -188,7 +188,6 @@ def _as_json(model: str, hardware: Hardware, points: list[Point]) -> dict[str, A
                 "npus": point.npus,
                 "micro_batches": point.micro_batches,
                 "ratio": point.ratio._asdict(),
-                "simulated_in": point.simulated_in,
                 "variants": [outcome.as_json() for outcome in point.outcomes],
             }
             for point in points

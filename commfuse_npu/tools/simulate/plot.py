@@ -5,8 +5,7 @@ Ideal bounds are in them, and named so; what is far off the rest is left out, wi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from commfuse_npu.tools.report.charts import Bar, Line, Parts, Picture, bars, lines, parts
 from commfuse_npu.tools.simulate.report import ranged, rows_of
@@ -28,7 +27,6 @@ def pictures(points: Sequence[Point], standing: Standing, names: Sequence[str]) 
         return [_bars(points[0], standing, names), _parts(points[0], standing, names)]
     return [
         _lines(points, standing, names),
-        _removed(points, standing, names),
         _parts(points[-1], standing, names),
     ]
 
@@ -83,37 +81,9 @@ def _parts(point: Point, standing: Standing, names: Sequence[str]) -> Picture:
 
 
 def _lines(points: Sequence[Point], standing: Standing, names: Sequence[str]) -> Picture:
+    """A line for each variant over what varies; those that are far off are named instead."""
     base = standing.today or REFERENCE.name
     reference = "Megatron's order" if standing.today else base
-
-    def relative(point: Point, name: str) -> float:
-        return outcome(point, name).step.typical / outcome(point, base).step.typical
-
-    title = f"Time of a step, {reference} = 1, lower is better"
-    line = (reference, 1.0)
-    compared = [name for name in names if name != standing.today]
-    return _over(points, standing, compared, title, relative, lambda value: value <= _FAR, line)
-
-
-def _removed(points: Sequence[Point], standing: Standing, names: Sequence[str]) -> Picture:
-    def removed(point: Point, name: str) -> float:
-        return 100 * outcome(point, name).removed.typical
-
-    title = f"Overhead of transfers removed, % of {REFERENCE.name}, higher is better"
-    others = [name for name in names if name != REFERENCE.name]
-    return _over(points, standing, others, title, removed, lambda value: value >= -50, None)
-
-
-def _over(
-    points: Sequence[Point],
-    standing: Standing,
-    names: Sequence[str],
-    title: str,
-    figure: Callable[[Point, str], float],
-    near: Callable[[float], bool],
-    line: tuple[str, float] | None,
-) -> Picture:
-    """A line for each variant over what varies; those that are far off are named instead."""
     npus = len({point.npus for point in points}) > 1
     lengths = len({point.sequence for point in points}) > 1
     axis = "NPUs" if npus and not lengths else "tokens of a sequence"
@@ -126,15 +96,19 @@ def _over(
         return str(point.npus) if npus else _k(point.sequence)
 
     shown, far = [], []
-    for name in names:
-        found = [(at(point), figure(point, name)) for point in points]
-        kept = tuple((x, value) for x, value in found if not math.isnan(value) and near(value))
+    for name in (name for name in names if name != standing.today):
+        found = [
+            (at(point), outcome(point, name).step.typical / outcome(point, base).step.typical)
+            for point in points
+        ]
+        kept = tuple((x, value) for x, value in found if value <= _FAR)
         if len(kept) < len(found):
             far.append(name if not kept else f"{name} in part")
         if kept:
             shown.append(Line(_named(name, standing), kept, standing.roles[name] == "ours"))
-    note = f"Far off or undefined, not drawn: {', '.join(far)}." if far else ""
-    return lines(title, axis, shown, line=line, note=note)
+    note = f"Far off, not drawn: {', '.join(far)}." if far else ""
+    title = f"Time of a step, {reference} = 1, lower is better"
+    return lines(title, axis, shown, line=(reference, 1.0), note=note)
 
 
 def _k(length: int) -> str:

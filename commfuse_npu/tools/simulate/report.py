@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Callable, Sequence
 
 from commfuse_npu.hardware.description import Hardware
@@ -11,11 +10,11 @@ from commfuse_npu.tools.markdown import percent, table_row
 from commfuse_npu.tools.simulate.standing import Standing, seconds
 from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
 
-__all__ = ["COLUMNS", "cells", "heading", "headline", "ranged", "ratio", "rows_of", "scale",
+__all__ = ["COLUMNS", "cells", "heading", "headline", "ranged", "ratio", "rows_of",
            "table"]  # fmt: skip
 
 COLUMNS = (
-    *("variant", "step", "shorter", "exposed", "overhead removed", "waiting removed", "MFU"),
+    *("variant", "step", "shorter", "exposed", "overhead removed", "MFU"),
     *("tokens/s/NPU", "buffers", "lanes"),
 )
 
@@ -52,7 +51,6 @@ def cells(point: Point, standing: Standing, names: Sequence[str]) -> list[tuple[
                 ranged(one.shorter, percent),
                 ranged(one.exposed, seconds),
                 ranged(one.removed, percent),
-                ranged(one.waiting_removed, percent),
                 ranged(one.mfu, percent),
                 ranged(one.tokens, "{:.0f}".format),
                 f"{one.buffers / 2**20:.0f} MiB",
@@ -81,14 +79,6 @@ def table(point: Point, standing: Standing, names: Sequence[str]) -> str:
     if left:
         lines += ["", f"{left} more variants were simulated; --all shows them."]
     return "\n".join(lines)
-
-
-def scale(points: Sequence[Point]) -> str:
-    """What simulating cost, point by point, and the memory of the process."""
-    lines = ["| NPUs | sequence | simulated in |", "|---|---|---|"]
-    lines += [f"| {p.npus} | {p.sequence} | {p.simulated_in:.2f} s |" for p in points]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return "\n".join([*lines, "", f"Peak memory of the simulator: {memory:.0f} MiB."])
 
 
 def ranged(value: Range, show: Callable[[float], str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -63,8 +62,6 @@ class Outcome:
         exposed: seconds of a step that there would not be if no transfer took time.
         removed: share of what the transfers inside layers (tensor and context parallelism) add to
             ``plain-mesh`` that is gone; negative if there is more of it.
-        waiting_removed: share of the time in which its compute engine waits that is gone.  This
-            leaves out what splitting costs the GEMMs.
         mfu: model FLOP per second as a share of the peak.
         tokens: per second and NPU.
         buffers, communicators: bytes of tensors, and of what lanes allocate.
@@ -76,7 +73,6 @@ class Outcome:
     layer: Range
     exposed: Range
     removed: Range
-    waiting_removed: Range
     mfu: Range
     tokens: Range
     buffers: float
@@ -99,7 +95,6 @@ class Point:
 
     Attributes:
         ratio: communication / computation of a layer's tensor-parallel part, plain.
-        simulated_in: seconds that it took to simulate all of it.
     """
 
     sequence: int
@@ -107,7 +102,6 @@ class Point:
     micro_batches: int
     ratio: Range
     outcomes: tuple[Outcome, ...]
-    simulated_in: float
 
 
 @dataclass(frozen=True)
@@ -277,7 +271,6 @@ def sweep(
 def _point(
     what: Training, hardware: Hardware, options: Options, tell: Callable[[str], None]
 ) -> Point:
-    begin = time.perf_counter()
     chosen = of_hardware(hardware, what.layout, options)
     found: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
     ratios = []
@@ -287,7 +280,6 @@ def _point(
         ideal, free = step.time(COMPUTE_ONLY, free=True), step.time(COMPUTE_ONLY)
         reference = step.time(REFERENCE)
         overhead = reference.seconds - free.seconds
-        idle = reference.waiting - ideal.waiting
         ratios.append(reference.layer / ideal.layer - 1)
         for variant in chosen:
             tell(f"{what.npus} NPUs, {what.sequence} tokens, {compute} work, {links} links: "
@@ -300,7 +292,6 @@ def _point(
                     "layer": took.layer,
                     "exposed": took.seconds - ideal.seconds,
                     "removed": _share(reference.seconds - took.seconds, overhead),
-                    "waiting_removed": _share(reference.waiting - took.waiting, idle),
                     "mfu": what.flops / (took.seconds * what.npus * machine.cube_flops),
                     "tokens": what.tokens / (took.seconds * what.npus),
                 }
@@ -317,8 +308,7 @@ def _point(
         )
         for variant in chosen
     )
-    seconds = time.perf_counter() - begin
-    return Point(what.sequence, what.npus, what.micro_batches, Range.of(ratios), outcomes, seconds)
+    return Point(what.sequence, what.npus, what.micro_batches, Range.of(ratios), outcomes)
 
 
 def _share(gone: float, of: float) -> float:

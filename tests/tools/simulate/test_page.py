@@ -58,7 +58,7 @@ def test_lines_over_what_varies_and_a_note_for_what_is_far_off(
     page = read(path)
     over = next(rows for _, rows in page.tables if rows[0][0].startswith("tokens of a sequence"))
     assert over[0][0] == "tokens of a sequence"
-    assert "Far off or undefined, not drawn: plain-ring." in page.text
+    assert "Far off, not drawn: plain-ring." in page.text
     assert over[0][1:] == ["plain-mesh", "commfuse-c2-l3"]
     assert [row[0] for row in over[1:]] == ["2k", "4k"]
 

@@ -33,9 +33,9 @@ def _point(steps: dict[str, float], sequence: int = 4096, npus: int = 8) -> Poin
     def made(name: str, step: float) -> Outcome:
         exposed = Range(step - 12, step - 12, step - 12)
         layer = Range(step / 1e3, step / 1e3, step / 1e3)
-        return Outcome(name, Range(step, step, step), one, layer, exposed, one, one, one, one, 0, 0)
+        return Outcome(name, Range(step, step, step), one, layer, exposed, one, one, one, 0, 0)
 
-    return Point(sequence, npus, 1, one, tuple(made(*item) for item in steps.items()), 0.0)
+    return Point(sequence, npus, 1, one, tuple(made(*item) for item in steps.items()))
 
 
 def test_every_variant_has_a_role() -> None:
