@@ -1,29 +1,52 @@
-"""Kernels in plain torch.  They run on every device and are the reference of any faster one."""
+"""Kernels in plain torch.  They run on every device and are the reference of any faster one.
+
+Legend: ``S`` rows of the sequence, ``B`` batch, ``A`` query heads, ``G`` key heads (``A`` is a
+multiple of ``G``; query head ``a`` uses key head ``a // (A / G)``), ``D`` features of a head.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from commfuse_npu.kernels.attention_arguments import (
-    Piece,
-    check_attention,
-    check_hidden,
-    check_sums,
-)
-
 __all__ = [
+    "Piece",
     "accumulate_weight_gradient",
     "attention_backward",
     "attention_forward",
+    "check_attention",
+    "check_hidden",
+    "check_sums",
     "gemm_into",
     "sum_parts",
 ]
 
 
+class Piece(NamedTuple):
+    """Queries of one document in one sample of a batch, and the keys of it that they see.
+
+    The keys begin with the document and end with the last of the queries.  A query sees those up to
+    its own position: causal, both counted from their ends.
+
+    Attributes:
+        sample: of the batch.
+        queries, keys: rows of what a kernel is given; not empty.
+    """
+
+    sample: int
+    queries: slice
+    keys: slice
+
+
 def gemm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """See :meth:`Kernels.gemm_into`."""
+    """``out = a @ b`` without a temporary: ``[m, k] @ [k, n] -> [m, n]``.
+
+    Args:
+        out: may be a run of rows of a larger tensor.
+        a, b: one dtype, that of ``out``.
+    """
     torch.mm(a, b, out=out)
 
 
@@ -33,7 +56,22 @@ def sum_parts(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """See :meth:`Kernels.sum_parts`."""
+    """Add partial sums, in the order given, and round the result into ``out``.
+
+    Equals, with ``parts`` those of all terms::
+
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part            # rounded to the dtype of out
+        out.copy_(total)
+
+    With a ``dtype`` the additions are made in it and only the result is rounded.
+
+    Args:
+        out: ``[s, columns]``; may be some columns of a wider matrix, or the first term.
+        terms: ``(tensor, k)``: a stack of k parts ``[k * s, columns]``, contiguous for k > 1.
+            The first one may be overwritten.
+    """
     (first, parts), *others = terms
     if dtype is not None:
         stacked = first.view(parts, -1, first.shape[-1])
@@ -56,7 +94,15 @@ def sum_parts(
 def accumulate_weight_gradient(
     total: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor
 ) -> None:
-    """See :meth:`Kernels.accumulate_weight_gradient`; product and sum in fp32, rounded once."""
+    """``total += grad_output^T @ total_input``.
+
+    Args:
+        total: ``[O, I]``, fp32, bf16 or fp16, changed in place.
+        grad_output: ``[S, O]``.
+        total_input: ``[S, I]``, the dtype of ``grad_output``.
+
+    Product and sum in fp32, rounded once.
+    """
     transposed = grad_output.t().float()
     if total.dtype == torch.float32:
         total.addmm_(transposed, total_input.float())
@@ -74,10 +120,46 @@ def attention_forward(
     pieces: Sequence[Piece] | None = None,
     hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """See :meth:`Kernels.attention_forward`.  Computed in fp32 (fp64 stays), rounded once.
+    """Attention of a chunk of queries against all the keys it may see.
 
-    The statistics are each row's largest score and its sum of exponentials above that, both
-    ``[B, G, A/G * Sq, 1]``: their logarithm in one number would lose digits to the score.
+    Equals, with the key heads repeated to ``A``::
+
+        scores = q @ k^T * scale
+        if causal:
+            scores[i, j] = -inf where j > i + (Sk - Sq)
+        if hidden:
+            scores[i, j] = -inf where hidden[i, j]
+        out = softmax(scores) @ v                   # zero for a query that sees nothing
+
+    and with pieces, per piece::
+
+        out[queries, sample] = causal attention(q[queries, sample], k[keys, sample], ...)
+
+    So ``q[q0:q1]`` against ``k[:q1], v[:q1]`` gives the rows ``q0:q1`` of causal attention: the
+    last query sees the last key.
+
+    Args:
+        q: ``[Sq, B, A, D]``.  Runs of rows of a contiguous tensor are not copied.
+        k, v: ``[Sk, B, G, D]``, the dtype of ``q``.
+        causal: needs ``Sq <= Sk``.
+        scale: ``D ** -0.5`` by default.
+        pieces: of packed documents, instead of ``hidden``, and only if causal.  All queries of
+            sample 0, one piece after the other, then those of the next; and the keys of a
+            sample from those of its first piece to the last, without a gap.
+        hidden: bool, ``[B, 1, Sq, Sk]`` or ``[1, 1, Sq, Sk]``, True where a query does not see
+            a key.
+
+    Returns:
+        The output like ``q``, and tensors with the statistics of the softmax, which
+        :func:`attention_backward` of the same kernels takes: what is in them is the device's
+        affair.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other.
+
+    Computed in fp32 (fp64 stays), rounded once.  The statistics are each row's largest score and
+    its sum of exponentials above that, both ``[B, G, A/G * Sq, 1]``: their logarithm in one number
+    would lose digits to the score.
     """
     check_attention(q, k, v, causal=causal)
     check_hidden(q, k, hidden)
@@ -110,7 +192,19 @@ def attention_backward(
     pieces: Sequence[Piece] | None = None,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :meth:`Kernels.attention_backward`.
+    """The gradients of q, k and v for one call of :func:`attention_forward`.
+
+    Args:
+        grad: the gradient of ``out``, ``[Sq, B, A, D]``.
+        out, statistics: what the forward returned.
+        grad_k, grad_v: ``[Sk, B, G, D]``.  The gradients of this chunk of queries are added
+            to them; with fp32, the sum over chunks is rounded only by who reads it.
+
+    Returns:
+        The gradient of q.
+
+    Raises:
+        ValueError: see :func:`attention_forward`.
 
     ``grad_k`` and ``grad_v`` are added to without rounding to the dtype of ``k`` before.
     """
@@ -128,6 +222,63 @@ def attention_backward(
     grad_k.add_((change.mT @ _fold(q, groups)).permute(2, 0, 1, 3))
     grad_v.add_((weights.mT @ grad_out).permute(2, 0, 1, 3))
     return grad_q
+
+
+def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
+    """``q`` is ``[Sq, B, A, D]``, ``k`` and ``v`` are ``[Sk, B, G, D]``.
+
+    Raises:
+        ValueError: they are not, or a causal query would see no key.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.shape != v.shape or (q.shape[1], q.shape[3]) != (k.shape[1], k.shape[3]):
+        raise ValueError(
+            f"attention: {shapes} do not fit; they have to be [Sq, B, A, D], [Sk, B, G, D] and "
+            "[Sk, B, G, D]"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"attention: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key heads; "
+            "repeat the key heads"
+        )
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise ValueError(
+            f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype"
+        )
+    if causal and q.shape[0] > k.shape[0]:
+        raise ValueError(
+            f"attention: {q.shape[0]} causal queries end with the last of {k.shape[0]} keys, so "
+            f"the first {q.shape[0] - k.shape[0]} see none; pass the keys up to the last query"
+        )
+
+
+def check_hidden(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None) -> None:
+    """``hidden`` is ``[B, 1, Sq, Sk]`` or ``[1, 1, Sq, Sk]``, bool, if it is given.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if hidden is None:
+        return
+    one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
+    if hidden.dtype != torch.bool or hidden.shape not in (one, whole):
+        raise ValueError(
+            f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be torch.bool "
+            f"{whole} or {one}, True where a query does not see a key"
+        )
+
+
+def check_sums(k: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor) -> None:
+    """``grad_k`` and ``grad_v`` have the shape of ``k``.
+
+    Raises:
+        ValueError: they have not.
+    """
+    if grad_k.shape != k.shape or grad_v.shape != k.shape:
+        raise ValueError(
+            f"attention: grad_k {tuple(grad_k.shape)} and grad_v {tuple(grad_v.shape)} have to be "
+            f"{tuple(k.shape)}, like k; pass the rows of the keys that were used"
+        )
 
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:

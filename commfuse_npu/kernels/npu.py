@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from commfuse_npu.kernels import cpu
-from commfuse_npu.kernels.attention_arguments import (
+
+# Some are the same on every device: torch.mm writes into its result, additions are a kernel each.
+from commfuse_npu.kernels.cpu import (
     Piece,
     check_attention,
     check_hidden,
     check_sums,
+    gemm_into,
+    sum_parts,
 )
-
-# The same on every device: torch.mm writes into its result, additions are one kernel each.
-from commfuse_npu.kernels.cpu import gemm_into, sum_parts
 from commfuse_npu.kernels.npu_layouts import layout_of
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def attention_forward(
     pieces: Sequence[Piece] | None = None,
     hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """See :meth:`Kernels.attention_forward`; ``npu_fusion_attention``.
+    """See :func:`.cpu.attention_forward`; ``npu_fusion_attention``.
 
     The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]``, with
     pieces ``[B * Sq, A, 8]``, and what the operator reserves.
@@ -164,7 +165,7 @@ def attention_backward(
     pieces: Sequence[Piece] | None = None,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :meth:`Kernels.attention_backward`; ``npu_fusion_attention_grad``.
+    """See :func:`.cpu.attention_backward`; ``npu_fusion_attention_grad``.
 
     The operator returns its gradients in the dtype of ``q``, so that each chunk's part of
     ``grad_k`` and ``grad_v`` is rounded to it before it is added.

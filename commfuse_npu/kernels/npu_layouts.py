@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from commfuse_npu.kernels.attention_arguments import Piece
+from commfuse_npu.kernels.cpu import Piece
 
 __all__ = ["PackedRun", "WholeRun", "layout_of"]
 
@@ -51,7 +51,7 @@ class PackedRun(WholeRun):
     """Queries and keys ``[T, A, D]`` of packed documents.
 
     Args:
-        pieces: as :meth:`~commfuse_npu.kernels.Kernels.attention_forward` takes them.
+        pieces: as :func:`~commfuse_npu.kernels.cpu.attention_forward` takes them.
         batch: how many samples there are.
     """
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from commfuse_npu.kernels.attention_arguments import check_attention
+from commfuse_npu.kernels.cpu import check_attention
 from commfuse_npu.layers.options import LinearOptions
 
 __all__ = ["check_self_attention", "options_for_attention", "options_for_scattered_attention"]

@@ -141,7 +141,7 @@ class Add(NamedTuple):
     """``out = sum of terms``, in this order.  A term ``(span, k)`` is k parts, one by one.
 
     The first term holds nothing afterwards: kernels add into it
-    (:meth:`~commfuse_npu.kernels.Kernels.sum_parts`).
+    (:func:`~commfuse_npu.kernels.cpu.sum_parts`).
     """
 
     out: Span

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
-from commfuse_npu.kernels import Kernels, kernels_for
+from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan.program import (
     Add,
     Compute,
@@ -119,7 +119,7 @@ class Running:
         self._tag = tag
         self._log = log
         self._sum_dtype = None if sum_dtype == dtype else sum_dtype
-        self._kernels: Kernels = kernels_for(device)
+        self._kernels = kernels_for(device)
         self._at = 0
         self._views: list[Any] = [None] * len(program.spans)
         self._arenas: list[Arena] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
-from commfuse_npu.kernels import cpu, gemm_into, kernels_for
+from commfuse_npu.kernels import cpu, gemm_into, kernels_for, npu
 from tests.kernels.attention_lines import CASES, MASKED, Case, assert_close, by_chunks, unfused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -123,3 +125,12 @@ def test_dtypes_and_sums_that_do_not_fit_are_refused() -> None:
     longer = torch.zeros(3, 1, 1, 4)
     with pytest.raises(ValueError, match=r"grad_k \(3, 1, 1, 4\) .* have to be \(2, 1, 1, 4\)"):
         cpu.attention_backward(x, x, x, x, out, statistics, longer, longer, causal=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*("gemm_into", "sum_parts", "accumulate_weight_gradient"),
+     *("attention_forward", "attention_backward")],
+)  # fmt: skip
+def test_npus_have_the_same_functions(name: str) -> None:
+    assert signature(getattr(npu, name)) == signature(getattr(cpu, name))
