@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["install", "on_cpu"]
+__all__ = ["DevicesAreTheCpu", "install", "on_cpu"]
 
 CPU = torch.device("cpu")
 _NAME = re.compile(r"(npu|cuda|privateuseone)(:\d+)?$")
@@ -38,7 +38,21 @@ def _keyword(value: Any) -> Any:
     return CPU if is_index else on_cpu(value)
 
 
-class _DevicesAreTheCpu(TorchFunctionMode):
+class DevicesAreTheCpu(TorchFunctionMode):
+    """A context in which torch reads the devices ``npu`` and ``cuda`` as ``cpu``.
+
+    Inside, ``torch.zeros(1, device="cuda")`` allocates on the CPU, ``tensor.cuda()`` is the tensor
+    itself, and ``tensor.type()`` answers as on a device.
+
+    Args:
+        device: whose name types have: the optimizers of Megatron take ``torch.cuda.FloatTensor``,
+            those of MindSpeed ``torch.npu.FloatTensor`` only.
+    """
+
+    def __init__(self, device: str = "npu") -> None:
+        super().__init__()
+        self._device = device
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -64,15 +78,13 @@ class _DevicesAreTheCpu(TorchFunctionMode):
             return self._type(func, args, kwargs)
         return func(*map(on_cpu, args), **kwargs)
 
-    @staticmethod
-    def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Types as a device has them: the optimizers accept ``torch.npu.FloatTensor`` only."""
+    def _type(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > 1 or kwargs:
             return func(*(_without_device(value) for value in args), **kwargs)
         found = func(*args)
         # MindSpeed wraps the method too, and has said "cuda" already if it did.
         is_plain = isinstance(found, str) and found.count(".") == 1
-        return found.replace("torch.", "torch.npu.", 1) if is_plain else found
+        return found.replace("torch.", f"torch.{self._device}.", 1) if is_plain else found
 
 
 def _without_device(value: Any) -> Any:
@@ -98,7 +110,7 @@ def _in_mode(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run_backward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _DevicesAreTheCpu():
+        with DevicesAreTheCpu():
             return run_backward(*args, **kwargs)
 
     return call
@@ -106,7 +118,7 @@ def _in_mode(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Let device names mean the CPU, in this process and for good."""
-    _DevicesAreTheCpu().__enter__()
+    DevicesAreTheCpu().__enter__()
     patched: Any = torch
     backward = _in_mode(patched.autograd.graph._engine_run_backward)
     patched.autograd.graph._engine_run_backward = backward

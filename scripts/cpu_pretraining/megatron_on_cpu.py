@@ -13,8 +13,9 @@ buffers, its optimizers and its learning-rate schedule run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +23,15 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
-from torch.overrides import TorchFunctionMode
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu
 
 __all__ = ["REPLACEMENTS", "cuda_means_cpu", "megatron_on_cpu"]
 
 CPU = torch.device("cpu")
+
+cuda_means_cpu = partial(DevicesAreTheCpu, "cuda")
 
 
 def _wgrad_gemm_accum(
@@ -82,37 +85,3 @@ def megatron_on_cpu() -> Iterator[None]:
             patch = mock.patch.object(import_module(module), attribute, stand_in, create=True)
             patches.enter_context(patch)
         yield
-
-
-def _is_cuda(device: object) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.partition(":")[0] == "cuda"
-
-
-class cuda_means_cpu(TorchFunctionMode):
-    """A context in which torch reads the device "cuda" as "cpu".
-
-    Inside, `torch.zeros(1, device="cuda")` allocates on the CPU, `tensor.cuda()` is the tensor
-    itself and `tensor.type()` answers as on a GPU ("torch.cuda.FloatTensor").
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": CPU}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs and "cuda" not in result:
-            # The optimizers compare this name with "torch.cuda.FloatTensor" and refuse others.
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed_patches.rehearsal.devices import _DevicesAreTheCpu, _in_mode, on_cpu
+from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu, _in_mode, on_cpu
 
 
 @pytest.mark.parametrize("name", ["npu", "npu:3", "cuda", "cuda:0"])
@@ -22,7 +22,7 @@ def test_other_values_stay(value: object) -> None:
 
 
 def test_torch_allocates_on_the_cpu() -> None:
-    with _DevicesAreTheCpu():
+    with DevicesAreTheCpu():
         tensors = [
             torch.zeros(2, device="cuda"),
             torch.zeros(2, device=torch.device("cuda", 1)),
@@ -41,16 +41,18 @@ def test_torch_allocates_on_the_cpu() -> None:
 
 def test_moving_is_the_identity() -> None:
     tensor = torch.ones(2)
-    with _DevicesAreTheCpu():
+    with DevicesAreTheCpu():
         assert tensor.cuda() is tensor
         assert tensor.pin_memory() is tensor
         assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
 
 
 def test_types_are_those_of_a_device() -> None:
-    with _DevicesAreTheCpu():
+    with DevicesAreTheCpu():
         assert torch.ones(1).type() == "torch.npu.FloatTensor"
         assert torch.ones(1).type("torch.npu.HalfTensor").dtype == torch.float16
+    with DevicesAreTheCpu("cuda"):
+        assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.ones(1).type() == "torch.FloatTensor"
 
 
@@ -64,7 +66,7 @@ def test_what_a_backward_runs_sees_it_too(monkeypatch: pytest.MonkeyPatch, reent
     wrapped = _in_mode(graph._engine_run_backward)
     monkeypatch.setattr(graph, "_engine_run_backward", wrapped)
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", wrapped)
-    with _DevicesAreTheCpu():
+    with DevicesAreTheCpu():
         x = torch.ones(2, requires_grad=True)
         y = checkpoint(_allocate_on_the_device, x, use_reentrant=reentrant)
         y.sum().backward()
@@ -73,7 +75,7 @@ def test_what_a_backward_runs_sees_it_too(monkeypatch: pytest.MonkeyPatch, reent
 
 
 def test_whole_numbers_are_counted() -> None:
-    with _DevicesAreTheCpu():
+    with DevicesAreTheCpu():
         counts = torch.histc(torch.tensor([0, 2, 2], dtype=torch.int32), bins=3, min=0, max=3)
     assert counts.dtype == torch.int32
     assert counts.tolist() == [1, 0, 2]
