@@ -16,6 +16,8 @@ pipeline this is the forward of micro-batch i + 1 beside the backward of micro-b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Slot", "Step", "in_flight_without", "most_in_flight", "paired_microbatches", "slots"]
@@ -33,8 +35,9 @@ class Slot(NamedTuple):
     backward: Step | None
 
 
-def slots(stages: int, stage: int, chunks: int, microbatches: int) -> list[Slot]:
-    """The slots of a stage, as many on every stage.
+@lru_cache(maxsize=64)
+def slots(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[Slot, ...]:
+    """The slots of a stage, as many on every stage; made once, a training asks in every step.
 
     Args:
         chunks: model chunks per stage, 1 without a virtual pipeline.
@@ -64,10 +67,10 @@ def slots(stages: int, stage: int, chunks: int, microbatches: int) -> list[Slot]
         return found and Step(found.microbatch, chunks - 1 - found.chunk)
 
     times = range(total + stages - 1 + chunks * stages)
-    return [Slot(step(t - stage), backward(t - lag)) for t in times]
+    return tuple(Slot(step(t - stage), backward(t - lag)) for t in times)
 
 
-def most_in_flight(plan: list[Slot]) -> int:
+def most_in_flight(plan: Sequence[Slot]) -> int:
     """How many forwards hold activations at a time, at most; two sides of a slot both do."""
     most = now = 0
     for slot in plan:
@@ -86,7 +89,7 @@ def in_flight_without(stages: int, stage: int, chunks: int, microbatches: int) -
     return min(microbatches * chunks, warm_up + 1)
 
 
-def paired_microbatches(plan: list[Slot]) -> tuple[int, int]:
+def paired_microbatches(plan: Sequence[Slot]) -> tuple[int, int]:
     """How many forwards run beside a backward, and how many there are."""
     forwards = [slot for slot in plan if slot.forward is not None]
     return sum(slot.backward is not None for slot in forwards), len(forwards)

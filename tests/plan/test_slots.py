@@ -22,7 +22,7 @@ LAYOUTS = [
 ]
 
 
-def every_stage(stages: int, chunks: int, microbatches: int) -> list[list[Slot]]:
+def every_stage(stages: int, chunks: int, microbatches: int) -> list[tuple[Slot, ...]]:
     return [slots(stages, stage, chunks, microbatches) for stage in range(stages)]
 
 
