@@ -1,8 +1,7 @@
 """Collectives of tensor-parallel training, taken apart and hidden behind the work they feed.
 
 An implementation of CommFuse (arXiv 2604.24013) for Ascend NPUs, with a CPU/gloo form on which
-everything runs and is tested.  Imports point down: ops ->
-reference -> layers -> runtime -> plan.
+everything runs and is tested.  Imports point down: ops -> layers -> runtime -> plan.
 """
 
 from __future__ import annotations

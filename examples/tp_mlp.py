@@ -17,7 +17,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
 
 # end
-from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 
 S, B, H, FFN = 64, 2, 32, 128
 
@@ -32,7 +32,7 @@ transport = Transport.create(tensor_parallel_group)
 options = LinearOptions(Schedule(chunks=2))
 
 
-def mlp(x, up_weight, down_weight):
+def mlp(x, up_weight, down_weight, transport=transport):
     """x: [s, B, H], this rank's part of the sequence; so is the result."""
     hidden = all_gather_linear(x, up_weight, transport=transport, options=options)
     return linear_reduce_scatter(
@@ -41,11 +41,8 @@ def mlp(x, up_weight, down_weight):
 
 
 # end
-def plain_mlp(x, up_weight, down_weight):
-    """The same by collectives, with the GEMMs cut alike."""
-    how = {"group": tensor_parallel_group, "options": options, "same_gemms": True}
-    hidden = plain_all_gather_linear(x, up_weight, **how)
-    return plain_linear_reduce_scatter(activation(hidden), down_weight, **how)
+# The same by collectives, with the GEMMs cut alike.
+plain_mlp = partial(mlp, transport=CollectiveTransport(tensor_parallel_group, same_pieces=True))
 
 
 def trained(form) -> list[torch.Tensor]:

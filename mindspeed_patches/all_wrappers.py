@@ -10,12 +10,13 @@ from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import (
     ContextParallelLanes,
     DataParallelLanes,
+    Form,
     Lanes,
     TensorParallelLanes,
 )
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
-from mindspeed_patches.wrappers import Form, LinearWrappers
+from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["register_wrappers"]
 

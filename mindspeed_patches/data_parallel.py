@@ -48,10 +48,10 @@ from commfuse_npu.ops.buckets import (
     BucketOptions,
     Buckets,
 )
-from commfuse_npu.reference import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from commfuse_npu.ops.plain_buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.lanes import OverLanes
-from mindspeed_patches.wrappers import Form, LinearWrappers
+from mindspeed_patches.lanes import Form, OverLanes
+from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["OPTIONS", "BucketWrappers", "Direction"]
 

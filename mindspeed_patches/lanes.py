@@ -12,18 +12,31 @@ import functools
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.ops.job import AnyTransport
 from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.runtime.second_stream import second_stream
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options, of_blocks, of_buckets, of_heads
 
-__all__ = ["ContextParallelLanes", "DataParallelLanes", "Lanes", "OverLanes", "TensorParallelLanes"]
+__all__ = [
+    "ContextParallelLanes",
+    "DataParallelLanes",
+    "Form",
+    "Lanes",
+    "OverLanes",
+    "TensorParallelLanes",
+]
+
+Form = Literal["fused", "plain"]
+"""``plain``: the collectives, with the GEMMs and blocks of the fused form, which equals it bit for
+bit."""
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.parallel_state"
@@ -38,6 +51,7 @@ class OverLanes:
     """
 
     transport: Transport | None = None
+    _form: Form = "fused"
     _missing: str
     """Which lanes do not exist, and how they are made by hand."""
 
@@ -45,6 +59,13 @@ class OverLanes:
         if self.transport is None:
             raise RuntimeError(f"the lanes {self._missing}")
         return self.transport
+
+    def carrier(self) -> AnyTransport:
+        """What ops run on: the lanes, or in the plain form the collectives of their group."""
+        lanes = self.lanes()
+        if self._form == "fused":
+            return lanes
+        return CollectiveTransport(lanes.group, same_pieces=True)
 
     def opened(self) -> None:
         """The lanes were made, so that the process has chosen its device."""

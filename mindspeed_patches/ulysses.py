@@ -47,8 +47,8 @@ import torch
 
 from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import LinearOptions, attention_all_to_all_linear, linear_all_to_all
-from commfuse_npu.reference import plain_attention_all_to_all_linear, plain_linear_all_to_all
 from mindspeed_patches.deferred_attention import DeferredAttention
+from mindspeed_patches.lanes import Form
 from mindspeed_patches.softmax_attention import (
     call_arguments,
     call_obstacle,
@@ -72,7 +72,7 @@ from mindspeed_patches.ulysses_layer import (
     replaced,
 )
 from mindspeed_patches.whole_positions import WholePositions
-from mindspeed_patches.wrappers import Form, LinearWrappers
+from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["MINDSPEED_ULYSSES", "UlyssesWrappers"]
 
@@ -218,13 +218,8 @@ class UlyssesWrappers(UlyssesExchange):
             if bias is not None and not weight.requires_grad:
                 # As in Megatron: beside a frozen weight the bias gets no gradient either.
                 bias = bias.detach()
-            lanes = self.lanes()
             # A query group is rows of the weight one after the other, and so are those of a rank.
-            if self._form == "fused":
-                return linear_all_to_all(input, weight, bias, transport=lanes, options=options)
-            return plain_linear_all_to_all(
-                input, weight, bias, group=lanes.group, options=options, same_blocks=True
-            )
+            return linear_all_to_all(input, weight, bias, transport=self.carrier(), options=options)
 
         def column_forward(input_: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
             return product(input_, linear.weight, linear.bias), None
@@ -295,7 +290,6 @@ class UlyssesWrappers(UlyssesExchange):
                 return own(input_)
             for name in ("ulysses", "proj"):
                 self._linears.calls[name, self._form] += 1
-            lanes = self.lanes()
             arguments: dict[str, Any] = {
                 "bias": None if linear.skip_bias_add else linear.bias,
                 **input_.mask._asdict(),
@@ -303,12 +297,7 @@ class UlyssesWrappers(UlyssesExchange):
                 "options": self._options[linear.gradient_accumulation_fusion],
             }
             tensors = input_.q, input_.k, input_.v, linear.weight
-            if self._form == "fused":
-                output = attention_all_to_all_linear(*tensors, **arguments, transport=lanes)
-            else:
-                output = plain_attention_all_to_all_linear(
-                    *tensors, **arguments, group=lanes.group, same_blocks=True
-                )
+            output = attention_all_to_all_linear(*tensors, **arguments, transport=self.carrier())
             return output, linear.bias if linear.skip_bias_add else None
 
         return forward

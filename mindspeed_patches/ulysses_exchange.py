@@ -19,16 +19,15 @@ import torch.distributed as dist
 from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import LinearOptions, attention_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
-from commfuse_npu.reference import plain_attention_all_to_all
-from commfuse_npu.reference.collective_functions import all_to_all
-from mindspeed_patches.lanes import OverLanes
+from commfuse_npu.runtime.collectives import all_to_all
+from mindspeed_patches.lanes import Form, OverLanes
 from mindspeed_patches.softmax_attention import (
     call_arguments,
     mask_of_call,
     mask_type,
     softmax_obstacle,
 )
-from mindspeed_patches.wrappers import PARTNER, Form, LinearWrappers
+from mindspeed_patches.wrappers import PARTNER, LinearWrappers
 
 __all__ = ["UlyssesExchange", "heads_to_rows", "innermost", "rows_to_heads", "scale_of"]
 
@@ -42,8 +41,7 @@ class UlyssesExchange(OverLanes):
         linears: where calls are counted and reasons are logged, under the name ``ulysses``.
         options: of the fused ops; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
-        form: ``fused``; or ``plain``, the plain collectives with the blocks of the fused form, the
-            reference that it equals bit for bit.
+        form: see :data:`~mindspeed_patches.lanes.Form`.
     """
 
     _missing = (
@@ -108,19 +106,10 @@ class UlyssesExchange(OverLanes):
         scale: float | None,
     ) -> torch.Tensor:
         """From q, k, v ``[S, B, heads of this rank, D]`` to ``[s, B, A * D]``."""
-        lanes, options = self.lanes(), self._options[False]
+        options = self._options[False]
         self._linears.calls["ulysses", self._form] += 1
-        if self._form == "fused":
-            return attention_all_to_all(
-                *heads, **mask._asdict(), transport=lanes, scale=scale, options=options
-            )
-        return plain_attention_all_to_all(
-            *heads,
-            **mask._asdict(),
-            group=lanes.group,
-            scale=scale,
-            options=options,
-            same_blocks=True,
+        return attention_all_to_all(
+            *heads, **mask._asdict(), transport=self.carrier(), scale=scale, options=options
         )
 
     def _obstacle(

@@ -23,7 +23,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -37,14 +37,8 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan import least_rows
-from commfuse_npu.reference import (
-    plain_all_gather_linear,
-    plain_attention_linear_reduce_scatter,
-    plain_linear_all_reduce,
-    plain_linear_reduce_scatter,
-)
 from mindspeed_patches.deferred_attention import DeferredAttention
-from mindspeed_patches.lanes import OverLanes
+from mindspeed_patches.lanes import Form, OverLanes
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
 from mindspeed_patches.machine import described_machine
 from mindspeed_patches.obstacles import Obstacle, told
@@ -57,7 +51,6 @@ EXPERTS = "expert layers communicate by their own rules"
 PARTNER = "the micro-batch beside this one hides its transfers"
 """Why no layer is fused in a pair of forward-backward overlap."""
 
-Form = Literal["fused", "plain"]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 # What is counted of data parallelism, which is no layer.
@@ -75,8 +68,7 @@ class LinearWrappers(OverLanes):
         options: of the fused layers; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
         layers: which of :data:`LAYERS` to fuse.
-        form: ``fused``; or ``plain``, the plain collectives with the GEMMs of the fused form, the
-            reference that it equals bit for bit.
+        form: see :data:`~mindspeed_patches.lanes.Form`.
         min_rows: layers of which a rank's block has fewer rows keep Megatron's forward; ``None``:
             :func:`~commfuse_npu.plan.least_rows` on an NPU that is described, else 0.
         described: take ``collectives_from`` from the description of the NPU, if there is one.
@@ -217,11 +209,7 @@ class LinearWrappers(OverLanes):
             # As in Megatron: beside a frozen weight the bias gets no gradient either.
             bias = bias.detach()
         options = self._options[layer.gradient_accumulation_fusion]
-        if self._form == "fused":
-            return all_gather_linear(input_, weight, bias, transport=self.lanes(), options=options)
-        return plain_all_gather_linear(
-            input_, weight, bias, group=self.lanes().group, options=options, same_gemms=True
-        )
+        return all_gather_linear(input_, weight, bias, transport=self.carrier(), options=options)
 
     def row_forward_wrapper(self, forward: Forward) -> Forward:
         """``forward(input_) -> (output, bias)``."""
@@ -242,23 +230,8 @@ class LinearWrappers(OverLanes):
             self.calls[layer_name(layer), self._form] += 1
             bias = None if layer.skip_bias_add else layer.bias
             options = self._options[layer.gradient_accumulation_fusion]
-            if self._form == "fused":
-                fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
-                output = fused(input_, layer.weight, bias, transport=self.lanes(), options=options)
-            else:
-                plain = (
-                    plain_linear_reduce_scatter
-                    if layer.sequence_parallel
-                    else plain_linear_all_reduce
-                )
-                output = plain(
-                    input_,
-                    layer.weight,
-                    bias,
-                    group=self.lanes().group,
-                    options=options,
-                    same_gemms=True,
-                )
+            fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
+            output = fused(input_, layer.weight, bias, transport=self.carrier(), options=options)
             return output, layer.bias if layer.skip_bias_add else None
 
         return row_forward
@@ -276,12 +249,7 @@ class LinearWrappers(OverLanes):
             "options": self._options[layer.gradient_accumulation_fusion],
         }
         tensors = attention.q, attention.k, attention.v, layer.weight
-        if self._form == "fused":
-            output = attention_linear_reduce_scatter(*tensors, **arguments, transport=self.lanes())
-        else:
-            output = plain_attention_linear_reduce_scatter(
-                *tensors, **arguments, group=self.lanes().group, same_blocks=True
-            )
+        output = attention_linear_reduce_scatter(*tensors, **arguments, transport=self.carrier())
         return output, layer.bias if layer.skip_bias_add else None
 
     def standing_obstacle(self, layer: Any) -> str | None:

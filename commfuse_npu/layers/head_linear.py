@@ -93,7 +93,7 @@ class HeadRows:
     def add_up(self, whole: torch.Tensor) -> torch.Tensor:
         """The adjoint of :meth:`columns`: ``[N * n, O]`` to ``[n, R]``, added in fp32."""
         size = len(self.bounds)
-        blocks = whole.view(size, -1, self.features)
+        blocks = whole.view(size, whole.shape[0] // size, self.features)
         if size * self.features == self._weight_rows and self._in_order():
             return beside(whole, size)
         wide = torch.promote_types(whole.dtype, torch.float32)
@@ -122,7 +122,7 @@ def _bounds(name: str, part: slice, weight_rows: int) -> tuple[int, int]:
 
 def beside(whole: torch.Tensor, size: int) -> torch.Tensor:
     """``[N * n, F]``, blocks one below the other, to ``[n, N * F]``, one beside the other."""
-    return whole.view(size, -1, whole.shape[-1]).transpose(0, 1).flatten(1)
+    return whole.view(size, whole.shape[0] // size, whole.shape[-1]).transpose(0, 1).flatten(1)
 
 
 class _Grouped:
@@ -260,15 +260,18 @@ class LinearOfHeads(_Grouped):
         weight: ``[H, N * F]``; ``W_g`` are its columns ``g * F .. (g + 1) * F``.
         size: ``N``.
         block_rows: ``n``, rows of the result.
+
+    Attributes:
+        features: ``F``.
     """
 
     def __init__(self, weight: torch.Tensor, size: int, block_rows: int) -> None:
         super().__init__(weight, block_rows)
         self._size = size
-        self._features = weight.shape[1] // size
+        self.features = weight.shape[1] // size
 
     def _matrix(self, group: int) -> torch.Tensor:
-        return self._weight.narrow(1, group * self._features, self._features).t()
+        return self._weight.narrow(1, group * self.features, self.features).t()
 
     def begin_forward(self, bias: torch.Tensor | None) -> None:
         shape = self._block_rows, self._weight.shape[0]
@@ -310,7 +313,7 @@ class LinearOfHeads(_Grouped):
         if not self._by_group:
             self._wgrad.add(self._grad, beside(whole, self._size))
             return
-        total = self._zeros((self._size, self._weight.shape[0], self._features))
+        total = self._zeros((self._size, self._weight.shape[0], self.features))
         for part, block in zip(total, whole.split(self._block_rows), strict=True):
             self._kernels.accumulate_weight_gradient(part, self._grad, block)
         self._wgrad.take(beside(total.flatten(0, 1), self._size))

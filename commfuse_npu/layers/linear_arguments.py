@@ -7,6 +7,7 @@ import math
 import torch
 
 from commfuse_npu.layers.options import LinearOptions
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
@@ -29,7 +30,7 @@ def check_and_cast(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    transport: Transport,
+    transport: Transport | CollectiveTransport,
     options: LinearOptions,
     *,
     shards: int = 1,
@@ -116,14 +117,16 @@ def check_transport(name: str, transport: object) -> None:
     Raises:
         TypeError: it is no transport.
     """
-    if not isinstance(transport, Transport):
+    if not isinstance(transport, Transport | CollectiveTransport):
         raise TypeError(
             f"{name}: transport is a {type(transport).__name__}; pass what "
             "Transport.create(group) returned on every rank"
         )
 
 
-def check_device(name: str, what: str, x: torch.Tensor, transport: Transport) -> None:
+def check_device(
+    name: str, what: str, x: torch.Tensor, transport: Transport | CollectiveTransport
+) -> None:
     """The group of a transport transfers tensors of one kind of device.
 
     Raises:

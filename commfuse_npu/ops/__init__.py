@@ -1,4 +1,7 @@
-"""Operators that run programs.  Each has a plain form in :mod:`commfuse_npu.reference`."""
+"""Operators that run programs.
+
+Each is unfused on a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`.
+"""
 
 from __future__ import annotations
 

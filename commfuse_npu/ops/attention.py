@@ -11,8 +11,8 @@ Under a causal mask, unless it is one of packed documents, the queries of later 
 so that blocks cost differently; the program then takes them in the order in which the ranks wait
 least for the links (:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
 
-The plain form, reference and fallback, is in :mod:`commfuse_npu.reference.attention`.  The front of
-the layer, the projection to q, k and v, is :func:`~commfuse_npu.ops.linear.all_gather_linear`.
+The front of the layer, the projection to q, k and v, is
+:func:`~commfuse_npu.ops.linear.all_gather_linear`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ from commfuse_npu.layers.linear_arguments import check_and_cast, check_divisible
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.weight_gradient import WeightGradient
-from commfuse_npu.ops.job import Job, takes_plain_path
+from commfuse_npu.ops.job import AnyTransport, Job, transport_for
 from commfuse_npu.plan.rules import gather_use, produce_scatter
-from commfuse_npu.reference.attention import plain_attention_linear_reduce_scatter
-from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["attention_linear_reduce_scatter"]
 
@@ -50,7 +48,7 @@ def attention_linear_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
@@ -104,11 +102,7 @@ def attention_linear_reduce_scatter(
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
     check_divisible(name, q, transport.size)
-    if takes_plain_path(name, q, transport, rows=q.shape[0] * q.shape[1]):
-        return plain_attention_linear_reduce_scatter(
-            q, k, v, weight, bias, group=transport.group, **mask._asdict(), scale=scale,
-            options=options,
-        )  # fmt: skip
+    transport = transport_for(name, q, transport, rows=q.shape[0] * q.shape[1])
     options = options_for_scattered_attention(options, transport.size, mask.costs_rise)
     job = Job.of(transport, options, name)
     y = differentiable(_AttentionLinearReduceScatter, q, k, v, weight, job, mask, scale)
@@ -136,8 +130,8 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
         def make(out: torch.Tensor, run: slice) -> None:
             gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
 
-        program = produce_scatter(job.place(), rows, batch * hidden)
-        running = job.transport.begin(program, job.name, y, job.options, job.options.reduce_dtype)
+        sums = job.options.reduce_dtype
+        running = job.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
         running.run({"make": make}, out=y)
         if any(ctx.needs_input_grad[:3]):
             attention.save(ctx)
@@ -174,8 +168,7 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
             wgrad.add(whole.view(-1, hidden), _flat(attended))
 
         grad = grad.contiguous().view(rows, batch * hidden)
-        program = gather_use(job.place(), rows, batch * hidden, keep)
-        running = job.transport.begin(program, f"{job.name} backward", grad, job.options)
+        running = job.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
         running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
         grads = (None, None, None) if attention is None else attention.gradients()
         return *grads, None if wgrad is None else wgrad.result(), None, None, None

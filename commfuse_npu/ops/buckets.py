@@ -2,7 +2,7 @@
 
 A *bucket* is a flat tensor ``[n * s]``: a run of Megatron's gradient or parameter buffer.  The
 *shard* of rank r is ``bucket[r * s : (r + 1) * s]``, a view.  Two operations, both in place, both
-asynchronous, with plain forms in :mod:`commfuse_npu.reference.buckets`::
+asynchronous, with plain forms in :mod:`commfuse_npu.ops.plain_buckets`::
 
     Buckets.reduce_scatter   the own shard becomes the sum over the ranks   after the backward of
                                                                             the bucket's layers

@@ -15,8 +15,7 @@ linear_all_to_all      GEMM -> rank of the heads     gradient arrives -> dgrad, 
 all_to_all_linear      heads arrive -> GEMM          dgrad -> rank of the rows; wgrad
 ====================== ============================= ============================================
 
-What is between the two, the attention, is :mod:`commfuse_npu.ops.ulysses`.  The plain forms are in
-:mod:`commfuse_npu.reference.heads`.
+What is between the two, the attention, is :mod:`commfuse_npu.ops.ulysses`.
 
 Weights are whole on every rank, so their gradients are those of this rank's rows, to be summed over
 the ranks like that of any layer under context parallelism.
@@ -32,23 +31,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from commfuse_npu.layers.differentiable import differentiable
-from commfuse_npu.layers.exchanged_linear import (
-    Exchange,
-    LinearOfHeadsExchanged,
-    LinearToHeadsExchanged,
-)
-from commfuse_npu.layers.head_linear import HeadRows
+from commfuse_npu.layers.head_linear import HeadRows, LinearOfHeads, LinearToHeads
 from commfuse_npu.layers.linear_arguments import check_and_cast, check_sequence, rows_of
 from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.ops.job import Job, takes_plain_path
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.ops.job import AnyTransport, Job, transport_for
 from commfuse_npu.plan.rules import Blocks, exchange
-from commfuse_npu.reference.heads import plain_all_to_all_linear, plain_linear_all_to_all
 from commfuse_npu.runtime.executor import Work
-from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["all_to_all_linear", "fused_exchange", "linear_all_to_all"]
+__all__ = ["all_to_all_linear", "linear_all_to_all", "swap"]
 
 
 # ------------------------------------------------------------- rows to heads
@@ -59,7 +53,7 @@ def linear_all_to_all(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     rows: Sequence[Sequence[slice]] | None = None,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
@@ -105,15 +99,13 @@ def linear_all_to_all(
     name = "linear_all_to_all"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     heads = HeadRows(name, weight.shape[0], transport.size, rows)
-    if takes_plain_path(name, x, transport, rows=rows_of(x)):
-        return plain_linear_all_to_all(
-            x, weight, bias, group=transport.group, rows=rows, options=options
-        )
+    transport = transport_for(name, x, transport, rows=rows_of(x))
     transport.agree(f"{name} rows", rows=heads.bounds)
-    fused = fused_exchange(Job.of(transport, options, name))
+    job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
-    y = differentiable(LinearToHeadsExchanged, flat, weight, bias, heads, fused)
-    return y.view(-1, *x.shape[1:-1], heads.features)
+    y = differentiable(_LinearToHeadsExchanged, flat, weight, bias, heads, job)
+    # No -1 for the rows: an empty tensor has no say in them.
+    return y.view(x.shape[0] * transport.size, *x.shape[1:-1], heads.features)
 
 
 # ------------------------------------------------------------- heads to rows
@@ -124,7 +116,7 @@ def all_to_all_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``linear(all_to_all(x), weight, bias)``: the output projection of Ulysses.
@@ -169,23 +161,107 @@ def all_to_all_linear(
     size = transport.size
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, head_groups=size)
     check_sequence(name, x.shape[0], size)
-    if takes_plain_path(name, x, transport, rows=rows_of(x)):
-        return plain_all_to_all_linear(x, weight, bias, group=transport.group, options=options)
-    fused = fused_exchange(Job.of(transport, options, name))
+    transport = transport_for(name, x, transport, rows=rows_of(x))
+    job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
-    y = differentiable(LinearOfHeadsExchanged, flat, weight, bias, fused)
-    return y.view(-1, *x.shape[1:-1], weight.shape[0])
+    y = differentiable(_LinearOfHeadsExchanged, flat, weight, bias, job)
+    return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
+
+
+class _LinearToHeadsExchanged(torch.autograd.Function):
+    """``all_to_all(x @ W_g^T + b_g of every head group g)``, one GEMM per run of rows.
+
+    ``x`` ``[n, H]``, ``weight`` ``[R, H]``, ``bias`` ``[R]``, to ``[N * n, O]``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        heads: HeadRows,
+        job: Job,
+    ) -> torch.Tensor:
+        x, rows, features = x.contiguous(), x.shape[0], heads.features
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.weight = SavedWeight(weight)
+        ctx.call = heads, job
+        linear = LinearToHeads(weight, heads, rows)
+        y = x.new_empty((rows * job.transport.size, features))
+        swap(job, rows, features, y, {"make": partial(linear.forward, x, bias)}, received=y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        heads, job = ctx.call
+        (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows = grad.shape[0] // job.transport.size
+        linear = LinearToHeads(ctx.weight.get(job.name), heads, rows)
+        linear.begin_backward(x, ctx.needs_input_grad[:3], job.options)
+        tensors = {"blocks": grad}
+        if linear.needs_whole:
+            tensors["received"] = torch.empty_like(grad)
+        works = {"use": linear.backward}
+        swap(job, rows, heads.features, grad, works, backward=True, **tensors)
+        return *linear.gradients(tensors.get("received")), None, None
+
+
+class _LinearOfHeadsExchanged(torch.autograd.Function):
+    """``sum of x_g @ W_g^T + bias`` over ``x_g`` of ``all_to_all(x)``, one GEMM per run of rows.
+
+    ``x`` ``[N * n, F]``, ``weight`` ``[H, N * F]``, ``bias`` ``[H]``, to ``[n, H]``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        job: Job,
+    ) -> torch.Tensor:
+        rows = x.shape[0] // job.transport.size
+        tensors: dict[str, Any] = {"blocks": x.contiguous()}
+        if ctx.needs_input_grad[1]:
+            tensors["received"] = x.new_empty(x.shape)
+        ctx.save_for_backward(tensors.get("received"))
+        ctx.weight = SavedWeight(weight)
+        ctx.job = job
+        linear = LinearOfHeads(weight, job.transport.size, rows)
+        linear.begin_forward(bias)
+        swap(job, rows, x.shape[1], x, {"use": linear.forward}, **tensors)
+        return linear.output()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: Job = ctx.job
+        (received,) = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        weight = ctx.weight.get(job.name)
+        rows, features = grad.shape[0], weight.shape[1] // job.transport.size
+        linear = LinearOfHeads(weight, job.transport.size, rows)
+        linear.begin_backward(grad, needs_weight, job.options)
+        works: dict[str, Work] = {"make": linear.backward}
+        if needs_weight:
+            works["wgrad"] = partial(linear.add_weight_gradient, received)
+        grad_x = None
+        if needs_x:
+            grad_x = grad.new_empty((rows * job.transport.size, features))
+            swap(job, rows, features, grad, works, backward=True, received=grad_x)
+        elif needs_weight:
+            works["wgrad"]()
+        return grad_x, linear.weight_gradient(), grad.sum(0) if needs_bias else None, None
 
 
 # -------------------------------------------------------------- what Ulysses shares
 
 
-def fused_exchange(job: Job) -> Exchange:
-    """Blocks travel by a program of :func:`~commfuse_npu.plan.rules.exchange`."""
-    return Exchange(job.name, job.transport.size, job.options, partial(_swap, job))
-
-
-def _swap(
+def swap(
     job: Job,
     rows: int,
     columns: int,
@@ -195,12 +271,14 @@ def _swap(
     backward: bool = False,
     **tensors: Any,
 ) -> None:
+    """An all-to-all of blocks ``[rows, columns]`` that are made, or used, piece by piece.
+
+    Works and tensors are those of :func:`~commfuse_npu.plan.rules.exchange`: ``make`` unless
+    ``blocks`` are given, ``use``, ``wgrad``; ``blocks`` and ``received``, ``[N * rows, columns]``.
+    """
     blocks: Blocks = "given"
     if "make" in works:
         blocks = "made and kept" if "blocks" in tensors else "made"
-    name, schedule = job.name, job.forward
-    if backward:
-        name, schedule = f"{name} backward", job.backward
     keep, wgrad = "received" in tensors, "wgrad" in works
-    program = exchange(job.place(schedule), rows, columns, blocks, "use" in works, keep, wgrad)
-    job.transport.begin(program, name, like).run(works, **tensors)
+    arguments = rows, columns, blocks, "use" in works, keep, wgrad
+    job.begin(exchange, *arguments, like=like, backward=backward).run(works, **tensors)

@@ -12,14 +12,14 @@ linear_reduce_scatter  GEMM -> sum                   gradient arrives -> dgrad, 
 linear_all_reduce      GEMM -> sum -> sum arrives    no transfers
 ====================== ============================= ============================================
 
-Each op has a plain form, the same layer over the collectives of torch.distributed, in
-:mod:`commfuse_npu.reference.linear`: its reference and its fallback, for a group of one, for an
-empty input.
+On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` an op is the unfused
+layer over the collectives of torch.distributed: its reference and its fallback, for a group of one,
+for an empty input.
 
-**Exactness.**  An op and its plain form run with ``same_gemms=True`` give the same bits, if rows
-are a multiple of 64 bytes long (MKL rounds small products differently when blocks begin elsewhere).
-Against the plain form as it is, results differ only where the GEMM library rounds a run of rows
-differently than all rows together.  Weight gradients are one GEMM over all rows; ``wgrad="blocks"``
+**Exactness.**  An op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
+same bits, if rows are a multiple of 64 bytes long (MKL rounds small products differently when
+blocks begin elsewhere).  With whole GEMMs results differ only where the GEMM library rounds a run
+of rows differently than all rows.  Weight gradients are one GEMM over all rows; ``wgrad="blocks"``
 makes that of a row-parallel layer block by block.
 """
 
@@ -38,22 +38,11 @@ from commfuse_npu.layers.linear_arguments import check_and_cast, check_divisible
 from commfuse_npu.layers.options import LinearOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.weight_gradient import WeightGradient
-from commfuse_npu.ops.job import Job, any_grad, takes_plain_path
+from commfuse_npu.ops.job import AnyRun, AnyTransport, Job, any_grad, transport_for
 from commfuse_npu.ops.regather import Regather
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
-from commfuse_npu.reference.collective_functions import reduce_scatter_in
-from commfuse_npu.reference.linear import (
-    plain_all_gather_linear,
-    plain_linear_all_reduce,
-    plain_linear_reduce_scatter,
-)
-from commfuse_npu.runtime.collectives import (
-    all_gather_rows,
-    begin_all_gather,
-    begin_reduce_scatter,
-)
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tuning import COLUMN, ROW, Layer, Problem, tuned
@@ -73,7 +62,7 @@ def all_gather_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``linear(all_gather(x), weight, bias)``: the column-parallel layer.
@@ -107,8 +96,7 @@ def all_gather_linear(
     """
     name = "all_gather_linear"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    if takes_plain_path(name, x, transport, rows=rows_of(x)):
-        return plain_all_gather_linear(x, weight, bias, group=transport.group, options=options)
+    transport = transport_for(name, x, transport, rows=rows_of(x))
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight, bias)
     job = _job(name, transport, options, COLUMN, rows_of(x), weight, needs_grad)
     flat = x.reshape(-1, x.shape[-1])
@@ -116,7 +104,7 @@ def all_gather_linear(
         y = _AllGatherLinear.apply(flat, weight, bias, job)
     else:
         y, _ = _column_forward(flat.contiguous(), weight, bias, job, keep=False)
-    return y.view(-1, *x.shape[1:-1], weight.shape[0])
+    return y.view(x.shape[0] * transport.size, *x.shape[1:-1], weight.shape[0])
 
 
 def _column_forward(
@@ -127,23 +115,16 @@ def _column_forward(
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
-    whole: torch.Tensor | None = None
-    if job.forward is None:
-        with job.transport.collectives(job.name):
-            whole = all_gather_rows(x, job.transport.group)
-        y = torch.mm(whole, weight.t())
-    else:
-        y = x.new_empty((rows * job.transport.size, outputs))
-        tensors = {"shard": x, "weight": weight.t(), "out": y}
-        if keep:
-            whole = tensors["whole"] = x.new_empty((rows * job.transport.size, inputs))
-        program = gather_gemm(job.place(job.forward), rows, inputs, outputs, keep, None, 0)
-        running = job.transport.begin(program, job.name, x, job.options)
-        running.run({}, ahead=False, **tensors)
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    y = x.new_empty((rows * job.transport.size, outputs))
+    tensors = {"shard": x, "weight": weight.t(), "out": y}
+    if keep:
+        tensors["whole"] = x.new_empty((rows * job.transport.size, inputs))
+    running = job.begin(gather_gemm, rows, inputs, outputs, keep, None, 0, like=x)
+    running.run({}, ahead=False, **tensors)
     if bias is not None:
         y.add_(bias)
-    return y, whole if keep else None
+    return y, tensors.get("whole")
 
 
 def _begin_column_backward(
@@ -154,12 +135,11 @@ def _begin_column_backward(
     gathers: bool,
     wgrad: bool,
     job: Job,
-) -> Running:
+) -> AnyRun:
     outputs, inputs = weight.shape
-    place = job.place(job.backward)
-    program = column_backward(place, rows, inputs, outputs, needs_x, gathers, wgrad)
-    name, options = f"{job.name} backward", job.options
-    return job.transport.begin(program, name, like, options, options.reduce_dtype)
+    arguments = rows, inputs, outputs, needs_x, gathers, wgrad
+    sums = job.options.reduce_dtype
+    return job.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
 
 
 def _column_backward(
@@ -170,7 +150,7 @@ def _column_backward(
     needs_x: bool,
     wgrad: WeightGradient | None,
     job: Job,
-    running: Running | None = None,
+    running: AnyRun | None = None,
 ) -> torch.Tensor | None:
     """The gradient of x; that of the weight goes into ``wgrad``.
 
@@ -178,9 +158,6 @@ def _column_backward(
         x, whole: one of them, if there is a ``wgrad``: this rank's rows, or those of all ranks.
         running: what was begun with ``x``.
     """
-    if job.backward is None:
-        with job.transport.collectives(f"{job.name} backward"):
-            return _in_megatron_order(grad, x, whole, weight, needs_x, wgrad, job)
     rows = grad.shape[0] // job.transport.size
     works: dict[str, Work] = {}
     tensors = {"grad": grad, "weight": weight}
@@ -201,34 +178,6 @@ def _column_backward(
     return tensors.get("grad_x")
 
 
-def _in_megatron_order(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    whole: torch.Tensor | None,
-    weight: torch.Tensor,
-    needs_x: bool,
-    wgrad: WeightGradient | None,
-    job: Job,
-) -> torch.Tensor | None:
-    """:func:`_column_backward` by torch's collectives: x arrives behind dgrad, whose sum travels
-    behind wgrad (read in Megatron-Core's ``LinearWithGradAccumulationAndAsyncCommunication``)."""
-    group, reduce_dtype = job.transport.group, job.options.reduce_dtype
-    gathered: Any = None
-    if wgrad is not None and x is not None:
-        whole, gathered = begin_all_gather(x, group)
-    grad_x = summed = None
-    if needs_x:
-        full = torch.mm(grad, weight)
-        grad_x, summed = begin_reduce_scatter(full.to(reduce_dtype or full.dtype), group)
-    if gathered is not None:
-        job.transport.wait_for(gathered)
-    if wgrad is not None and whole is not None:
-        wgrad.add(grad, whole)
-    if summed is not None:
-        job.transport.wait_for(summed)
-    return None if grad_x is None else grad_x.to(grad.dtype)
-
-
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -244,7 +193,7 @@ class _AllGatherLinear(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         if needs_weight and not keep and job.backward is not None:
 
-            def begin(x: torch.Tensor) -> Running:
+            def begin(x: torch.Tensor) -> AnyRun:
                 return _begin_column_backward(x, x.shape[0], weight, needs_x, True, True, job)
 
             ctx.regather = Regather(job.transport, ctx, begin)
@@ -276,7 +225,7 @@ def linear_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``reduce_scatter(linear(x, weight)) + bias``: the row-parallel layer.
@@ -311,8 +260,7 @@ def linear_reduce_scatter(
     name = "linear_reduce_scatter"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     check_divisible(name, x, transport.size)
-    if takes_plain_path(name, x, transport, rows=rows_of(x)):
-        return plain_linear_reduce_scatter(x, weight, bias, group=transport.group, options=options)
+    transport = transport_for(name, x, transport, rows=rows_of(x))
     needs_grad = torch.is_grad_enabled() and any_grad(x, weight)
     job = _job(name, transport, options, ROW, rows_of(x) // transport.size, weight, needs_grad)
     flat = x.reshape(-1, x.shape[-1])
@@ -320,19 +268,15 @@ def linear_reduce_scatter(
         y = _LinearReduceScatter.apply(flat, weight, job)
     else:
         y = _row_forward(flat.contiguous(), weight, job)
-    y = y.view(-1, *x.shape[1:-1], weight.shape[0])
+    y = y.view(x.shape[0] // transport.size, *x.shape[1:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
 def _row_forward(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
     rows, (outputs, inputs) = x.shape[0] // job.transport.size, weight.shape
-    reduce_dtype = job.options.reduce_dtype
-    if job.forward is None:
-        with job.transport.collectives(job.name):
-            return reduce_scatter_in(torch.mm(x, weight.t()), job.transport.group, reduce_dtype)
     y = x.new_empty((rows, outputs))
-    program = gemm_scatter(job.place(job.forward), rows, inputs, outputs)
-    running = job.transport.begin(program, job.name, x, job.options, reduce_dtype)
+    sums = job.options.reduce_dtype
+    running = job.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
     running.run(a=x, weight=weight.t(), out=y)
     return y
 
@@ -353,15 +297,6 @@ def _row_backward(
             layer's transfers are posted and most of its work is done.
     """
     outputs, inputs = weight.shape
-    if job.backward is None:
-        with job.transport.collectives(f"{job.name} backward"):
-            whole = all_gather_rows(grad, job.transport.group)
-        grad_x = torch.mm(whole, weight) if needs_x else None
-        if before is not None:
-            before.begin()
-        if wgrad is not None and x is not None:
-            wgrad.add(whole, x)
-        return grad_x
     works: dict[str, Work] = {}
     tensors = {"shard": grad, "weight": weight}
     if needs_x:
@@ -369,18 +304,12 @@ def _row_backward(
     if wgrad is not None and x is not None:
         works["wgrad"] = wgrad.add
         tensors["other"] = x
-    program = gather_gemm(
-        job.place(job.backward),
-        grad.shape[0],
-        outputs,
-        inputs if needs_x else 0,
-        False,
-        None if wgrad is None else job.options.wgrad,
-        inputs,
-    )
+    how = None if wgrad is None else "blocks" if _by_blocks(job) else "whole"
+    arguments = grad.shape[0], outputs, inputs if needs_x else 0, False, how, inputs
+    running = job.begin(gather_gemm, *arguments, like=grad, backward=True)
     if wgrad is not None and before is not None:
-        works["wgrad"] = _begun_before_the_last(before, wgrad.add, program.count(Compute, "wgrad"))
-    running = job.transport.begin(program, f"{job.name} backward", grad, job.options)
+        pieces = running.program.count(Compute, "wgrad") if isinstance(running, Running) else 1
+        works["wgrad"] = _begun_before_the_last(before, wgrad.add, pieces)
     running.run(works, ahead=False, **tensors)
     return tensors.get("out")
 
@@ -428,7 +357,7 @@ def linear_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``all_reduce(linear(x, weight)) + bias``: row-parallel without sequence parallelism.
@@ -462,8 +391,7 @@ def linear_all_reduce(
     """
     name = "linear_all_reduce"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    if takes_plain_path(name, x, transport, rows=rows_of(x), at_least=transport.size):
-        return plain_linear_all_reduce(x, weight, bias, group=transport.group, options=options)
+    transport = transport_for(name, x, transport, rows=rows_of(x), at_least=transport.size)
     job = Job.of(transport, options, name)
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any_grad(x, weight):
@@ -478,10 +406,12 @@ def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.T
     (outputs, inputs), transport = weight.shape, job.transport
     rows, rest = x.shape[0], x.shape[0] % transport.size
     y = x.new_empty((rows, outputs))
-    program = gemm_all_reduce(job.place(), rows - rest, inputs, outputs)
-    running = transport.begin(program, job.name, x, job.options, job.options.reduce_dtype)
     divisible = slice(0, rows - rest)
-    running.run(a=x[divisible], weight=weight.t(), out=y[divisible])
+    if divisible.stop:
+        sums = job.options.reduce_dtype
+        arguments = divisible.stop, inputs, outputs
+        running = job.begin(gemm_all_reduce, *arguments, like=x, sum_dtype=sums)
+        running.run(a=x[divisible], weight=weight.t(), out=y[divisible])
     if rest:
         left = slice(rows - rest, rows)
         gemm_into(y[left], x[left], weight.t())
@@ -529,7 +459,7 @@ def _by_blocks(job: Job) -> bool:
 
 def _job(
     name: str,
-    transport: Transport,
+    transport: AnyTransport,
     options: LinearOptions,
     layer: Layer,
     rows: int,
@@ -542,7 +472,7 @@ def _job(
         rows: of one rank's block.
     """
     outputs, inputs = weight.shape
-    if options.tuning is None:
+    if options.tuning is None or not isinstance(transport, Transport):
         job = Job.of(transport, options, name)
         covered = layer == COLUMN and options.by_collectives(outputs)
         return job._replace(backward=None) if covered else job

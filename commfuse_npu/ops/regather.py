@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.runtime.executor import Running
-from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.ops.job import AnyRun, AnyTransport
 
 __all__ = ["Regather"]
 
-Begin = Callable[[torch.Tensor], Running]
+Begin = Callable[[torch.Tensor], AnyRun]
 """Begins the backward of a column-parallel layer with this input."""
 
 
@@ -40,17 +39,17 @@ class Regather:
         ctx: of its autograd function, which saves the input as its first tensor.
     """
 
-    def __init__(self, transport: Transport, ctx: Any, begin: Begin) -> None:
+    def __init__(self, transport: AnyTransport, ctx: Any, begin: Begin) -> None:
         self._calls = _calls(transport)
         self._ctx = weakref.ref(ctx)
         self._begin = begin
-        self._begun: tuple[torch.Tensor, Running] | None = None
+        self._begun: tuple[torch.Tensor, AnyRun] | None = None
         self._over = False
         self._calls.drain()
         self._calls.last = weakref.ref(self)
 
     @staticmethod
-    def before(transport: Transport) -> Regather | None:
+    def before(transport: AnyTransport) -> Regather | None:
         """That of the layer before the row-parallel one whose forward runs."""
         calls = _calls(transport)
         calls.drain()
@@ -68,7 +67,7 @@ class Regather:
         self._calls.begun.append(self)
         running.run(ahead=True, x=x)
 
-    def take(self) -> tuple[torch.Tensor, Running] | None:
+    def take(self) -> tuple[torch.Tensor, AnyRun] | None:
         """The input and what was begun with it, if it was; for the layer's backward.
 
         A saved tensor is unpacked once only: with activation checkpointing twice is an error.
@@ -103,7 +102,7 @@ class _Calls:
             running.drain(grad_x=torch.empty_like(x))
 
 
-def _calls(transport: Transport) -> _Calls:
+def _calls(transport: AnyTransport) -> _Calls:
     found: _Calls | None = transport.remembered.get(__name__)
     if found is None:
         found = transport.remembered[__name__] = _Calls()

@@ -15,11 +15,10 @@ backward   wgrad blocks -> sum; weight arrives -> dgrad, both at once
 The whole weight and its whole gradient exist nowhere.  Of what arrives, and of the gradient on its
 way out, there are two blocks at a time, or one piece more than there are lanes.
 
-**Exactness.**  The op and its plain form (:mod:`commfuse_npu.reference.sharded_linear`) with
-``same_blocks=True`` give the same bits, if rows are a multiple of 64 bytes long.  Against the plain
-form as it is, results differ where the GEMM library rounds a run of columns differently than all
-columns together, and in the sum over ``O`` of the dgrad, which is made block by block (in fp32,
-rounded once).
+**Exactness.**  The op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
+same bits, if rows are a multiple of 64 bytes long.  An unfused layer differs where the GEMM library
+rounds a run of columns differently than all columns together, and in the sum over ``O`` of the
+dgrad, which is made block by block here (in fp32, rounded once).
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ from commfuse_npu.layers.linear_arguments import check_and_cast
 from commfuse_npu.layers.options import LinearOptions, ShardedOptions
 from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.layers.sharded_blocks import InputGradient, columns_into, wgrad_into
-from commfuse_npu.ops.job import takes_plain_path
+from commfuse_npu.ops.job import AnyRun, AnyTransport, transport_for
 from commfuse_npu.ops.sum_ending import sum_ending
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightProgram, WeightStamp
-from commfuse_npu.plan.program import Compute, Program
-from commfuse_npu.plan.rules import sharded_backward, sharded_forward
-from commfuse_npu.plan.schedule import Place
-from commfuse_npu.reference.sharded_linear import plain_sharded_linear
+from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.rules import Rule, sharded_backward, sharded_forward
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
@@ -53,7 +50,7 @@ def sharded_linear(
     weight_shard: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     options: ShardedOptions = ShardedOptions(),
     prefetch: PrefetchedWeight | None = None,
 ) -> torch.Tensor:
@@ -106,8 +103,7 @@ def sharded_linear(
         name, x, weight_shard, bias, transport, linear, shards=transport.size
     )
     stamp = WeightStamp.of(weight_shard)
-    if takes_plain_path(name, shard, transport, rows=shard.shape[0]):
-        return plain_sharded_linear(x, shard, bias, group=transport.group, options=options)
+    transport = transport_for(name, shard, transport, rows=shard.shape[0])
     call = _Call(name, transport, options, stamp, prefetch)
     flat = x.reshape(-1, x.shape[-1])
     y = differentiable(_ShardedLinear, flat, shard, bias, call)
@@ -119,35 +115,33 @@ class _Call:
     """One call; forward and backward have the same."""
 
     name: str
-    transport: Transport
+    transport: AnyTransport
     options: ShardedOptions
     stamp: WeightStamp
     prefetch: PrefetchedWeight | None
 
-    @property
-    def place(self) -> Place:
-        return self.transport.place(self.options.schedule)
-
     def run(
         self,
-        program: Program,
+        rule: Rule,
+        *needs: bool,
         shard: torch.Tensor,
         works: dict[str, Work],
-        *,
         backward: bool,
         **tensors: torch.Tensor,
     ) -> None:
-        """Run a program with ``shard``.
+        """Run the operation of a rule with ``shard``.
 
         When the last block is there, and not used yet, the links are free for the next layer.
         """
         name = f"{self.name} backward" if backward else self.name
-        reduce_dtype = self.options.reduce_dtype
-        how = WeightProgram(self.transport, program, name, self.options, reduce_dtype)
-        left, prefetch = program.count(Compute, "use"), self.prefetch
-        if prefetch is None or not left:
-            how.begin(shard).run(works, ahead=False, **tensors)
+        program: Any = self.transport.program(rule, self.options.schedule, *shard.shape, *needs)
+        how = program, name, self.options, self.options.reduce_dtype
+        prefetch, transport = self.prefetch, self.transport
+        if prefetch is None or "use" not in works or not isinstance(transport, Transport):
+            running: AnyRun = transport.begin(program, name, shard, *how[2:])
+            running.run(works, ahead=False, shard=shard, **tensors)
             return
+        left = program.count(Compute, "use")
         use = works["use"]
 
         def use_and_prefetch(block: torch.Tensor, run: slice) -> None:
@@ -157,7 +151,8 @@ class _Call:
                 prefetch.start_next()
             use(block, run)
 
-        running = prefetch.take(shard, self.stamp, how, backward=backward)
+        call = WeightProgram(transport, *how)
+        running = prefetch.take(shard, self.stamp, call, backward=backward)
         running.run({**works, "use": use_and_prefetch}, ahead=False, **tensors)
 
 
@@ -176,8 +171,7 @@ class _ShardedLinear(torch.autograd.Function):
         def use(block: torch.Tensor, run: slice) -> None:
             columns_into(y, x, block, bias, run)
 
-        program = sharded_forward(call.place, *shard.shape)
-        call.run(program, shard, {"use": use}, backward=False)
+        call.run(sharded_forward, shard=shard, works={"use": use}, backward=False)
         return y
 
     @staticmethod
@@ -199,7 +193,7 @@ class _ShardedLinear(torch.autograd.Function):
             grad_x = InputGradient(grad, shard.shape[1])
             works["use"] = grad_x.add
         if works:
-            program = sharded_backward(call.place, *shard.shape, needs_x, needs_weight)
-            call.run(program, shard, works, backward=True, **tensors)
+            needs = needs_x, needs_weight
+            call.run(sharded_backward, *needs, shard=shard, works=works, backward=True, **tensors)
         grad_bias = grad.sum(dim=0) if needs_bias else None
         return None if grad_x is None else grad_x.result(), grad_shard, grad_bias, None

@@ -8,8 +8,7 @@ the whole sequence.  The whole chain, each arrow an all-to-all that is taken apa
 
 The projection to the heads, and back for those who have attention of their own, are in
 :mod:`commfuse_npu.ops.head_exchange`; q, k and v are parts of what comes out of the first, after
-whatever is done per head (rotary embedding, norms).  The plain forms of all are in
-:mod:`commfuse_npu.reference.heads`.
+whatever is done per head (rotary embedding, norms).
 
 Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G``
 key heads of this rank, ``D`` features of a head, ``F = A * D``, ``H`` hidden.
@@ -23,13 +22,19 @@ first, which costs the same for every block.
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
 from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.layers.attention_options import check_self_attention, options_for_attention
+from commfuse_npu.layers.attention_runs import AttentionRuns, run_of_gemm
 from commfuse_npu.layers.differentiable import differentiable
 from commfuse_npu.layers.documents import Documents
-from commfuse_npu.layers.exchanged_attention import AttentionExchanged, AttentionLinearExchanged
+from commfuse_npu.layers.head_linear import LinearOfHeads
 from commfuse_npu.layers.linear_arguments import (
     check_and_cast,
     check_device,
@@ -37,13 +42,10 @@ from commfuse_npu.layers.linear_arguments import (
     compute_dtype,
 )
 from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.ops.head_exchange import fused_exchange
-from commfuse_npu.ops.job import Job, takes_plain_path
-from commfuse_npu.reference.heads import (
-    plain_attention_all_to_all,
-    plain_attention_all_to_all_linear,
-)
-from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.layers.saved_weight import SavedWeight
+from commfuse_npu.ops.head_exchange import swap
+from commfuse_npu.ops.job import AnyTransport, Job, transport_for
+from commfuse_npu.runtime.executor import Work
 
 __all__ = ["attention_all_to_all", "attention_all_to_all_linear"]
 
@@ -56,7 +58,7 @@ def attention_all_to_all(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
@@ -110,12 +112,9 @@ def attention_all_to_all(
     check_sequence(name, q.shape[0], transport.size)
     check_device(name, "q", q, transport)
     q, k, v = (head.to(compute_dtype(q)) for head in (q, k, v))
-    if takes_plain_path(name, q, transport, rows=_rows(q)):
-        return plain_attention_all_to_all(
-            q, k, v, group=transport.group, **mask._asdict(), scale=scale, options=options
-        )
+    transport = transport_for(name, q, transport, rows=_rows(q))
     job = Job.of(transport, options_for_attention(options, transport.size, mask.costs_rise), name)
-    return differentiable(AttentionExchanged, q, k, v, mask, scale, fused_exchange(job))
+    return differentiable(_AttentionExchanged, q, k, v, mask, scale, job)
 
 
 # ----------------------------------------------- attention to rows, projected
@@ -128,7 +127,7 @@ def attention_all_to_all_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: Transport,
+    transport: AnyTransport,
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
@@ -180,17 +179,169 @@ def attention_all_to_all_linear(
         name, q.flatten(2), weight, bias, transport, options, head_groups=size
     )
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    if takes_plain_path(name, q, transport, rows=_rows(q)):
-        return plain_attention_all_to_all_linear(
-            q, k, v, weight, bias, group=transport.group, **mask._asdict(), scale=scale,
-            options=options,
-        )  # fmt: skip
+    transport = transport_for(name, q, transport, rows=_rows(q))
     by_cost = options_for_attention(options, size, mask.costs_rise)
     back = options_for_attention(options, size, False).schedule
     job = Job(transport, by_cost, name, by_cost.schedule, back)
-    arguments = q, k, v, weight, bias, mask, scale, fused_exchange(job)
-    return differentiable(AttentionLinearExchanged, *arguments)
+    arguments = q, k, v, weight, bias, mask, scale, job
+    return differentiable(_AttentionLinearExchanged, *arguments)
 
 
 def _rows(q: torch.Tensor) -> int:
     return q.shape[0] * q.shape[1]
+
+
+# --------------------------------------------------- attention, run by run
+
+
+def _attend(
+    ctx: Any,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask, float | None],
+    use: Work,
+    job: Job,
+    **received: Any,
+) -> None:
+    """Attend, block of queries by block, and ``use`` what comes back for the own rows.
+
+    Args:
+        given: q, k, v, mask and scale; what their backward needs is saved.
+        received: ``[S, B * F]``, filled and saved in front, if given; block g gets the heads of
+            rank g.
+    """
+    q, k, v, mask, scale = given
+    keep = any(ctx.needs_input_grad[:3])
+    heads = q.contiguous(), k.contiguous(), v.contiguous()
+    attention = AttentionRuns(*heads, mask, scale, keep=keep)
+    tensors = {name: tensor for name, tensor in received.items() if tensor is not None}
+    if attention.attended is not None:
+        tensors["blocks"] = _by_sequence(attention.attended)
+
+    def make(out: torch.Tensor, run: slice) -> None:
+        attended = attention.forward(run)
+        if not keep:  # else it is where it was kept
+            out.copy_(_by_sequence(attended))
+
+    works = {"make": make, "use": use}
+    swap(job, q.shape[0] // job.transport.size, math.prod(q.shape[1:]), q, works, **tensors)
+    ctx.job = job
+    if keep:
+        attention.save(ctx, *received.values())
+    else:
+        ctx.save_for_backward(*received.values())
+
+
+class _AttentionExchanged(torch.autograd.Function):
+    """``all_to_all(attention(q, k, v))``, one kernel per run of queries: ``[s, B, N * A * D]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: AttentionMask,
+        scale: float | None,
+        job: Job,
+    ) -> torch.Tensor:
+        batch, features = q.shape[1], q.shape[2] * q.shape[3]
+        block_rows = q.shape[0] // job.transport.size
+        y = q.new_empty((block_rows, batch, job.transport.size, features))
+
+        def use(piece: torch.Tensor, run: slice) -> None:
+            # Early blocks find their place while later ones travel.
+            group, start = divmod(run.start, block_rows)
+            y[start : start + len(piece), :, group] = piece.view(-1, batch, features)
+
+        _attend(ctx, (q, k, v, mask, scale), use, job)
+        return y.flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: Job = ctx.job
+        attention = AttentionRuns.saved(ctx, ctx.saved_tensors)
+        by_heads = grad.unflatten(2, (job.transport.size, -1)).permute(2, 0, 1, 3)
+        blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
+        rows, columns = grad.shape[0], blocks.shape[1]
+        works = {"use": _backward(attention)}
+        swap(job, rows, columns, blocks, works, backward=True, blocks=blocks)
+        return *attention.gradients(), None, None, None
+
+
+def _backward(attention: AttentionRuns) -> Work:
+    return lambda piece, run: attention.backward(run, piece)
+
+
+class _AttentionLinearExchanged(torch.autograd.Function):
+    """``sum of o_g @ W_g^T + bias`` over ``o_g`` of ``all_to_all(attention(q, k, v))``.
+
+    One kernel per run of queries, one GEMM per run of rows.  ``weight`` ``[H, N * A * D]``,
+    ``bias`` ``[H]``, to ``[s, B, H]``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        mask: AttentionMask,
+        scale: float | None,
+        job: Job,
+    ) -> torch.Tensor:
+        received = None
+        if ctx.needs_input_grad[3]:
+            received = q.new_empty((q.shape[0], math.prod(q.shape[1:])))
+        batch, block_rows = q.shape[1], q.shape[0] // job.transport.size
+        linear = LinearOfHeads(weight, job.transport.size, block_rows * batch)
+        linear.begin_forward(bias)
+        features = q.shape[2] * q.shape[3]
+
+        def use(piece: torch.Tensor, run: slice) -> None:
+            linear.forward(_flat(piece, features), run_of_gemm(run, batch))
+
+        _attend(ctx, (q, k, v, mask, scale), use, job, received=received)
+        ctx.weight = SavedWeight(weight)
+        return linear.output().view(block_rows, batch, weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: Job = ctx.job
+        received, *saved = ctx.saved_tensors
+        needs_weight, needs_bias = ctx.needs_input_grad[3:5]
+        rows, batch, hidden = grad.shape
+        flat = grad.contiguous().view(-1, hidden)
+        linear = LinearOfHeads(ctx.weight.get(job.name), job.transport.size, rows * batch)
+        linear.begin_backward(flat, needs_weight, job.options)
+        features = linear.features
+
+        def make(out: torch.Tensor, run: slice) -> None:
+            linear.backward(_flat(out, features), run_of_gemm(run, batch))
+
+        works: dict[str, Work] = {"make": make}
+        if needs_weight:
+            works["wgrad"] = partial(linear.add_weight_gradient, _flat(received, features))
+        grads: tuple[torch.Tensor | None, ...] = None, None, None
+        if saved:
+            # The mirror image of the forward: the projection feeds, attention uses.
+            attention = AttentionRuns.saved(ctx, saved)
+            works["use"] = _backward(attention)
+            swap(job, rows, math.prod(saved[0].shape[1:]), flat, works, backward=True)
+            grads = attention.gradients()
+        elif needs_weight:
+            works["wgrad"]()
+        grad_bias = flat.sum(0) if needs_bias else None
+        return *grads, linear.weight_gradient(), grad_bias, None, None, None
+
+
+def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
+    """``[S, B, A, D]`` as ``[S, B * A * D]``: never a copy, it may be written to."""
+    return attended.flatten(1)
+
+
+def _flat(x: torch.Tensor, features: int) -> torch.Tensor:
+    """``[s, B * F]`` as ``[s * B, F]``: never a copy, it may be written to."""
+    return x.view(-1, features)

@@ -1,27 +1,35 @@
-"""What has to come out of each rule's programs: the lines that it equals, row by row."""
+"""What has to come out of a rule's programs: its lines, carried by names of contents.
+
+A matrix is a function here: of a rank, a row and columns it says what is in them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from commfuse_npu.plan import PlanError, Schedule
+from commfuse_npu.plan import Place, PlanError, Schedule
 from commfuse_npu.plan.program import Program, Wait
-from commfuse_npu.plan.rules import made_pieces, parts_of, swapped_pieces, used_pieces
-from commfuse_npu.plan.schedule import Own, Place
+from commfuse_npu.plan.rules import RULES, Piece
 from commfuse_npu.proof.data_flow import Call, Columns, Contents, Held
 from commfuse_npu.proof.memory import Shape
 
-__all__ = ["OUTCOMES", "Outcome", "outcome_faults", "outcome_of"]
+__all__ = ["Outcome", "outcome_faults", "outcome_of"]
 
-Pair = tuple[int, ...]
+Taken = tuple[int, ...]
 """Contents, or the numbers of rows, that work takes together."""
 
 
-@dataclass
+class _Matrix(NamedTuple):
+    rows: int
+    columns: int
+    at: Callable[[int, int, Columns], int]
+    """What is in a row of a rank's matrix, in these columns."""
+
+
 class Outcome:
-    """What is known of a program's operation.
+    """What is known of a program's operation: a :class:`~commfuse_npu.plan.rules.Carrier`.
 
     Attributes:
         shapes: of the buffers that it brings along.
@@ -34,256 +42,160 @@ class Outcome:
         last: work, and the rows that its last call has to take.
     """
 
-    shapes: dict[str, Shape]
-    results: dict[str, Callable[[int, Columns], int]] = field(default_factory=dict)
-    taken: dict[str, list[Pair]] = field(default_factory=dict)
-    whole: set[str] = field(default_factory=set)
-    pieces: dict[str, list[slice]] = field(default_factory=dict)
-    first: tuple[str, list[int]] | None = None
-    last: tuple[str, list[int]] | None = None
+    def __init__(self, place: Place, contents: Contents) -> None:
+        self.place = place
+        self._contents = contents
+        self._weights: dict[tuple[int, _Matrix, Columns], int] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.results: dict[str, Callable[[int, Columns], int]] = {}
+        self.taken: dict[str, list[Taken]] = {}
+        self.whole: set[str] = set()
+        self.pieces: dict[str, list[slice]] = {}
+        self.first: tuple[str, list[int]] | None = None
+        self.last: tuple[str, list[int]] | None = None
 
+    # ------------------------------------------------------------------ the lines
 
-class _Known:
-    """Names for what a rank of a group has."""
+    def given(self, buffer: str, rows: int, columns: int) -> _Matrix:
+        self.shapes[buffer] = rows, columns
+        row = self._contents.row
+        return _Matrix(rows, columns, lambda rank, i, some: row(rank, buffer, i, some))
 
-    def __init__(self, program: Program, contents: Contents) -> None:
-        schedule = program.rule[1]
-        assert isinstance(schedule, Schedule)
-        self.schedule = schedule
-        self.r, self.n = program.rank, program.size
-        self.place = Place(schedule, self.r, self.n, program.batched)
-        self.contents = contents
-        self._weights: dict[tuple[int, int, Columns], int] = {}
+    def _result(self, out: str | None, matrix: _Matrix) -> _Matrix:
+        if out is not None:
+            self.shapes[out] = matrix.rows, matrix.columns
+            self.results[out] = lambda i, some: matrix.at(self.place.rank, i, some)
+        return matrix
 
-    def row(self, rank: int, buffer: str, row: int, width: int) -> int:
-        return self.contents.row(rank, buffer, row, (0, width))
+    def own_block(self, whole: _Matrix) -> _Matrix:
+        rows = whole.rows // self.place.size
+        return _Matrix(rows, whole.columns, lambda rank, i, on: whole.at(rank, rank * rows + i, on))
 
-    def rows(self, rank: int, buffer: str, rows: range, width: int) -> list[int]:
-        return [self.row(rank, buffer, row, width) for row in rows]
+    def all_gather(self, shard: _Matrix, *, out: str | None = None) -> _Matrix:
+        rows = shard.rows
 
-    def gathered(self, buffer: str, rows: int, width: int) -> list[int]:
-        """The rows of all ranks' buffers, one below the other."""
-        return [self.row(p, buffer, i, width) for p in range(self.n) for i in range(rows)]
+        def at(_: int, i: int, some: Columns) -> int:
+            return shard.at(i // rows, i % rows, some)
 
-    def own(self, rows: int) -> range:
-        return range(self.r * rows, (self.r + 1) * rows)
+        return self._result(out, _Matrix(self.place.size * rows, shard.columns, at))
 
-    def gemm(self, rank: int, row: int, inputs: int, columns: Columns) -> int:
-        """A row times a rank's weight, or some columns of it."""
-        key = rank, inputs, columns
-        if key not in self._weights:
-            weight = [self.contents.row(rank, "weight", k, columns) for k in range(inputs)]
-            self._weights[key] = self.contents.whole(weight)
-        return self.contents.made("gemm", rank, row, [self._weights[key]])
+    def all_to_all(self, blocks: _Matrix, *, out: str | None = None) -> _Matrix:
+        rows = blocks.rows // self.place.size
 
-    def made(self, rank: int, row: int) -> int:
-        return self.contents.made("make", rank, self.contents.run(row))
+        def at(rank: int, i: int, some: Columns) -> int:
+            return blocks.at(i // rows, rank * rows + i % rows, some)
 
-    def sources(self, rank: int) -> list[int]:
+        return self._result(out, blocks._replace(at=at))
+
+    def reduce_scatter(self, whole: _Matrix, *, out: str, finish: bool = False) -> None:
+        size, rows = self.place.size, whole.rows // self.place.size
+        contents = self._contents
+
+        def sums(rank: int, i: int, some: Columns) -> int:
+            there = rank * rows + i
+            return self._sum(rank, lambda q: whole.at(q, there, some))
+
+        def finished(rank: int, i: int, some: Columns) -> int:
+            if size == 1:
+                return whole.at(rank, i, some)
+            mine = range(rank * rows, (rank + 1) * rows)
+            own = contents.whole([whole.at(rank, there, some) for there in mine])
+            there = rank * rows + i
+            others = [whole.at(q, there, some) for q in self._sources(rank)]
+            return contents.made("finish", rank, contents.sum(others), [own])
+
+        shard = _Matrix(rows, whole.columns, finished if finish else sums)
+        before = self.shapes.get(out, (rows, whole.columns))
+        if before[0] == rows:
+            self._result(out, shard)
+            return
+
+        def in_place(rank: int, i: int, some: Columns) -> int:
+            inside = i - rank * rows
+            return shard.at(rank, inside, some) if 0 <= inside < rows else whole.at(rank, i, some)
+
+        self._result(out, whole._replace(at=in_place))
+
+    def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
+        size = self.place.size
+        # Which rank sums a row.
+        adds = [
+            rank
+            for part in parts
+            for rank in range(size)
+            for _ in range((part.stop - part.start) // size)
+        ]
+
+        def at(_: int, i: int, some: Columns) -> int:
+            return self._sum(adds[i], lambda q: whole.at(q, i, some))
+
+        self._result(out, whole._replace(at=at))
+
+    def gemm(
+        self,
+        a: _Matrix,
+        b: _Matrix,
+        pieces: Sequence[Piece],
+        *,
+        out: str | None = None,
+        first: slice | None = None,
+        last: slice | None = None,
+    ) -> _Matrix:
+        contents, every = self._contents, (0, a.columns)
+
+        def at(rank: int, i: int, some: Columns) -> int:
+            key = rank, b, some
+            if key not in self._weights:
+                rows = [b.at(rank, k, some) for k in range(b.rows)]
+                self._weights[key] = contents.whole(rows)
+            return contents.made("gemm", rank, a.at(rank, i, every), [self._weights[key]])
+
+        if first is not None:
+            self.first = "gemm", self._rows(a, first)
+        if last is not None:
+            self.last = "gemm", self._rows(a, last)
+        return self._result(out, _Matrix(a.rows, b.columns, at))
+
+    def make(self, rows: int, columns: int, pieces: Sequence[slice], *, out: str | None) -> _Matrix:
+        contents = self._contents
+        self.pieces["make"] = list(pieces)
+
+        def at(rank: int, i: int, _: Columns) -> int:
+            return contents.made("make", rank, contents.run(i))
+
+        return self._result(out, _Matrix(rows, columns, at))
+
+    def use(self, matrix: _Matrix, pieces: Sequence[slice], *, first: slice | None = None) -> None:
+        self.pieces["use"] = list(pieces)
+        self.taken["use"] = list(enumerate(self._rows(matrix, slice(0, matrix.rows))))
+        if first is not None:
+            self.first = "use", self._rows(matrix, first)
+
+    def wgrad(
+        self,
+        *factors: _Matrix,
+        pieces: Sequence[Sequence[slice]] | None = None,
+        first: slice | None = None,
+    ) -> None:
+        rows = [self._rows(factor, slice(0, factor.rows)) for factor in factors]
+        self.taken["wgrad"] = list(zip(*rows, strict=True)) if rows else [()]
+        if rows and pieces is None:
+            self.whole.add("wgrad")
+        if first is not None and self.first is None:
+            self.first = "wgrad", self._rows(factors[0], first)
+
+    def _rows(self, matrix: _Matrix, run: slice) -> list[int]:
+        every = 0, matrix.columns
+        return [matrix.at(self.place.rank, i, every) for i in range(run.start, run.stop)]
+
+    def _sources(self, rank: int) -> list[int]:
         """Whose partials a rank adds, in this order, before its own."""
-        return [hop.source for hop in self.schedule.hops(rank, self.n, "last")]
+        place = self.place
+        return [hop.source for hop in place.schedule.hops(rank, place.size, "last")]
 
-    def sum(self, part: Callable[[int], int], rank: int | None = None) -> int:
-        """The sum of what ``part`` says of each rank, as ``rank`` (this one) adds it."""
-        rank = self.r if rank is None else rank
-        return self.contents.sum([part(q) for q in (*self.sources(rank), rank)])
-
-
-# ---------------------------------------------------------------------- one per rule
-
-
-def _gather_gemm(
-    of: _Known, rows: int, inputs: int, outputs: int, keep: bool, wgrad: str | None, other: int
-) -> Outcome:
-    n = of.n
-    shapes = {"shard": (rows, inputs), "weight": (inputs, outputs)}
-    shapes |= {"out": (n * rows, outputs)} if outputs else {}
-    shapes |= {"whole": (n * rows, inputs)} if keep else {}
-    shapes |= {"other": (n * rows, other)} if wgrad else {}
-    whole = of.gathered("shard", rows, inputs)
-    found = Outcome(shapes)
-    if outputs:
-        found.results["out"] = lambda i, columns: of.gemm(of.r, whole[i], inputs, columns)
-    if keep:
-        found.results["whole"] = lambda i, columns: whole[i]
-    if wgrad:
-        found.taken["wgrad"] = list(
-            zip(whole, of.rows(of.r, "other", range(n * rows), other), strict=True)
-        )
-    if wgrad == "whole":
-        found.whole.add("wgrad")
-    if outputs or wgrad == "blocks":
-        own = of.rows(of.r, "shard", range(rows), inputs)
-        found.first = ("gemm" if outputs else "wgrad"), own
-    return found
-
-
-def _gemm_scatter(of: _Known, rows: int, inputs: int, outputs: int) -> Outcome:
-    shapes = {
-        "a": (of.n * rows, inputs), "weight": (inputs, outputs), "out": (rows, outputs)
-    }  # fmt: skip
-    return Outcome(
-        shapes,
-        results={"out": lambda i, on: _product_sum(of, "a", of.r * rows + i, inputs, on, of.r)},
-        last=("gemm", of.rows(of.r, "a", of.own(rows), inputs)),
-    )
-
-
-def _product_sum(of: _Known, buffer: str, i: int, inputs: int, columns: Columns, adds: int) -> int:
-    """Row i of the ranks' products, as rank ``adds`` sums it."""
-    return of.sum(lambda q: of.gemm(q, of.row(q, buffer, i, inputs), inputs, columns), adds)
-
-
-def _column_backward(
-    of: _Known,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    scatters: bool,
-    gathers: bool,
-    wgrad: bool,
-) -> Outcome:
-    n = of.n
-    shapes = {"grad": (n * rows, outputs)}
-    shapes |= {"weight": (outputs, inputs), "grad_x": (rows, inputs)} if scatters else {}
-    shapes |= {"x": (rows, inputs)} if gathers else {"whole": (n * rows, inputs)}
-    found = Outcome(shapes)
-    if scatters:
-        found.results["grad_x"] = lambda i, columns: _product_sum(
-            of, "grad", of.r * rows + i, outputs, columns, of.r
-        )
-    if wgrad:
-        grad = of.rows(of.r, "grad", range(n * rows), outputs)
-        mine = of.rows(of.r, "whole", range(n * rows), inputs)
-        whole = of.gathered("x", rows, inputs) if gathers else mine
-        found.taken["wgrad"] = list(zip(grad, whole, strict=True))
-        found.whole.add("wgrad")
-    return found
-
-
-def _gemm_all_reduce(of: _Known, rows: int, inputs: int, outputs: int) -> Outcome:
-    parts = parts_of(of.place, rows)
-    block = (parts[-1].stop - parts[-1].start) // of.n
-    start = parts[-1].start + of.r * block
-    # Which rank sums a row.
-    adds = [
-        q for part in parts for q in range(of.n) for _ in range((part.stop - part.start) // of.n)
-    ]
-    return Outcome(
-        {"a": (rows, inputs), "weight": (inputs, outputs), "out": (rows, outputs)},
-        results={"out": lambda i, columns: _product_sum(of, "a", i, inputs, columns, adds[i])},
-        last=("gemm", of.rows(of.r, "a", range(start, start + block), inputs)),
-    )
-
-
-def _produce_scatter(of: _Known, rows: int, columns: int) -> Outcome:
-    return Outcome(
-        {"out": (rows, columns)},
-        results={"out": lambda i, _: of.sum(lambda q: of.made(q, of.r * rows + i))},
-        pieces={"make": made_pieces(of.place, rows)},
-    )
-
-
-def _gather_use(of: _Known, rows: int, columns: int, keep: bool) -> Outcome:
-    whole = of.gathered("shard", rows, columns)
-    found = Outcome({"shard": (rows, columns)})
-    found.pieces["use"] = used_pieces(of.place, rows)
-    found.taken["use"] = list(enumerate(whole))
-    found.first = "use", of.rows(of.r, "shard", range(rows), columns)
-    if keep:
-        found.taken["wgrad"] = [(row,) for row in whole]
-        found.whole.add("wgrad")
-    return found
-
-
-def _exchange(
-    of: _Known, rows: int, columns: int, blocks: str, uses: bool, keep: bool, wgrad: bool
-) -> Outcome:
-    whole, makes = (of.n * rows, columns), blocks != "given"
-    shapes = ({} if blocks == "made" else {"blocks": whole}) | ({"received": whole} if keep else {})
-    found = Outcome(shapes)
-
-    def got(i: int) -> int:
-        source, there = i // rows, of.r * rows + i % rows
-        return of.made(source, there) if makes else of.row(source, "blocks", there, columns)
-
-    if makes:
-        found.pieces["make"] = made_pieces(of.place, rows)
-    if blocks == "made and kept":
-        found.results["blocks"] = lambda i, _: of.made(of.r, i)
-    if keep:
-        found.results["received"] = lambda i, _: got(i)
-    if wgrad:
-        found.taken["wgrad"] = [()]
-    if uses:
-        own: Own = "last" if makes else "first"
-        found.pieces["use"] = swapped_pieces(of.place, rows, own)
-        found.taken["use"] = [(i, got(i)) for i in range(of.n * rows)]
-    return found
-
-
-def _sharded_forward(of: _Known, rows: int, columns: int) -> Outcome:
-    return _gather_use(of, rows, columns, False)
-
-
-def _sharded_backward(
-    of: _Known, rows: int, columns: int, gathers: bool, scatters: bool
-) -> Outcome:
-    found = _gather_use(of, rows, columns, False) if gathers else Outcome({})
-    if scatters:
-        found.first = None
-        found.shapes["out"] = rows, columns
-        found.pieces["make"] = made_pieces(of.place, rows)
-        found.results["out"] = _finished(of, rows, lambda q, i: of.made(q, i))
-    return found
-
-
-def _finished(
-    of: _Known, rows: int, part: Callable[[int, int], int]
-) -> Callable[[int, Columns], int]:
-    """The rows of ``finish(total of the others, own)``."""
-    own = of.contents.whole([part(of.r, i) for i in of.own(rows)])
-
-    def row(i: int, columns: Columns) -> int:
-        if of.n == 1:
-            return part(0, i)
-        total = of.contents.sum([part(q, of.r * rows + i) for q in of.sources(of.r)])
-        return of.contents.made("finish", of.r, total, [own])
-
-    return row
-
-
-def _bucket_scatter(of: _Known, rows: int, stack: int, in_flight: int) -> Outcome:
-    finished = _finished(of, rows, lambda q, i: of.row(q, "bucket", i, 1))
-
-    def row(i: int, columns: Columns) -> int:
-        mine = i in of.own(rows)
-        return finished(i - of.r * rows, columns) if mine else of.row(of.r, "bucket", i, 1)
-
-    return Outcome({"bucket": (of.n * rows, 1)}, results={"bucket": row})
-
-
-def _bucket_gather(of: _Known, rows: int, last_first: bool) -> Outcome:
-    return Outcome(
-        {"bucket": (of.n * rows, 1)},
-        results={"bucket": lambda i, _: of.row(i // rows, "bucket", i, 1)},
-    )
-
-
-OUTCOMES: dict[str, Callable[..., Outcome]] = {
-    "gather_gemm": _gather_gemm,
-    "gemm_scatter": _gemm_scatter,
-    "column_backward": _column_backward,
-    "gemm_all_reduce": _gemm_all_reduce,
-    "produce_scatter": _produce_scatter,
-    "gather_use": _gather_use,
-    "exchange": _exchange,
-    "sharded_forward": _sharded_forward,
-    "sharded_backward": _sharded_backward,
-    "bucket_scatter": _bucket_scatter,
-    "bucket_gather": _bucket_gather,
-}
-"""By the name of the rule; its arguments follow."""
+    def _sum(self, rank: int, part: Callable[[int], int]) -> int:
+        """The sum of what ``part`` says of each rank, as ``rank`` adds it."""
+        return self._contents.sum([part(q) for q in (*self._sources(rank), rank)])
 
 
 def outcome_of(program: Program, contents: Contents) -> Outcome:
@@ -292,12 +204,15 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
     Raises:
         PlanError: nothing is known of its rule.
     """
-    name, _, *arguments = program.rule
-    if name not in OUTCOMES:
+    name, schedule, *arguments = program.rule
+    if name not in RULES:
         raise PlanError(
-            f"nothing says what has to come out of {name}; known are {', '.join(OUTCOMES)}"
+            f"nothing says what has to come out of {name}; known are {', '.join(RULES)}"
         )
-    return OUTCOMES[str(name)](_Known(program, contents), *arguments)
+    assert isinstance(schedule, Schedule)
+    found = Outcome(Place(schedule, program.rank, program.size, program.batched), contents)
+    RULES[str(name)].lines(found, *arguments)
+    return found
 
 
 # ---------------------------------------------------------------------- held against it
@@ -393,7 +308,7 @@ def _run(runs: Sequence[slice | None], at: int) -> str:
 def _taken_faults(
     where: str, work: str, calls: Sequence[Call], outcome: Outcome, contents: Contents
 ) -> Iterator[str]:
-    got: list[Pair] = []
+    got: list[Taken] = []
     for call in calls:
         taken: list[Sequence[int]] = list(call.taken)
         if call.run is not None:
@@ -417,7 +332,7 @@ def _taken_faults(
         yield f"{where}: {work} takes the rows of the whole in another order"
 
 
-def _pair(pair: Pair, contents: Contents, work: str) -> str:
+def _pair(pair: Taken, contents: Contents, work: str) -> str:
     if work == "use":
         return f"{contents.words(pair[1])} as row {pair[0]}"
     return " with ".join(contents.words(one) for one in pair) or "nothing"

@@ -1,7 +1,7 @@
 """The plain collectives, under whichever name this torch has.
 
 torch 2.13 calls them ``all_gather_single`` and ``reduce_scatter_single`` and warns about the names
-that torch 2.7 (MindSpeed's) has.  They are the reference and the fallback of every fused op.
+that torch 2.7 (MindSpeed's) has.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 __all__ = [
     "Begun",
     "all_gather_rows",
+    "all_to_all",
     "all_to_all_rows",
     "begin_all_gather",
     "begin_reduce_scatter",
@@ -30,9 +32,12 @@ Begun = tuple[torch.Tensor, Any]
 """The result of a collective, and what to wait for before it is read."""
 
 
-def begin_all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Begun:
+def begin_all_gather(
+    shard: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> Begun:
     """:func:`all_gather_rows`, under way."""
-    out = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
+    if out is None:
+        out = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
     return out, _all_gather(out, shard.contiguous(), group=group, async_op=True)
 
 
@@ -84,3 +89,21 @@ def sum_rows_in_order(
     for source in sources[1:]:
         total += blocks[source]
     return total
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_to_all_rows(blocks, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_to_all_rows(grad, ctx.group), None
+
+
+def all_to_all(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """:func:`all_to_all_rows`, differentiable: gradients go back the same way."""
+    result: torch.Tensor = _AllToAll.apply(blocks, group)
+    return result

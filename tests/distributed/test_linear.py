@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
-from commfuse_npu.reference import linear as plain_linear
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
@@ -127,9 +127,9 @@ def fused(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def plain(case: Case, same_gemms: bool) -> Callable[..., torch.Tensor]:
-    op = getattr(plain_linear, f"plain_{case.op}")
-    group = transport(case.batched).group
-    return lambda *args: op(*args, group=group, options=case.options, same_gemms=same_gemms)
+    op = getattr(linear, case.op)
+    link = CollectiveTransport(transport(case.batched).group, same_pieces=same_gemms)
+    return lambda *args: op(*args, transport=link, options=case.options)
 
 
 def single(rank: int, size: int, case: Case) -> dict[str, torch.Tensor]:

@@ -1,20 +1,21 @@
 """What fused ops need beside their plain forms, in bytes that torch allocated.
 
 A CPU's attention kernel holds the scores of all its queries.  A device's holds none, so attention
-is measured a second time with kernels that allocate their results and compute nothing.
+is measured with kernels that allocate their results and compute nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
-from commfuse_npu import Schedule, Transport, ops, reference
+from commfuse_npu import Schedule, Transport, ops
 from commfuse_npu.ops import LinearOptions
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
 from tests.limits import PATIENT
@@ -71,28 +72,26 @@ def peak(op: Callable[..., torch.Tensor], tensors: list[torch.Tensor], **setting
     return peak_bytes(call, "cpu")
 
 
-def extra_bytes(rank: int) -> dict[tuple[str, bool], int]:
-    """What fused attention takes more than the plain form, with scores and without."""
+def extra_bytes(rank: int) -> dict[str, int]:
+    """What fused attention takes more than the plain form."""
     transport = Transport.create(lanes=2, timeout=PATIENT)
     transport.scratch = ScratchPool(keep_bytes=0)
     shape = (SEQUENCE, 1, HEADS // 2, HIDDEN // HEADS)
     tensors = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     weight = torch.randn(HIDDEN, HIDDEN // 2, requires_grad=True)
     found = {}
+    plain = CollectiveTransport(transport.group)
     for name, more in (("attention_linear_reduce_scatter", [weight]), ("attention_all_to_all", [])):
-        for scores in (True, False):
-            with nullcontext() if scores else without_scores():
-                plain = getattr(reference, f"plain_{name}")
-                found[name, scores] = peak(
-                    getattr(ops, name), [*tensors, *more], transport=transport
-                ) - peak(plain, [*tensors, *more], group=transport.group)
+        with without_scores():
+            call = getattr(ops, name), [*tensors, *more]
+            found[name] = peak(*call, transport=transport) - peak(*call, transport=plain)
     return found
 
 
 def test_fused_attention_needs_no_more_than_two_blocks_above_the_plain_one(ranks) -> None:
     for extra in ranks(2).run(extra_bytes):
-        assert len(extra) == 4
-        for (name, scores), more in extra.items():
-            # The scores of a block of queries instead of all; blocks of [s, H] and [s, H / 2].
+        assert len(extra) == 2
+        for name, more in extra.items():
+            # Blocks of [s, H] and [s, H / 2].
             block = BLOCK if name == "attention_linear_reduce_scatter" else BLOCK // 2
-            assert more < 0 if scores else more <= 2 * block, (name, more / block)
+            assert more <= 2 * block, (name, more / block)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.rules import exchange, made_pieces, swapped_pieces, used_pieces
+from commfuse_npu.plan.rules import exchange
+from commfuse_npu.plan.rules.pieces import made_pieces, swapped_pieces, used_pieces
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import gather_and_use, make_and_scatter

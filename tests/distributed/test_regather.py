@@ -19,7 +19,7 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
-from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
@@ -86,12 +86,13 @@ def gradients(model: Model, given: list[torch.Tensor], column: Layer, row: Layer
 def layers(link: Transport, options: LinearOptions) -> tuple[Layer, Layer, Layer, Layer]:
     """Fused, and plain."""
     ours = {"transport": link, "options": options}
-    plain = {"group": link.group, "options": options, "same_gemms": True}
+    collectives = CollectiveTransport(link.group, same_pieces=True)
+    plain = {"transport": collectives, "options": options}
     return (
         partial(all_gather_linear, **ours),
         partial(linear_reduce_scatter, **ours),
-        partial(plain_all_gather_linear, **plain),
-        partial(plain_linear_reduce_scatter, **plain),
+        partial(all_gather_linear, **plain),
+        partial(linear_reduce_scatter, **plain),
     )
 
 

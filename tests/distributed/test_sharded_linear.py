@@ -19,7 +19,7 @@ from commfuse_npu.ops import ShardedOptions, sharded_linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import sharded_backward
 from commfuse_npu.plan.schedule import Place
-from commfuse_npu.reference import plain_sharded_linear
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.calls import watch_calls
@@ -90,15 +90,12 @@ def inputs(rank: int, size: int, case: Case) -> Inputs:
 
 def run(case: Case, given: Inputs, how: str) -> dict[str, torch.Tensor]:
     """Forward and backward: everything that comes out."""
-    link = transport(case.batched)
+    link: Any = transport(case.batched)
+    if how != "fused":
+        link = CollectiveTransport(link.group, same_pieces=how == "same_pieces")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        args = x * 1, given.shard, given.bias
-        if how == "fused":
-            return sharded_linear(*args, transport=link, options=case.options)
-        return plain_sharded_linear(
-            *args, group=link.group, options=case.options, same_blocks=how == "same_blocks"
-        )
+        return sharded_linear(x * 1, given.shard, given.bias, transport=link, options=case.options)
 
     y = checkpoint(forward, given.x, use_reentrant=False) if case.recompute else forward(given.x)
     found = {"y": y.detach()}
@@ -173,7 +170,7 @@ def check_bits(rank: int) -> None:
     for case in variants():
         size = transport().size
         ours = run(case, inputs(rank, size, case), "fused")
-        reference = run(case, inputs(rank, size, case), "same_blocks")
+        reference = run(case, inputs(rank, size, case), "same_pieces")
         assert ours.keys() == reference.keys(), case
         for name, value in reference.items():
             assert ours[name].dtype == value.dtype
@@ -181,7 +178,7 @@ def check_bits(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_bits_of_the_plain_form_with_the_same_blocks(ranks, size: int) -> None:
+def test_bits_of_the_plain_form_with_the_same_pieces(ranks, size: int) -> None:
     ranks(size).run(check_bits)
 
 
@@ -285,7 +282,7 @@ def without_gradients(rank: int) -> None:
         given = inputs(rank, transport().size, case)
         with mode():
             ours = run(case, given, "fused")["y"]
-            assert torch.equal(ours, run(case, given, "same_blocks")["y"])
+            assert torch.equal(ours, run(case, given, "same_pieces")["y"])
 
 
 def under_autocast(rank: int) -> None:

@@ -18,7 +18,7 @@ from commfuse_npu.ops import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
-from commfuse_npu.reference import plain_all_gather_linear, plain_linear_reduce_scatter
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.tuning import Tuning, decisions, tuner
 from tests.limits import PATIENT
 
@@ -80,11 +80,9 @@ def _fixed(rank: int, op: str, schedule: Schedule | None) -> list[torch.Tensor]:
     rows = ROWS if op == "column" else ROWS * link.size
     x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator).requires_grad_()
-    plain: Any = plain_all_gather_linear if op == "column" else plain_linear_reduce_scatter
-    same: dict[str, Any] = {}
-    if schedule is not None:
-        same = {"options": LinearOptions(schedule), "same_gemms": True}
-    y = plain(x, weight, group=link.group, **same)
+    layer = all_gather_linear if op == "column" else linear_reduce_scatter
+    plain = CollectiveTransport(link.group, same_pieces=schedule is not None)
+    y = layer(x, weight, transport=plain, options=LinearOptions(schedule or Schedule()))
     grads = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
     link.close()
     return [y.detach(), *grads]

@@ -18,16 +18,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu import ops, reference
+from commfuse_npu import ops
 from commfuse_npu.layers import head_linear
 from commfuse_npu.layers.attention_runs import AttentionRuns
 from commfuse_npu.layers.weight_gradient import WeightGradient
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute, Copy, Instruction, Program, Span
-from commfuse_npu.reference import heads as plain_heads
-from commfuse_npu.reference.blocked_attention import blocked_attention
+from commfuse_npu.plan.rules import blocks
+from commfuse_npu.runtime import collective_transport
 from commfuse_npu.runtime.agreement import MismatchError
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS, attention, mask_arguments, seen
@@ -172,7 +173,7 @@ def layer(case: Case, size: int, form: Callable[[str], Callable[..., Any]], **t:
     if case.op.endswith("b"):
         return form("attention_all_to_all")(*heads, **attend)
     # Someone else's attention between the two projections.
-    o = blocked_attention(*heads, causal=case.causal, scale=case.scale)
+    o = attention(*heads, seen(case.kind, case.shard * size, BATCH), case.scale)
     return form("all_to_all_linear")(o.flatten(2), *proj, **given)
 
 
@@ -182,9 +183,8 @@ def fused(case: Case) -> Callable[[str], Callable[..., Any]]:
 
 
 def plain(case: Case, same_blocks: bool) -> Callable[[str], Callable[..., Any]]:
-    group = transport(case.batched).group
-    more = {"group": group, "same_blocks": same_blocks}
-    return lambda name: partial(getattr(reference, f"plain_{name}"), **more)
+    link = CollectiveTransport(transport(case.batched).group, same_pieces=same_blocks)
+    return lambda name: partial(getattr(ops, name), transport=link)
 
 
 def run(case: Case, given: dict[str, torch.Tensor], form: Callable[[str], Any]) -> Result:
@@ -276,8 +276,7 @@ def complaints(rank: int, cases: Sequence[Case]) -> list[str]:
     size, found = dist.get_world_size(), []
     for case in cases:
         ours = run(case, inputs(rank, size, case), fused(case))
-        # A group of one takes the plain path as it is.
-        plainly = run(case, inputs(rank, size, case), plain(case, same_blocks=size > 1))
+        plainly = run(case, inputs(rank, size, case), plain(case, same_blocks=True))
         unsplit = run(case, inputs(rank, size, case), plain(case, same_blocks=False))
         if not ours.keys() == plainly.keys() == unsplit.keys():
             found.append(f"{case}: {ours.keys()}, {plainly.keys()}, {unsplit.keys()}")
@@ -524,7 +523,7 @@ def refused(rank: int) -> None:
     a, c = "linear_all_to_all", "all_to_all_linear"
     b, bc = "attention_all_to_all", "attention_all_to_all_linear"
     one, two = slice(0, 64), slice(64, 128)
-    both: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    bad: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         (a, (x, qkv[:127]), {}, "127 rows of the weight are not divisible by the group size 2; sa"),
         (a, (x, qkv), {"rows": [[one]]}, "given for 1 ranks, the group has 2; give one sequence"),
         (a, (x, qkv), {"rows": [[one], [one, two]]}, r"get \[64, 128\] rows of the weight; all"),
@@ -534,14 +533,14 @@ def refused(rank: int) -> None:
     ]
     k2, v2 = (tensor.repeat(1, 1, 2, 1) for tensor in (k, v))
     for op, more in ((b, ()), (bc, (proj,))):
-        both += [
+        bad += [
             (op, (q, k, v, *more), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
             (op, (q[:11], k[:11], v[:11], *more), {}, "11 is not divisible .* 2; pad it to 12"),
             (op, (q, k[:6], v[:6], *more), {}, "12 queries and 6 keys; self-attention has as many"),
             (op, (q[:, :, :1], k2, v2, *more), {}, "1 query heads are not a multiple of 2 key"),
             (op, (q.double(), k, v, *more), {}, "cast them to one dtype"),
         ]
-    fused_only = [
+    bad += [
         (a, (x[..., :31], qkv), {}, "x has 31 features, the weight takes 32"),
         (a, (x, qkv, qkv[:5, 0]), {}, r"the bias has shape \(5,\); it has to be \(128,\)"),
         (a, (x, qkv.bfloat16()), {}, "cast one of them"),
@@ -554,14 +553,10 @@ def refused(rank: int) -> None:
     ]
     link = transport()
     operations = link.operations
-    for name, args, keywords, words in (*both, *fused_only):
+    for name, args, keywords, words in bad:
         more = {"causal": True} if "attention" in name else {}
         with pytest.raises((ValueError, TypeError), match=words):
             getattr(ops, name)(*args, transport=link, **keywords, **more)
-    for name, args, keywords, words in both:
-        more = {"causal": True} if "attention" in name else {}
-        with pytest.raises((ValueError, TypeError), match=words):
-            getattr(reference, f"plain_{name}")(*args, group=link.group, **keywords, **more)
     assert link.operations == operations, "something was sent"
     without = Case("a-bc", options=LinearOptions(main_grad=True))
     y = layer(without, 2, fused(without), **_leaves(inputs(rank, 2, without)))
@@ -791,21 +786,19 @@ def no_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
-    swap = plain_heads.all_to_all_rows
+    swap = collective_transport.all_to_all_rows
 
     def reverse(blocks: torch.Tensor, group: Any) -> torch.Tensor:
         received = swap(blocks, group)
         return received.view(group.size(), -1).flip(0).view_as(received)
 
-    patch.setattr(plain_heads, "all_to_all_rows", reverse)
+    patch.setattr(collective_transport, "all_to_all_rows", reverse)
 
 
 def another_order_of_arrivals(patch: pytest.MonkeyPatch) -> None:
     """The projection adds what arrived in another order: the same but for rounding."""
-    pieces = plain_heads.swapped_pieces
-    patch.setattr(
-        plain_heads, "swapped_pieces", lambda place, rows, own: pieces(place, rows, own)[::-1]
-    )
+    pieces = blocks.swapped_pieces
+    patch.setattr(blocks, "swapped_pieces", lambda place, rows, own: pieces(place, rows, own)[::-1])
 
 
 def backward_exchanges_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
-from commfuse_npu.reference import linear as plain_linear
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed import test_attention, test_ulysses
@@ -49,9 +49,8 @@ def linears(rank: int, size: int, chosen: list[Schedule], dtype: torch.dtype) ->
         whole = schedule.shape == "two_level"
         case = Case(op, shape=(4 * size, 32), dtype=dtype, options=options, ones=whole)
         fused = partial(getattr(linear, op), transport=link, options=options)
-        plain = partial(
-            getattr(plain_linear, f"plain_{op}"), group=link.group, options=options, same_gemms=True
-        )
+        collectives = CollectiveTransport(link.group, same_pieces=True)
+        plain = partial(getattr(linear, op), transport=collectives, options=options)
         ours = run(case, inputs(rank, size, case), fused)
         reference = run(case, inputs(rank, size, case), plain)
         assert ours.keys() == reference.keys()

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear
-from commfuse_npu.reference import plain_all_gather_linear
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import BucketWrappers
@@ -166,9 +166,8 @@ def beside_the_other_groups(rank: int, sizes: dict[str, int]) -> float:
         works.append(dist.isend(torch.full((5,), float(rank)), peer, other))
         for work in works:
             work.wait()
-        plain = plain_all_gather_linear(
-            x, weight, group=transport.group, options=options, same_gemms=True
-        )
+        collectives = CollectiveTransport(transport.group, same_pieces=True)
+        plain = all_gather_linear(x, weight, transport=collectives, options=options)
         assert torch.equal(fused, plain)
         assert incoming.tolist() == [float(peer)] * 5
         assert total.tolist() == [float(rank + peer)] * 3

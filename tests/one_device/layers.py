@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from commfuse_npu.ops import (
@@ -13,11 +11,7 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
     sharded_linear,
 )
-from commfuse_npu.reference import (
-    plain_all_gather_linear,
-    plain_linear_reduce_scatter,
-    plain_sharded_linear,
-)
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 
 
@@ -29,19 +23,13 @@ def leaf(seed: int, *shape: int) -> torch.Tensor:
 def layers(link: Transport, options: LinearOptions, *, fused: bool) -> list[torch.Tensor]:
     """Two micro-batches: outputs, and the gradients of input and weights."""
     found, sharded = [], ShardedOptions(options.schedule)
+    transport = link if fused else CollectiveTransport(link.group, same_pieces=True)
     for batch in range(2):
         x, one, other = leaf(2 * link.rank + batch, 8, 16), leaf(1, 24, 16), leaf(2, 16, 24)
         shard = leaf(3 + link.rank, 8, 16)
-        if fused:
-            hidden = all_gather_linear(x, one, transport=link, options=options)
-            out = linear_reduce_scatter(hidden, other, transport=link, options=options)
-            out = sharded_linear(out, shard, transport=link, options=sharded)
-        else:
-            plain: dict[str, Any] = {"group": link.group, "options": options, "same_gemms": True}
-            hidden = plain_all_gather_linear(x, one, **plain)
-            out = plain_linear_reduce_scatter(hidden, other, **plain)
-            plain = {"group": link.group, "options": sharded, "same_blocks": True}
-            out = plain_sharded_linear(out, shard, **plain)
+        hidden = all_gather_linear(x, one, transport=transport, options=options)
+        out = linear_reduce_scatter(hidden, other, transport=transport, options=options)
+        out = sharded_linear(out, shard, transport=transport, options=sharded)
         out.backward(leaf(9 + 2 * link.rank + batch, *out.shape).detach())
         # As whoever reads them next gets them.
         leaves = (x, one, other, shard)

@@ -28,8 +28,8 @@ from commfuse_npu.plan.program import (
     Wait,
     accesses,
 )
-from commfuse_npu.plan.rules import (
-    RULES,
+from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules.pieces import (
     gather_pieces,
     made_pieces,
     parts_of,
@@ -39,7 +39,6 @@ from commfuse_npu.plan.rules import (
 )
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof.cases import CHUNKS, Case, arguments, cases
-from commfuse_npu.proof.outcomes import OUTCOMES
 from commfuse_npu.proof.verify import counter_examples, rendezvous, verify
 
 Group = list[Program]
@@ -80,8 +79,7 @@ def test_every_rule_holds(size: int, chunks: Sequence[int]) -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    assert OUTCOMES.keys() == RULES.keys()
-    assert all(arguments(rule, 3, 4) for rule in RULES)
+    assert all(rule.lines and arguments(name, 3, 4) for name, rule in RULES.items())
 
 
 def test_cases_meet_every_option() -> None:
@@ -541,7 +539,7 @@ def test_what_does_not_come_from_one_rule_is_no_set() -> None:
     assert "one by one, rank 0 gather_gemm" in counter_examples(mixed)[0]
     assert counter_examples([]) == ["there are no programs; give one per rank"]
     unknown = [replace(one, rule=("mine", *one.rule[1:])) for one in programs]
-    with pytest.raises(PlanError, match="what has to come out of mine; known are gather_gemm"):
+    with pytest.raises(PlanError, match=r"what has to come out of mine; known are .*gather_gemm"):
         verify(unknown)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu import ops, reference
+from commfuse_npu import ops
 from commfuse_npu.ops import Documents, LinearOptions, ShardedOptions
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
+from tests.random_networks import formulas
 from tests.random_networks.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
@@ -29,9 +31,8 @@ class _Call:
         self.weight, self.bias = self._parameters()
         self.keywords = self._keywords(fused)
         op = self.layer.op
-        self.op: Callable[..., torch.Tensor] = (
-            getattr(ops, op) if fused else getattr(reference, f"plain_{op}")
-        )
+        by_formula = not fused and op not in ATTENTION
+        self.op: Callable[..., torch.Tensor] = getattr(formulas if by_formula else ops, op)
 
     def _parameters(self) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:
         layer, case, size = self.layer, self.case, self.link.size
@@ -93,9 +94,9 @@ class _Call:
         if fused:
             return keywords | {"transport": self.link}
         if layer.op in ATTENTION:
-            # Softmax rounds: the promise is the bits of the plain form with the same blocks.
-            empty = self.case.rows == 0 or self.case.batch == 0
-            keywords["same_blocks"] = size > 1 and not empty
+            # Softmax rounds: the promise is the bits of the plain form with the same pieces.
+            plain = CollectiveTransport(self.link.group, same_pieces=True)
+            return keywords | {"transport": plain}
         return keywords | {"group": self.link.group}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ block and the end (:mod:`commfuse_npu.plan.schedule`), chunk j of *all* peers is
                    links   |                  | columns 0 ..... | columns 1 ... |
 
 A rule returns the :class:`~commfuse_npu.plan.program.Program` of one rank.  Its docstring names the
-buffers that the operation brings along, and the work that is asked of it.  All matrices have rows
+work that is asked of the operation, the lines beside it (``equals``) name the operation's buffers
+and say what comes out.  All matrices have rows
 as their first dimension; a block is the ``s`` rows of one rank in a matrix of ``n * s``.
 """
 
@@ -25,36 +26,25 @@ from commfuse_npu.plan.rules.linear import (
     gemm_all_reduce,
     gemm_scatter,
 )
-from commfuse_npu.plan.rules.pieces import (
-    gather_pieces,
-    made_pieces,
-    parts_of,
-    scatter_pieces,
-    swapped_pieces,
-    used_pieces,
-)
-from commfuse_npu.plan.rules.rule import RULES
+from commfuse_npu.plan.rules.rule import RULES, Carrier, Piece, Rule
 from commfuse_npu.plan.rules.sharded import sharded_backward, sharded_forward
 
 __all__ = [
     "RULES",
     "Blocks",
+    "Carrier",
+    "Piece",
+    "Rule",
     "Wgrad",
     "bucket_gather",
     "bucket_scatter",
     "column_backward",
     "exchange",
     "gather_gemm",
-    "gather_pieces",
     "gather_use",
     "gemm_all_reduce",
     "gemm_scatter",
-    "made_pieces",
-    "parts_of",
     "produce_scatter",
-    "scatter_pieces",
     "sharded_backward",
     "sharded_forward",
-    "swapped_pieces",
-    "used_pieces",
 ]

@@ -6,8 +6,16 @@ from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.rules.pieces import block_of, inside, rows_of, stacks_of
-from commfuse_npu.plan.rules.rule import IN_FLIGHT, rule
+from commfuse_npu.plan.rules.pieces import (
+    block_of,
+    inside,
+    made_pieces,
+    rows_of,
+    stacks_of,
+    swapped_pieces,
+    used_pieces,
+)
+from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
 from commfuse_npu.plan.schedule import Own, Place
 
 __all__ = [
@@ -148,12 +156,6 @@ class ScatterPieces:
 def produce_scatter(place: Place, rows: int, columns: int) -> Builder:
     """Make each rank's piece of a matrix and reduce-scatter it.
 
-    Equals, with the runs of rows of :func:`made_pieces`::
-
-        for run in runs:
-            make(whole[run], run)
-        out = reduce_scatter(whole)             # [n * s, columns] -> [s, columns]
-
     Work: ``make(out, run)``.
     """
     b = Builder(place)
@@ -163,16 +165,15 @@ def produce_scatter(place: Place, rows: int, columns: int) -> Builder:
     return b
 
 
+@produce_scatter.equals
+def _(c: Carrier, rows: int, columns: int) -> None:
+    whole = c.make(c.place.size * rows, columns, made_pieces(c.place, rows), out=None)
+    c.reduce_scatter(whole, out="out")
+
+
 @rule
 def gather_use(place: Place, rows: int, columns: int, keep: bool) -> Builder:
-    """Gather ``shard`` and use each piece as it arrives.
-
-    Equals, with the runs of rows of :func:`used_pieces`::
-
-        whole = all_gather(shard)               # [s, columns] -> [n * s, columns]
-        for run in runs:
-            use(whole[run], run)
-        wgrad(whole)                            # with keep
+    """Gather ``shard`` and use each piece as it arrives; with ``keep`` the whole as well.
 
     Work: ``use(piece, run)``; ``wgrad(whole)``.
     """
@@ -187,20 +188,19 @@ def gather_use(place: Place, rows: int, columns: int, keep: bool) -> Builder:
     return b
 
 
+@gather_use.equals
+def _(c: Carrier, rows: int, columns: int, keep: bool) -> None:
+    whole = c.all_gather(c.given("shard", rows, columns))
+    c.use(whole, used_pieces(c.place, rows), first=block_of(c.place.rank, rows))
+    if keep:
+        c.wgrad(whole)
+
+
 @rule
 def exchange(
     place: Place, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
 ) -> Builder:
     """All-to-all of blocks that are made, or used, or both, piece by piece.
-
-    Equals, with the runs of rows of :func:`made_pieces` and :func:`swapped_pieces`::
-
-        for run in made:
-            make(blocks[run], run)              # not if they are given
-        received = all_to_all(blocks)           # [n * s, columns]
-        wgrad()                                 # if there is one
-        for run in used:
-            use(received[run], run)             # if it uses
 
     The own block is the last to be made and the first to be used.
 
@@ -242,3 +242,20 @@ def exchange(
                 there = inside(hop.source, rows, run)
                 b.compute("use", [], [rows_of("received", there)], there)
     return b
+
+
+@exchange.equals
+def _(
+    c: Carrier, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
+) -> None:
+    total, makes = c.place.size * rows, blocks != "given"
+    if makes:
+        out = "blocks" if blocks == "made and kept" else None
+        sent = c.make(total, columns, made_pieces(c.place, rows), out=out)
+    else:
+        sent = c.given("blocks", total, columns)
+    received = c.all_to_all(sent, out="received" if keep else None)
+    if wgrad:
+        c.wgrad()
+    if uses:
+        c.use(received, swapped_pieces(c.place, rows, "last" if makes else "first"))

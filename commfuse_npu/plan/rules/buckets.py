@@ -5,7 +5,7 @@ from __future__ import annotations
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
 from commfuse_npu.plan.rules.pieces import block_of, inside, rows_of, stacks_of
-from commfuse_npu.plan.rules.rule import rule
+from commfuse_npu.plan.rules.rule import Carrier, rule
 from commfuse_npu.plan.schedule import Place
 
 __all__ = ["bucket_gather", "bucket_scatter"]
@@ -14,10 +14,6 @@ __all__ = ["bucket_gather", "bucket_scatter"]
 @rule
 def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Builder:
     """Sum the shards of ``bucket`` over their ranks.
-
-    Equals::
-
-        finish(bucket[own], total, bucket[own])         # total: the sum of the others' partials
 
     Args:
         rows: elements of a shard.
@@ -57,13 +53,14 @@ def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Build
     return b
 
 
+@bucket_scatter.equals
+def _(c: Carrier, rows: int, stack: int, in_flight: int) -> None:
+    c.reduce_scatter(c.given("bucket", c.place.size * rows, 1), out="bucket", finish=True)
+
+
 @rule
 def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
     """Fetch the other ranks' shards of ``bucket``, in place.
-
-    Equals::
-
-        bucket = all_gather(bucket[own])
 
     Args:
         rows: elements of a shard.
@@ -80,3 +77,9 @@ def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
             b.post(hop, sent, into, "block {source}", j, len(runs))
     b.mark()
     return b
+
+
+@bucket_gather.equals
+def _(c: Carrier, rows: int, last_first: bool) -> None:
+    bucket = c.given("bucket", c.place.size * rows, 1)
+    c.all_gather(c.own_block(bucket), out="bucket")

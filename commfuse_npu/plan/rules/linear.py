@@ -11,13 +11,16 @@ from commfuse_npu.plan.rules.pieces import (
     arrivals_of,
     block_of,
     departures_of,
+    gather_pieces,
     inside,
     parts_of,
     peers_of,
     rows_of,
+    scatter_pieces,
     sides_of,
+    sum_pieces,
 )
-from commfuse_npu.plan.rules.rule import IN_FLIGHT, rule
+from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
 from commfuse_npu.plan.schedule import Hop, Place
 
 __all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
@@ -40,13 +43,8 @@ def gather_gemm(
 ) -> Builder:
     """Gather ``shard``, multiply it by ``weight``; the gathered matrix may be a factor of a wgrad.
 
-    Equals::
-
-        whole = all_gather(shard)               # [n * s, inputs]
-        out = whole @ weight                    # [n * s, outputs], not with outputs = 0
-        wgrad += whole^T @ other                # not without wgrad
-
     Args:
+        outputs: 0 for no product.
         keep: the operation brings ``whole`` along, to be filled.
         other: columns of ``other``.
 
@@ -124,6 +122,21 @@ def gather_gemm(
     return b
 
 
+@gather_gemm.equals
+def _(
+    c: Carrier, rows: int, inputs: int, outputs: int, keep: bool, wgrad: Wgrad | None, other: int
+) -> None:
+    own, pieces = block_of(c.place.rank, rows), gather_pieces(c.place, rows)
+    whole = c.all_gather(c.given("shard", rows, inputs), out="whole" if keep else None)
+    if outputs:
+        weight, gemms = c.given("weight", inputs, outputs), [(runs, None) for runs in pieces]
+        c.gemm(whole, weight, gemms, out="out", first=own)
+    if wgrad:
+        factors = whole, c.given("other", c.place.size * rows, other)
+        by_blocks = wgrad == "blocks"
+        c.wgrad(*factors, pieces=pieces if by_blocks else None, first=own if by_blocks else None)
+
+
 def _strips(
     place: Place, buffer: str, stack: Span, run: slice, rows: int
 ) -> list[tuple[Span, Span]]:
@@ -146,10 +159,6 @@ def _spread(b: Builder, buffer: str, stack: Span, run: slice, rows: int, *, asid
 @rule
 def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and reduce-scatter the product.
-
-    Equals::
-
-        out = reduce_scatter(a @ weight)    # [n * s, inputs] @ [inputs, outputs] -> [s, outputs]
 
     Work: ``gemm(out, a, b)``.
 
@@ -176,6 +185,14 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
         scatter.add(j, aside=j < len(groups) - 1)
     return b
+
+
+@gemm_scatter.equals
+def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
+    a, weight = c.given("a", c.place.size * rows, inputs), c.given("weight", inputs, outputs)
+    pieces = scatter_pieces(c.place, rows, outputs)
+    product = c.gemm(a, weight, pieces, last=block_of(c.place.rank, rows))
+    c.reduce_scatter(product, out="out")
 
 
 def _together(b: Builder, rows: int, blocks: Sequence[range]) -> Iterator[tuple[Hop, slice | None]]:
@@ -251,12 +268,6 @@ def column_backward(
 ) -> Builder:
     """The gradients of ``all_gather(x) @ weight^T``: dgrad to its ranks, and x again for wgrad.
 
-    Equals::
-
-        grad_x = reduce_scatter(grad @ weight)          # if it scatters; [s, inputs]
-        whole = all_gather(x)                           # if it gathers, else brought along
-        wgrad += grad^T @ whole                         # not without wgrad
-
     Args:
         inputs: columns of ``x``.
         outputs: columns of ``grad``, ``[n * s, outputs]``.
@@ -299,13 +310,33 @@ def column_backward(
     return b
 
 
+@column_backward.equals
+def _(
+    c: Carrier,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    scatters: bool,
+    gathers: bool,
+    wgrad: bool,
+) -> None:
+    everything = slice(0, c.place.size * rows)
+    grad = c.given("grad", everything.stop, outputs)
+    # In Megatron's order: x arrives behind dgrad, whose sum travels behind wgrad (read in
+    # Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
+    whole = c.all_gather(c.given("x", rows, inputs)) if gathers else None
+    if scatters:
+        runs = c.place.schedule.runs(inputs, "last")
+        pieces = [((everything,), columns) for columns in runs]
+        dgrad = c.gemm(grad, c.given("weight", outputs, inputs), pieces)
+        c.reduce_scatter(dgrad, out="grad_x")
+    if wgrad:
+        c.wgrad(grad, whole if gathers else c.given("whole", everything.stop, inputs))
+
+
 @rule
 def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and sum the product over the ranks.
-
-    Equals::
-
-        out = all_reduce(a @ weight)            # [rows, inputs] @ [inputs, outputs]
 
     Args:
         rows: of all ranks together, a multiple of the group size.
@@ -354,3 +385,11 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
             finish(p - 1)
     finish(len(parts) - 1)
     return b
+
+
+@gemm_all_reduce.equals
+def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
+    a, weight = c.given("a", rows, inputs), c.given("weight", inputs, outputs)
+    pieces = sum_pieces(c.place, rows)
+    product = c.gemm(a, weight, pieces, last=pieces[-1][0][0])
+    c.all_reduce(product, parts_of(c.place, rows), out="out")

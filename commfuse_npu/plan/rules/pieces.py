@@ -6,6 +6,7 @@ Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from commfuse_npu.plan.program import Span
@@ -24,6 +25,7 @@ __all__ = [
     "scatter_pieces",
     "sides_of",
     "stacks_of",
+    "sum_pieces",
     "swapped_pieces",
     "used_pieces",
 ]
@@ -41,16 +43,29 @@ def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
     return [(block_of(place.rank, rows),), *pieces]
 
 
-def scatter_pieces(place: Place, rows: int, columns: int) -> list[tuple[slice, slice]]:
+def scatter_pieces(
+    place: Place, rows: int, columns: int
+) -> list[tuple[tuple[slice, ...], slice | None]]:
     """Which rows and columns of the whole result :func:`gemm_scatter` makes at once."""
     *groups, last = place.schedule.runs(columns, "last")
     everything = slice(0, place.size * rows)
-    pieces = [(everything, group) for group in groups]
+    pieces: list[tuple[tuple[slice, ...], slice | None]] = [
+        ((everything,), group) for group in groups
+    ]
     pieces += [
-        (slice(side[0] * rows, (side[-1] + 1) * rows), last)
+        ((slice(side[0] * rows, (side[-1] + 1) * rows),), last)
         for side in departures_of(place, len(groups) + 1)
     ]
-    return [*pieces, (block_of(place.rank, rows), last)]
+    return [*pieces, ((block_of(place.rank, rows),), last)]
+
+
+def sum_pieces(place: Place, rows: int) -> list[tuple[tuple[slice, ...], slice | None]]:
+    """Which rows of the whole result :func:`gemm_all_reduce` makes at once."""
+    *parts, last = parts_of(place, rows)
+    whole = place._replace(schedule=replace(place.schedule, chunks=1))
+    cut = scatter_pieces(whole, (last.stop - last.start) // place.size, 1)
+    runs = [slice(last.start + run.start, last.start + run.stop) for (run,), _ in cut]
+    return [((run,), None) for run in [*parts, *runs]]
 
 
 def parts_of(place: Place, rows: int) -> list[slice]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.rules.blocks import GatherPieces, ScatterPieces
-from commfuse_npu.plan.rules.rule import IN_FLIGHT, rule
+from commfuse_npu.plan.rules.pieces import block_of, made_pieces, used_pieces
+from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
 from commfuse_npu.plan.schedule import Own, Place
 
 __all__ = ["sharded_backward", "sharded_forward"]
@@ -25,12 +26,6 @@ def _weight_gather(b: Builder, rows: int, columns: int) -> GatherPieces:
 def sharded_forward(place: Place, rows: int, columns: int) -> Builder:
     """Gather a weight, ``shard`` of which is here, and use it block by block; it is never whole.
 
-    Equals, with the runs of :func:`used_pieces`::
-
-        whole = all_gather(shard)               # [s, columns] -> [n * s, columns]
-        for run in runs:
-            use(whole[run], run)
-
     Work: ``use(piece, run)``.  Begun ahead, it has its first transfer under way.
     """
     b = Builder(place)
@@ -42,20 +37,17 @@ def sharded_forward(place: Place, rows: int, columns: int) -> Builder:
     return b
 
 
+@sharded_forward.equals
+def _(c: Carrier, rows: int, columns: int) -> None:
+    whole = c.all_gather(c.given("shard", rows, columns))
+    c.use(whole, used_pieces(c.place, rows), first=block_of(c.place.rank, rows))
+
+
 @rule
 def sharded_backward(
     place: Place, rows: int, columns: int, gathers: bool, scatters: bool
 ) -> Builder:
     """Make the gradient of a sharded weight and reduce-scatter it; gather the weight and use it.
-
-    Equals, with the runs of :func:`made_pieces` and of :func:`used_pieces`::
-
-        for run in made:
-            make(gradient[run], run)
-        out = finish(reduce_scatter(gradient))  # if it scatters
-        whole = all_gather(shard)               # if it gathers
-        for run in used:
-            use(whole[run], run)
 
     Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.  Begun ahead, it has
     the first transfer of the weight under way.
@@ -77,3 +69,14 @@ def sharded_backward(
     if scatter is not None:
         scatter.finish()
     return b
+
+
+@sharded_backward.equals
+def _(c: Carrier, rows: int, columns: int, gathers: bool, scatters: bool) -> None:
+    if scatters:
+        gradient = c.make(c.place.size * rows, columns, made_pieces(c.place, rows), out=None)
+        c.reduce_scatter(gradient, out="out", finish=True)
+    if gathers:
+        whole = c.all_gather(c.given("shard", rows, columns))
+        first = None if scatters else block_of(c.place.rank, rows)
+        c.use(whole, used_pieces(c.place, rows), first=first)

@@ -17,15 +17,12 @@ from commfuse_npu.ops import (
     attention_linear_reduce_scatter,
     linear_reduce_scatter,
 )
+from commfuse_npu.ops.job import AnyTransport
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import split
-from commfuse_npu.reference import (
-    plain_all_gather_linear,
-    plain_attention_linear_reduce_scatter,
-    plain_linear_reduce_scatter,
-)
-from commfuse_npu.reference.blocked_attention import blocked_attention
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.tools.bench.attention import blocked_attention
 from commfuse_npu.tools.bench.baselines import (
     Blocking,
     MegatronOrder,
@@ -111,14 +108,20 @@ def _options_of(variant: Variant) -> LinearOptions:
 
 
 def plain_form(variant: Variant, groups: Groups) -> Form:
-    """The product's plain ops, cut into the GEMMs of a fused form: the same additions."""
-    group, options = groups.collectives, _options_of(variant)
-    attend = plain_attention_linear_reduce_scatter
+    """A fused form by collectives, cut into the same GEMMs: the same additions."""
+    transport = CollectiveTransport(groups.collectives, same_pieces=True)
+    return _ops_on(transport, variant, lambda: 0.0)
+
+
+def _ops_on(
+    transport: AnyTransport, variant: Variant, blocked_seconds: Callable[[], float]
+) -> Form:
+    options, attend = _options_of(variant), attention_linear_reduce_scatter
     return Form(
-        partial(plain_all_gather_linear, group=group, options=options, same_gemms=True),
-        partial(plain_linear_reduce_scatter, group=group, options=options, same_gemms=True),
-        partial(attend, group=group, options=options, causal=True, same_blocks=True),
-        lambda: 0.0,
+        partial(all_gather_linear, transport=transport, options=options),
+        partial(linear_reduce_scatter, transport=transport, options=options),
+        partial(attend, transport=transport, options=options, causal=True),
+        blocked_seconds,
     )
 
 
@@ -126,13 +129,7 @@ def form_of(variant: Variant, groups: Groups) -> Form:
     """The layers of a variant.  ``communication`` has none: it computes nothing."""
     transport = groups.transport
     if variant.kind == "fused":
-        options, attend = _options_of(variant), attention_linear_reduce_scatter
-        return Form(
-            partial(all_gather_linear, transport=transport, options=options),
-            partial(linear_reduce_scatter, transport=transport, options=options),
-            partial(attend, transport=transport, options=options, causal=True),
-            lambda: transport.blocked_seconds,
-        )
+        return _ops_on(transport, variant, lambda: transport.blocked_seconds)
     if variant.kind == "compute":
         return baseline(Blocking(NoTransfers(transport.rank, transport.size)))
     if variant.kind == "turns":
@@ -179,7 +176,7 @@ def baseline(layers: Blocking, runs: int = _RUNS) -> Form:
     ) -> torch.Tensor:
         # What the mask hides is skipped here as in what it is compared with.
         rows = [slice(*run) for run in pairwise(split(q.shape[0], runs))]
-        attended = blocked_attention(q, k, v, causal=True, rows=rows).flatten(2)
+        attended = blocked_attention(q, k, v, rows=rows).flatten(2)
         return row_parallel(layers, attended, weight)
 
     return Form(

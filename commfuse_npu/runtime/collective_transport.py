@@ -1,0 +1,333 @@
+"""Carries out the lines that operations equal, by the collectives of torch.distributed.
+
+The unfused form of every op is the op on a :class:`CollectiveTransport`: its reference, and what it
+falls back to where there is nothing to hide, in a group of one or for an empty input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _RecordFunctionFast
+
+from commfuse_npu.kernels import kernels_for
+from commfuse_npu.plan import Place, Schedule
+from commfuse_npu.plan.rules import Piece, Rule
+from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.collectives import (
+    all_gather_rows,
+    all_to_all_rows,
+    begin_all_gather,
+    begin_reduce_scatter,
+    reduce_scatter_rows,
+    sum_rows_in_order,
+)
+
+if TYPE_CHECKING:
+    from commfuse_npu.runtime.executor import Work
+    from commfuse_npu.runtime.transport import Transport
+
+__all__ = ["CollectiveRun", "CollectiveTransport", "Lines"]
+
+
+class Lines(NamedTuple):
+    """What takes the place of a program: the lines of its rule, for one rank."""
+
+    rule: Rule
+    place: Place
+    arguments: tuple[Any, ...]
+
+
+class CollectiveTransport:
+    """Takes the place of lanes in any op but buckets: of a :class:`.transport.Transport`.
+
+    Every rank of the group calls the same ops with the same shapes: here nothing compares them.
+
+    Args:
+        group: of the collectives.
+        same_pieces: cut work as the fused op does, and add in its order: the same bits, whatever
+            the GEMM library makes of fewer rows.  Else each GEMM is one, as in an unfused layer.
+        lanes: whose operations these are; what fails breaks it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        same_pieces: bool = False,
+        lanes: Transport | None = None,
+    ) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self.device_type = device_backend(dist.get_backend(group))[0]
+        self.same_pieces = same_pieces
+        self.remembered: dict[Hashable, Any] = {}
+        self._lanes = lanes
+
+    @property
+    def by_collectives(self) -> CollectiveTransport:
+        return self
+
+    def place(self, schedule: Schedule) -> Place:
+        if not self.same_pieces:
+            schedule = replace(schedule, chunks=1)
+        if self._lanes is not None:
+            return self._lanes.place(schedule)
+        return Place(schedule, self.rank, self.size, True)
+
+    def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Lines:
+        """What :meth:`begin` takes; see :meth:`Transport.program`."""
+        return Lines(rule, self.place(schedule), arguments)
+
+    def begin(
+        self,
+        program: Lines,
+        name: str,
+        like: torch.Tensor,
+        options: Hashable = (),
+        sum_dtype: torch.dtype | None = None,
+    ) -> CollectiveRun:
+        """See :meth:`Transport.begin`."""
+        return CollectiveRun(self, program, name, like, sum_dtype)
+
+    def agree(self, name: str, *facts: object, **more: object) -> None:
+        """Nothing is compared."""
+
+    def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` over the ranks, in place."""
+        if self._lanes is not None:
+            self._lanes.all_reduce(name, tensor)
+        elif self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for a collective."""
+        work.wait() if self._lanes is None else self._lanes.wait_for(work)
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """What fails in this block breaks the transport, if these are its operations."""
+        if self._lanes is None:
+            yield
+        else:
+            with self._lanes.collectives(name):
+                yield
+
+
+class CollectiveRun:
+    """An operation under way, as :class:`~commfuse_npu.runtime.executor.Running` is one.
+
+    Nothing of it is begun ahead of its work: what is handed in ahead is kept.
+    """
+
+    def __init__(
+        self,
+        transport: CollectiveTransport,
+        program: Lines,
+        name: str,
+        like: torch.Tensor,
+        sum_dtype: torch.dtype | None,
+    ) -> None:
+        self.name = name
+        self.program = program
+        self.done = False
+        self._transport = transport
+        self._like = like
+        self._sum_dtype = sum_dtype
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def run(
+        self,
+        works: Mapping[str, Work] | None = None,
+        *,
+        ahead: bool = False,
+        **tensors: torch.Tensor,
+    ) -> None:
+        """See :meth:`Running.run`."""
+        self._tensors |= tensors
+        if ahead:
+            return
+        rule, place, arguments = self.program
+        carrier = _Collectives(
+            self._transport, place, self.name, self._like, self._sum_dtype, works or {},
+            self._tensors,
+        )  # fmt: skip
+        with _RecordFunctionFast(f"CommFuse: {self.name}"):
+            rule.lines(carrier, *arguments)
+            carrier.finish()
+        self.done = True
+
+    def drain(self, **tensors: torch.Tensor) -> None:
+        """Nothing was begun."""
+        self.done = True
+
+
+class _Begun(NamedTuple):
+    """The result of a collective that may be under way."""
+
+    tensor: torch.Tensor
+    work: Any
+
+
+_Matrix = torch.Tensor | _Begun
+
+
+@dataclass
+class _Collectives:
+    """A :class:`~commfuse_npu.plan.rules.Carrier` of tensors.
+
+    An all-gather is waited for when it is read, a reduce-scatter at the end.
+    """
+
+    transport: CollectiveTransport
+    place: Place
+    name: str
+    like: torch.Tensor
+    sum_dtype: torch.dtype | None
+    works: Mapping[str, Work]
+    tensors: dict[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self._group = self.transport.group
+        self._kernels = kernels_for(self.like.device)
+        self._to_finish: list[Callable[[], object]] = []
+        self._waited: set[int] = set()
+
+    def finish(self) -> None:
+        """Wait for what nobody read."""
+        for one in self._to_finish:
+            one()
+
+    def _read(self, matrix: _Matrix) -> torch.Tensor:
+        if isinstance(matrix, torch.Tensor):
+            return matrix
+        if id(matrix) not in self._waited:
+            self._waited.add(id(matrix))
+            with self.transport.collective(self.name):
+                self.transport.wait_for(matrix.work)
+        return matrix.tensor
+
+    def _out(self, out: str | None, rows: int, columns: int) -> torch.Tensor:
+        return self.like.new_empty((rows, columns)) if out is None else self.tensors[out]
+
+    def given(self, buffer: str, rows: int, columns: int) -> torch.Tensor:
+        return self.tensors[buffer]
+
+    def own_block(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.place.size)[self.place.rank]
+
+    # ------------------------------------------------------------------ transfers
+
+    def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> _Matrix:
+        into = None if out is None else self.tensors[out]
+        if self.place.size == 1:
+            return shard if into is None else into.copy_(shard)
+        with self.transport.collective(self.name):
+            gathered = _Begun(*begin_all_gather(shard, self._group, into))
+        self._to_finish.append(lambda: self._read(gathered))
+        return gathered
+
+    def all_to_all(self, blocks: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
+        received = blocks
+        if self.place.size > 1:
+            with self.transport.collective(self.name):
+                received = all_to_all_rows(blocks, self._group)
+        return received if out is None else self.tensors[out].copy_(received)
+
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+        into, rows = self.tensors[out], whole.shape[0] // self.place.size
+        if into.shape[0] > rows:
+            into = self.own_block(into)
+        if self.place.size == 1:
+            into.copy_(whole)
+            return
+        wide = whole.to(self.sum_dtype or whole.dtype)
+        hops = self.place.schedule.hops(self.place.rank, self.place.size, "last")
+        order = [hop.source for hop in hops]
+        if finish:
+            with self.transport.collective(self.name):
+                total = sum_rows_in_order(wide, self._group, order)
+            self.works["finish"](into, total, self.own_block(whole))
+        elif self.transport.same_pieces and not self._in_the_order_of_collectives():
+            with self.transport.collective(self.name):
+                total = sum_rows_in_order(wide, self._group, [*order, self.place.rank])
+            into.copy_(total)
+        else:
+            with self.transport.collective(self.name):
+                begun = _Begun(*begin_reduce_scatter(wide, self._group))
+            self._to_finish.append(lambda: into.copy_(self._read(begun)))
+
+    def _in_the_order_of_collectives(self) -> bool:
+        schedule = self.place.schedule
+        return schedule.shape == "shifted" and schedule.costs is None
+
+    def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
+        total = whole.to(self.sum_dtype or whole.dtype)
+        if self.place.size > 1 and len(whole):
+            with self.transport.collective(self.name):
+                for part in parts:
+                    sums = reduce_scatter_rows(total[part], self._group).to(whole.dtype)
+                    total[part] = all_gather_rows(sums, self._group).to(total.dtype)
+        self.tensors[out].copy_(total)
+
+    # ------------------------------------------------------------------ work
+
+    def gemm(
+        self,
+        a: _Matrix,
+        b: torch.Tensor,
+        pieces: Sequence[Piece],
+        *,
+        out: str | None = None,
+        first: slice | None = None,
+        last: slice | None = None,
+    ) -> torch.Tensor:
+        a = self._read(a)
+        product = self._out(out, a.shape[0], b.shape[1])
+        if not self.transport.same_pieces:
+            self._kernels.gemm_into(product, a, b)
+            return product
+        for runs, columns in pieces:
+            columns = columns or slice(0, b.shape[1])
+            rows = _rows(a, runs)
+            made = a.new_empty((rows.shape[0], columns.stop - columns.start))
+            self._kernels.gemm_into(made, rows, b[:, columns])
+            lengths = [run.stop - run.start for run in runs]
+            for run, part in zip(runs, made.split(lengths), strict=True):
+                product[run, columns] = part
+        return product
+
+    def make(
+        self, rows: int, columns: int, pieces: Sequence[slice], *, out: str | None
+    ) -> torch.Tensor:
+        whole = self._out(out, rows, columns)
+        for run in pieces if whole.numel() else ():
+            self.works["make"](whole[run], run)
+        return whole
+
+    def use(self, matrix: _Matrix, pieces: Sequence[slice], *, first: slice | None = None) -> None:
+        whole = self._read(matrix)
+        for run in pieces if whole.numel() else ():
+            self.works["use"](whole[run], run)
+
+    def wgrad(
+        self,
+        *factors: _Matrix,
+        pieces: Sequence[Sequence[slice]] | None = None,
+        first: slice | None = None,
+    ) -> None:
+        whole = [self._read(factor) for factor in factors]
+        if pieces is None or not self.transport.same_pieces:
+            self.works["wgrad"](*whole)
+            return
+        for runs in pieces:
+            self.works["wgrad"](*(_rows(factor, runs) for factor in whole))
+
+
+def _rows(matrix: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+    return matrix[runs[0]] if len(runs) == 1 else torch.cat([matrix[run] for run in runs])
