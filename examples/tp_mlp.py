@@ -32,7 +32,7 @@ transport = Transport.create(tensor_parallel_group)
 options = LinearOptions(Schedule(chunks=2))
 
 
-def mlp(x, up_weight, down_weight, transport=transport):
+def mlp(x, up_weight, down_weight, transport):
     """x: [s, B, H], this rank's part of the sequence; so is the result."""
     hidden = all_gather_linear(x, up_weight, transport=transport, options=options)
     return linear_reduce_scatter(
@@ -41,11 +41,7 @@ def mlp(x, up_weight, down_weight, transport=transport):
 
 
 # end
-# The same by collectives, with the GEMMs cut alike.
-plain_mlp = partial(mlp, transport=CollectiveTransport(tensor_parallel_group, same_pieces=True))
-
-
-def trained(form) -> list[torch.Tensor]:
+def trained(transport) -> list[torch.Tensor]:
     """Three steps from the same start; this rank's losses and weights."""
     torch.manual_seed(rank)  # a rank has its own rows of the sequence and its own features
     up_weight = torch.nn.Parameter(torch.randn(FFN // N, H) / H**0.5)
@@ -54,7 +50,7 @@ def trained(form) -> list[torch.Tensor]:
     losses = []
     for _ in range(3):
         x = torch.randn(S // N, B, H)
-        loss = (form(x, up_weight, down_weight) - x).square().mean()
+        loss = (mlp(x, up_weight, down_weight, transport) - x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -63,7 +59,9 @@ def trained(form) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    fused, plain = trained(mlp), trained(plain_mlp)
+    # By collectives, with the GEMMs cut alike.
+    collectives = CollectiveTransport(tensor_parallel_group, same_pieces=True)
+    fused, plain = trained(transport), trained(collectives)
     same = torch.tensor(all(map(torch.equal, fused, plain)))
     dist.all_reduce(same, dist.ReduceOp.MIN)
     if rank == 0:

@@ -1,1 +1,1 @@
-"""What an op and its plain form have in common: options, arguments, and a layer's arithmetic."""
+"""Options and arguments of the ops, and the arithmetic of a layer."""

@@ -62,7 +62,7 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
         # The last rank posts nothing.
         return replace(program, code=()) if place.rank == place.size - 1 else program
 
-    broken.cache_clear = compiled.cache_clear
+    broken.cache_clear, broken.lines = compiled.cache_clear, compiled.lines
     monkeypatch.setitem(RULES, "bucket_gather", broken)
     assert cli.main(["verify", "--min-ranks", "3", "--max-ranks", "3", "--chunks", "1"]) == 1
     told = capsys.readouterr().out
