@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from commfuse_npu.options import DEFAULTS, add_arguments
+from commfuse_npu.options import DEFAULTS, add_arguments, unknown_option
 from commfuse_npu.plan import block_rows, least_rows
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS, REFUSALS_OF, Needs, Refusal, missing
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import (
     Judged,
@@ -214,7 +215,10 @@ def fuse_options(words: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         ConfigError: a value is unknown or out of range.
+        UsageError: an option looks like ours and is none; the launch refuses it, too.
     """
+    if why := unknown_option(words):
+        raise UsageError(f"the launch is refused: {why}")
     parser = OptionParser()
     add_arguments(parser)
     return argparse.Namespace(**DEFAULTS | parser.given(words))

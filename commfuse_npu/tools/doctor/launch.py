@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from commfuse_npu.options import schedule_for, unknown_option
+from commfuse_npu.options import schedule_for
 from commfuse_npu.plan import Schedule, usual_chunks
 from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch, min_rows
 from commfuse_npu.tools.launch_script import UsageError
@@ -109,11 +109,11 @@ def read_launch(
         sizes = {"--nnodes": read.nodes, "--nproc_per_node": read.per_node}
         given = [word for name, size in sizes.items() if size for word in (name, str(size))]
         words = [*given, *read.options.words]
-    if why := unknown_option(words):
-        raise UsageError(f"the launch is refused: {why}")
+    fuse = fuse_options(words)
     if config is not None:
         made = ModelConfig.load(config, words)
         words = [*made.arguments(), *_LAUNCHER_OPTIONS, *made.commfuse_options, *words]
+        fuse = fuse_options(words)
         unset = {k: v for k, v in _LAUNCHER_VARIABLES.items() if k not in variables}
         name, assigned, registers, known = config.stem, {**unset, **assigned}, True, True
     else:
@@ -124,5 +124,4 @@ def read_launch(
         name = f"a model of {made.num_layers} layers of {made.hidden_size}"
     # What comes before the first option is a program.
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    fuse = fuse_options(words)
     return Launch(name, Options(words[first:]), made, fuse, assigned, registers, known)

@@ -379,3 +379,11 @@ def test_the_real_examples(tmp_path: Path) -> None:
     missed = [name for name in found["others"] if Path(name).name.startswith(("pretrain", "tune"))]
     assert not missed
     assert {str(path) for path in folder.rglob("*")} == before
+
+
+def test_an_option_that_only_looks_like_ours_is_named(asked: Asked) -> None:
+    code, found = asked({"a.sh": script(f"{TP} --commfuse-chunk 2")})
+    assert code == 1
+    assert found["launches"] == []
+    assert "the launch is refused: " in found["unread"]["a.sh"]
+    assert "--commfuse-chunk" in found["unread"]["a.sh"]
