@@ -12,7 +12,6 @@ from pathlib import Path
 from commfuse_npu.options import schedule_for
 from commfuse_npu.plan import Schedule, usual_chunks
 from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch, min_rows
-from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.read import checkout_of, is_script, script_folder
 from commfuse_npu.tools.launch_script.read import read_launch as read_script
