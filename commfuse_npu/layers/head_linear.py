@@ -314,7 +314,8 @@ class LinearOfHeads(_Grouped):
             self._wgrad.add(self._grad, beside(whole, self._size))
             return
         total = self._zeros((self._size, self._weight.shape[0], self.features))
-        for part, block in zip(total, whole.split(self._block_rows), strict=True):
+        blocks = whole.view(self._size, self._block_rows, self.features)
+        for part, block in zip(total, blocks, strict=True):
             self._kernels.accumulate_weight_gradient(part, self._grad, block)
         self._wgrad.take(beside(total.flatten(0, 1), self._size))
 

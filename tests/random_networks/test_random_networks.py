@@ -21,6 +21,12 @@ FOUND: dict[str, Case] = {
         rows=3,
         lanes=1,
     ),
+    "no rows, and a weight gradient by blocks": Network(
+        size=2,
+        layers=(Layer(op="all_to_all_linear", schedule=Schedule(lanes=1), wgrad="blocks"),),
+        rows=0,
+        lanes=1,
+    ),
 }
 
 
