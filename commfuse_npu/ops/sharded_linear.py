@@ -135,10 +135,10 @@ class _Call:
         """
         name = f"{self.name} backward" if backward else self.name
         program: Any = self.transport.program(rule, self.options.schedule, *shard.shape, *needs)
-        how = program, name, self.options, self.options.reduce_dtype
+        options, sums = self.options, self.options.reduce_dtype
         prefetch, transport = self.prefetch, self.transport
         if prefetch is None or "use" not in works or not isinstance(transport, Transport):
-            running: AnyRun = transport.begin(program, name, shard, *how[2:])
+            running: AnyRun = transport.begin(program, name, shard, options, sums)
             running.run(works, ahead=False, shard=shard, **tensors)
             return
         left = program.count(Compute, "use")
@@ -151,7 +151,7 @@ class _Call:
                 prefetch.start_next()
             use(block, run)
 
-        call = WeightProgram(transport, *how)
+        call = WeightProgram(transport, program, name, options, sums)
         running = prefetch.take(shard, self.stamp, call, backward=backward)
         running.run({**works, "use": use_and_prefetch}, ahead=False, **tensors)
 

@@ -6,7 +6,7 @@ falls back to where there is nothing to hide, in a group of one or for an empty 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.rules import Piece, Rule
 from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.collectives import (
+    Begun,
     all_gather_rows,
     all_to_all_rows,
     begin_all_gather,
@@ -135,7 +136,6 @@ class CollectiveRun:
     ) -> None:
         self.name = name
         self.program = program
-        self.done = False
         self._transport = transport
         self._like = like
         self._sum_dtype = sum_dtype
@@ -160,21 +160,9 @@ class CollectiveRun:
         with _RecordFunctionFast(f"CommFuse: {self.name}"):
             rule.lines(carrier, *arguments)
             carrier.finish()
-        self.done = True
 
     def drain(self, **tensors: torch.Tensor) -> None:
         """Nothing was begun."""
-        self.done = True
-
-
-class _Begun(NamedTuple):
-    """The result of a collective that may be under way."""
-
-    tensor: torch.Tensor
-    work: Any
-
-
-_Matrix = torch.Tensor | _Begun
 
 
 @dataclass
@@ -195,22 +183,27 @@ class _Collectives:
     def __post_init__(self) -> None:
         self._group = self.transport.group
         self._kernels = kernels_for(self.like.device)
-        self._to_finish: list[Callable[[], object]] = []
-        self._waited: set[int] = set()
+        # By identity of the result, which is held so that nothing else gets it.
+        self._under_way: dict[int, Begun] = {}
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def finish(self) -> None:
-        """Wait for what nobody read."""
-        for one in self._to_finish:
-            one()
+        """Wait for what nobody read, and bring the sums to their place."""
+        for result, _ in list(self._under_way.values()):
+            self._read(result)
+        for into, total in self._sums:
+            into.copy_(total)
 
-    def _read(self, matrix: _Matrix) -> torch.Tensor:
-        if isinstance(matrix, torch.Tensor):
-            return matrix
-        if id(matrix) not in self._waited:
-            self._waited.add(id(matrix))
+    def _begun(self, begun: Begun) -> torch.Tensor:
+        self._under_way[id(begun[0])] = begun
+        return begun[0]
+
+    def _read(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The matrix, once it is there."""
+        if id(matrix) in self._under_way:
             with self.transport.collective(self.name):
-                self.transport.wait_for(matrix.work)
-        return matrix.tensor
+                self.transport.wait_for(self._under_way.pop(id(matrix))[1])
+        return matrix
 
     def _out(self, out: str | None, rows: int, columns: int) -> torch.Tensor:
         return self.like.new_empty((rows, columns)) if out is None else self.tensors[out]
@@ -223,14 +216,12 @@ class _Collectives:
 
     # ------------------------------------------------------------------ transfers
 
-    def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> _Matrix:
+    def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
         into = None if out is None else self.tensors[out]
         if self.place.size == 1:
             return shard if into is None else into.copy_(shard)
         with self.transport.collective(self.name):
-            gathered = _Begun(*begin_all_gather(shard, self._group, into))
-        self._to_finish.append(lambda: self._read(gathered))
-        return gathered
+            return self._begun(begin_all_gather(shard, self._group, into))
 
     def all_to_all(self, blocks: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
         received = blocks
@@ -259,8 +250,7 @@ class _Collectives:
             into.copy_(total)
         else:
             with self.transport.collective(self.name):
-                begun = _Begun(*begin_reduce_scatter(wide, self._group))
-            self._to_finish.append(lambda: into.copy_(self._read(begun)))
+                self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
 
     def _in_the_order_of_collectives(self) -> bool:
         schedule = self.place.schedule
@@ -279,7 +269,7 @@ class _Collectives:
 
     def gemm(
         self,
-        a: _Matrix,
+        a: torch.Tensor,
         b: torch.Tensor,
         pieces: Sequence[Piece],
         *,
@@ -310,14 +300,16 @@ class _Collectives:
             self.works["make"](whole[run], run)
         return whole
 
-    def use(self, matrix: _Matrix, pieces: Sequence[slice], *, first: slice | None = None) -> None:
+    def use(
+        self, matrix: torch.Tensor, pieces: Sequence[slice], *, first: slice | None = None
+    ) -> None:
         whole = self._read(matrix)
         for run in pieces if whole.numel() else ():
             self.works["use"](whole[run], run)
 
     def wgrad(
         self,
-        *factors: _Matrix,
+        *factors: torch.Tensor,
         pieces: Sequence[Sequence[slice]] | None = None,
         first: slice | None = None,
     ) -> None:

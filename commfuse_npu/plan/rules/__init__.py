@@ -26,7 +26,8 @@ from commfuse_npu.plan.rules.linear import (
     gemm_all_reduce,
     gemm_scatter,
 )
-from commfuse_npu.plan.rules.rule import RULES, Carrier, Piece, Rule
+from commfuse_npu.plan.rules.pieces import Piece
+from commfuse_npu.plan.rules.rule import RULES, Carrier, Rule
 from commfuse_npu.plan.rules.sharded import sharded_backward, sharded_forward
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which rows and columns are taken at once: of programs, and of the plain forms that equal them.
+"""Which rows and columns are taken at once: by programs, and by the lines that they equal.
 
 Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks, in their order.
 """
@@ -13,6 +13,7 @@ from commfuse_npu.plan.program import Span
 from commfuse_npu.plan.schedule import Hop, Own, Place, split
 
 __all__ = [
+    "Piece",
     "arrivals_of",
     "block_of",
     "departures_of",
@@ -31,6 +32,10 @@ __all__ = [
 ]
 
 
+Piece = tuple[Sequence[slice], slice | None]
+"""Runs of rows that one GEMM takes together, and the columns of the result that it makes."""
+
+
 def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
     """Which rows of the whole matrix :func:`gather_gemm` multiplies at once, piece by piece."""
     runs = place.schedule.runs(rows, "first")
@@ -43,15 +48,11 @@ def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
     return [(block_of(place.rank, rows),), *pieces]
 
 
-def scatter_pieces(
-    place: Place, rows: int, columns: int
-) -> list[tuple[tuple[slice, ...], slice | None]]:
+def scatter_pieces(place: Place, rows: int, columns: int) -> list[Piece]:
     """Which rows and columns of the whole result :func:`gemm_scatter` makes at once."""
     *groups, last = place.schedule.runs(columns, "last")
     everything = slice(0, place.size * rows)
-    pieces: list[tuple[tuple[slice, ...], slice | None]] = [
-        ((everything,), group) for group in groups
-    ]
+    pieces: list[Piece] = [((everything,), group) for group in groups]
     pieces += [
         ((slice(side[0] * rows, (side[-1] + 1) * rows),), last)
         for side in departures_of(place, len(groups) + 1)
@@ -59,7 +60,7 @@ def scatter_pieces(
     return [*pieces, ((block_of(place.rank, rows),), last)]
 
 
-def sum_pieces(place: Place, rows: int) -> list[tuple[tuple[slice, ...], slice | None]]:
+def sum_pieces(place: Place, rows: int) -> list[Piece]:
     """Which rows of the whole result :func:`gemm_all_reduce` makes at once."""
     *parts, last = parts_of(place, rows)
     whole = place._replace(schedule=replace(place.schedule, chunks=1))

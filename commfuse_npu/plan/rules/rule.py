@@ -14,17 +14,15 @@ from typing import Any, Protocol
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules.pieces import Piece
 from commfuse_npu.plan.schedule import Place
 
-__all__ = ["IN_FLIGHT", "RULES", "Carrier", "Piece", "Rule", "rule"]
+__all__ = ["IN_FLIGHT", "RULES", "Carrier", "Rule", "rule"]
 
 IN_FLIGHT = 2
 """Chunks, or stacks of pieces, that have memory on their way to other ranks."""
 
 _MOST_COMPILED = 4096
-
-Piece = tuple[Sequence[slice], slice | None]
-"""Runs of rows that one GEMM takes together, and the columns of the result that it makes."""
 
 
 class Carrier(Protocol):
