@@ -134,7 +134,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             plain = run_case(case, fused=False)
             run_case(case, fused=True)
         dist.barrier()
-        if rank != FAULTY and kind != "slow":
+        if kind != "slow":
             transport.timeout = 2 * BRIEF
         if rank == FAULTY:
             if place is None:
