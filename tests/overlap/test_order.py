@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
@@ -75,12 +75,15 @@ def places(draw: st.DrawFn) -> list[Place]:
 
 @settings(max_examples=60, deadline=None)
 @given(places(), places())
+@example(  # four states are too few for it
+    [Place(*place, False) for place in ((0, 0, None), (0, 1, None), (1, 1, None), (0, 1, None))],
+    [Place(*place, False) for place in ((0, 1, None), (0, 0, None), (3, 0, None), (0, 1, 1))],
+)
 def test_the_best_of_all_lists_is_found(forward: list[Place], backward: list[Place]) -> None:
     sides = forward, backward
     lists = [itertools.product((False, True), repeat=len(side)) for side in sides]
     best = min(duration(sides, order) for order in itertools.product(*lists))
-    found = duration(sides, best_order(sides))
-    assert best <= found <= min(1.1 * best, duration(sides, strict_turns(sides)))
+    assert duration(sides, best_order(sides)) == best
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (3, 1), (2, 3)])

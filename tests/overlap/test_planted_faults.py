@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[Any, str, Any, Callable[[int], Any]]] = {
     "the search keeps the latest": (
         turn_order,
         "_earliest",
-        lambda ways: ways[-1:],
+        lambda ways, many: ways[-1:],
         lambda _: test_order.test_a_chosen_order_hands_over_between_dgrad_and_wgrad(),
     ),
 }
