@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.layers.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_mask import AttentionMask
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.softmax_attention import (
     call_arguments,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from commfuse_npu.layers.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_mask import AttentionMask
 
 __all__ = ["DeferredAttention"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops.job import AnyTransport
+from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import Documents
+from commfuse_npu.ops.attention_mask import AttentionMask
 
 __all__ = ["call_arguments", "call_obstacle", "mask_of_call", "mask_type", "softmax_obstacle"]
 

@@ -45,8 +45,8 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import LinearOptions, attention_all_to_all_linear, linear_all_to_all
+from commfuse_npu.ops.attention_mask import AttentionMask
 from mindspeed_patches.deferred_attention import DeferredAttention
 from mindspeed_patches.lanes import Form
 from mindspeed_patches.softmax_attention import (

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.layers.attention_mask import AttentionMask
 from commfuse_npu.ops import LinearOptions, attention_all_to_all
+from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.lanes import Form, OverLanes

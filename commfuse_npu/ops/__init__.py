@@ -5,14 +5,17 @@ Each is unfused on a :class:`~commfuse_npu.runtime.collective_transport.Collecti
 
 from __future__ import annotations
 
-from commfuse_npu.layers.documents import Documents
-from commfuse_npu.layers.options import LinearOptions, ShardedOptions
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
+from commfuse_npu.ops.attention_mask import Documents
 from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
-from commfuse_npu.ops.gradient_norm import clip_gradient_norm
 from commfuse_npu.ops.head_exchange import all_to_all_linear, linear_all_to_all
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from commfuse_npu.ops.replicated_gradients import average_gradients, sum_gradients
+from commfuse_npu.ops.options import LinearOptions, ShardedOptions
+from commfuse_npu.ops.sharded_gradients import (
+    average_gradients,
+    clip_gradient_norm,
+    sum_gradients,
+)
 from commfuse_npu.ops.sharded_linear import sharded_linear
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
 from commfuse_npu.ops.ulysses import attention_all_to_all, attention_all_to_all_linear

@@ -23,19 +23,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.layers.attention_mask import AttentionMask
-from commfuse_npu.layers.attention_options import (
+from commfuse_npu.ops.attention_mask import AttentionMask, Documents
+from commfuse_npu.ops.attention_runs import (
+    AttentionRuns,
     check_self_attention,
     options_for_scattered_attention,
 )
-from commfuse_npu.layers.attention_runs import AttentionRuns
-from commfuse_npu.layers.differentiable import differentiable
-from commfuse_npu.layers.documents import Documents
-from commfuse_npu.layers.linear_arguments import check_and_cast, check_divisible
-from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.layers.saved_weight import SavedWeight
-from commfuse_npu.layers.weight_gradient import WeightGradient
-from commfuse_npu.ops.job import AnyTransport, Job, transport_for
+from commfuse_npu.ops.call import AnyTransport, Call, check_and_cast, check_sequence
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.weight import SavedWeight, WeightGradient
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 
 __all__ = ["attention_linear_reduce_scatter"]
@@ -101,11 +97,10 @@ def attention_linear_reduce_scatter(
     mask = AttentionMask(causal, documents, hidden).checked(name, q)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    check_divisible(name, q, transport.size)
-    transport = transport_for(name, q, transport, rows=q.shape[0] * q.shape[1])
+    check_sequence(name, q.shape[0], transport.size, ", or use linear_all_reduce")
     options = options_for_scattered_attention(options, transport.size, mask.costs_rise)
-    job = Job.of(transport, options, name)
-    y = differentiable(_AttentionLinearReduceScatter, q, k, v, weight, job, mask, scale)
+    call = Call.of(name, transport, options, q, rows=q.shape[0] * q.shape[1])
+    y = call.apply(_AttentionLinearReduceScatter, q, k, v, weight, mask, scale)
     return y if bias is None else y + bias
 
 
@@ -117,42 +112,42 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         weight: torch.Tensor,
-        job: Job,
         mask: AttentionMask,
         scale: float | None,
+        call: Call,
     ) -> torch.Tensor:
         heads = q.contiguous(), k.contiguous(), v.contiguous()
         attention = AttentionRuns(*heads, mask, scale, keep=any(ctx.needs_input_grad[:4]))
-        rows, batch, hidden = q.shape[0] // job.transport.size, q.shape[1], weight.shape[0]
+        rows, batch, hidden = q.shape[0] // call.transport.size, q.shape[1], weight.shape[0]
         y = weight.new_empty((rows, batch * hidden))
         transposed = weight.t()
 
         def make(out: torch.Tensor, run: slice) -> None:
             gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
 
-        sums = job.options.reduce_dtype
-        running = job.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
+        sums = call.options.reduce_dtype
+        running = call.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
         running.run({"make": make}, out=y)
         if any(ctx.needs_input_grad[:3]):
             attention.save(ctx)
         else:
             ctx.save_for_backward(attention.attended)
         ctx.weight = SavedWeight(weight)
-        ctx.job = job
+        ctx.call = call
         return y.view(rows, batch, hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
-        weight = ctx.weight.get(job.name)
+        call: Call = ctx.call
+        weight = ctx.weight.get(call.name)
         attended, *others = saved = ctx.saved_tensors
         rows, batch, hidden = grad.shape
-        keep = ctx.needs_input_grad[3] and job.options.wgrad == "whole"
+        keep = ctx.needs_input_grad[3] and call.options.wgrad == "whole"
         attention = AttentionRuns.saved(ctx, saved) if others else None
         wgrad = None
         if ctx.needs_input_grad[3]:
-            wgrad = WeightGradient(weight, main_grad=job.options.main_grad, blocks=not keep)
+            wgrad = WeightGradient(weight, main_grad=call.options.main_grad, blocks=not keep)
 
         def use(piece: torch.Tensor, run: slice) -> None:
             grad_y, out = piece.view(-1, hidden), attended[run]
@@ -168,7 +163,7 @@ class _AttentionLinearReduceScatter(torch.autograd.Function):
             wgrad.add(whole.view(-1, hidden), _flat(attended))
 
         grad = grad.contiguous().view(rows, batch * hidden)
-        running = job.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
+        running = call.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
         running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
         grads = (None, None, None) if attention is None else attention.gradients()
         return *grads, None if wgrad is None else wgrad.result(), None, None, None

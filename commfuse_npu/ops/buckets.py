@@ -62,17 +62,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from commfuse_npu.layers.bucket_arguments import check_bucket, check_fractions
-from commfuse_npu.layers.linear_arguments import check_transport
 from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
-from commfuse_npu.ops.sum_ending import sum_ending
+from commfuse_npu.ops.call import check_transport, sum_ending
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program, aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["BucketExchange", "BucketOptions", "Buckets"]
+__all__ = ["BucketExchange", "BucketOptions", "Buckets", "check_bucket", "check_fractions"]
 
 
 @dataclass(frozen=True)
@@ -277,3 +275,42 @@ class Buckets:
             transport.agree(name, path="empty", dtype=bucket.dtype, options=facts)
             return None
         return transport.begin(program(elements), name, bucket, facts, total)
+
+
+def check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
+    if bucket.dim() != 1 or not bucket.is_contiguous():
+        raise ValueError(
+            f"{name}: the bucket has shape {tuple(bucket.shape)} and strides {bucket.stride()}; it "
+            "has to be one contiguous dimension; pass the flat buffer or a run of it"
+        )
+    elements = bucket.numel()
+    if elements % size:
+        raise ValueError(
+            f"{name}: {elements} elements are not divisible by the group size {size}; pad the "
+            f"bucket to {elements + -elements % size}"
+        )
+
+
+def check_fractions(
+    name: str,
+    bucket: torch.Tensor,
+    average: bool,
+    scale: float,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    asked = [
+        what
+        for what, wanted in (
+            ("an average", average),
+            (f"scale {scale}", scale != 1.0),
+            (f"reduce_dtype {reduce_dtype}", reduce_dtype is not None),
+        )
+        if wanted
+    ]
+    if asked and not bucket.dtype.is_floating_point:
+        raise TypeError(
+            f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
+            f"{' and '.join(asked)}; use a floating-point dtype, or a sum only"
+        )
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        raise TypeError(f"{name}: reduce_dtype is {reduce_dtype}; it has to be floating-point")

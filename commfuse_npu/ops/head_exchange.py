@@ -26,19 +26,17 @@ no partial sums of other ranks are added, and nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.layers.differentiable import differentiable
-from commfuse_npu.layers.head_linear import HeadRows, LinearOfHeads, LinearToHeads
-from commfuse_npu.layers.linear_arguments import check_and_cast, check_sequence, rows_of
-from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.layers.saved_weight import SavedWeight
-from commfuse_npu.ops.job import AnyTransport, Job, transport_for
+from commfuse_npu.ops.call import AnyTransport, Call, check_and_cast, check_sequence, rows_of
+from commfuse_npu.ops.head_groups import HeadRows, LinearOfHeads, LinearToHeads
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.weight import SavedWeight
 from commfuse_npu.plan.rules import Blocks, exchange
 from commfuse_npu.runtime.executor import Work
 
@@ -99,11 +97,9 @@ def linear_all_to_all(
     name = "linear_all_to_all"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     heads = HeadRows(name, weight.shape[0], transport.size, rows)
-    transport = transport_for(name, x, transport, rows=rows_of(x))
-    transport.agree(f"{name} rows", rows=heads.bounds)
-    job = Job.of(transport, options, name)
-    flat = x.reshape(-1, x.shape[-1])
-    y = differentiable(_LinearToHeadsExchanged, flat, weight, bias, heads, job)
+    call = Call.of(name, transport, options, x, rows=rows_of(x))
+    call.transport.agree(f"{name} rows", rows=heads.bounds)
+    y = call.apply(_LinearToHeadsExchanged, x.reshape(-1, x.shape[-1]), weight, bias, heads)
     # No -1 for the rows: an empty tensor has no say in them.
     return y.view(x.shape[0] * transport.size, *x.shape[1:-1], heads.features)
 
@@ -161,10 +157,8 @@ def all_to_all_linear(
     size = transport.size
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, head_groups=size)
     check_sequence(name, x.shape[0], size)
-    transport = transport_for(name, x, transport, rows=rows_of(x))
-    job = Job.of(transport, options, name)
-    flat = x.reshape(-1, x.shape[-1])
-    y = differentiable(_LinearOfHeadsExchanged, flat, weight, bias, job)
+    call = Call.of(name, transport, options, x, rows=rows_of(x))
+    y = call.apply(_LinearOfHeadsExchanged, x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
 
@@ -181,32 +175,33 @@ class _LinearToHeadsExchanged(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         heads: HeadRows,
-        job: Job,
+        call: Call,
     ) -> torch.Tensor:
         x, rows, features = x.contiguous(), x.shape[0], heads.features
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
-        ctx.call = heads, job
+        ctx.heads, ctx.call = heads, call
         linear = LinearToHeads(weight, heads, rows)
-        y = x.new_empty((rows * job.transport.size, features))
-        swap(job, rows, features, y, {"make": partial(linear.forward, x, bias)}, received=y)
+        y = x.new_empty((rows * call.transport.size, features))
+        make = partial(linear.forward, x, bias)
+        swap(call, rows, features, like=y, make=make, received=y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        heads, job = ctx.call
+        heads, call = ctx.heads, ctx.call
         (x,) = ctx.saved_tensors
         grad = grad.contiguous()
-        rows = grad.shape[0] // job.transport.size
-        linear = LinearToHeads(ctx.weight.get(job.name), heads, rows)
-        linear.begin_backward(x, ctx.needs_input_grad[:3], job.options)
-        tensors = {"blocks": grad}
-        if linear.needs_whole:
-            tensors["received"] = torch.empty_like(grad)
-        works = {"use": linear.backward}
-        swap(job, rows, heads.features, grad, works, backward=True, **tensors)
-        return *linear.gradients(tensors.get("received")), None, None
+        rows = grad.shape[0] // call.transport.size
+        linear = LinearToHeads(ctx.weight.get(call.name), heads, rows)
+        linear.begin_backward(x, ctx.needs_input_grad[:3], call.options)
+        whole = torch.empty_like(grad) if linear.needs_whole else None
+        swap(
+            call, rows, heads.features, like=grad, use=linear.backward, blocks=grad, received=whole,
+            backward=True,
+        )  # fmt: skip
+        return *linear.gradients(whole), None, None
 
 
 class _LinearOfHeadsExchanged(torch.autograd.Function):
@@ -221,40 +216,40 @@ class _LinearOfHeadsExchanged(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        job: Job,
+        call: Call,
     ) -> torch.Tensor:
-        rows = x.shape[0] // job.transport.size
-        tensors: dict[str, Any] = {"blocks": x.contiguous()}
-        if ctx.needs_input_grad[1]:
-            tensors["received"] = x.new_empty(x.shape)
-        ctx.save_for_backward(tensors.get("received"))
+        rows = x.shape[0] // call.transport.size
+        x = x.contiguous()
+        received = torch.empty_like(x) if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(received)
         ctx.weight = SavedWeight(weight)
-        ctx.job = job
-        linear = LinearOfHeads(weight, job.transport.size, rows)
+        ctx.call = call
+        linear = LinearOfHeads(weight, call.transport.size, rows)
         linear.begin_forward(bias)
-        swap(job, rows, x.shape[1], x, {"use": linear.forward}, **tensors)
+        swap(call, rows, x.shape[1], like=x, use=linear.forward, blocks=x, received=received)
         return linear.output()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
+        call: Call = ctx.call
         (received,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
-        weight = ctx.weight.get(job.name)
-        rows, features = grad.shape[0], weight.shape[1] // job.transport.size
-        linear = LinearOfHeads(weight, job.transport.size, rows)
-        linear.begin_backward(grad, needs_weight, job.options)
-        works: dict[str, Work] = {"make": linear.backward}
-        if needs_weight:
-            works["wgrad"] = partial(linear.add_weight_gradient, received)
+        weight = ctx.weight.get(call.name)
+        rows, features = grad.shape[0], weight.shape[1] // call.transport.size
+        linear = LinearOfHeads(weight, call.transport.size, rows)
+        linear.begin_backward(grad, needs_weight, call.options)
+        wgrad = partial(linear.add_weight_gradient, received) if needs_weight else None
         grad_x = None
         if needs_x:
-            grad_x = grad.new_empty((rows * job.transport.size, features))
-            swap(job, rows, features, grad, works, backward=True, received=grad_x)
-        elif needs_weight:
-            works["wgrad"]()
+            grad_x = grad.new_empty((rows * call.transport.size, features))
+            swap(
+                call, rows, features, like=grad, make=linear.backward, wgrad=wgrad,
+                received=grad_x, backward=True,
+            )  # fmt: skip
+        elif wgrad is not None:
+            wgrad()
         return grad_x, linear.weight_gradient(), grad.sum(0) if needs_bias else None, None
 
 
@@ -262,23 +257,32 @@ class _LinearOfHeadsExchanged(torch.autograd.Function):
 
 
 def swap(
-    job: Job,
+    call: Call,
     rows: int,
     columns: int,
-    like: torch.Tensor,
-    works: Mapping[str, Work],
     *,
+    like: torch.Tensor,
+    make: Work | None = None,
+    use: Work | None = None,
+    wgrad: Work | None = None,
+    blocks: torch.Tensor | None = None,
+    received: torch.Tensor | None = None,
     backward: bool = False,
-    **tensors: Any,
 ) -> None:
     """An all-to-all of blocks ``[rows, columns]`` that are made, or used, piece by piece.
 
-    Works and tensors are those of :func:`~commfuse_npu.plan.rules.exchange`: ``make`` unless
-    ``blocks`` are given, ``use``, ``wgrad``; ``blocks`` and ``received``, ``[N * rows, columns]``.
+    Works and tensors are those of :func:`~commfuse_npu.plan.rules.exchange`.
+
+    Args:
+        blocks: ``[N * rows, columns]``: what is sent, or with ``make`` where it is kept.
+        received: ``[N * rows, columns]``, to be filled.
     """
-    blocks: Blocks = "given"
-    if "make" in works:
-        blocks = "made and kept" if "blocks" in tensors else "made"
-    keep, wgrad = "received" in tensors, "wgrad" in works
-    arguments = rows, columns, blocks, "use" in works, keep, wgrad
-    job.begin(exchange, *arguments, like=like, backward=backward).run(works, **tensors)
+    kind: Blocks = "given" if make is None else "made" if blocks is None else "made and kept"
+    arguments = rows, columns, kind, use is not None, received is not None, wgrad is not None
+    works = {"make": make, "use": use, "wgrad": wgrad}
+    tensors = {"blocks": blocks, "received": received}
+    call.begin(exchange, *arguments, like=like, backward=backward).run(
+        {name: work for name, work in works.items() if work is not None},
+        ahead=False,
+        **{name: tensor for name, tensor in tensors.items() if tensor is not None},
+    )

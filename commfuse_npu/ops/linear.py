@@ -34,14 +34,18 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.layers.linear_arguments import check_and_cast, check_divisible, rows_of
-from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.layers.saved_weight import SavedWeight
-from commfuse_npu.layers.weight_gradient import WeightGradient
-from commfuse_npu.ops.job import AnyRun, AnyTransport, Job, any_grad, transport_for
+from commfuse_npu.ops.call import (
+    AnyRun,
+    AnyTransport,
+    Call,
+    check_and_cast,
+    check_sequence,
+    rows_of,
+)
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.ops.regather import Regather
+from commfuse_npu.ops.weight import SavedWeight, WeightGradient
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
@@ -96,14 +100,9 @@ def all_gather_linear(
     """
     name = "all_gather_linear"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    transport = transport_for(name, x, transport, rows=rows_of(x))
-    needs_grad = torch.is_grad_enabled() and any_grad(x, weight, bias)
-    job = _job(name, transport, options, COLUMN, rows_of(x), weight, needs_grad)
-    flat = x.reshape(-1, x.shape[-1])
-    if needs_grad:
-        y = _AllGatherLinear.apply(flat, weight, bias, job)
-    else:
-        y, _ = _column_forward(flat.contiguous(), weight, bias, job, keep=False)
+    call = Call.of(name, transport, options, x, rows=rows_of(x))
+    call = _scheduled(call, COLUMN, rows_of(x), weight)
+    y = call.apply(_AllGatherLinear, x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(x.shape[0] * transport.size, *x.shape[1:-1], weight.shape[0])
 
 
@@ -111,16 +110,16 @@ def _column_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    job: Job,
+    call: Call,
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    y = x.new_empty((rows * job.transport.size, outputs))
+    y = x.new_empty((rows * call.transport.size, outputs))
     tensors = {"shard": x, "weight": weight.t(), "out": y}
     if keep:
-        tensors["whole"] = x.new_empty((rows * job.transport.size, inputs))
-    running = job.begin(gather_gemm, rows, inputs, outputs, keep, None, 0, like=x)
+        tensors["whole"] = x.new_empty((rows * call.transport.size, inputs))
+    running = call.begin(gather_gemm, rows, inputs, outputs, keep, None, 0, like=x)
     running.run({}, ahead=False, **tensors)
     if bias is not None:
         y.add_(bias)
@@ -134,12 +133,12 @@ def _begin_column_backward(
     needs_x: bool,
     gathers: bool,
     wgrad: bool,
-    job: Job,
+    call: Call,
 ) -> AnyRun:
     outputs, inputs = weight.shape
     arguments = rows, inputs, outputs, needs_x, gathers, wgrad
-    sums = job.options.reduce_dtype
-    return job.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
+    sums = call.options.reduce_dtype
+    return call.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
 
 
 def _column_backward(
@@ -149,7 +148,7 @@ def _column_backward(
     weight: torch.Tensor,
     needs_x: bool,
     wgrad: WeightGradient | None,
-    job: Job,
+    call: Call,
     running: AnyRun | None = None,
 ) -> torch.Tensor | None:
     """The gradient of x; that of the weight goes into ``wgrad``.
@@ -158,7 +157,7 @@ def _column_backward(
         x, whole: one of them, if there is a ``wgrad``: this rank's rows, or those of all ranks.
         running: what was begun with ``x``.
     """
-    rows = grad.shape[0] // job.transport.size
+    rows = grad.shape[0] // call.transport.size
     works: dict[str, Work] = {}
     tensors = {"grad": grad, "weight": weight}
     if needs_x:
@@ -172,7 +171,7 @@ def _column_backward(
     if running is None:
         gathers = wgrad is not None and x is not None
         running = _begin_column_backward(
-            grad, rows, weight, needs_x, gathers, wgrad is not None, job
+            grad, rows, weight, needs_x, gathers, wgrad is not None, call
         )
     running.run(works, ahead=False, **tensors)
     return tensors.get("grad_x")
@@ -181,37 +180,37 @@ def _column_backward(
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: Job
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
     ) -> torch.Tensor:
         x = x.contiguous()
-        keep = job.options.keep_gathered and ctx.needs_input_grad[1]
-        y, whole = _column_forward(x, weight, bias, job, keep=keep)
+        keep = call.options.keep_gathered and ctx.needs_input_grad[1]
+        y, whole = _column_forward(x, weight, bias, call, keep=keep)
         ctx.save_for_backward(None if keep or not ctx.needs_input_grad[1] else x, whole)
         ctx.weight = SavedWeight(weight)
-        ctx.job = job
+        ctx.call = call
         ctx.regather = None
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        if needs_weight and not keep and job.backward is not None:
+        if needs_weight and not keep and call.backward is not None:
 
             def begin(x: torch.Tensor) -> AnyRun:
-                return _begin_column_backward(x, x.shape[0], weight, needs_x, True, True, job)
+                return _begin_column_backward(x, x.shape[0], weight, needs_x, True, True, call)
 
-            ctx.regather = Regather(job.transport, ctx, begin)
+            ctx.regather = Regather(call.transport, ctx, begin)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
-        weight = ctx.weight.get(job.name)
+        call: Call = ctx.call
+        weight = ctx.weight.get(call.name)
         begun = None if ctx.regather is None else ctx.regather.take()
         (x, running), whole = begun or (None, None), None
         if begun is None:
             x, whole = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
-        wgrad = _weight_gradient(weight, job, blocks=False) if needs_weight else None
-        grad_x = _column_backward(grad, x, whole, weight, needs_x, wgrad, job, running)
+        wgrad = _weight_gradient(weight, call, blocks=False) if needs_weight else None
+        grad_x = _column_backward(grad, x, whole, weight, needs_x, wgrad, call, running)
         grad_weight = None if wgrad is None else wgrad.result()
         grad_bias = grad.sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None
@@ -259,24 +258,19 @@ def linear_reduce_scatter(
     """
     name = "linear_reduce_scatter"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    check_divisible(name, x, transport.size)
-    transport = transport_for(name, x, transport, rows=rows_of(x))
-    needs_grad = torch.is_grad_enabled() and any_grad(x, weight)
-    job = _job(name, transport, options, ROW, rows_of(x) // transport.size, weight, needs_grad)
-    flat = x.reshape(-1, x.shape[-1])
-    if needs_grad:
-        y = _LinearReduceScatter.apply(flat, weight, job)
-    else:
-        y = _row_forward(flat.contiguous(), weight, job)
+    check_sequence(name, x.shape[0], transport.size, ", or use linear_all_reduce")
+    call = Call.of(name, transport, options, x, rows=rows_of(x))
+    call = _scheduled(call, ROW, rows_of(x) // transport.size, weight)
+    y = call.apply(_LinearReduceScatter, x.reshape(-1, x.shape[-1]), weight)
     y = y.view(x.shape[0] // transport.size, *x.shape[1:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
-def _row_forward(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
-    rows, (outputs, inputs) = x.shape[0] // job.transport.size, weight.shape
+def _row_forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    rows, (outputs, inputs) = x.shape[0] // call.transport.size, weight.shape
     y = x.new_empty((rows, outputs))
-    sums = job.options.reduce_dtype
-    running = job.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
+    sums = call.options.reduce_dtype
+    running = call.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
     running.run(a=x, weight=weight.t(), out=y)
     return y
 
@@ -287,7 +281,7 @@ def _row_backward(
     weight: torch.Tensor,
     needs_x: bool,
     wgrad: WeightGradient | None,
-    job: Job,
+    call: Call,
     before: Regather | None = None,
 ) -> torch.Tensor | None:
     """The gradient of x; that of the weight goes into ``wgrad``, if there is one.
@@ -300,52 +294,38 @@ def _row_backward(
     works: dict[str, Work] = {}
     tensors = {"shard": grad, "weight": weight}
     if needs_x:
-        tensors["out"] = grad.new_empty((grad.shape[0] * job.transport.size, inputs))
+        tensors["out"] = grad.new_empty((grad.shape[0] * call.transport.size, inputs))
     if wgrad is not None and x is not None:
         works["wgrad"] = wgrad.add
         tensors["other"] = x
-    how = None if wgrad is None else "blocks" if _by_blocks(job) else "whole"
+    how = None if wgrad is None else "blocks" if _by_blocks(call) else "whole"
     arguments = grad.shape[0], outputs, inputs if needs_x else 0, False, how, inputs
-    running = job.begin(gather_gemm, *arguments, like=grad, backward=True)
-    if wgrad is not None and before is not None:
-        pieces = running.program.count(Compute, "wgrad") if isinstance(running, Running) else 1
-        works["wgrad"] = _begun_before_the_last(before, wgrad.add, pieces)
+    running = call.begin(gather_gemm, *arguments, like=grad, backward=True)
+    if before is not None and isinstance(running, Running):
+        running.before_last = {"wgrad": before.begin}
     running.run(works, ahead=False, **tensors)
     return tensors.get("out")
 
 
-def _begun_before_the_last(before: Regather, add: Work, calls: int) -> Work:
-    """``add``, which is called so many times."""
-
-    def begin_and_add(*tensors: torch.Tensor) -> None:
-        nonlocal calls
-        calls -= 1
-        if not calls:
-            before.begin()
-        add(*tensors)
-
-    return begin_and_add
-
-
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
-        ctx.job = job
-        ctx.before = Regather.before(job.transport)
-        return _row_forward(x, weight, job)
+        ctx.call = call
+        ctx.before = Regather.before(call.transport)
+        return _row_forward(x, weight, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
-        weight = ctx.weight.get(job.name)
+        call: Call = ctx.call
+        weight = ctx.weight.get(call.name)
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        wgrad = _weight_gradient(weight, job, _by_blocks(job)) if needs_weight else None
-        grad_x = _row_backward(grad.contiguous(), x, weight, needs_x, wgrad, job, ctx.before)
+        wgrad = _weight_gradient(weight, call, _by_blocks(call)) if needs_weight else None
+        grad_x = _row_backward(grad.contiguous(), x, weight, needs_x, wgrad, call, ctx.before)
         return grad_x, None if wgrad is None else wgrad.result(), None
 
 
@@ -391,44 +371,39 @@ def linear_all_reduce(
     """
     name = "linear_all_reduce"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    transport = transport_for(name, x, transport, rows=rows_of(x), at_least=transport.size)
-    job = Job.of(transport, options, name)
-    flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any_grad(x, weight):
-        y = _LinearAllReduce.apply(flat, weight, job)
-    else:
-        y = _gemm_all_reduce(flat.contiguous(), weight, job)
+    call = Call.of(name, transport, options, x, rows=rows_of(x), at_least=transport.size)
+    y = call.apply(_LinearAllReduce, x.reshape(-1, x.shape[-1]), weight)
     y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
-def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
-    (outputs, inputs), transport = weight.shape, job.transport
+def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    (outputs, inputs), transport = weight.shape, call.transport
     rows, rest = x.shape[0], x.shape[0] % transport.size
     y = x.new_empty((rows, outputs))
     divisible = slice(0, rows - rest)
     if divisible.stop:
-        sums = job.options.reduce_dtype
+        sums = call.options.reduce_dtype
         arguments = divisible.stop, inputs, outputs
-        running = job.begin(gemm_all_reduce, *arguments, like=x, sum_dtype=sums)
+        running = call.begin(gemm_all_reduce, *arguments, like=x, sum_dtype=sums)
         running.run(a=x[divisible], weight=weight.t(), out=y[divisible])
     if rest:
         left = slice(rows - rest, rows)
         gemm_into(y[left], x[left], weight.t())
-        total = y[left].to(job.options.reduce_dtype or y.dtype)
-        transport.all_reduce(f"{job.name} rest", total)
+        total = y[left].to(call.options.reduce_dtype or y.dtype)
+        transport.all_reduce(f"{call.name} rest", total)
         y[left].copy_(total)
     return y
 
 
 class _LinearAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: Job) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
-        ctx.main_grad = job.options.main_grad
-        return _gemm_all_reduce(x, weight, job)
+        ctx.main_grad = call.options.main_grad
+        return _gemm_all_reduce(x, weight, call)
 
     @staticmethod
     @once_differentiable
@@ -448,42 +423,34 @@ class _LinearAllReduce(torch.autograd.Function):
 # ----------------------------------------------------------- what all three share
 
 
-def _weight_gradient(weight: torch.Tensor, job: Job, blocks: bool) -> WeightGradient:
-    return WeightGradient(weight, main_grad=job.options.main_grad, blocks=blocks)
+def _weight_gradient(weight: torch.Tensor, call: Call, blocks: bool) -> WeightGradient:
+    return WeightGradient(weight, main_grad=call.options.main_grad, blocks=blocks)
 
 
-def _by_blocks(job: Job) -> bool:
+def _by_blocks(call: Call) -> bool:
     """Whether a row-parallel layer makes its weight gradient block by block."""
-    return job.options.wgrad == "blocks" and job.backward is not None
+    return call.options.wgrad == "blocks" and call.backward is not None
 
 
-def _job(
-    name: str,
-    transport: AnyTransport,
-    options: LinearOptions,
-    layer: Layer,
-    rows: int,
-    weight: torch.Tensor,
-    needs_grad: bool,
-) -> Job:
-    """How a layer runs, forward and backward.
+def _scheduled(call: Call, layer: Layer, rows: int, weight: torch.Tensor) -> Call:
+    """With the schedules of a layer's forward and backward, tried out if the options say so.
 
     Args:
         rows: of one rank's block.
     """
-    outputs, inputs = weight.shape
+    options, transport, (outputs, inputs) = call.options, call.transport, weight.shape
     if options.tuning is None or not isinstance(transport, Transport):
-        job = Job.of(transport, options, name)
         covered = layer == COLUMN and options.by_collectives(outputs)
-        return job._replace(backward=None) if covered else job
+        return call._replace(backward=None) if covered else call
     found = []
-    for half in ("forward", "backward") if needs_grad else ("forward",):
+    for half in ("forward", "backward") if torch.is_grad_enabled() else ("forward",):
         wgrad = options.wgrad if half == "backward" and layer == ROW else "whole"
         kept = options.keep_gathered and layer == COLUMN
         problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
         trial = _trial(transport, problem, options, weight.device)
         found.append(tuned(transport, problem, options.schedule, options.tuning, trial))
-    return Job(transport, replace(options, tuning=None), name, found[0], found[-1])
+    untuned = replace(options, tuning=None)
+    return call._replace(options=untuned, forward=found[0], backward=found[-1])
 
 
 def _trial(
@@ -509,17 +476,17 @@ def _trial(
     @torch.no_grad()
     def run(schedule: Schedule | None) -> object:
         x, grad, weight = numbers()
-        job = Job(transport, options, f"tuning {problem.layer}", schedule, schedule)
+        call = Call(transport, options, f"tuning {problem.layer}", schedule, schedule)
         if problem.half == "forward":
             if column:
-                return _column_forward(x, weight, None, job, keep=options.keep_gathered)
-            return _row_forward(x, weight, job)
-        wgrad = _weight_gradient(weight, job, not column and _by_blocks(job))
+                return _column_forward(x, weight, None, call, keep=options.keep_gathered)
+            return _row_forward(x, weight, call)
+        wgrad = _weight_gradient(weight, call, not column and _by_blocks(call))
         if not column:
-            return _row_backward(grad, x, weight, True, wgrad, job)
+            return _row_backward(grad, x, weight, True, wgrad, call)
         if options.keep_gathered:
             whole = x.repeat(transport.size, 1)
-            return _column_backward(grad, None, whole, weight, True, wgrad, job)
-        return _column_backward(grad, x, None, weight, True, wgrad, job)
+            return _column_backward(grad, None, whole, weight, True, wgrad, call)
+        return _column_backward(grad, x, None, weight, True, wgrad, call)
 
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.layers.bucket_arguments import check_bucket, check_fractions
+from commfuse_npu.ops.buckets import check_bucket, check_fractions
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 
 __all__ = ["plain_all_gather_bucket", "plain_reduce_scatter_bucket"]

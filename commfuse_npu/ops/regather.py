@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.ops.job import AnyRun, AnyTransport
+from commfuse_npu.ops.call import AnyRun, AnyTransport
 
 __all__ = ["Regather"]
 

@@ -23,21 +23,16 @@ dgrad, which is made block by block here (in fp32, rounded once).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.layers.differentiable import differentiable
-from commfuse_npu.layers.linear_arguments import check_and_cast
-from commfuse_npu.layers.options import LinearOptions, ShardedOptions
-from commfuse_npu.layers.saved_weight import SavedWeight
-from commfuse_npu.layers.sharded_blocks import InputGradient, columns_into, wgrad_into
-from commfuse_npu.ops.job import AnyRun, AnyTransport, transport_for
-from commfuse_npu.ops.sum_ending import sum_ending
+from commfuse_npu.kernels import gemm_into, kernels_for
+from commfuse_npu.ops.call import AnyTransport, Call, check_and_cast, sum_ending
+from commfuse_npu.ops.options import LinearOptions, ShardedOptions
+from commfuse_npu.ops.weight import SavedWeight
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightProgram, WeightStamp
-from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import Rule, sharded_backward, sharded_forward
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
@@ -82,7 +77,7 @@ def sharded_linear(
             of ``x``; the same shape on every rank.
         bias: ``[O]``, whole and the same on every rank.  Its gradient is that of the rank's own
             rows; it is averaged with those of the other replicated parameters, see
-            :func:`~commfuse_npu.ops.replicated_gradients.average_gradients`.
+            :func:`~commfuse_npu.ops.sharded_gradients.average_gradients`.
         transport: lanes of the data-parallel group.
         prefetch: the place of this weight in the order of the model's layers.
 
@@ -103,84 +98,77 @@ def sharded_linear(
         name, x, weight_shard, bias, transport, linear, shards=transport.size
     )
     stamp = WeightStamp.of(weight_shard)
-    transport = transport_for(name, shard, transport, rows=shard.shape[0])
-    call = _Call(name, transport, options, stamp, prefetch)
-    flat = x.reshape(-1, x.shape[-1])
-    y = differentiable(_ShardedLinear, flat, shard, bias, call)
+    call = Call.of(name, transport, options, shard, rows=shard.shape[0])
+    ahead = None if prefetch is None else _Ahead(prefetch, stamp)
+    y = call.apply(_ShardedLinear, x.reshape(-1, x.shape[-1]), shard, bias, ahead)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call; forward and backward have the same."""
+class _Ahead(NamedTuple):
+    """The place of the weight in the order of the model's layers, and its state at the call."""
 
-    name: str
-    transport: AnyTransport
-    options: ShardedOptions
+    place: PrefetchedWeight
     stamp: WeightStamp
-    prefetch: PrefetchedWeight | None
 
-    def run(
-        self,
-        rule: Rule,
-        *needs: bool,
-        shard: torch.Tensor,
-        works: dict[str, Work],
-        backward: bool,
-        **tensors: torch.Tensor,
-    ) -> None:
-        """Run the operation of a rule with ``shard``.
 
-        When the last block is there, and not used yet, the links are free for the next layer.
-        """
-        name = f"{self.name} backward" if backward else self.name
-        program: Any = self.transport.program(rule, self.options.schedule, *shard.shape, *needs)
-        options, sums = self.options, self.options.reduce_dtype
-        prefetch, transport = self.prefetch, self.transport
-        if prefetch is None or "use" not in works or not isinstance(transport, Transport):
-            running: AnyRun = transport.begin(program, name, shard, options, sums)
-            running.run(works, ahead=False, shard=shard, **tensors)
-            return
-        left = program.count(Compute, "use")
-        use = works["use"]
+def _run(
+    call: Call,
+    rule: Rule,
+    *needs: bool,
+    shard: torch.Tensor,
+    works: dict[str, Work],
+    ahead: _Ahead | None,
+    backward: bool = False,
+    **tensors: torch.Tensor,
+) -> None:
+    """Run the operation of a rule with ``shard``.
 
-        def use_and_prefetch(block: torch.Tensor, run: slice) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                prefetch.start_next()
-            use(block, run)
-
-        call = WeightProgram(transport, program, name, options, sums)
-        running = prefetch.take(shard, self.stamp, call, backward=backward)
-        running.run({**works, "use": use_and_prefetch}, ahead=False, **tensors)
+    When the last block is there, and not used yet, the links are free for the next layer.
+    """
+    transport, sums = call.transport, call.options.reduce_dtype
+    if ahead is None or "use" not in works or not isinstance(transport, Transport):
+        arguments = *shard.shape, *needs
+        running = call.begin(rule, *arguments, like=shard, backward=backward, sum_dtype=sums)
+        running.run(works, ahead=False, shard=shard, **tensors)
+        return
+    name = f"{call.name} backward" if backward else call.name
+    program = transport.program(rule, call.options.schedule, *shard.shape, *needs)
+    gather = WeightProgram(transport, program, name, call.options, sums)
+    begun = ahead.place.take(shard, ahead.stamp, gather, backward=backward)
+    begun.before_last = {"use": ahead.place.start_next}
+    begun.run(works, ahead=False, **tensors)
 
 
 class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, call: _Call
+        ctx: Any,
+        x: torch.Tensor,
+        shard: torch.Tensor,
+        bias: torch.Tensor | None,
+        ahead: _Ahead | None,
+        call: Call,
     ) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.shard = SavedWeight(shard)
-        ctx.call = call
+        ctx.call, ctx.ahead = call, ahead
         shard = shard.detach().contiguous()
         y = x.new_empty((x.shape[0], shard.shape[0] * call.transport.size))
 
         def use(block: torch.Tensor, run: slice) -> None:
             columns_into(y, x, block, bias, run)
 
-        call.run(sharded_forward, shard=shard, works={"use": use}, backward=False)
+        _run(call, sharded_forward, shard=shard, works={"use": use}, ahead=ahead)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         shard = ctx.shard.get(call.name).detach().contiguous()
         (x,) = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad = grad.contiguous()
         works: dict[str, Work] = {}
         tensors = {}
@@ -194,6 +182,44 @@ class _ShardedLinear(torch.autograd.Function):
             works["use"] = grad_x.add
         if works:
             needs = needs_x, needs_weight
-            call.run(sharded_backward, *needs, shard=shard, works=works, backward=True, **tensors)
+            _run(
+                call, sharded_backward, *needs, shard=shard, works=works, ahead=ctx.ahead,
+                backward=True, **tensors,
+            )  # fmt: skip
         grad_bias = grad.sum(dim=0) if needs_bias else None
-        return None if grad_x is None else grad_x.result(), grad_shard, grad_bias, None
+        return None if grad_x is None else grad_x.result(), grad_shard, grad_bias, None, None
+
+
+def columns_into(
+    y: torch.Tensor, x: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None, run: slice
+) -> None:
+    """``y[:, run] = x @ block^T + bias[run]``.
+
+    BLAS writes a run of columns as it writes a matrix, in the same time and with the same bits
+    (measured on CPU in fp32 and bf16; not tried on an NPU).  A block of its own, or ``y^T``, would
+    cost a copy of y.
+    """
+    gemm_into(y[:, run], x, block.t())
+    if bias is not None:
+        y[:, run].add_(bias[run])
+
+
+def wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slice) -> None:
+    """``out = grad[:, run]^T @ x``."""
+    gemm_into(out, grad[:, run].t(), x)
+
+
+class InputGradient:
+    """``sum over blocks of grad[:, run] @ block``, in fp32, rounded once."""
+
+    def __init__(self, grad: torch.Tensor, features: int) -> None:
+        self._grad = grad
+        self._kernels = kernels_for(grad.device)
+        self._sum = grad.new_zeros((grad.shape[0], features), dtype=torch.float32)
+
+    def add(self, block: torch.Tensor, run: slice) -> None:
+        # sum += a @ b is the kernel of the weight gradient with a transposed.
+        self._kernels.accumulate_weight_gradient(self._sum, self._grad[:, run].t(), block)
+
+    def result(self) -> torch.Tensor:
+        return self._sum.to(self._grad.dtype)

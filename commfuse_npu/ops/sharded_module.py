@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.layers.linear_arguments import check_transport
-from commfuse_npu.layers.options import ShardedOptions
+from commfuse_npu.ops.call import check_transport
+from commfuse_npu.ops.options import ShardedOptions
 from commfuse_npu.ops.sharded_linear import sharded_linear
 from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightPrefetch, in_backward
 from commfuse_npu.runtime.collectives import all_gather_rows

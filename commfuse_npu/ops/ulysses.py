@@ -29,22 +29,25 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.layers.attention_mask import AttentionMask
-from commfuse_npu.layers.attention_options import check_self_attention, options_for_attention
-from commfuse_npu.layers.attention_runs import AttentionRuns, run_of_gemm
-from commfuse_npu.layers.differentiable import differentiable
-from commfuse_npu.layers.documents import Documents
-from commfuse_npu.layers.head_linear import LinearOfHeads
-from commfuse_npu.layers.linear_arguments import (
+from commfuse_npu.ops.attention_mask import AttentionMask, Documents
+from commfuse_npu.ops.attention_runs import (
+    AttentionRuns,
+    check_self_attention,
+    options_for_attention,
+    run_of_gemm,
+)
+from commfuse_npu.ops.call import (
+    AnyTransport,
+    Call,
     check_and_cast,
     check_device,
     check_sequence,
     compute_dtype,
 )
-from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.layers.saved_weight import SavedWeight
 from commfuse_npu.ops.head_exchange import swap
-from commfuse_npu.ops.job import AnyTransport, Job, transport_for
+from commfuse_npu.ops.head_groups import LinearOfHeads
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.weight import SavedWeight
 from commfuse_npu.runtime.executor import Work
 
 __all__ = ["attention_all_to_all", "attention_all_to_all_linear"]
@@ -112,9 +115,9 @@ def attention_all_to_all(
     check_sequence(name, q.shape[0], transport.size)
     check_device(name, "q", q, transport)
     q, k, v = (head.to(compute_dtype(q)) for head in (q, k, v))
-    transport = transport_for(name, q, transport, rows=_rows(q))
-    job = Job.of(transport, options_for_attention(options, transport.size, mask.costs_rise), name)
-    return differentiable(_AttentionExchanged, q, k, v, mask, scale, job)
+    options = options_for_attention(options, transport.size, mask.costs_rise)
+    call = Call.of(name, transport, options, q, rows=q.shape[0] * q.shape[1])
+    return call.apply(_AttentionExchanged, q, k, v, mask, scale)
 
 
 # ----------------------------------------------- attention to rows, projected
@@ -179,16 +182,10 @@ def attention_all_to_all_linear(
         name, q.flatten(2), weight, bias, transport, options, head_groups=size
     )
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    transport = transport_for(name, q, transport, rows=_rows(q))
     by_cost = options_for_attention(options, size, mask.costs_rise)
-    back = options_for_attention(options, size, False).schedule
-    job = Job(transport, by_cost, name, by_cost.schedule, back)
-    arguments = q, k, v, weight, bias, mask, scale, job
-    return differentiable(_AttentionLinearExchanged, *arguments)
-
-
-def _rows(q: torch.Tensor) -> int:
-    return q.shape[0] * q.shape[1]
+    call = Call.of(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
+    call = call._replace(backward=options_for_attention(options, size, False).schedule)
+    return call.apply(_AttentionLinearExchanged, q, k, v, weight, bias, mask, scale)
 
 
 # --------------------------------------------------- attention, run by run
@@ -198,7 +195,7 @@ def _attend(
     ctx: Any,
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask, float | None],
     use: Work,
-    job: Job,
+    call: Call,
     **received: Any,
 ) -> None:
     """Attend, block of queries by block, and ``use`` what comes back for the own rows.
@@ -212,18 +209,16 @@ def _attend(
     keep = any(ctx.needs_input_grad[:3])
     heads = q.contiguous(), k.contiguous(), v.contiguous()
     attention = AttentionRuns(*heads, mask, scale, keep=keep)
-    tensors = {name: tensor for name, tensor in received.items() if tensor is not None}
-    if attention.attended is not None:
-        tensors["blocks"] = _by_sequence(attention.attended)
+    kept = None if attention.attended is None else _by_sequence(attention.attended)
 
     def make(out: torch.Tensor, run: slice) -> None:
         attended = attention.forward(run)
         if not keep:  # else it is where it was kept
             out.copy_(_by_sequence(attended))
 
-    works = {"make": make, "use": use}
-    swap(job, q.shape[0] // job.transport.size, math.prod(q.shape[1:]), q, works, **tensors)
-    ctx.job = job
+    rows, columns = q.shape[0] // call.transport.size, math.prod(q.shape[1:])
+    swap(call, rows, columns, like=q, make=make, use=use, blocks=kept, **received)
+    ctx.call = call
     if keep:
         attention.save(ctx, *received.values())
     else:
@@ -241,30 +236,30 @@ class _AttentionExchanged(torch.autograd.Function):
         v: torch.Tensor,
         mask: AttentionMask,
         scale: float | None,
-        job: Job,
+        call: Call,
     ) -> torch.Tensor:
         batch, features = q.shape[1], q.shape[2] * q.shape[3]
-        block_rows = q.shape[0] // job.transport.size
-        y = q.new_empty((block_rows, batch, job.transport.size, features))
+        block_rows = q.shape[0] // call.transport.size
+        y = q.new_empty((block_rows, batch, call.transport.size, features))
 
         def use(piece: torch.Tensor, run: slice) -> None:
             # Early blocks find their place while later ones travel.
             group, start = divmod(run.start, block_rows)
             y[start : start + len(piece), :, group] = piece.view(-1, batch, features)
 
-        _attend(ctx, (q, k, v, mask, scale), use, job)
+        _attend(ctx, (q, k, v, mask, scale), use, call)
         return y.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
+        call: Call = ctx.call
         attention = AttentionRuns.saved(ctx, ctx.saved_tensors)
-        by_heads = grad.unflatten(2, (job.transport.size, -1)).permute(2, 0, 1, 3)
+        by_heads = grad.unflatten(2, (call.transport.size, -1)).permute(2, 0, 1, 3)
         blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
         rows, columns = grad.shape[0], blocks.shape[1]
-        works = {"use": _backward(attention)}
-        swap(job, rows, columns, blocks, works, backward=True, blocks=blocks)
+        use = _backward(attention)
+        swap(call, rows, columns, like=blocks, use=use, blocks=blocks, backward=True)
         return *attention.gradients(), None, None, None
 
 
@@ -289,50 +284,50 @@ class _AttentionLinearExchanged(torch.autograd.Function):
         bias: torch.Tensor | None,
         mask: AttentionMask,
         scale: float | None,
-        job: Job,
+        call: Call,
     ) -> torch.Tensor:
         received = None
         if ctx.needs_input_grad[3]:
             received = q.new_empty((q.shape[0], math.prod(q.shape[1:])))
-        batch, block_rows = q.shape[1], q.shape[0] // job.transport.size
-        linear = LinearOfHeads(weight, job.transport.size, block_rows * batch)
+        batch, block_rows = q.shape[1], q.shape[0] // call.transport.size
+        linear = LinearOfHeads(weight, call.transport.size, block_rows * batch)
         linear.begin_forward(bias)
         features = q.shape[2] * q.shape[3]
 
         def use(piece: torch.Tensor, run: slice) -> None:
             linear.forward(_flat(piece, features), run_of_gemm(run, batch))
 
-        _attend(ctx, (q, k, v, mask, scale), use, job, received=received)
+        _attend(ctx, (q, k, v, mask, scale), use, call, received=received)
         ctx.weight = SavedWeight(weight)
         return linear.output().view(block_rows, batch, weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
+        call: Call = ctx.call
         received, *saved = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[3:5]
         rows, batch, hidden = grad.shape
         flat = grad.contiguous().view(-1, hidden)
-        linear = LinearOfHeads(ctx.weight.get(job.name), job.transport.size, rows * batch)
-        linear.begin_backward(flat, needs_weight, job.options)
+        linear = LinearOfHeads(ctx.weight.get(call.name), call.transport.size, rows * batch)
+        linear.begin_backward(flat, needs_weight, call.options)
         features = linear.features
 
         def make(out: torch.Tensor, run: slice) -> None:
             linear.backward(_flat(out, features), run_of_gemm(run, batch))
 
-        works: dict[str, Work] = {"make": make}
+        wgrad = None
         if needs_weight:
-            works["wgrad"] = partial(linear.add_weight_gradient, _flat(received, features))
+            wgrad = partial(linear.add_weight_gradient, _flat(received, features))
         grads: tuple[torch.Tensor | None, ...] = None, None, None
         if saved:
             # The mirror image of the forward: the projection feeds, attention uses.
             attention = AttentionRuns.saved(ctx, saved)
-            works["use"] = _backward(attention)
-            swap(job, rows, math.prod(saved[0].shape[1:]), flat, works, backward=True)
+            columns, use = math.prod(saved[0].shape[1:]), _backward(attention)
+            swap(call, rows, columns, like=flat, make=make, use=use, wgrad=wgrad, backward=True)
             grads = attention.gradients()
-        elif needs_weight:
-            works["wgrad"]()
+        elif wgrad is not None:
+            wgrad()
         grad_bias = flat.sum(0) if needs_bias else None
         return *grads, linear.weight_gradient(), grad_bias, None, None, None
 

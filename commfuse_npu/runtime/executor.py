@@ -59,10 +59,14 @@ _BATCH, _SEND, _RECEIVE, _COMPUTE, _WAIT, _ADD, _COPY, _RECORD, _HOLD, _MARK = r
 def _flat(program: Program) -> tuple[tuple[Any, ...], ...]:
     """The code with nothing left to look up: tuples of numbers, those of spans among them."""
     numbers = {span: number for number, span in enumerate(program.spans)}
-    return tuple(_flat_instruction(one, numbers) for one in program.code)
+    # Of each work the last place wins.
+    last = {one.work: at for at, one in enumerate(program.code) if isinstance(one, Compute)}
+    return tuple(
+        _flat_instruction(one, numbers, at in last.values()) for at, one in enumerate(program.code)
+    )
 
 
-def _flat_instruction(one: Instruction, numbers: Mapping[Span, int]) -> tuple[Any, ...]:
+def _flat_instruction(one: Instruction, numbers: Mapping[Span, int], last: bool) -> tuple[Any, ...]:
     if isinstance(one, Post):
         ends = [end for end in (one.send, one.receive) if end is not None]
         step, lane = ends[0].transfer.step, ends[0].transfer.lane
@@ -73,7 +77,8 @@ def _flat_instruction(one: Instruction, numbers: Mapping[Span, int]) -> tuple[An
             return _RECEIVE, step, lane, ends[0].transfer.source, *spans
         return _BATCH, step, lane, one.send.transfer.target, one.receive.transfer.source, *spans
     if isinstance(one, Compute):
-        return _COMPUTE, one.work, tuple(numbers[span] for span in (*one.outs, *one.ins)), one.run
+        touched = tuple(numbers[span] for span in (*one.outs, *one.ins))
+        return _COMPUTE, one.work, touched, one.run, last
     if isinstance(one, Mark):
         return (_MARK,)
     if isinstance(one, Wait):
@@ -95,6 +100,8 @@ class Running:
     Attributes:
         name: of the operation, for errors.
         done: whether everything of it was carried out and waited for.
+        before_last: what is called before the program's last work of a name: all that it needs has
+            arrived then, and the links are free for another operation.
         transferred: what it sends or receives in, by the address of the memory, if the transport
             has to erase it from the streams of its lanes.
     """
@@ -113,6 +120,7 @@ class Running:
         self.name = name
         self.program = program
         self.done = False
+        self.before_last: Mapping[str, Callable[[], None]] = {}
         self._transport = transport
         self._dtype = dtype
         self._device = device
@@ -230,6 +238,7 @@ class Running:
         ranks, lanes = transport.ranks, transport.lane_groups
         batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
         code, sends, receives = _flat(self.program), self._sends, self._receives
+        view = views.__getitem__
         for at in range(self._at, end):
             self._at = at
             one = code[at]
@@ -257,10 +266,13 @@ class Running:
                 work = irecv(views[got], ranks[source], lanes[lane], tag)
                 receives[step] = [[work], views[got]]
             elif kind == _COMPUTE:
-                if one[3] is None:
-                    works[one[1]](*[views[span] for span in one[2]])
+                _, work, spans, run, last = one
+                if last and work in self.before_last:
+                    self.before_last[work]()
+                if run is None:
+                    works[work](*map(view, spans))
                 else:
-                    works[one[1]](*[views[span] for span in one[2]], one[3])
+                    works[work](*map(view, spans), run)
             elif kind < _RECORD:
                 if one[1] and self._second is not None:
                     self._second.do(self._light, one)

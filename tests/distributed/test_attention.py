@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu.layers.attention_runs import AttentionRuns
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
+from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport

@@ -45,7 +45,7 @@ class WithoutScores:
 
 @contextmanager
 def without_scores() -> Iterator[None]:
-    name = "commfuse_npu.layers.attention_runs.kernels_for"
+    name = "commfuse_npu.ops.attention_runs.kernels_for"
     with mock.patch(name, return_value=WithoutScores):
         yield
 

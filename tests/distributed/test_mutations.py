@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from commfuse_npu.kernels import cpu
-from commfuse_npu.layers import weight_gradient
-from commfuse_npu.ops import LinearOptions, buckets
+from commfuse_npu.ops import LinearOptions, buckets, weight
 from commfuse_npu.ops.buckets import BucketOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Add, Compute, Copy, Instruction, Post, Program, Span, Wait
@@ -159,9 +158,9 @@ def one_slot_for_all(what: str) -> Mutation:
 
 
 def no_wgrad_of_what_arrived_last(patch: pytest.MonkeyPatch, rank: int) -> None:
-    add = weight_gradient.WeightGradient.add
+    add = weight.WeightGradient.add
     patch.setattr(
-        weight_gradient.WeightGradient,
+        weight.WeightGradient,
         "add",
         lambda self, grad, x: add(self, grad[: len(grad) - 1], x[: len(x) - 1]),
     )

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu.layers.weight_gradient import WeightGradient
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
     linear_reduce_scatter,
 )
+from commfuse_npu.ops.weight import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collective_transport import CollectiveTransport

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import MismatchError, TransportError
 from commfuse_npu.ops import ShardedOptions
-from commfuse_npu.ops.gradient_norm import clip_gradient_norm
-from commfuse_npu.ops.replicated_gradients import average_gradients, sum_gradients
+from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm, sum_gradients
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
 from commfuse_npu.ops.weight_prefetch import _Pending
 from commfuse_npu.plan import Schedule

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import ops
-from commfuse_npu.layers import head_linear
-from commfuse_npu.layers.attention_runs import AttentionRuns
-from commfuse_npu.layers.weight_gradient import WeightGradient
-from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops import LinearOptions, head_groups
+from commfuse_npu.ops.attention_runs import AttentionRuns
+from commfuse_npu.ops.weight import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute, Copy, Instruction, Program, Span
 from commfuse_npu.plan.rules import blocks
@@ -608,8 +607,8 @@ def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
     note(Running, "_wait", lambda self, steps, of, way: "wait" if way == "receiving" else "")
     note(AttentionRuns, "forward", lambda *args: "attend")
     note(AttentionRuns, "backward", lambda *args: "attend")
-    note(head_linear._Grouped, "_split", lambda *args: "gemm")
-    note(head_linear._Grouped, "_collect", lambda *args: "gemm")
+    note(head_groups._Grouped, "_split", lambda *args: "gemm")
+    note(head_groups._Grouped, "_collect", lambda *args: "gemm")
     note(WeightGradient, "add", lambda *args: "wgrad")
 
 
@@ -689,9 +688,9 @@ def changed_use(
 
 
 def columns_of_the_next_group(patch: pytest.MonkeyPatch) -> None:
-    matrix = head_linear.LinearOfHeads._matrix
+    matrix = head_groups.LinearOfHeads._matrix
     patch.setattr(
-        head_linear.LinearOfHeads,
+        head_groups.LinearOfHeads,
         "_matrix",
         lambda self, group: matrix(self, (group + 1) % self._size),
     )
@@ -700,7 +699,7 @@ def columns_of_the_next_group(patch: pytest.MonkeyPatch) -> None:
 def a_block_rounded_before_it_is_added(patch: pytest.MonkeyPatch) -> None:
     """The sums in the dtype of the weight, also in the plain form."""
     patch.setattr(
-        head_linear._Grouped, "_zeros", lambda self, shape: self._weight.new_zeros(tuple(shape))
+        head_groups._Grouped, "_zeros", lambda self, shape: self._weight.new_zeros(tuple(shape))
     )
 
 
@@ -715,7 +714,7 @@ def rows_of_the_last_rank_win(patch: pytest.MonkeyPatch) -> None:
                 total[:, rows] = block[:, columns]
         return total
 
-    patch.setattr(head_linear.HeadRows, "add_up", last)
+    patch.setattr(head_groups.HeadRows, "add_up", last)
 
 
 def used_in_another_place(patch: pytest.MonkeyPatch) -> None:
@@ -781,8 +780,8 @@ def no_weight_gradient_of_the_last_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_bias(patch: pytest.MonkeyPatch) -> None:
-    begin = head_linear.LinearOfHeads.begin_forward
-    patch.setattr(head_linear.LinearOfHeads, "begin_forward", lambda self, bias: begin(self, None))
+    begin = head_groups.LinearOfHeads.begin_forward
+    patch.setattr(head_groups.LinearOfHeads, "begin_forward", lambda self, bias: begin(self, None))
 
 
 def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:

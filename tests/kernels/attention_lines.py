@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from commfuse_npu.layers.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_mask import AttentionMask
 from tests.attention_masks import MASKS, attention, mask_arguments, seen
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -16,8 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule
-from commfuse_npu.layers import head_linear
-from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops import LinearOptions, head_groups
 from mindspeed_patches import LinearWrappers, whole_positions
 from mindspeed_patches.ulysses_exchange import rows_to_heads
 from mindspeed_patches.ulysses_layer import (
@@ -658,9 +657,9 @@ def positions_of_the_own_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def heads_of_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
-    take = head_linear.HeadRows.take
+    take = head_groups.HeadRows.take
     patch.setattr(
-        head_linear.HeadRows, "take", lambda self, weight, group: take(self, weight, 1 - group)
+        head_groups.HeadRows, "take", lambda self, weight, group: take(self, weight, 1 - group)
     )
 
 

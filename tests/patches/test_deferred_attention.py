@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu.layers.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_mask import AttentionMask
 from mindspeed_patches.deferred_attention import DeferredAttention
 
 CAUSAL = AttentionMask(True)

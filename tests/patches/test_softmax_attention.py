@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.layers.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_mask import AttentionMask
 from mindspeed_patches.softmax_attention import call_obstacle, mask_of_call
 
 LENGTH, BATCH = 8, 2

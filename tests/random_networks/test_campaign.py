@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from commfuse_npu.layers import weight_gradient
+from commfuse_npu.ops import weight
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Add, Program
 from commfuse_npu.runtime import transport
@@ -29,14 +29,14 @@ def remade(case: Case) -> Case:
 
 def odd_blocks_lose_a_row(rank: int, case: Case) -> list[str]:
     """A fault of weight gradients by blocks only, and of odd blocks only."""
-    add = weight_gradient.WeightGradient.add
+    add = weight.WeightGradient.add
 
     def fault(self: Any, grad: Any, x: Any) -> None:
         rows = len(grad) - len(grad) % 2 if self._blocks is not None else len(grad)
         add(self, grad[:rows], x[:rows])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_gradient.WeightGradient, "add", fault)
+        patch.setattr(weight.WeightGradient, "add", fault)
         return complaints(rank, case)
 
 

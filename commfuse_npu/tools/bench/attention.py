@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.layers.attention_mask import AttentionMask
-from commfuse_npu.layers.attention_runs import AttentionRuns
-from commfuse_npu.layers.differentiable import differentiable
+from commfuse_npu.ops.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_runs import AttentionRuns
 
 __all__ = ["blocked_attention"]
 
@@ -32,7 +31,8 @@ def blocked_attention(
         ``[S, B, A, D]``.
     """
     heads = q.contiguous(), k.contiguous(), v.contiguous()
-    return differentiable(_BlockedAttention, *heads, rows)
+    attended: torch.Tensor = _BlockedAttention.apply(*heads, rows)
+    return attended
 
 
 class _BlockedAttention(torch.autograd.Function):

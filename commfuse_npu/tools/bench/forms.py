@@ -17,7 +17,7 @@ from commfuse_npu.ops import (
     attention_linear_reduce_scatter,
     linear_reduce_scatter,
 )
-from commfuse_npu.ops.job import AnyTransport
+from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import split
 from commfuse_npu.runtime.collective_transport import CollectiveTransport

@@ -1,4 +1,4 @@
-"""Where the gradient of a weight goes, and how blocks of it are summed."""
+"""The weight of a layer from forward to backward, and where its gradient goes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from commfuse_npu.kernels import kernels_for
 
-__all__ = ["WeightGradient"]
+__all__ = ["SavedWeight", "WeightGradient"]
 
 _MAIN_GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -87,3 +87,33 @@ class WeightGradient:
         weight.grad_added_to_main_grad = True
         make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
         return make(self._target.shape, dtype=weight.dtype, device=weight.device)
+
+
+class SavedWeight:
+    """Holds a weight from forward to backward, and notices if it was changed in between.
+
+    Hooks on saved tensors (activation swapping) hand back another tensor, without ``main_grad`` and
+    the other attributes of Megatron's weights.  What a saved tensor does besides is done here.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+        self._version = self._current()
+
+    def _current(self) -> int | None:
+        # Inference tensors count no versions.
+        return None if self._weight.is_inference() else self._weight._version
+
+    def get(self, name: str) -> torch.Tensor:
+        """The weight.
+
+        Raises:
+            RuntimeError: it was modified in place since the forward of ``name``.
+        """
+        if self._current() != self._version:
+            raise RuntimeError(
+                f"{name}: the weight was modified in place between forward and backward (version "
+                f"{self._current()}, expected {self._version}); the gradient would be that of "
+                "another layer. Run the backward before the optimizer step"
+            )
+        return self._weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.kernels import Piece
-from commfuse_npu.layers.documents import Documents
+from commfuse_npu.ops.attention_mask import Documents
 
 
 def counted(documents: Documents, start: int, stop: int) -> tuple[slice, list[tuple[int, ...]]]:

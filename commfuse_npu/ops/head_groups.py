@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_npu.kernels import gemm_into, kernels_for
-from commfuse_npu.layers.options import LinearOptions
-from commfuse_npu.layers.weight_gradient import WeightGradient
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.weight import WeightGradient
 
 __all__ = ["HeadRows", "LinearOfHeads", "LinearToHeads", "beside"]
 

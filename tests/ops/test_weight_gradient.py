@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
-from commfuse_npu.layers.weight_gradient import WeightGradient
+from commfuse_npu.ops.weight import WeightGradient
 
 
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16, torch.float16])

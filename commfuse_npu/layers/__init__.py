@@ -1,1 +1,0 @@
-"""Options and arguments of the ops, and the arithmetic of a layer."""

@@ -1,0 +1,325 @@
+"""One call of an op: what its arguments have to be, and where forward and backward run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from commfuse_npu.kernels import kernels_for
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.rules import Rule
+from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
+from commfuse_npu.runtime.executor import Running, Work
+from commfuse_npu.runtime.transport import Transport
+
+__all__ = [
+    "AnyRun",
+    "AnyTransport",
+    "Call",
+    "check_and_cast",
+    "check_device",
+    "check_sequence",
+    "check_transport",
+    "compute_dtype",
+    "rows_of",
+    "sum_ending",
+]
+
+_logger = logging.getLogger(__name__)
+_said: set[str] = set()
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_AS_IS = nullcontext()
+
+AnyTransport = Transport | CollectiveTransport
+"""What an op runs on: lanes, or the collectives of torch.distributed."""
+
+AnyRun = Running | CollectiveRun
+"""An operation under way on either."""
+
+
+class Call(NamedTuple):
+    """One call; forward and backward have the same.
+
+    Attributes:
+        forward, backward: their schedules; ``None`` for torch's collectives and whole GEMMs.
+    """
+
+    transport: AnyTransport
+    options: Any
+    name: str
+    forward: Schedule | None
+    backward: Schedule | None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        transport: AnyTransport,
+        options: Any,
+        like: torch.Tensor,
+        *,
+        rows: int,
+        at_least: int = 1,
+    ) -> Call:
+        """On this transport, or on its collectives where nothing can be split.
+
+        The ranks agree on that, and the reason is logged once.
+
+        Args:
+            options: with a ``schedule`` and a ``reduce_dtype``; the ranks agree on them.
+            like: what the call is about: its shape and dtype have to be the same on every rank.
+            rows: how many rows there are to split.
+            at_least: how many are needed.
+        """
+        if transport.size == 1 or rows < at_least:
+            transport = _by_collectives(name, like, transport, rows)
+        return cls(transport, options, name, options.schedule, options.schedule)
+
+    def begin(
+        self,
+        rule: Rule,
+        *arguments: Any,
+        like: torch.Tensor,
+        backward: bool = False,
+        sum_dtype: torch.dtype | None = None,
+    ) -> AnyRun:
+        """Begin the operation of a rule.
+
+        Args:
+            like: of the dtype and on the device of what is transferred.
+            sum_dtype: in which partials are added, by default their own.
+        """
+        schedule, name = self.forward, self.name
+        if backward:
+            schedule, name = self.backward, f"{self.name} backward"
+        carrier: Any = self.transport if schedule else self.transport.by_collectives
+        program = carrier.program(rule, schedule or self.options.schedule, *arguments)
+        running: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
+        return running
+
+    def apply(self, function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+        """``function.apply(*args, call)``; under ``torch.no_grad`` no argument needs a gradient.
+
+        Autocast is off inside: the arguments are cast, and sums in fp32 have to stay so.
+        """
+        if not torch.is_grad_enabled():
+            args = tuple([a.detach() if isinstance(a, torch.Tensor) else a for a in args])
+        device = self.transport.device_type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IS:
+            result: torch.Tensor = function.apply(*args, self)
+        return result
+
+
+def _by_collectives(
+    name: str, like: torch.Tensor, transport: AnyTransport, rows: int
+) -> CollectiveTransport:
+    reason = f"{rows} rows cannot be split over {transport.size} ranks"
+    if transport.size == 1:
+        reason = "a group of one has nothing to transfer"
+    transport.agree(name, {"shape": tuple(like.shape)}, path="plain", dtype=like.dtype)
+    line = f"{name} takes the plain path: {reason}"
+    if line not in _said:
+        _said.add(line)
+        _logger.warning(line)
+    return transport.by_collectives
+
+
+# ------------------------------------------------------------------ arguments
+
+_Given = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def check_and_cast(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transport: AnyTransport,
+    options: LinearOptions,
+    *,
+    shards: int = 1,
+    head_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Refuse what cannot work before any rank waits for another, and cast the rest.
+
+    A program that met two dtypes would fail with transfers under way, which breaks the transport.
+    So checks and cast are one function, which every op with a weight calls first.
+
+    Args:
+        x: ``[S, ..., I]``.
+        weight: ``[O, I * head_groups]``.
+        shards: number of shards of the rows of the weight; ``weight`` is one, the bias is whole.
+        head_groups: how often ``I`` features stand side by side in the columns of the weight.
+
+    Returns:
+        ``x``, ``weight`` and ``bias``, of one dtype: under autocast what it makes of the arguments
+        of ``torch.nn.functional.linear``.
+
+    Raises:
+        TypeError: a group for a transport, a mapping for options, or dtypes do not fit.
+        ValueError: devices or shapes do not fit each other.
+    """
+    if not isinstance(transport, AnyTransport) or not isinstance(options, LinearOptions):
+        check_transport(name, transport)
+        raise TypeError(
+            f"{name}: options is a {type(options).__name__}; pass LinearOptions(...), as "
+            "LinearOptions(Schedule(chunks=2))"
+        )
+    device = transport.device_type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    _check(
+        name,
+        (x.shape, x.dtype, x.device),
+        (weight.shape, weight.dtype, weight.device),
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        device,
+        dtype is not None,
+        options.main_grad,
+        shards,
+        head_groups,
+    )
+    if dtype is None:
+        return x, weight, bias
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+@lru_cache(maxsize=4096)  # what passed once need not be looked at again
+def _check(
+    name: str,
+    x: _Given,
+    weight: _Given,
+    bias: _Given | None,
+    device_type: str,
+    autocast: bool,
+    main_grad: bool,
+    shards: int,
+    head_groups: int,
+) -> None:
+    shape, dtype, device = x
+    weight_shape = tuple(weight[0])
+    if len(weight_shape) != 2 or len(shape) < 2:
+        raise ValueError(
+            f"{name}: x has shape {tuple(shape)} and weight {weight_shape}; they have to be "
+            "[S, ..., I] and [O, I]"
+        )
+    rows, features = weight_shape[0], shape[-1]
+    if head_groups > 1 and weight_shape[1] != head_groups * features:
+        raise ValueError(
+            f"{name}: each of {head_groups} ranks has {features} features of its heads, the "
+            f"weight takes {weight_shape[1]} in all; its shape {weight_shape} has to be "
+            f"[H, {head_groups * features}]"
+        )
+    if features != weight_shape[1] and head_groups == 1:
+        raise ValueError(
+            f"{name}: x has {features} features, the weight takes {weight_shape[1]}; its shape "
+            f"{weight_shape} is [O, I]"
+        )
+    if bias is not None and tuple(bias[0]) != (rows * shards,):
+        why = f", that of all {shards} shards of {rows} rows: every rank has it whole"
+        raise ValueError(
+            f"{name}: the bias has shape {tuple(bias[0])}; it has to be "
+            f"({rows * shards},){why if shards > 1 else ''}"
+        )
+    if dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(f"{name}: x is {dtype}; choose one of {names}")
+    _check_device(name, "x", device, device_type)
+    for other, what in ((weight, "weight"), (bias, "bias")):
+        if other is None:
+            continue
+        if other[2] != device:
+            raise ValueError(
+                f"{name}: x is on {device}, the {what} on {other[2]}; move one of them"
+            )
+        if other[1] != dtype and not autocast:
+            raise TypeError(f"{name}: x is {dtype}, the {what} {other[1]}; cast one of them")
+    if main_grad and autocast:
+        raise ValueError(
+            f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
+            "weights in the compute dtype, or turn one of the two off"
+        )
+
+
+def check_transport(name: str, transport: object) -> None:
+    """Refuse the group itself.
+
+    Raises:
+        TypeError: it is no transport.
+    """
+    if not isinstance(transport, AnyTransport):
+        raise TypeError(
+            f"{name}: transport is a {type(transport).__name__}; pass what "
+            "Transport.create(group) returned on every rank"
+        )
+
+
+def check_device(name: str, what: str, x: torch.Tensor, transport: AnyTransport) -> None:
+    """The group of a transport transfers tensors of one kind of device.
+
+    Raises:
+        ValueError: ``x`` is on another one.
+    """
+    _check_device(name, what, x.device, transport.device_type)
+
+
+def _check_device(name: str, what: str, device: torch.device, device_type: str) -> None:
+    if device.type != device_type:
+        raise ValueError(
+            f"{name}: {what} is on {device}, the group transfers {device_type} tensors; move it "
+            "there"
+        )
+
+
+def check_sequence(name: str, rows: int, size: int, instead: str = "") -> None:
+    """The whole sequence has to be cut into one block per rank.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if rows % size:
+        raise ValueError(
+            f"{name}: sequence length {rows} is not divisible by the group size {size}; pad it to "
+            f"{-(-rows // size) * size}{instead}"
+        )
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """That of autocast, where it is enabled for the device of ``x``, else that of ``x``."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def rows_of(x: torch.Tensor) -> int:
+    """``s * B`` rows of a GEMM in a tensor ``[s, B, H]``."""
+    return math.prod(x.shape[:-1])
+
+
+# ------------------------------------------------------------------------ sums
+
+
+def sum_ending(divisor: int) -> Work:
+    """The end of a sum over the ranks that may be an average: ``out = (total + own) / divisor``.
+
+    Sum and quotient have the dtype of ``total``; if ``out`` has another one they are rounded to it
+    together.  ``total`` is used up.  Nothing fails once ``out`` is written.
+
+    Returns:
+        ``finish(out, total, own)``.
+    """
+
+    def finish(out: torch.Tensor, total: torch.Tensor, own: torch.Tensor) -> None:
+        terms = [(total, 1), (own, 1)]
+        if divisor == 1:
+            kernels_for(out.device).sum_parts(out, terms)
+        else:
+            kernels_for(out.device).sum_parts(total, terms)
+            torch.div(total, divisor, out=out)
+
+    return finish
