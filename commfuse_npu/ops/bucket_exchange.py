@@ -107,7 +107,6 @@ class BucketQueue:
         one = _UnderWay(bucket, running, works)
         self._under_way.append(one)
         self._not_posted.append(one)
-        self._transport.suspend(running)
         self._post()
 
     def finish(self, last: Running) -> None:

@@ -305,6 +305,11 @@ class Program:
         }
 
     @cached_property
+    def late(self) -> bool:
+        """Whether some scratch is lent from the mark on."""
+        return any(stretch.late for stretch in self.stretches)
+
+    @cached_property
     def stretches(self) -> dict[Stretch, int]:
         """How many elements of scratch memory it takes."""
         ends: dict[Stretch, int] = {}

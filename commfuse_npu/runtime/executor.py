@@ -166,14 +166,12 @@ class Running:
             ValueError: a tensor does not fit.
             TransportError: a transfer failed, here or before; or another thread uses the transport.
         """
-        self._expect_working()
         self._transport.resume(self)
         works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
-            if not ahead:
+            if not ahead and self.program.late:
                 self._take_scratch(late=True)
-            for buffer, tensor in tensors.items():
-                self._bind(buffer, tensor)
+            self._bind(tensors)
         except BaseException as error:
             self._failed(error)
             raise
@@ -206,7 +204,9 @@ class Running:
 
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
         """Wait for what arrives in these rows of a buffer; only for what is posted already."""
-        self._expect_working()
+        if self._transport.broken:
+            raise self._transport.error()
+        self._transport.expect_one_thread(self.name)
         if self.done:
             return
         steps = [
@@ -220,16 +220,10 @@ class Running:
         if self._log is not None and steps:
             self._log.rows(steps)
         try:
-            self._wait(steps, self._receives, "receiving")
+            self._wait(steps, ())
         except BaseException as error:
             self._failed(error)
             raise
-
-    def _expect_working(self) -> None:
-        # A wait that failed once would return at once, as if its data were there.
-        if self._transport.broken:
-            raise self._transport.error()
-        self._transport.expect_one_thread(self.name)
 
     # ------------------------------------------------------------------ the loop
 
@@ -238,7 +232,13 @@ class Running:
         ranks, lanes = transport.ranks, transport.lane_groups
         batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
         code, sends, receives = _flat(self.program), self._sends, self._receives
-        view = views.__getitem__
+        view, second = views.__getitem__, self._second
+        # What may be aside, and is then called later.
+        light: dict[int, Callable[..., None]] = {
+            _WAIT: self._wait,
+            _ADD: self._add,
+            _COPY: self._copy,
+        }
         for at in range(self._at, end):
             self._at = at
             one = code[at]
@@ -274,32 +274,27 @@ class Running:
                 else:
                     works[work](*map(view, spans), run)
             elif kind < _RECORD:
-                if one[1] and self._second is not None:
-                    self._second.do(self._light, one)
+                _, aside, *operands = one
+                do = light[kind]
+                if aside and second is not None:
+                    second.do(do, *operands)
                 else:
-                    self._light(one)
-            elif kind != _MARK and self._second is not None:
-                self._meet(one, self._second)
+                    do(*operands)
+            elif kind != _MARK and second is not None:
+                self._meet(one, second)
         self._at = max(self._at, end)
 
-    def _light(self, one: tuple[Any, ...]) -> None:
-        """What may be aside, and then be called later."""
-        kind, _, *rest = one
-        if kind == _WAIT:
-            receives, sends = rest
-            if receives:
-                self._wait(receives, self._receives, "receiving")
-            if sends:
-                self._wait(sends, self._sends, "sending")
-            return
-        views = self._views
-        if kind == _ADD:
-            out, terms = rest
-            parts = [(views[span], parts) for span, parts in terms]
-            self._kernels.sum_parts(views[out], parts, dtype=self._sum_dtype)
-        else:
-            out, source = rest
-            _copy(views[out], views[source])
+    def _add(self, out: int, terms: Sequence[tuple[int, int]]) -> None:
+        parts = [(self._views[span], parts) for span, parts in terms]
+        self._kernels.sum_parts(self._views[out], parts, dtype=self._sum_dtype)
+
+    def _copy(self, out: int, source: int) -> None:
+        """Row by row, where one of them may be runs of rows."""
+        into, what = self._views[out], self._views[source]
+        if into.shape != what.shape:
+            shape = into.shape if into.dim() == 3 else what.shape
+            into, what = into.view(shape), what.view(shape)
+        into.copy_(what)
 
     def _meet(self, one: tuple[Any, ...], second: SecondStream) -> None:
         """Where one stream waits for the other."""
@@ -311,28 +306,30 @@ class Running:
             second.hold(self._events[event], aside=aside)
             self._transport.blocked_seconds += time.perf_counter() - start
 
-    def _wait(self, steps: Sequence[int], posted: dict[int, list[Any]], way: str) -> None:
+    def _wait(self, receives: Sequence[int], sends: Sequence[int]) -> None:
         """Wait for each once; a batch is done with its receive or its send, whichever is first.
 
         Where there are two streams each of them waits for itself.
         """
-        transport, step = self._transport, -1
+        transport, step, posted = self._transport, -1, self._receives
         aside = self._second is not None and self._second.entered
         timeout = None if transport.batched else transport.timeout
         start = time.perf_counter()
         try:
-            for step in steps:
-                one = posted[step]
-                if len(one) == 1 or (self._waited and (id(one), aside) in self._waited):
-                    continue
-                for work in one[0]:
-                    work.wait() if timeout is None else work.wait(timeout)
-                if self._second is not None:
-                    self._waited.add((id(one), aside))
-                else:
-                    # Let go of the tensors, in both places that a batch is in.
-                    one[:] = [()]
+            for steps, posted in ((receives, self._receives), (sends, self._sends)):
+                for step in steps:
+                    one = posted[step]
+                    if len(one) == 1 or (self._waited and (id(one), aside) in self._waited):
+                        continue
+                    for work in one[0]:
+                        work.wait() if timeout is None else work.wait(timeout)
+                    if self._second is not None:
+                        self._waited.add((id(one), aside))
+                    else:
+                        # Let go of the tensors, in both places that a batch is in.
+                        one[:] = [()]
         except RuntimeError as error:
+            way = "receiving" if posted is self._receives else "sending"
             why = f"{self._what(step, way)}: {error}"
             if timeout is not None:
                 # Also before the time is over: a peer whose wait ended first closes the connection.
@@ -348,25 +345,27 @@ class Running:
 
     # ------------------------------------------------------------------ memory
 
-    def _bind(self, buffer: str, tensor: torch.Tensor) -> None:
-        if tensor.dim() != 2:
-            raise ValueError(
-                f"{self.name}: {buffer} has shape {tuple(tensor.shape)}; it has to be a matrix"
-            )
-        if buffer in self.program.messages:
-            if tensor.dtype != self._dtype or tensor.device != self._device:
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        program = self.program
+        for buffer, tensor in tensors.items():
+            if tensor.dim() != 2:
                 raise ValueError(
-                    f"{self.name}: {buffer} is {tensor.dtype} on {tensor.device}; what is "
-                    f"transferred has to be {self._dtype} on {self._device}"
+                    f"{self.name}: {buffer} has shape {tuple(tensor.shape)}; it has to be a matrix"
                 )
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"{self.name}: {buffer} of shape {tuple(tensor.shape)} is not contiguous"
-                )
-            if self._transport.lane_streams is not None:
-                self.transferred[tensor.untyped_storage().data_ptr()] = tensor
-        for number in self.program.spans_of.get(buffer, ()):
-            self._views[number] = view_of(tensor, self.program.spans[number])
+            if buffer in program.messages:
+                if tensor.dtype != self._dtype or tensor.device != self._device:
+                    raise ValueError(
+                        f"{self.name}: {buffer} is {tensor.dtype} on {tensor.device}; what is "
+                        f"transferred has to be {self._dtype} on {self._device}"
+                    )
+                if not tensor.is_contiguous():
+                    raise ValueError(
+                        f"{self.name}: {buffer} of shape {tuple(tensor.shape)} is not contiguous"
+                    )
+                if self._transport.lane_streams is not None:
+                    self.transferred[tensor.untyped_storage().data_ptr()] = tensor
+            for number in program.spans_of.get(buffer, ()):
+                self._views[number] = view_of(tensor, program.spans[number])
 
     def _take_scratch(self, *, late: bool) -> None:
         for stretch, elements in self.program.stretches.items():
@@ -408,11 +407,3 @@ class Running:
 
 
 def _no_work(*_: object) -> None: ...
-
-
-def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
-    """Row by row, where one of them may be runs of rows."""
-    if out.shape != source.shape:
-        shape = out.shape if out.dim() == 3 else source.shape
-        out, source = out.view(shape), source.view(shape)
-    out.copy_(source)

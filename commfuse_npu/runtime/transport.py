@@ -109,6 +109,7 @@ class Transport(Agreement):
     Attributes:
         group: the plain group, for the collective form of an op; no transfer of a program uses it.
         lanes: how many in-order channels there are.
+        lane_groups: the group of each.
         batched: post a batch per step (HCCL), or single operations (gloo).
         device_type: where tensors have to be, ``cpu`` on gloo and ``npu`` on HCCL.
         blocked_seconds: host time spent in waits since the start.  On HCCL a wait holds the
@@ -144,7 +145,7 @@ class Transport(Agreement):
         )
         self.device_type, _ = device_backend(dist.get_backend(lanes[0]))
         self.lanes = len(lanes)
-        self._lanes = tuple(lanes)
+        self.lane_groups = tuple(lanes)
         self._places: dict[Schedule, Place] = {}
         self._in_flight: set[Running] = set()
         # Those of them that a thread is carrying out, and which thread that is.
@@ -256,8 +257,8 @@ class Transport(Agreement):
         batches (read in HCCL).  So each lane carries a rank number over each distance here, in the
         order of a program.
         """
-        for index, lane in enumerate(self._lanes):
-            what = f"warming up lane {index} of {len(self._lanes)}"
+        for index, lane in enumerate(self.lane_groups):
+            what = f"warming up lane {index} of {len(self.lane_groups)}"
             mine = torch.full((1,), self.rank, device=self.device_type)
             for distance in range(1, self.size):
                 source = (self.rank - distance) % self.size
@@ -273,15 +274,15 @@ class Transport(Agreement):
                         f"{what}: rank {source} of the group says that it is {theirs.item()}: the "
                         "lane's ranks are not those of the group"
                     )
-        self.lane_streams = LaneStreams.of(self._lanes, mine.device)
+        self.lane_streams = LaneStreams.of(self.lane_groups, mine.device)
 
     def close(self) -> None:
         """Give the lanes up.  Every process of the group calls it, with nothing under way."""
-        for group in (*self._lanes, self._control):
+        for group in (*self.lane_groups, self._control):
             dist.destroy_process_group(group)
         # The last references to them: gloo may abort a process that ends while its groups live.
         del group, self._control
-        self._lanes = ()
+        self.lane_groups = ()
         self._closed()
 
     def begin(
@@ -308,7 +309,8 @@ class Transport(Agreement):
         """
         if self._broken is not None:
             raise self.error()
-        self.expect_one_thread(name)
+        if self._active:
+            self.expect_one_thread(name)
         if like.device.type != self.device_type:
             raise ValueError(
                 f"{name}: the tensor is on {like.device}, this group transfers "
@@ -341,7 +343,6 @@ class Transport(Agreement):
         tag = identity ^ (self.operations * 0x9E3779B1)
         running = Running(self, program, name, like.dtype, like.device, tag, log, sum_dtype)
         self._in_flight.add(running)
-        self.resume(running)
         return running
 
     @property
@@ -366,7 +367,15 @@ class Transport(Agreement):
 
         A program that was begun ahead in one thread may be finished in another: autograd has
         threads of its own on a device.
+
+        Raises:
+            TransportError: an earlier failure broke the transport, or another thread uses it.
         """
+        # A wait that failed once would return at once, as if its data were there.
+        if self._broken is not None:
+            raise self.error()
+        if self._active:
+            self.expect_one_thread(running.name)
         self._thread = threading.get_ident()
         self._active.add(running)
 
@@ -412,11 +421,6 @@ class Transport(Agreement):
         if self._by_collectives is None:
             self._by_collectives = CollectiveTransport(self.group, lanes=self)
         return self._by_collectives
-
-    @property
-    def lane_groups(self) -> Sequence[dist.ProcessGroup]:
-        """The group of each lane."""
-        return self._lanes
 
     def wait_for(self, work: Any) -> None:
         """Wait for what torch.distributed began; on gloo for ``timeout``, on HCCL on the stream."""

@@ -409,9 +409,9 @@ def logged_receives(link: Transport) -> Iterator[tuple[list[int], list[int]]]:
             if one.receive is not None:
                 offsets.append(view(self, one.receive.span).storage_offset())
 
-        def waits(self, steps, under_way, way) -> None:
-            waited.extend(steps)
-            wait(self, steps, under_way, way)
+        def waits(self, receives, sends) -> None:
+            waited.extend((*receives, *sends))
+            wait(self, receives, sends)
 
         watch_posts(patch, posted)
         patch.setattr(Running, "_wait", waits)
@@ -819,9 +819,9 @@ def binds(rank: int, batched: bool) -> None:
         bound: list[str] = []
         bind = Running._bind
 
-        def binding(running: Running, buffer: str, tensor: torch.Tensor) -> None:
-            bound.append(buffer)
-            bind(running, buffer, tensor)
+        def binding(running: Running, tensors: dict[str, torch.Tensor]) -> None:
+            bound.extend(tensors)
+            bind(running, tensors)
 
         patch.setattr(Running, "_bind", binding)
         handles = [buckets.reduce_scatter(tensor) for tensor in tensors]

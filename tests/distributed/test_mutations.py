@@ -124,9 +124,9 @@ def other_columns(code: Code, program: Program) -> Code:
 def used_before_it_arrives(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Scratch is what it was before, and nobody waits before the end."""
 
-    def no_early_wait(self, steps, posted, way):
+    def no_early_wait(self, receives, sends):
         if not any(isinstance(one, Wait) for one in self.program.code[self._at + 1 :]):
-            wait(self, list(posted), posted, way)
+            wait(self, list(self._receives), list(self._sends))
 
     def poisoned(self, *, late):
         before = len(self._arenas)

@@ -133,8 +133,8 @@ class Recorder:
 
     def _noting(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
-            if group in self._link._lanes:
-                lane = self._link._lanes.index(group)
+            if group in self._link.lane_groups:
+                lane = self._link.lane_groups.index(group)
                 self.events.append((verb, lane, peer, tensor.nbytes))
                 return _Counted(call(tensor, peer, group, tag), self)
             return call(tensor, peer, group, tag)
@@ -193,8 +193,8 @@ def posted_beside(link: Transport, options: LinearOptions) -> None:
     column(link, options)
     peer = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     works = [
-        dist.isend(torch.ones(1), peer[0], link._lanes[0]),
-        dist.irecv(torch.ones(1), peer[1], link._lanes[0]),
+        dist.isend(torch.ones(1), peer[0], link.lane_groups[0]),
+        dist.irecv(torch.ones(1), peer[1], link.lane_groups[0]),
     ]
     for work in works:
         link.wait_for(work)

@@ -325,10 +325,9 @@ def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
                 if end is not None:
                     events.append(f"{verb} {what(end.transfer)}")
 
-        def waits(self: Running, steps: tuple[int, ...], under_way: Any, way: str) -> None:
-            if way == "receiving":
-                events.extend(f"wait {what(self.program.transfers[step][1])}" for step in steps)
-            wait(self, steps, under_way, way)
+        def waits(self: Running, receives: tuple[int, ...], sends: tuple[int, ...]) -> None:
+            events.extend(f"wait {what(self.program.transfers[step][1])}" for step in receives)
+            wait(self, receives, sends)
 
         watch_posts(patch, posted)
         patch.setattr(Running, "_wait", waits)

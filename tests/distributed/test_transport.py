@@ -38,7 +38,7 @@ def warmed(rank: int, batched: bool) -> list[tuple[int, int]]:
                 link = Transport.create(lanes=2, timeout=PATIENT, batched=True)
         else:
             link = Transport.create(lanes=2, timeout=PATIENT, batched=False)
-    lanes = list(link._lanes)
+    lanes = list(link.lane_groups)
     return [(lanes.index(group), (to - rank) % 3) for group, to in sent if group in lanes]
 
 

@@ -604,7 +604,7 @@ def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
         patch.setattr(owner, name, logged)
 
     watch_posts(patch, lambda self, one: events.append("send") if one.send else None)
-    note(Running, "_wait", lambda self, steps, of, way: "wait" if way == "receiving" else "")
+    note(Running, "_wait", lambda self, receives, sends: "wait" if receives else "")
     note(AttentionRuns, "forward", lambda *args: "attend")
     note(AttentionRuns, "backward", lambda *args: "attend")
     note(head_groups._Grouped, "_split", lambda *args: "gemm")

@@ -110,7 +110,7 @@ def gathered(rank: int, fault: str) -> tuple[str, list[float]]:
 
     with pytest.MonkeyPatch.context() as patch:
         if fault == "early":
-            patch.setattr(Running, "_wait", lambda self, steps, posted, way: None)
+            patch.setattr(Running, "_wait", lambda self, receives, sends: None)
         try:
             gather_and_use(link, shard, use, Schedule(lanes=2))
         except LateTransferError as error:
@@ -158,7 +158,7 @@ def test_what_hccl_does_not_take(ranks: Any) -> None:
 
 def warmed_by_a_collective(link: Transport) -> None:
     """What looks like warming up, and opens no link of a batch."""
-    for lane in link._lanes:
+    for lane in link.lane_groups:
         dist.all_reduce(torch.ones(1), group=lane)
 
 

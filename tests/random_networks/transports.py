@@ -23,7 +23,7 @@ def _transport(lanes: int, batched: bool, check: Check) -> Transport:
     made = _all_lanes()
     return Transport(
         made.group,
-        made._lanes[:lanes],
+        made.lane_groups[:lanes],
         made._control,
         timeout=PATIENT,
         batched=batched,
