@@ -25,7 +25,7 @@ _CROWDED_GFLOPS = 15.0
 _ALL_RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 
 _OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
-_OURS = ("auto*", "ours-c?", "ours-c4-wgrad")
+_OURS = ("auto*", "ours-c?", "ours-c4-wgrad", "fb-overlap")
 _TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
 _FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-t0.5", "ours-c?-l1", "ours-c4-l2")
 _EIGHT_RANKS = ("coc-?", "slices-?", "ring", "auto", "ours-c?")

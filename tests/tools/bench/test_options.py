@@ -64,6 +64,12 @@ def test_options_make_a_programme_of_their_own() -> None:
     assert "sleeping" in sweeps[0].mode
 
 
+def test_micro_batches_are_measured_with_the_overlap_made_for_them() -> None:
+    (sweep,) = programme.with_options(programme.full(), _given("--ranks", "2"))
+    named = [one for one in chosen(sweep.variants, 2) if one.name == "fb-overlap"]
+    assert [one for one in named if applies_to(one, "micro-batches")] == named != []
+
+
 def test_options_replace_values_of_the_programme() -> None:
     sweeps = programme.with_options(programme.full(), _given("--ratios", "0.5"))
     assert all(sweep.ratios == (0.5,) for sweep in sweeps)
