@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu import Schedule, Transport
+from commfuse_npu import Schedule, Transport, tuning
 from commfuse_npu.ops import (
     Buckets,
     LinearOptions,
@@ -19,7 +19,7 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
-from commfuse_npu.tuning import Tuning, decisions, tuner
+from commfuse_npu.tuning import Tuning, decisions
 from tests.limits import PATIENT
 
 ROWS, INPUTS, OUTPUTS = 64, 32, 48
@@ -36,7 +36,7 @@ def _pretend(
         ran.append(schedule)
         return seconds(schedule)
 
-    patch.setattr(tuner, "_timed", timed)
+    patch.setattr(tuning, "_timed", timed)
 
 
 def _layer(

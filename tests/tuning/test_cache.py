@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from commfuse_npu import tuning
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tuning import cache
 
 QUESTION: dict[str, Any] = {"machine": ["here"], "group": [0, 1], "problem": {"rows": 4}}
 CHOICES = [None, Schedule(), Schedule(chunks=4, taper=1.5), Schedule(costs=(1.0, 2.0))]
@@ -20,10 +20,10 @@ CHOICES = [None, Schedule(), Schedule(chunks=4, taper=1.5), Schedule(costs=(1.0,
 @pytest.mark.parametrize("number", range(len(CHOICES)))
 def test_an_answer_is_found_again(tmp_path: Path, number: int) -> None:
     folder = tmp_path / "a folder, ünmade"
-    assert cache.read(folder, QUESTION, CHOICES) is None
-    cache.write(folder, QUESTION, CHOICES[number], {"plain": 0.5})
-    assert cache.read(folder, QUESTION, CHOICES) == number
-    assert cache.read(folder, {**QUESTION, "group": [0, 2]}, CHOICES) is None
+    assert tuning.remembered(folder, QUESTION, CHOICES) is None
+    tuning.remember(folder, QUESTION, CHOICES[number], {"plain": 0.5})
+    assert tuning.remembered(folder, QUESTION, CHOICES) == number
+    assert tuning.remembered(folder, {**QUESTION, "group": [0, 2]}, CHOICES) is None
     assert [path.suffix for path in folder.iterdir()] == [".json"], "nothing half-written is left"
 
 
@@ -48,16 +48,16 @@ def _changed(**changes: Any) -> bytes:
 def test_anything_else_is_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, why: str
 ) -> None:
-    cache.write(tmp_path, QUESTION, None, {})
+    tuning.remember(tmp_path, QUESTION, None, {})
     (path,) = tmp_path.iterdir()
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert cache.read(tmp_path, QUESTION, CHOICES) is None
+        assert tuning.remembered(tmp_path, QUESTION, CHOICES) is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert str(path) in line
     assert why in line
-    cache.write(tmp_path, QUESTION, CHOICES[1], {})
-    assert cache.read(tmp_path, QUESTION, CHOICES) == 1
+    tuning.remember(tmp_path, QUESTION, CHOICES[1], {})
+    assert tuning.remembered(tmp_path, QUESTION, CHOICES) == 1
 
 
 def test_a_folder_that_cannot_be_made_costs_a_warning(
@@ -65,28 +65,28 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING):
-        cache.write(tmp_path / "file" / "folder", QUESTION, None, {})
+        tuning.remember(tmp_path / "file" / "folder", QUESTION, None, {})
     assert "is not remembered" in caplog.text
 
 
 def test_a_failure_to_write_leaves_the_old_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.write(tmp_path, QUESTION, CHOICES[2], {})
+    tuning.remember(tmp_path, QUESTION, CHOICES[2], {})
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("json.dump", full)
     with caplog.at_level(logging.WARNING):
-        cache.write(tmp_path, QUESTION, None, {})
+        tuning.remember(tmp_path, QUESTION, None, {})
     assert "No space left" in caplog.text
-    assert cache.read(tmp_path, QUESTION, CHOICES) == 2
+    assert tuning.remembered(tmp_path, QUESTION, CHOICES) == 2
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", os.sep + "somewhere")
-    assert cache.default_folder() == Path(os.sep + "somewhere") / "commfuse_npu"
+    assert tuning.default_folder() == Path(os.sep + "somewhere") / "commfuse_npu"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.default_folder() == Path.home() / ".cache" / "commfuse_npu"
+    assert tuning.default_folder() == Path.home() / ".cache" / "commfuse_npu"

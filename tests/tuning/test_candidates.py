@@ -7,7 +7,7 @@ import pytest
 from commfuse_npu.plan import Schedule
 from commfuse_npu.proof.cases import Case, arguments
 from commfuse_npu.proof.verify import verify
-from commfuse_npu.tuning.candidates import candidates
+from commfuse_npu.tuning import candidates
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_npu.tuning.trials import fastest
+from commfuse_npu.tuning import fastest
 
 
 class _Runs:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commfuse_npu import tuning
 from commfuse_npu.tools.bench import baselines, ring
 from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Sliced
 from commfuse_npu.tools.bench.carriers import (
@@ -26,7 +27,6 @@ from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms, modelled_seconds
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, applies_to, of_group
 from commfuse_npu.tools.bench.worker import Worker
-from commfuse_npu.tuning import tuner
 
 _long = pytest.mark.long
 
@@ -110,14 +110,14 @@ def _tuned(rank: int) -> list[tuple[object, list[int]]]:
     auto, other = (v for v in of_group(worker.size) if v.tuned and v.kind != "turns")
     found: list[tuple[object, list[int]]] = []
     trials: list[int] = []
-    timed = tuner._timed
+    timed = tuning._timed
 
     def counted(*args: Any) -> float:
         trials.append(1)
         return timed(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner, "_timed", counted)
+        patch.setattr(tuning, "_timed", counted)
         for work, gflops in (("reduce-scatter", None), ("mlp", 1e6)):
             worker.set_up(work, _shape(worker.size), "fp32", 7, gflops)
             worker.forget_tuning()
