@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
@@ -58,12 +60,14 @@ class Census:
         return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
-        result = forward()
-        kept = {
-            storage.data_ptr(): storage.nbytes()
-            for tensor in _saved(result)
-            if (storage := tensor.untyped_storage()).data_ptr() not in self._parameters
-        }
+        with _hooks_aside() as reading:
+            result = forward()
+        with reading():
+            kept = {
+                storage.data_ptr(): storage.nbytes()
+                for tensor in _saved(result)
+                if (storage := tensor.untyped_storage()).data_ptr() not in self._parameters
+            }
         self.kept = max(self.kept, sum(kept.values()))
         return result
 
@@ -98,6 +102,42 @@ class Census:
             if (id(self._owners[owner]), name) not in known
         }
         return sorted(both - set(_HARMLESS))
+
+
+@contextmanager
+def _hooks_aside() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Inside of what it gives, hooks of tensors that were saved meanwhile are not called.
+
+    They may do more than give the tensor: those of ``--swap-attention`` count who came for theirs.
+    What they hold in another form, on the host for example, is read as empty.
+    """
+    read, enter = False, saved_tensors_hooks.__enter__
+
+    @contextmanager
+    def reading() -> Iterator[None]:
+        nonlocal read
+        read = True
+        try:
+            yield
+        finally:
+            read = False
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        unpack = hooks.unpack_hook
+
+        def unpacked(packed: Any) -> torch.Tensor:
+            if not read:
+                return unpack(packed)
+            return packed if isinstance(packed, torch.Tensor) else torch.empty(0)
+
+        hooks.unpack_hook = unpacked
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield reading
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _saved(result: Any) -> Iterator[torch.Tensor]:

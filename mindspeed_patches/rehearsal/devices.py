@@ -102,16 +102,17 @@ def _keywords_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_mode(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     """A mode is left while it handles a call, and ``Tensor.backward`` is such a call.
 
-    Whatever a backward runs (the forwards of recomputed layers, too) has to see the mode again.
+    Whatever a backward runs (the forwards of recomputed layers, too) has to see the mode again, and
+    so have the hooks of tensors that a call saves.
     """
 
-    @functools.wraps(run_backward)
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with DevicesAreTheCpu():
-            return run_backward(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return call
 
@@ -123,6 +124,9 @@ def install() -> None:
     backward = _in_mode(patched.autograd.graph._engine_run_backward)
     patched.autograd.graph._engine_run_backward = backward
     patched.autograd._engine_run_backward = backward
+    hooks = patched.autograd.graph.saved_tensors_hooks
+    with_hooks = hooks.__init__
+    hooks.__init__ = lambda self, pack, unpack: with_hooks(self, _in_mode(pack), _in_mode(unpack))
     # Not torch functions, so the mode does not see them.
     autocast = patched.amp.autocast_mode.autocast
     autocast.__init__ = _keywords_on_cpu(autocast.__init__)

@@ -145,6 +145,35 @@ def test_activations_are_weighed_without_parameters(ranks: Any) -> None:
     assert ranks(2).run(activations) == [2 * 4 * 8 * 4] * 2
 
 
+def swapped_activations(rank: int) -> tuple[int, int, bool]:
+    census = Census(ForwardBackwardOverlap([world()]), [layer := torch.nn.Linear(8, 8)])
+    host: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        host.append(tensor.clone())
+        return len(host) - 1
+
+    def forward() -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, given_back.__getitem__):
+            hidden = torch.tanh(layer(x))
+        return hidden * hidden.detach()
+
+    given_back = mock.MagicMock(wraps=host)
+    given_back.__getitem__.side_effect = host.__getitem__
+    x = torch.randn(4, 8, requires_grad=True)
+    output, _ = census.run(forward, lambda: None, None)
+    called = given_back.__getitem__.call_count
+    output.sum().backward()
+    hidden = torch.tanh(layer(x))
+    expected = torch.autograd.grad((hidden * hidden.detach()).sum(), x)
+    return called, census.kept, x.grad is not None and torch.equal(x.grad, *expected)
+
+
+def test_hooks_of_saved_tensors_are_not_called_to_weigh_them(ranks: Any) -> None:
+    """MindSpeed's hooks of ``--swap-attention`` lose count; what they hold is not weighed."""
+    assert ranks(2).run(swapped_activations) == [(0, 4 * 8 * 4, True)] * 2
+
+
 class Marked(torch.autograd.Function):
     """Its backward writes into what hangs on its weight, as Megatron's fused accumulation does."""
 

@@ -136,11 +136,19 @@ STAGES = "--pipeline-model-parallel-size 2 --commfuse-fb-overlap-memory"
 VIRTUAL = (
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 )
+SWAPPED = (
+    "--hidden-size 256 --ffn-hidden-size 256 --seq-length 512 --max-position-embeddings 512 "
+    "--micro-batch-size 4 --global-batch-size 16 --swap-attention"
+)
+"""Activations of half a MiB: smaller ones stay on the device."""
 TURNS = {
     "plain": (2, PLAIN_WGRAD),
     "recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE}"),
     "recomputed_dropout": (2, f"{PLAIN_WGRAD} {RECOMPUTE} --hidden-dropout 0.1"),
     "gradient_accumulation_fusion": (2, ""),
+    "swapped": (2, f"{PLAIN_WGRAD} {SWAPPED}"),
+    "swapped_recompute": (2, f"{PLAIN_WGRAD} {SWAPPED} {RECOMPUTE}"),
+    "swapped_virtual_stages": (4, f"{PLAIN_WGRAD} {VIRTUAL} {SWAPPED}"),
     "packed_recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE} {PACKED}"),
     "latent": (2, f"{PLAIN_WGRAD} {LATENT}"),
     "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
