@@ -22,11 +22,11 @@ __all__ = [
     "AnyRun",
     "AnyTransport",
     "Call",
+    "autocast_dtype",
     "check_and_cast",
     "check_device",
     "check_sequence",
     "check_transport",
-    "compute_dtype",
     "rows_of",
     "sum_ending",
 ]
@@ -173,7 +173,7 @@ def check_and_cast(
             "LinearOptions(Schedule(chunks=2))"
         )
     device = transport.device_type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = autocast_dtype(device)
     _check(
         name,
         (x.shape, x.dtype, x.device),
@@ -290,10 +290,9 @@ def check_sequence(name: str, rows: int, size: int, instead: str = "") -> None:
         )
 
 
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """That of autocast, where it is enabled for the device of ``x``, else that of ``x``."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """That of autocast, if it is enabled for this type of device."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def rows_of(x: torch.Tensor) -> int:

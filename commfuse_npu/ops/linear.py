@@ -101,7 +101,7 @@ def all_gather_linear(
     name = "all_gather_linear"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     call = Call.of(name, transport, options, x, rows=rows_of(x))
-    call = _scheduled(call, COLUMN, rows_of(x), weight)
+    call = _scheduled(call, COLUMN, x, weight, bias)
     y = call.apply(_AllGatherLinear, x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(x.shape[0] * transport.size, *x.shape[1:-1], weight.shape[0])
 
@@ -260,7 +260,7 @@ def linear_reduce_scatter(
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     check_sequence(name, x.shape[0], transport.size, ", or use linear_all_reduce")
     call = Call.of(name, transport, options, x, rows=rows_of(x))
-    call = _scheduled(call, ROW, rows_of(x) // transport.size, weight)
+    call = _scheduled(call, ROW, x, weight)
     y = call.apply(_LinearReduceScatter, x.reshape(-1, x.shape[-1]), weight)
     y = y.view(x.shape[0] // transport.size, *x.shape[1:-1], weight.shape[0])
     return y if bias is None else y + bias
@@ -314,7 +314,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.weight = SavedWeight(weight)
         ctx.call = call
-        ctx.before = Regather.before(call.transport)
+        ctx.before = Regather.before(call.transport) if any(ctx.needs_input_grad) else None
         return _row_forward(x, weight, call)
 
     @staticmethod
@@ -432,18 +432,23 @@ def _by_blocks(call: Call) -> bool:
     return call.options.wgrad == "blocks" and call.backward is not None
 
 
-def _scheduled(call: Call, layer: Layer, rows: int, weight: torch.Tensor) -> Call:
-    """With the schedules of a layer's forward and backward, tried out if the options say so.
-
-    Args:
-        rows: of one rank's block.
-    """
+def _scheduled(
+    call: Call,
+    layer: Layer,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> Call:
+    """With the schedules of a layer's forward and backward, tried out if the options say so."""
     options, transport, (outputs, inputs) = call.options, call.transport, weight.shape
     if options.tuning is None or not isinstance(transport, Transport):
         covered = layer == COLUMN and options.by_collectives(outputs)
         return call._replace(backward=None) if covered else call
+    rows = rows_of(x) if layer == COLUMN else rows_of(x) // transport.size
+    given = [one for one in (x, weight, bias) if one is not None]
+    needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in given)
     found = []
-    for half in ("forward", "backward") if torch.is_grad_enabled() else ("forward",):
+    for half in ("forward", "backward") if needs_grad else ("forward",):
         wgrad = options.wgrad if half == "backward" and layer == ROW else "whole"
         kept = options.keep_gathered and layer == COLUMN
         problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)

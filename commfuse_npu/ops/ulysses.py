@@ -39,10 +39,10 @@ from commfuse_npu.ops.attention_runs import (
 from commfuse_npu.ops.call import (
     AnyTransport,
     Call,
+    autocast_dtype,
     check_and_cast,
     check_device,
     check_sequence,
-    compute_dtype,
 )
 from commfuse_npu.ops.head_exchange import swap
 from commfuse_npu.ops.head_groups import LinearOfHeads
@@ -114,7 +114,8 @@ def attention_all_to_all(
     mask = AttentionMask(causal, documents, hidden).checked(name, q)
     check_sequence(name, q.shape[0], transport.size)
     check_device(name, "q", q, transport)
-    q, k, v = (head.to(compute_dtype(q)) for head in (q, k, v))
+    dtype = autocast_dtype(transport.device_type) or q.dtype
+    q, k, v = (head.to(dtype) for head in (q, k, v))
     options = options_for_attention(options, transport.size, mask.costs_rise)
     call = Call.of(name, transport, options, q, rows=q.shape[0] * q.shape[1])
     return call.apply(_AttentionExchanged, q, k, v, mask, scale)
