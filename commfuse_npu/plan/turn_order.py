@@ -27,7 +27,7 @@ _STATES_KEPT = 4
 and ten times as long."""
 
 _STATES_IN_ALL = 4096
-"""Few places can keep more: of lists of four, 4 states miss the best by up to 30 %."""
+"""Few places can keep more: of lists of four, 8 states miss the best by up to 30 %."""
 
 
 class Place(NamedTuple):

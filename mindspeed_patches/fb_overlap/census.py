@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ class Census:
         return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
-        with _hooks_aside() as reading:
+        with _hooks_aside() as read_only:
             result = forward()
-        with reading():
+            read_only.set()
             kept = {
                 storage.data_ptr(): storage.nbytes()
                 for tensor in _saved(result)
@@ -105,28 +106,19 @@ class Census:
 
 
 @contextmanager
-def _hooks_aside() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Inside of what it gives, hooks of tensors that were saved meanwhile are not called.
+def _hooks_aside() -> Iterator[Event]:
+    """While the event is set, hooks of tensors that were saved inside are not called.
 
     They may do more than give the tensor: those of ``--swap-attention`` count who came for theirs.
     What they hold in another form, on the host for example, is read as empty.
     """
-    read, enter = False, saved_tensors_hooks.__enter__
-
-    @contextmanager
-    def reading() -> Iterator[None]:
-        nonlocal read
-        read = True
-        try:
-            yield
-        finally:
-            read = False
+    read_only, enter = Event(), saved_tensors_hooks.__enter__
 
     def entered(hooks: saved_tensors_hooks) -> None:
         unpack = hooks.unpack_hook
 
         def unpacked(packed: Any) -> torch.Tensor:
-            if not read:
+            if not read_only.is_set():
                 return unpack(packed)
             return packed if isinstance(packed, torch.Tensor) else torch.empty(0)
 
@@ -135,8 +127,9 @@ def _hooks_aside() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 
     saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
     try:
-        yield reading
+        yield read_only
     finally:
+        read_only.clear()
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
