@@ -5,7 +5,7 @@ the top down::
 
     command, arguments    the subcommand
     report, plot, page    what comes out as text, as pictures, as a page;  standing  the verdict
-    chrome_trace, lanes   a layer for Perfetto, and for a picture;  names  of what is in them
+    lanes                 a layer for a picture
     sweep                 variants over sequence lengths and numbers of NPUs, as ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
     pipeline_parallel, data_parallel, footprint

@@ -106,8 +106,4 @@ def parser() -> argparse.ArgumentParser:
         "--html", type=page, metavar="FILE", help="one page: verdict, pictures, a layer's Gantt"
     )
     out.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
-    out.add_argument(
-        "--trace", type=new_file, metavar="FILE", help="one layer for Perfetto, typical figures"
-    )
-    out.add_argument("--trace-variant", help="whose; by default the best of ours", metavar="NAME")
     return parser

@@ -18,7 +18,6 @@ from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.report.charts import Row
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.arguments import parser
-from commfuse_npu.tools.simulate.chrome_trace import chrome_trace
 from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
 from commfuse_npu.tools.simulate.plot import pictures
 from commfuse_npu.tools.simulate.recommendation_report import launching
@@ -27,7 +26,6 @@ from commfuse_npu.tools.simulate.standing import of as standing_of
 from commfuse_npu.tools.simulate.standing import verdict
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
-from commfuse_npu.tools.simulate.variants import REFERENCE
 from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
@@ -43,8 +41,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
-    if given.trace_variant is not None and given.trace is None:
-        raise ValueError("--trace-variant is for --trace; give both, or neither")
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     hardware = replace(hardware, deterministic=given.deterministic)
     if given.launch_us is not None:
@@ -69,10 +65,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     )
     first = layouts[0]
     known = {variant.name: variant for variant in of_hardware(hardware, first, options)}
-    if given.trace_variant and given.trace_variant not in known:
-        raise ValueError(
-            f"--trace-variant {given.trace_variant} is unknown; choose one of {', '.join(known)}"
-        )
     try:
         swept = sweep(model, hardware, layouts, sequences, options, tell)
     except ConfigError as error:
@@ -104,7 +96,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     if given.plot or given.html:
         rows = layer(step, [(name, known[name]) for name in standing.compared])
     title = f"{model_path.stem} on {hardware.name}, {sizes}"
-    name = given.trace_variant or standing.ours or REFERENCE.name
 
     def picture_file(path: Path) -> None:
         drawn = [*pictures(points, standing, names), layer_picture(rows)]
@@ -113,11 +104,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     def page_file(path: Path) -> None:
         command = ["commfuse-npu", "simulate", *words]
         sweep_page(path, title, command, hardware, points, standing, names, said, rows)
-
-    def trace_file(path: Path) -> None:
-        about = {"variant": name, "simulated": True, "model": model_path.stem,
-                 "hardware": hardware.name, "sequence": sequences[0], "layout": sizes}  # fmt: skip
-        write_json(path, chrome_trace(step.parts(known[name]), sum(what.layers), about))
 
     code = write_outputs(
         "simulate",
@@ -130,7 +116,6 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
             ),
             Output("--plot", given.plot, ": pictures", picture_file),
             Output("--html", given.html, ": a page for a browser", page_file),
-            Output("--trace", given.trace, f": {name}, for https://ui.perfetto.dev", trace_file),
         ],
     )
     print()

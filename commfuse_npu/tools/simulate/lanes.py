@@ -5,18 +5,19 @@ Of all ranks the one in the middle is shown, or the one that stands for all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from commfuse_npu.tools.report.charts import Bit, Row
 from commfuse_npu.tools.simulate.engine import Moved, Timeline
 from commfuse_npu.tools.simulate.group import Played
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
-from commfuse_npu.tools.simulate.names import name
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 
-__all__ = ["LANES", "lanes", "sent_by"]
+__all__ = ["lanes"]
 
-LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
+_LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
 _LINKS = "links"
+_RANK = re.compile(r" (block|partial for) \d+")
 
 
 def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
@@ -30,16 +31,16 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
     for part, played in parts:
         rank, timeline = played.shown, played.timeline
         work = [span for span in timeline.spans if span.rank == rank and span.end > span.start]
-        for engine, lane in LANES.items():
+        for engine, lane in _LANES.items():
             bits += [
-                Bit(lane, f"{part}: {name(s.operation)}", offset + s.start, offset + s.end, "work")
+                Bit(lane, f"{part}: {s.operation.name}", offset + s.start, offset + s.end, "work")
                 for s in work
                 if s.operation.engine == engine
             ]
         busy = sorted((s.start, s.end) for s in work if s.operation.engine == COMPUTE)
         for start, end in _gaps(busy, played.seconds):
             waiting = f"{part}: waiting"
-            bits.append(Bit(LANES[COMPUTE], waiting, offset + start, offset + end, "waiting"))
+            bits.append(Bit(_LANES[COMPUTE], waiting, offset + start, offset + end, "waiting"))
         for said, start, end in _transfers(timeline, rank, played.links.folded):
             bits.append(Bit(_LINKS, f"{part}: {said}", offset + start, offset + end, "transfer"))
         offset += played.seconds
@@ -47,24 +48,21 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
     used = {bit.lane for bit in bits}
     said = f"{title}: {offset * 1e3:.1f} ms, waiting {waited * 1e3:.1f} ms"
     in_ms = tuple(bit._replace(start=bit.start * 1e3, end=bit.end * 1e3) for bit in bits)
-    return Row(said, tuple(one for one in (*LANES.values(), _LINKS) if one in used), in_ms)
-
-
-def sent_by(timeline: Timeline) -> dict[object, Operation]:
-    """The operation that sends each message, by its key."""
-    return {
-        message.key: span.operation for span in timeline.spans for message in span.operation.sends
-    }
+    return Row(said, tuple(one for one in (*_LANES.values(), _LINKS) if one in used), in_ms)
 
 
 def _transfers(timeline: Timeline, rank: int, folded: bool) -> Iterator[tuple[str, float, float]]:
     """Names and times; of those that overlap under one name, one."""
-    senders = sent_by(timeline)
+    names = {
+        message.key: span.operation.name
+        for span in timeline.spans
+        for message in span.operation.sends
+    }
     mine: dict[str, list[Moved]] = {}
     for moved in timeline.moved:
         if folded or moved.message.source == rank:
             # To whom does not matter here: the chunk does.
-            said = name(senders[moved.message.key]).split(" for rank")[0]
+            said = _RANK.sub("", names[moved.message.key])
             mine.setdefault(said, []).append(moved)
     for said, found in mine.items():
         for start, end in _merged((one.start, one.end) for one in found):

@@ -12,18 +12,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import Machine
-from commfuse_npu.plan.program import Program
 
-__all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "Origin", "fold"]
+__all__ = ["ASIDE", "COMPUTE", "Key", "Launches", "Message", "Operation", "fold"]
 
 COMPUTE, ASIDE = "compute", "aside"
 """The engines: a device's first stream, and the second one beside it."""
 
 Key = tuple[object, ...]
-
-
-Origin = tuple[Program, int]
-"""A program and the place of an instruction there."""
 
 
 class Message(NamedTuple):
@@ -51,7 +46,6 @@ class Operation:
         launches: how many launches of the host it takes; 0 inside a kernel or a collective.
         posts: how many point-to-point batches the host posts for it.
         events: how many events it records, or makes a stream wait for.
-        origin: what it is a part of.
     """
 
     name: str
@@ -61,7 +55,6 @@ class Operation:
     receives: tuple[Message, ...]
     after: tuple[int, ...]
     launches: int
-    origin: Origin | None = None
     posts: int = 0
     events: int = 0
 
@@ -102,11 +95,10 @@ class Launches:
         *,
         aside: bool = False,
         events: int = 0,
-        origin: Origin | None = None,
     ) -> int:
         """Add work of so many seconds that waits for what is in ``after``; returns its index."""
         engine = ASIDE if aside else COMPUTE
-        added = self._add(name, engine, seconds, (), (), after, launches, origin, 0, events)
+        added = self._add(name, engine, seconds, (), (), after, launches, 0, events)
         self._last[engine] = added
         return added
 
@@ -130,7 +122,6 @@ class Launches:
         launches: int = 1,
         posts: int = 0,
         events: int = 0,
-        origin: Origin | None = None,
     ) -> tuple[int, int]:
         """Add transfers on a lane; returns what is done when they are received, and when sent.
 
@@ -139,7 +130,7 @@ class Launches:
         needs = set(after)
         if COMPUTE in self._last:
             needs.add(self._last[COMPUTE])
-        host = needs, launches, origin, posts, events
+        host = needs, launches, posts, events
         if self.batched:
             both = self._add(name, lane, 0.0, sends, receives, *host)
             return both, both
@@ -159,7 +150,6 @@ class Launches:
         receives: Sequence[Message],
         after: Iterable[int],
         launches: int,
-        origin: Origin | None,
         posts: int = 0,
         events: int = 0,
     ) -> int:
@@ -172,7 +162,6 @@ class Launches:
                 tuple(receives),
                 tuple(sorted(after)),
                 launches,
-                origin,
                 posts,
                 events,
             )

@@ -43,7 +43,7 @@ from commfuse_npu.plan.program import (
     Wait,
 )
 from commfuse_npu.plan.schedule import Place, Schedule
-from commfuse_npu.tools.simulate.launches import Key, Launches, Message, Origin
+from commfuse_npu.tools.simulate.launches import Key, Launches, Message
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
 __all__ = ["Ran", "Rank", "Width", "Work", "rest"]
@@ -104,13 +104,10 @@ class Rank:
         *,
         aside: bool = False,
         events: int = 0,
-        origin: Origin | None = None,
     ) -> None:
         """Work that needs what was received ``after``, and what :meth:`need` named."""
         waits, self._pending[aside] = self._pending[aside].union(after), set()
-        self.launches.compute(
-            name, seconds, waits, launches, aside=aside, events=events, origin=origin
-        )
+        self.launches.compute(name, seconds, waits, launches, aside=aside, events=events)
 
     def need(self, others: Iterable[int], *, aside: bool = False) -> None:
         """What follows on a stream needs these to be done."""
@@ -257,8 +254,7 @@ class Rank:
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}
-        for place, one in enumerate(program.code):
-            origin = program, place
+        for one in program.code:
             if isinstance(one, Post):
                 end = one.send or one.receive
                 assert end is not None
@@ -271,7 +267,6 @@ class Rank:
                     after=self._pending[False],
                     launches=0,
                     posts=1,
-                    origin=origin,
                 )
                 if one.receive:
                     received[step] = got
@@ -282,14 +277,14 @@ class Rank:
                 self.need((sent[step] for step in one.sends), aside=one.aside)
             elif isinstance(one, Compute):
                 seconds = works[one.work](one, width)
-                self.compute(f"{operation} {one.work}", seconds, origin=origin)
+                self.compute(f"{operation} {one.work}", seconds)
             elif isinstance(one, Mark):
                 yield
             elif isinstance(one, Copy):
                 seconds = self.machine.memory(2 * size(one.out))
-                self.compute(f"{operation} copy", seconds, aside=one.aside, origin=origin)
+                self.compute(f"{operation} copy", seconds, aside=one.aside)
             elif isinstance(one, Add):
-                self._add(operation, one, size, origin)
+                self._add(operation, one, size)
             elif isinstance(one, Record):
                 events[one.event] = self.launches.last(aside=one.aside)
             elif isinstance(one, Hold):
@@ -297,11 +292,11 @@ class Rank:
                 self.need([] if event is None else [event], aside=one.aside)
                 self.compute(f"{operation} hold", 0.0, launches=0, aside=one.aside, events=2)
 
-    def _add(self, operation: str, one: Add, size: Callable[[Span], float], origin: Origin) -> None:
+    def _add(self, operation: str, one: Add, size: Callable[[Span], float]) -> None:
         additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)
         if self.variant.sums == "once" or not additions:
             traffic = size(one.out) + sum(size(span) for span, _ in one.terms)
             additions = 1
         for _ in range(additions):
             seconds = self.machine.memory(traffic)
-            self.compute(f"{operation} sum", seconds, aside=one.aside, origin=origin)
+            self.compute(f"{operation} sum", seconds, aside=one.aside)

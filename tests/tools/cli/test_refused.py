@@ -97,8 +97,6 @@ QUESTIONS = (
     ("simulate --html x.png", "'x.png' is no name of a page; let it end in .html or .htm"),
     ("simulate --html no/such/x.html", "no/such, which is not there; make it, or choose another"),
     ("simulate --json there", "'there' is no name of a file; give one"),
-    ("simulate --trace file/x.json", "/file, which is not there; make it, or choose another"),
-    ("simulate --trace-variant megatron", "--trace-variant is for --trace; give both, or neither"),
     ("bench --works none", "--works none: choose from all-gather, reduce-scatter, mlp"),
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --ranks 65", "--ranks: '65' is not a whole number from 2 to 64"),
