@@ -7,9 +7,9 @@
     python -m mindspeed_patches.rehearsal [OPTIONS] -- pretrain_gpt.py ARGS
 
 The real MindSpeed-LLM, MindSpeed, Megatron-LM and torch_npu run, over stand-ins for the device, for
-CANN and for HCCL (gloo).  What is shown is what does not depend on the device: which features and
-patches are in force, which layers are fused, which collectives are left, and whether losses and
-weights keep every bit.  **Nothing here runs on an NPU, and no time means anything.**
+CANN and for HCCL (gloo).  What is shown is what does not depend on the device: which features
+apply, which layers are fused, how many collectives each group runs, and whether losses and weights
+keep every bit.  **Nothing here runs on an NPU, and no time means anything.**
 
 Attention that CommFuse computes block by block is rounded otherwise than the launch's own; with
 ``--commfuse-attention`` or ``--commfuse-ulysses`` the losses are compared within a tolerance.
@@ -86,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
         "--commfuse-attention and --commfuse-ulysses (with them 1e-6, in 16 bits 2^-9)",
     )
     parser.add_argument("--only", choices=WAYS, help="one run, no comparison")
-    parser.add_argument("--verbose", action="store_true", help="all patches of MindSpeed")
     parser.add_argument("--output", metavar="DIR", type=Path, help="keep records and logs there")
     parser.add_argument("launch", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -215,7 +214,7 @@ def _train_and_compare(given: argparse.Namespace, launch: Launch, run: Run, fold
     for way in WAYS if given.only is None else (given.only,):
         print(f"--- the {way} run, {run.processes} processes", flush=True)
         runs[way] = run_script(run, way, words[way], folder / way)
-    _print_report(runs, given.verbose)
+    _print_report(runs)
     problems = [
         f"{way} run: {problem}"
         for way, records in runs.items()
@@ -256,14 +255,14 @@ def _equal(reference: list[Record], commfuse: list[Record], tolerance: float) ->
     return not found
 
 
-def _print_report(runs: dict[str, list[Record]], verbose: bool) -> None:
+def _print_report(runs: dict[str, list[Record]]) -> None:
     first = next(iter(runs.values()))[0]
     parts = [
         [", ".join(f"{name} {version}" for name, version in first.versions.items())],
-        report.feature_lines(runs, verbose),
+        report.feature_lines(runs),
     ]
     if "commfuse" in runs:
-        parts += [report.layer_lines(runs["commfuse"]), report.plan_lines(runs["commfuse"])]
+        parts.append(report.layer_lines(runs["commfuse"]))
     parts += [report.collective_lines(runs), report.loss_lines(runs), report.hash_lines(runs)]
     for lines in parts:
         print("\n".join(lines), end="\n\n")

@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from mindspeed_patches.rehearsal.collectives import Site
+from mindspeed_patches.rehearsal.collectives import Kind
 from mindspeed_patches.rehearsal.records import Record
 
 __all__ = [
-    "LAYER_NAMES",
-    "bucket_collectives",
-    "collectives_in",
     "count_collectives",
     "degeneracies",
     "differences",
-    "fused_layers",
     "fused_paths",
-    "is_comparison",
-    "is_message",
+    "gathers_and_scatters",
     "largest_loss_difference",
     "relative_difference",
 ]
-
-LAYER_NAMES = {
-    "linear_qkv": "qkv",
-    "linear_q_up_proj": "q_up",
-    "linear_qk_nope": "q_up",
-    "linear_qk_rope": "q_up",
-    "linear_kv_up_proj": "kv_up",
-    "linear_kv_nope": "kv_up",
-    "linear_v": "kv_up",
-    "linear_proj": "proj",
-    "linear_fc1": "fc1",
-    "linear_fc2": "fc2",
-    "shared_experts.linear_fc1": "shared_fc1",
-    "shared_experts.linear_fc2": "shared_fc2",
-    "eh_proj": "eh_proj",
-    "output_layer": "output",
-}
-"""CommFuse's names of the layers that Megatron's modules are."""
 
 _SHOWN = 5
 
@@ -121,59 +98,26 @@ def degeneracies(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def count_collectives(records: Sequence[Record]) -> Counter[Site]:
-    """Calls per site, over all ranks."""
-    counts: Counter[Site] = Counter()
+def count_collectives(records: Sequence[Record]) -> Counter[Kind]:
+    """Calls, over all ranks."""
+    counts: Counter[Kind] = Counter()
     for record in records:
-        for *site, count in record.collectives:
-            counts[Site(*site)] += count
+        for group, operation, count in record.collectives:
+            counts[Kind(group, operation)] += count
     return counts
 
 
-def fused_layers(records: Sequence[Record]) -> list[str]:
-    """The linear layers that took CommFuse's path at least once, by CommFuse's names."""
-    paths = fused_paths(records)
-    return [name for name in dict.fromkeys(LAYER_NAMES.values()) if name in paths]
+def gathers_and_scatters(records: Sequence[Record], group: str) -> int:
+    """How many all-gathers and reduce-scatters of tensors ran on groups whose names begin so."""
+    return sum(
+        count
+        for kind, count in count_collectives(records).items()
+        if kind.group.startswith(group)
+        and kind.operation.lstrip("_").startswith(("reduce_scatter", "all_gather"))
+        and not kind.operation.endswith("_object")
+    )
 
 
 def fused_paths(records: Sequence[Record]) -> set[str]:
-    """Everything that took CommFuse's path at least once: linear layers, attention and others."""
+    """What took CommFuse's path at least once: linear layers, attention and others, by name."""
     return {name for r in records for name, path, count in r.calls if path == "fused" and count}
-
-
-def is_message(site: Site) -> bool:
-    """Whether it is a message from one rank to another and no collective."""
-    return site.operation in ("send", "isend")
-
-
-def is_comparison(site: Site) -> bool:
-    """Whether it is CommFuse comparing the ranks: at a first time, or before a step."""
-    return site.where.startswith("commfuse_npu.runtime.transport") and site.operation.endswith(
-        "_object"
-    )
-
-
-def collectives_in(records: Sequence[Record], layers: Collection[str]) -> int:
-    """How many collectives the given layers issued, on any group.
-
-    A collective that CommFuse's own code issues for no known layer counts too.
-    """
-    return sum(
-        count
-        for site, count in count_collectives(records).items()
-        if not (is_message(site) or is_comparison(site))
-        and (LAYER_NAMES.get(site.layer) in layers or site.where.startswith("commfuse_npu"))
-    )
-
-
-def bucket_collectives(records: Sequence[Record]) -> int:
-    """How many collectives were issued for buckets of gradients and of parameters.
-
-    They are told by their group: gathers that overlap the forward are issued within its layers.
-    """
-    return sum(
-        count
-        for site, count in count_collectives(records).items()
-        if site.group.startswith("data parallel")
-        and site.operation.lstrip("_").startswith(("reduce_scatter", "all_gather"))
-    )

@@ -1,4 +1,4 @@
-"""Watches a training from inside: what was patched, what each iteration gave, what changed.
+"""Watches a training from inside: which features apply, what each iteration gave, what changed.
 
 MindSpeed's own patch manager puts the observers around ``setup_model_and_optimizer`` and
 ``train_step`` when all features have registered theirs, so that whatever a feature does to these
@@ -8,14 +8,12 @@ functions stays.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.plan import Place, rules
 from mindspeed_patches.rehearsal.collectives import CollectiveCounter
 from mindspeed_patches.rehearsal.records import Record
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
@@ -67,12 +65,12 @@ class Observer:
         self.record.weights_after = weight_hashes(self._model)
         self.record.optimizer_after = optimizer_hash(self._optimizer)
         self.record.collectives = [
-            (*site, count) for site, count in sorted(self._collectives.counts.items())
+            (*kind, count) for kind, count in sorted(self._collectives.counts.items())
         ]
         self._note_commfuse()
         self.record.finished = True
 
-    # ------------------------------------------------------------ what was patched
+    # ------------------------------------------------------------ what was applied
 
     def _features_were_applied(self, args: Any) -> None:
         from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
@@ -83,9 +81,6 @@ class Observer:
             for feature in MindSpeedFeaturesManager.FEATURES_LIST
             if feature.is_need_apply(args)
         ]
-        self.record.patches = {
-            path: _names(patch) for path, patch in MindSpeedPatchesManager.patches_info.items()
-        }
         for name, wrapper in (
             ("setup_model_and_optimizer", self.setup_wrapper),
             ("train_step", self.train_step_wrapper),
@@ -102,7 +97,6 @@ class Observer:
                 self.record.calls = [
                     (layer, path, count) for (layer, path), count in sorted(wrappers.calls.items())
                 ]
-                self.record.plans = _plans()
             overlapping = getattr(feature, "overlapping", None)
             if overlapping is not None and overlapping.overlap is not None:
                 self.record.pairs = overlapping.overlap.pairs
@@ -116,7 +110,6 @@ class Observer:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             result = setup(*args, **kwargs)
             self._model, self._optimizer = result[:2]
-            self._collectives.know_model(self._model)
             self._know_groups()
             self.record.weights_before = weight_hashes(self._model)
             return result
@@ -165,31 +158,3 @@ class Observer:
 def _hex(value: Any) -> str:
     number = value.item() if isinstance(value, torch.Tensor) else value
     return float(number).hex()
-
-
-def _names(patch: Any) -> list[str]:
-    """What stands in the place of a function: a replacement first, then the wrappers."""
-    functions = [] if patch.patch_func is None else [patch.patch_func]
-    return [_name(function) for function in (*functions, *patch.wrappers)]
-
-
-def _name(function: Any) -> str:
-    if isinstance(function, types.ModuleType):
-        return function.__name__
-    qualified = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '')}.{qualified}"
-
-
-def _plans() -> dict[str, str]:
-    from megatron.core import parallel_state
-    from megatron.training import get_args
-
-    from mindspeed_patches.arguments import commfuse_options
-
-    schedule = commfuse_options(get_args()).linear.schedule
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    place = Place(schedule, 0, size, batched=False)
-    return {
-        "gather": str(rules.gather_gemm(place, 64, 64, 64, False, None, 0)),
-        "reduce_scatter": str(rules.gemm_scatter(place, 64, 64, 64)),
-    }

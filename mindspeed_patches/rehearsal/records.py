@@ -28,11 +28,9 @@ class Record:
         weights_after: the same after the last.
         optimizer_after: a hash of the optimizer's state after the last iteration.
         features: names of MindSpeed's features that were applied.
-        patches: replacements and wrappers per patched function.
-        collectives: ``[layer, where, operation, group, count]``.
+        collectives: ``[group, operation, count]``.
         pairs: how many forwards ran beside a backward.
         calls: ``[layer, path, count]`` of CommFuse's layers; empty without CommFuse.
-        plans: CommFuse's programs as text, by their kind.
     """
 
     rank: int
@@ -45,11 +43,9 @@ class Record:
     weights_after: dict[str, str] = field(default_factory=dict)
     optimizer_after: str = ""
     features: list[str] = field(default_factory=list)
-    patches: dict[str, list[str]] = field(default_factory=dict)
-    collectives: list[tuple[str, str, str, str, int]] = field(default_factory=list)
+    collectives: list[tuple[str, str, int]] = field(default_factory=list)
     pairs: int = 0
     calls: list[tuple[str, str, int]] = field(default_factory=list)
-    plans: dict[str, str] = field(default_factory=dict)
 
     @property
     def weights_hash(self) -> str:

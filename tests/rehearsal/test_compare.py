@@ -14,11 +14,10 @@ from commfuse_npu.tools.launch_script.options import Options
 from mindspeed_patches.rehearsal import __main__ as rehearse
 from mindspeed_patches.rehearsal import report
 from mindspeed_patches.rehearsal.compare import (
-    bucket_collectives,
-    collectives_in,
     degeneracies,
     differences,
-    fused_layers,
+    fused_paths,
+    gathers_and_scatters,
     largest_loss_difference,
 )
 from mindspeed_patches.rehearsal.records import Record, read_records
@@ -111,46 +110,32 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
     for rank in (1, 0):
         record = train(rank)
         record.calls = [("qkv", "fused", 4)]
-        record.collectives = [("linear_qkv", "X.forward", "all_reduce", "tensor", 2)]
+        record.collectives = [("tensor", "all_gather", 2)]
         record.write(tmp_path)
     records = read_records(tmp_path)
     assert [record.rank for record in records] == [0, 1]
     assert differences([train(0), train(1)], records) == []
-    assert fused_layers(records) == ["qkv"]
-    assert collectives_in(records, ["qkv"]) == 4
-    assert collectives_in(records, ["proj"]) == 0
-
-
-def test_collectives_of_commfuse_itself_are_not_overlooked() -> None:
-    record = train()
-    record.collectives = [
-        ("", "commfuse_npu.ops.linear: _Linear.backward", "reduce_scatter_tensor", "tensor", 3),
-        ("", "commfuse_npu.runtime.transport: Transport._compare", "all_gather_object", "other", 5),
-        ("", "commfuse_npu.runtime.transport: Transport.post_send", "isend", "other", 7),
-        ("", "megatron.core: _VocabParallelCrossEntropy.forward", "all_reduce", "tensor", 11),
-    ]
-    assert collectives_in([record], ["qkv"]) == 3
-    lines = report.collective_lines({"reference": [train()], "commfuse": [record]})
-    left = next(line for line in lines if line.startswith("left in the fused layers"))
-    assert left.split()[-2:] == ["0", "3"]
-    assert lines[-2].split()[-1] == "7"
-    assert lines[-1].split()[-1] == "5"
+    assert fused_paths(records) == {"qkv"}
+    assert gathers_and_scatters(records, "tensor") == 4
 
 
 # ------------------------------------------------------- the command's own verdict
 
 
-def test_collectives_of_buckets_are_told_by_their_group() -> None:
+def test_collectives_of_a_group_are_counted_and_shown() -> None:
     record = train()
-    buffer, replicas = "param_and_grad_buffer: start_grad_sync", "data parallel with cp"
     record.collectives = [
-        ("", buffer, "reduce_scatter_tensor", replicas, 4),
-        ("linear_qkv", "ColumnParallelLinear.forward", "all_gather_into_tensor", replicas, 2),
-        ("linear_qkv", "ColumnParallelLinear.forward", "all_gather_into_tensor", "tensor", 8),
-        ("", "__main__: loss_func", "all_reduce", "data parallel", 16),
-        ("", "commfuse_npu.runtime.transport: Transport._compare", "all_gather_object", "?", 32),
+        ("data parallel with cp", "reduce_scatter_tensor", 4),
+        ("data parallel with cp", "all_gather_into_tensor", 2),
+        ("data parallel", "all_reduce", 16),
+        ("tensor", "_all_gather_base", 8),
+        ("tensor", "all_gather_object", 32),
     ]
-    assert bucket_collectives([record, record]) == 2 * (4 + 2)
+    assert gathers_and_scatters([record, record], "data parallel") == 2 * (4 + 2)
+    assert gathers_and_scatters([record], "tensor") == 8
+    lines = report.collective_lines({"reference": [train()], "commfuse": [record]})
+    assert [line.split()[-2:] for line in lines[-2:]] == [["0", "8"], ["0", "32"]]
+    assert lines[-1].startswith("  tensor: all_gather_object ")
 
 
 def verdict(
@@ -165,7 +150,7 @@ def verdict(
     commfuse.calls = commfuse.calls or [("qkv", "fused", 4)]
     noted = {"reference": [reference], "commfuse": [commfuse]}
     monkeypatch.setattr(rehearse, "run_script", lambda run, way, words, folder: noted[way])
-    given = SimpleNamespace(only=only, verbose=False, loss_tolerance=tolerance)
+    given = SimpleNamespace(only=only, loss_tolerance=tolerance)
     run = Run(Path("pretrain_gpt.py"), 1, Path(), {}, 1.0)
     launch = SimpleNamespace(options=Options(words.split()))
     return rehearse._train_and_compare(given, launch, run, Path())  # type: ignore[arg-type]
