@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from threading import Event
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from mindspeed_patches.fb_overlap.side_states import named_modules, swapped
@@ -39,7 +35,8 @@ class Census:
     """In place of :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step.
 
     Attributes:
-        kept: bytes that autograd kept for the backward of a chunk's forward, at most.
+        kept: bytes of device memory that a chunk's forward leaves allocated for its backward, at
+            most; 0 on a CPU.
     """
 
     def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
@@ -48,11 +45,9 @@ class Census:
         self._owners = dict(_owners(models))
         self._wrote: tuple[set[tuple[str, str]], set[tuple[str, str]]] = set(), set()
         self._before: dict[tuple[str, str], Any] = {}
-        self._parameters = {
-            parameter.untyped_storage().data_ptr()
-            for model in models
-            for parameter in model.parameters()
-        }
+        self._allocated: Callable[[], int] = int  # torch counts no bytes on a CPU
+        if overlap.device != "cpu":
+            self._allocated = torch.get_device_module(overlap.device).memory_allocated
 
     def run(
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
@@ -61,15 +56,9 @@ class Census:
         return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
-        with _hooks_aside() as read_only:
-            result = forward()
-            read_only.set()
-            kept = {
-                storage.data_ptr(): storage.nbytes()
-                for tensor in _saved(result)
-                if (storage := tensor.untyped_storage()).data_ptr() not in self._parameters
-            }
-        self.kept = max(self.kept, sum(kept.values()))
+        before = self._allocated()
+        result = forward()
+        self.kept = max(self.kept, self._allocated() - before)
         return result
 
     def _look(self, side: int, passed: int | None) -> None:
@@ -103,59 +92,6 @@ class Census:
             if (id(self._owners[owner]), name) not in known
         }
         return sorted(both - set(_HARMLESS))
-
-
-@contextmanager
-def _hooks_aside() -> Iterator[Event]:
-    """While the event is set, hooks of tensors that were saved inside are not called.
-
-    They may do more than give the tensor: those of ``--swap-attention`` count who came for theirs.
-    What they hold in another form, on the host for example, is read as empty.
-    """
-    read_only, enter = Event(), saved_tensors_hooks.__enter__
-
-    def entered(hooks: saved_tensors_hooks) -> None:
-        unpack = hooks.unpack_hook
-
-        def unpacked(packed: Any) -> torch.Tensor:
-            if not read_only.is_set():
-                return unpack(packed)
-            return packed if isinstance(packed, torch.Tensor) else torch.empty(0)
-
-        hooks.unpack_hook = unpacked
-        enter(hooks)
-
-    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
-    try:
-        yield read_only
-    finally:
-        read_only.clear()
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-
-
-def _saved(result: Any) -> Iterator[torch.Tensor]:
-    """Tensors that the graph of a forward's results saves.
-
-    Read from the graph: under hooks of saved tensors a backward gets another tensor at each access.
-    ``--recompute-activation-function`` would lose a gradient, and Megatron's fused accumulation
-    would miss the ``main_grad`` of a weight.
-    """
-    nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [above for above, _ in node.next_functions]
-        names = dir(node)
-        own = [name for name in names if name.startswith("_saved_")]
-        for name in ["saved_tensors"] if "saved_tensors" in names else own:
-            try:
-                values = tree_leaves(getattr(node, name))
-            except RuntimeError:  # overwritten since, as its backward would say
-                continue
-            yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _same(before: Any, value: Any) -> bool:

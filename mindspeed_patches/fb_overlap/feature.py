@@ -260,10 +260,10 @@ class Overlapping:
         plan = slots(*shape)
         paired, total = paired_microbatches(plan)
         most, without = most_in_flight(plan), in_flight_without(*shape)
+        memory = f": up to {(most - without) * kept / 2**20:.1f} MiB more" if kept else ""
         self._say(
             f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
-            f"activations of at most {most}, of {without} without it: up to "
-            f"{(most - without) * kept / 2**20:.1f} MiB more"
+            f"the activations of at most {most} forwards, of {without} without it{memory}"
         )
         for kind, sides in overlap.recorded.items():
             order, strict = overlap.orders[kind], strict_turns(sides)
