@@ -16,7 +16,7 @@ assert VERSION is not None
 setup(
     name="commfuse-npu",
     version=VERSION[1],
-    description="Tensor-parallel collectives hidden behind the work they feed, for Ascend NPUs",
+    description="Communication hidden behind computation, for training on Ascend NPUs",
     long_description=(HERE / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
