@@ -1,4 +1,4 @@
-"""A forward and a backward side by side, each hiding its transfers behind the other's work."""
+"""Runs the forward of one micro-batch beside the backward of another one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ B = TypeVar("B")
 class ForwardBackwardOverlap:
     """Runs the forward of one micro-batch beside the backward of another one.
 
-    They share one compute stream and take turns: where one of them would wait for a collective of
-    the named groups, the other one runs.  Nothing is cut and no operation is added, so that every
-    result has the bits of running them one after the other.  In a training loop::
+    Both use one compute stream and take turns: while one would wait for a collective of the named
+    groups, the other computes.  No operation is split or added, so results are bitwise equal to
+    running them one after the other.  In a training loop::
 
         overlap = ForwardBackwardOverlap([tensor_parallel_group])
         loss = forward(batches[0])
@@ -41,25 +41,24 @@ class ForwardBackwardOverlap:
         loss.backward()
         overlap.check()
 
-    They take strict turns, unless pairs were measured with :meth:`record` and an order chosen with
-    :meth:`choose_orders`.  With ``COMMFUSE_FB_OVERLAP=0`` in the environment :meth:`run` runs the
-    backward, then the forward.
+    By default they take strict turns; :meth:`record` measures a pair and :meth:`choose_orders`
+    then chooses a better order.  With ``COMMFUSE_FB_OVERLAP=0`` in the environment :meth:`run` runs
+    the backward, then the forward.
 
     Args:
-        groups: whose collectives are places to hand over: of tensor, expert and context
-            parallelism, not those of data parallelism or of the pipeline.  Every rank of a group
-            runs the same pairs.
-        order_log: where the collectives of all pairs are recorded, for ``commfuse-npu verify
-            --log``; ``None`` for nowhere.
-        states: state outside the autograd graph that forward and backward both write and that each
-            must find as it left it; by default the random states.
+        groups: process groups whose collectives are hidden: those of tensor, expert and context
+            parallelism, not of data or pipeline parallelism.  All ranks of a group must run the
+            same pairs.
+        states: state outside the autograd graph that forward and backward both write; each side
+            keeps its own.  By default the random states.
+        order_log: records the collectives of all pairs for ``commfuse-npu verify --log``.
 
     Attributes:
         enabled: whether :meth:`run` runs them side by side.
-        orders: of the kinds of pairs that do not take strict turns.
-        recorded: the places of both sides, of the last pair of each kind.
-        pairs: how many it ran so.
-        hand_overs: how often the forwards handed over, and the backwards.
+        orders: the chosen order by kind of pair; other kinds take strict turns.
+        recorded: hand-over places of both sides, by kind, of the pair that was recorded last.
+        pairs: number of pairs that ran side by side.
+        hand_overs: how often forwards, and backwards, handed over.
     """
 
     def __init__(
@@ -70,18 +69,18 @@ class ForwardBackwardOverlap:
     ) -> None:
         named = list(groups)
         if not named:
-            raise ValueError("no group given: pass the process groups whose transfers are to hide")
+            raise ValueError("no group given: pass the process groups whose collectives to hide")
         self.device, _ = device_backend(dist.get_backend(named[0]))
         self._named = named
         self._groups: dict[dist.ProcessGroup | None, TransportLog | None] = {}
         for group in named:
             ranks = dist.get_process_group_ranks(group)
             self._groups[group] = order_log.transport(ranks, 1, True) if order_log else None
-        # A collective that names no group is the whole job's.
+        # A collective without a group uses the default group.
         if dist.group.WORLD in named:
             self._groups[None] = self._groups[dist.group.WORLD]
         self.states = [RandomState(self.device)] if states is None else list(states)
-        # One thread for all backwards: what its allocations have cached is used again.
+        # One thread for all backwards: a new one would start with a cold allocator cache.
         self._second_thread = ThreadPoolExecutor(1, "commfuse-backward")
         self.enabled = os.environ.get("COMMFUSE_FB_OVERLAP", "1") != "0"
         self.pairs = 0
@@ -92,14 +91,14 @@ class ForwardBackwardOverlap:
     def run(
         self, forward: Callable[[], F], backward: Callable[[], B], kind: Hashable = None
     ) -> tuple[F, B]:
-        """Both, side by side, in the order chosen for this kind of pair; what each returns.
+        """Run both side by side, in the order chosen for this kind of pair; return both results.
 
         The forward runs in the calling thread, the backward in a second one, with the caller's
         device, current stream, autocast, gradient mode and torch modes.
 
         Raises:
-            BaseException: what the side raised that failed first; the other one was ended at its
-                next transfer.
+            BaseException: the exception of the side that failed first; the other side was ended at
+                its next transfer.
             RuntimeError: a backward inside the forward, ``DistributedDataParallel`` outside of
                 ``no_sync()``, a fully sharded module, or a pair inside a pair.
         """
@@ -135,11 +134,11 @@ class ForwardBackwardOverlap:
         kind: Hashable = None,
         look: Callable[[int, int | None], object] = lambda *_: None,
     ) -> tuple[F, B]:
-        """One after the other, measuring what each takes between its places to hand over.
+        """Run one after the other and measure the time between hand-over places.
 
         Args:
-            look: called with the side, and how many places it has passed: 0 at its beginning, after
-                each place, and ``None`` at its end.  It is not measured.
+            look: called with the side and the number of places it has passed: 0 at its beginning,
+                after each place, and ``None`` at its end.  Its own time is not measured.
         """
 
         def measured(side: int, function: Callable[[], Any]) -> tuple[Any, list[Place]]:
@@ -154,9 +153,9 @@ class ForwardBackwardOverlap:
         return result_f, result_b
 
     def choose_orders(self) -> None:
-        """Choose an order for each recorded kind of pair; on all ranks that of their first one.
+        """Choose an order for each recorded kind of pair; all ranks use that of the first rank.
 
-        Call it on all ranks of the groups.
+        Collective: call it on all ranks of the groups.
         """
         self.orders = {kind: best_order(sides) for kind, sides in self.recorded.items()}
         for group in self._named:
@@ -165,11 +164,10 @@ class ForwardBackwardOverlap:
             self.orders = chosen[0]
 
     def check(self) -> None:
-        """Compare with the other ranks of each group how often each side handed over so far, and
-        the orders.
+        """Compare the number of hand-overs so far, and the orders, with all ranks of each group.
 
-        What the ranks of a group do beside a transfer is decided by hand-overs; where they differ,
-        collectives met others than they should.  Call it before the optimizer changes weights.
+        If they differ, collectives of different ranks were matched wrongly.  Call it before the
+        optimizer changes weights.
 
         Raises:
             RuntimeError: the ranks differ.
@@ -184,13 +182,13 @@ class ForwardBackwardOverlap:
             if int(both.sum()):
                 raise RuntimeError(
                     f"rank {dist.get_rank()} handed over {self.hand_overs} times in {self.pairs} "
-                    "pairs, other ranks of its group did not: their transfers met others than "
-                    "they should; run the same pairs, with the same transfers, on all of them"
+                    "pairs, other ranks of its group did not: their collectives were matched "
+                    "wrongly; run the same pairs, with the same collectives, on all ranks"
                 )
 
 
 def _run_side(turns: Turns, side: int, function: Callable[[], Any]) -> Any:
-    """What it returns; what it raises goes into the turns."""
+    """Run a side; an exception is kept in the turns."""
     error: BaseException | None = None
     result = None
     try:
@@ -204,9 +202,9 @@ def _run_side(turns: Turns, side: int, function: Callable[[], Any]) -> Any:
 
 
 class _Context:
-    """What torch keeps per thread, of the thread that makes it.
+    """The thread-local state of torch of the thread that creates it.
 
-    ``wait()`` makes the current stream wait, so that both sides have to be on the same one.
+    ``wait()`` makes the *current* stream wait, so both sides have to use the same stream.
     """
 
     def __init__(self, device: str) -> None:
@@ -222,7 +220,7 @@ class _Context:
         self._dispatches = _get_current_dispatch_mode_stack()
 
     def enter(self, stack: ExitStack) -> None:
-        """Set it in this thread, until the stack is left."""
+        """Set it in this thread until the stack is closed."""
         if self._device is not None:
             self._device.set_device(self._index)
             stack.enter_context(self._device.stream(self._stream))

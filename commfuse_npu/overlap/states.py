@@ -10,20 +10,20 @@ __all__ = ["Attributes", "RandomState", "SideState"]
 
 
 class SideState(Protocol):
-    """State that each side has to find as it left it, exchanged whenever the turn changes."""
+    """State of which each side has its own value; swapped whenever the turn changes."""
 
     def save(self) -> Any:
-        """What :meth:`restore` puts back."""
+        """The current value, for :meth:`restore`."""
 
     def restore(self, saved: Any) -> None:
-        """Put back what :meth:`save` returned."""
+        """Set the value that :meth:`save` returned."""
 
 
 class RandomState(SideState):
-    """torch's default generators: of the CPU, and of the device if there is one.
+    """torch's default generators, of the CPU and of the device.
 
-    A checkpoint's recomputation sets them to the states of its forward, and back; two of these that
-    take turns do not nest.
+    A recomputation sets them to the states of its forward and back.  Those of two sides that take
+    turns do not nest, so each side needs its own.
 
     Args:
         device: ``npu``, ``cuda``, or ``cpu`` for the CPU's alone.
@@ -43,8 +43,7 @@ class RandomState(SideState):
 class Attributes(SideState):
     """Attributes of a module, a class or an object: those named, or all if none is.
 
-    A list or a dictionary stays the object that it is, which others may hold: what it contains is
-    of a side, too.
+    A list or dictionary keeps its identity, as others may hold it; its contents are swapped.
     """
 
     def __init__(self, owner: Any, *names: str) -> None:

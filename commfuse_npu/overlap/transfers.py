@@ -1,17 +1,17 @@
-"""The collectives of torch.distributed, as places where a forward and a backward take turns.
+"""Hooks torch.distributed, so that a forward and a backward take turns at its collectives.
 
-While a pair runs, a blocking collective of a named group becomes: begin it, hand over, wait::
+While a pair runs, a blocking collective of a named group becomes: start it, hand over, wait::
 
     work = all_gather_into_tensor(output, input, group, async_op=True)
     turns.place(True, work, work)  # the other side computes while this transfer is under way
     work.wait()
 
-An asynchronous collective stays as it is.  In strict turns the ``wait()`` of a reduce-scatter, an
-all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
+An asynchronous collective stays asynchronous.  In strict turns the ``wait()`` of a reduce-scatter,
+an all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
 hides the all-gather of a backward behind its dgrad.  A chosen order
 (:mod:`commfuse_npu.plan.turn_order`) may hand over at any ``wait()``, and after an asynchronous
-collective began.  The host's wait for a stream or an event, where experts read how many tokens each
-of them gets, is a place, too.  Outside of a pair, and for other groups, nothing changes.
+collective started.  The host's wait for a stream or an event is a hand-over place, too: there,
+experts read their token counts.  Outside a pair, and for other groups, nothing changes.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _WAIT_HANDS_OVER = {
     "reduce_scatter_single": True,
     "reduce_scatter_tensor": True,
 }
-"""Collectives that are places to hand over, by all names of torch 2.7 to 2.13, and whether the
-``wait()`` of an asynchronous one is such a place too."""
+"""Collectives by all names of torch 2.7 to 2.13, and whether the ``wait()`` of an asynchronous one
+hands over in strict turns."""
 
 Groups = Mapping[dist.ProcessGroup | None, TransportLog | None]
-"""Groups whose collectives are places to hand over, with where these are recorded; ``None`` stands
-for the whole job's, and for nowhere."""
+"""Groups whose collectives hand over, each with its order log, if any; the key ``None`` is the
+default group."""
 
 _turns: Turns | None = None
 _groups: Groups = {}
 _beginning = False
-"""Inside of a function that is wrapped: some names of torch call others."""
+"""Inside a wrapped function: some functions of torch call others that are wrapped, too."""
 
 
 def active_turns() -> Turns | None:
@@ -65,10 +65,10 @@ def active_turns() -> Turns | None:
 
 @contextmanager
 def take_turns_at_transfers(turns: Turns, groups: Groups) -> Iterator[None]:
-    """Make collectives of these groups places to hand over.
+    """Make collectives of these groups hand over.
 
     Raises:
-        RuntimeError: a pair runs already.
+        RuntimeError: another pair is running.
     """
     global _turns, _groups
     if _turns is not None:
@@ -86,7 +86,7 @@ def take_turns_at_transfers(turns: Turns, groups: Groups) -> Iterator[None]:
 
 
 class _Transfer:
-    """A ``Work`` whose ``wait()`` is a place to hand over while the pair runs in which it began."""
+    """A ``Work`` whose ``wait()`` is a hand-over place while the pair runs that started it."""
 
     def __init__(
         self, work: Any, turns: Turns, hands_over: bool, log: CollectiveLog | None
@@ -141,7 +141,7 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
 def _recorded(
     name: str, group: dist.ProcessGroup | None, side: int, given: tuple[Any, ...]
 ) -> CollectiveLog | None:
-    """A line of the order log for the collective that is about to begin."""
+    """The entry of the order log for a collective that is about to start."""
     log = _groups[group]
     if log is None:
         return None
@@ -152,7 +152,7 @@ def _recorded(
 
 
 def _host_wait(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an event, or of a functional collective, DTensor's included: its wait names no group."""
+    """Wrap the wait for an event or a functional collective (of DTensor, too); it has no group."""
 
     @functools.wraps(function)
     def wait(first: Any) -> Any:
@@ -164,7 +164,7 @@ def _host_wait(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a stream: the host waits for what was enqueued so far, not for the other side's work."""
+    """Wrap a stream's synchronize: wait for what was enqueued so far, not for the other side."""
 
     @functools.wraps(function)
     def synchronize(stream: Any) -> Any:
@@ -174,7 +174,7 @@ def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]) -> Any:
-    """Raises in a pair, if it applies to the first argument."""
+    """Wrap a function so that it raises in a pair, if ``applies`` to its first argument."""
 
     @functools.wraps(function)
     def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]
 
 @functools.cache
 def _install() -> None:
-    """Wrap the functions, once; without a pair they do what they did."""
+    """Wrap the functions, once; outside a pair they do what they did."""
     for name, wait_hands_over in _WAIT_HANDS_OVER.items():
         if hasattr(c10d, name):
             _wrap(c10d, name, _collective, wait_hands_over)
@@ -217,7 +217,7 @@ def _install() -> None:
 
 
 def _refuse_fsdp() -> None:
-    """Where it was imported by now; an import of its own makes gloo abort at the process's end."""
+    """Refuse FSDP if it was imported; importing it here makes gloo abort at the process's end."""
     for module, owner, name in (
         ("torch.distributed.fsdp", "FullyShardedDataParallel", "forward"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_root_pre_forward"),
@@ -235,7 +235,7 @@ def _refuse_fsdp() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], *how: Any) -> None:
-    """Also in every module that holds it: Megatron has its dist_all_gather_func."""
+    """Also in every module that imported it, as Megatron's dist_all_gather_func did."""
     old = getattr(owner, name)
     new = wrapper(old, *how)
     setattr(owner, name, new)

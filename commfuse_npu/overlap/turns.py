@@ -1,14 +1,13 @@
-"""Two threads of which one runs at a time, until it hands over to the other.
+"""Two threads of which only one runs at a time, until it hands over to the other.
 
-The forward side is the caller's thread, the backward side a second one.  Which side runs is decided
-by calls of :meth:`Turns.hand_over` alone, never by speed, so that the order is the same on every
-rank::
+The forward runs in the caller's thread, the backward in a second one.  Only calls of
+:meth:`Turns.hand_over` decide which side runs, never speed, so the order is the same on all ranks::
 
     forward   | runs ... hand_over |                    | runs ... ends |
     backward  |                    | runs ... hand_over |               | runs ... ends |
 
-Whoever runs is known from whose turn it is, not from its thread: autograd runs a backward of CUDA
-and NPU tensors in threads of its own, which belong to the side that called it.
+The running side is known from the turn, not from the thread: autograd runs the backward of CUDA and
+NPU tensors in its own threads, which belong to the side that called it.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ NAMES = "forward", "backward"
 
 
 class OtherSideError(RuntimeError):
-    """This side was ended because the other one failed; its cause is that failure."""
+    """This side was ended because the other one failed; ``__cause__`` is that failure."""
 
 
 class Turns:
-    """The turns of one forward and one backward; the forward begins.
+    """The turns of one forward and one backward; the forward starts.
 
     Args:
-        states: exchanged whenever the turn changes.
+        states: swapped whenever the turn changes.
         order: for each place of the forward, and of the backward, whether it hands over there;
-            beyond the end of a list, or without one, each place has its default.
+            beyond the end of a list each place has its default.
 
     Attributes:
         side: whose turn it is.
@@ -69,12 +68,12 @@ class Turns:
         self._wait_for_turn(BACKWARD)
 
     def place(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
-        """Where the side may hand over: after a transfer began, or before it waits for one.
+        """A place to hand over: after a transfer started, or before the side waits for one.
 
         Args:
-            by_default: hand over here where the order does not say.
-            began: the transfer that began.
-            waits_for: the transfer that the side waits for next, if it is known.
+            by_default: whether to hand over if the order does not say.
+            began: the transfer that started.
+            waits_for: the transfer that the side waits for next, if known.
         """
         chosen, at = self._order[self.side], self._places[self.side]
         self._places[self.side] += 1
@@ -99,7 +98,7 @@ class Turns:
             self._wait_for_turn(side)
 
     def end(self, side: int, error: BaseException | None = None) -> None:
-        """A side returned, or raised ``error``; the other one runs to its end."""
+        """A side returned or raised ``error``; the other one runs to its end."""
         self._ended[side] = True
         self.error = self.error or error
         other = 1 - side
@@ -147,14 +146,10 @@ class Turns:
 
 
 class Recording(Turns):
-    """One side that runs by itself from its beginning to its end, and is measured.
+    """Measures one side that runs alone from its beginning to its end.
 
-    Each transfer is waited for where it begins.  Seconds are the device's, by events on its current
-    stream; on a CPU those of the clock.
-
-    Args:
-        look: called with the side and how many places it has passed: 0 at its beginning, after each
-            place, and ``None`` at its end.  It does not count as the side's work.
+    It waits for each transfer where it starts.  Times are the device's, by events on its current
+    stream; on a CPU those of the clock.  ``look``: see ``ForwardBackwardOverlap.record``.
     """
 
     def __init__(self, side: int, device: str, look: Callable[[int, int | None], object]) -> None:
@@ -181,7 +176,7 @@ class Recording(Turns):
         self._resumed = self._now()
 
     def places(self) -> list[Place]:
-        """Those that were passed, and the end of the side, which is now."""
+        """The places that were passed, and the end of the side, which is now."""
         end = self._now()
         if self._device is not None:
             self._device.synchronize()  # the event's own wait would be a place

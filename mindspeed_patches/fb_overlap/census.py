@@ -1,9 +1,9 @@
-"""Which state outside the autograd graph a forward and a backward both write.
+"""Finds state outside the autograd graph that forward and backward both write.
 
-Before the first pair, one step runs in Megatron's order, and at each transfer, where a pair would
-hand over, globals and attributes are compared with those of before.  A name that forwards and
-backwards both wrote, and of which it is not known that each side may have its own
-(:mod:`.side_states`) or that it does not matter, refuses the overlap: the other side would read it.
+The first step runs in Megatron's order.  At each transfer, where a pair would hand over, module
+globals and attributes are compared with their previous values.  The overlap is refused if forwards
+and backwards both wrote a name that is neither swapped (:mod:`.side_states`) nor harmless: one side
+would read what the other one wrote.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _HARMLESS = (
     "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
     "mindspeed_llm.training.utils._ACTUAL_COUNT",
 )
-"""Names that both sides write and neither reads for its results: what ``--log-throughput`` adds up
-of the lengths of packed documents."""
+"""Names that both sides write and no result depends on: statistics of ``--log-throughput`` about
+the lengths of packed documents."""
 _SNAPSHOTS = 100
-"""Per side of a micro-batch; layers repeat."""
+"""At most, per side of a micro-batch; layers repeat."""
 
 
 class Census:
-    """In place of :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step.
+    """Replaces :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step.
 
     Attributes:
-        kept: bytes of device memory that a chunk's forward leaves allocated for its backward, at
-            most; 0 on a CPU.
+        kept: device memory in bytes that the forward of a model chunk leaves allocated for its
+            backward, the largest value seen; 0 on a CPU.
     """
 
     def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
@@ -52,7 +52,7 @@ class Census:
     def run(
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
     ) -> tuple[Any, Any]:
-        """One after the other, as Megatron does; measured, so that an order can be chosen."""
+        """Run one after the other, as Megatron does, and record times to choose an order from."""
         return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
@@ -62,7 +62,7 @@ class Census:
         return result
 
     def _look(self, side: int, passed: int | None) -> None:
-        """Note what the side wrote since the last look, at its beginning nothing."""
+        """Note what the side wrote since the last call."""
         if passed is not None and passed > _SNAPSHOTS:
             return
         before, self._before = (
@@ -80,7 +80,7 @@ class Census:
 
     @property
     def unknown(self) -> list[str]:
-        """Names that both sides wrote and that cannot be swapped."""
+        """Names that both sides wrote and that are not swapped."""
         known = {
             (id(vars(owner)), name)
             for owner, names in swapped(self._models)
@@ -103,8 +103,9 @@ def _same(before: Any, value: Any) -> bool:
 
 
 def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Modules of the packages, the models' modules and what these hold, with their attributes, and
-    what is held by objects that are swapped as a whole, as dispatchers of experts are."""
+    """Named owners of state and their attributes: Python modules of the packages, modules of the
+    models, objects that these hold, and objects held by those that are swapped as a whole, such as
+    dispatchers of experts."""
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(_PACKAGES) and module is not None:
             yield name, vars(module)

@@ -1,7 +1,4 @@
-"""What differs between Megatron core 0.12 and 0.16, asked of the installed version itself.
-
-Its functions get those arguments that their signatures name; no version number is compared.
-"""
+"""Differences between Megatron core 0.12 and 0.16, detected by signatures, not version numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +37,8 @@ _HIDDEN = {
     "expt_tp": "expert_tensor_parallel",
     "tp_ep": "expert_tensor_and_model_parallel",
 }
-"""Groups whose transfers are hidden: in a collection of groups, and in the parallel state."""
+"""Groups whose collectives are hidden, by their names in a ``pg_collection`` and in the parallel
+state."""
 
 
 @functools.cache
@@ -49,12 +47,12 @@ def _names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def asked_for(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """Those of the offered arguments that a function of this version has."""
+    """Those of the offered arguments that this version of a function accepts."""
     return {name: value for name, value in offered.items() if name in _names(function)}
 
 
 class Layout:
-    """Model chunks of a step, and its groups: those given (``pg_collection``), else the job's.
+    """Model chunks and groups of a step: those of its ``pg_collection``, or the parallel state's.
 
     Attributes:
         models: the chunks of this rank.
@@ -78,12 +76,12 @@ class Layout:
         self.stage: int = self.pipeline.rank()
 
     def shape(self, microbatches: int) -> tuple[int, int, int, int]:
-        """What :func:`~commfuse_npu.plan.slots.slots` is asked of this rank."""
+        """Arguments of :func:`~commfuse_npu.plan.slots.slots` for this rank."""
         return self.stages, self.stage, len(self.models), microbatches
 
     def hidden(self) -> list[dist.ProcessGroup]:
-        """Groups of tensor, expert and context parallelism, MindSpeed's hybrid one included, of
-        more than one rank."""
+        """Groups of tensor, expert and context parallelism with more than one rank, including
+        MindSpeed's hybrid context parallelism."""
         from megatron.core import parallel_state
 
         state = {
@@ -102,7 +100,7 @@ class Layout:
 
 
 def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> Callable[..., Any]:
-    """This version's exchange with both neighbours in a pipeline."""
+    """The function of this version that exchanges tensors with both neighbours in a pipeline."""
     from megatron.core.pipeline_parallel import p2p_communication
 
     communicator = getattr(p2p_communication, "P2PCommunicator", None)
@@ -114,7 +112,7 @@ def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> 
 
 
 def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: Any) -> str | None:
-    """What of this version cannot be overlapped, by its name in the config or the step."""
+    """Why this step cannot be overlapped, beginning with the setting's name; ``None`` if it can."""
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

@@ -48,7 +48,7 @@ class ForwardBackwardFeature(MindSpeedFeature):
     """Two micro-batches take turns at their transfers.
 
     Attributes:
-        overlapping: the training's, once patches are registered.
+        overlapping: that of this training, once patches are registered.
     """
 
     def __init__(self) -> None:
@@ -90,24 +90,24 @@ class ForwardBackwardFeature(MindSpeedFeature):
 
 
 class Overlapping:
-    """The schedule of one training, with Megatron core 0.12 to 0.16; without MindSpeed::
+    """Replaces the schedule of a training, with Megatron core 0.12 to 0.16.  Without MindSpeed::
 
         Overlapping().start()  # on all ranks, before the first step
 
-    The first step is Megatron's own order, watched by the census; what it finds decides, on all
-    ranks alike, whether the following ones overlap.  On a device one more step in Megatron's order
-    and two that overlap are then compared, and the faster way is kept: where the host is the limit,
-    nothing is gained.
+    The first step runs in Megatron's order, under the census, which decides on all ranks whether
+    the following steps overlap.  On a device one more step in Megatron's order and two with overlap
+    are then timed, and the faster way is kept: if the host is the limit, overlap gains nothing.
 
     Args:
         plain_pipelines: overlap in a pipeline of ``p`` stages without virtual stages, too, where
-            the first stage holds the activations of up to ``2 p - 1`` micro-batches, for ``p``.
-        order_log: the folder in which the order of collectives is recorded; ``None`` for nowhere.
+            the first stage then holds the activations of up to ``2 p - 1`` micro-batches instead of
+            ``p``.
+        order_log: a folder in which to record the order of collectives.
 
     Attributes:
-        overlap: runs the pairs; ``None`` before the second step, and where it was refused.
-        clock: seconds, with nothing under way on the device; ``None`` on a CPU, where ranks that
-            share cores say nothing about speed.
+        overlap: runs the pairs; ``None`` before the second step, and if it was refused.
+        clock: seconds, after synchronizing the device; ``None`` on a CPU, where ranks share cores
+            and times mean little.
     """
 
     def __init__(self, *, plain_pipelines: bool = False, order_log: str | None = None) -> None:
@@ -120,23 +120,23 @@ class Overlapping:
         self._said: set[str] = set()
 
     def start(self) -> None:
-        """Wrap ``get_forward_backward_func``, also in modules that have imported it by now."""
+        """Wrap ``get_forward_backward_func``, also in modules that already imported it."""
         self.register(self._patches)
         self._patches.apply_patches()
 
     def stop(self) -> None:
-        """Put back what :meth:`start` replaced."""
+        """Undo :meth:`start`."""
         self._patches.remove_patches()
 
     def register(self, patch_manager: Any) -> None:
-        """The same with MindSpeed's patch manager."""
+        """Like :meth:`start`, with MindSpeed's patch manager."""
         path = f"{_SCHEDULES}.get_forward_backward_func"
         patch_manager.register_patch(path, self.get_forward_backward_func_wrapper)
 
     def get_forward_backward_func_wrapper(
         self, get_forward_backward_func: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Around Megatron's choice of a schedule."""
+        """Wrap Megatron's choice of a schedule."""
 
         @functools.wraps(get_forward_backward_func)
         def get(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -166,7 +166,7 @@ class Overlapping:
         return _overlapped(self.overlap, step)
 
     def _obstacle(self, plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
-        """Why this step cannot be overlapped."""
+        """Why this step cannot be overlapped; ``None`` if it can."""
         from megatron.core import utils
 
         if inspect.unwrap(plain).__module__ != _SCHEDULES:
@@ -202,7 +202,7 @@ class Overlapping:
         overlap: ForwardBackwardOverlap,
         clock: Callable[[], float],
     ) -> Any:
-        """A step of three; after the last one the faster way is kept."""
+        """Time one of three steps; after the last one keep the faster way."""
         start = clock()
         losses = _overlapped(overlap, step) if self._tried else plain(**step)
         self._tried.append(clock() - start)
@@ -219,7 +219,7 @@ class Overlapping:
         return losses
 
     def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
-        """The first step; afterwards it is decided."""
+        """Run the first step under the census, and decide about the following ones."""
         self._decided = True
         layout = Layout(step)
         groups = layout.hidden()

@@ -1,9 +1,9 @@
 """Megatron's schedules with the forward and the backward of a slot side by side.
 
-One loop for no pipeline, a plain one and a virtual one (:mod:`commfuse_npu.plan.slots`), written
-against ``megatron.core.pipeline_parallel.schedules`` of Megatron core 0.12 to 0.16: its
-``forward_step`` and ``backward_step``, called through the module, so that patches of them stay in
-force, with the arguments that the installed version asks for (:mod:`.core_versions`).
+One loop for training without a pipeline, with a plain and with a virtual one
+(:mod:`commfuse_npu.plan.slots`).  It calls ``forward_step`` and ``backward_step`` of the module
+``megatron.core.pipeline_parallel.schedules`` (core 0.12 to 0.16) by name, so that patches stay in
+force, with the arguments that the installed version accepts (:mod:`.core_versions`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Pairs(Protocol):
     def run(
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
     ) -> tuple[Any, Any]:
-        """What each returns; pairs of the same kind run the same chunks."""
+        """Run both and return both results; pairs of the same kind run the same model chunks."""
 
 
 class OverlappedSchedule:
     """One training step, as Megatron's ``forward_backward_func``.
 
     Args:
-        pairs: runs them.
-        step: the arguments of Megatron's function, by name.
+        pairs: runs a forward and a backward.
+        step: the keyword arguments of Megatron's function.
     """
 
     def __init__(self, pairs: Pairs, **step: Any) -> None:
@@ -64,7 +64,7 @@ class OverlappedSchedule:
         self._synchronised: set[int] = set()
 
     def run(self) -> list[Any]:
-        """The step; its losses on the last stage."""
+        """Run the step and return its losses, on the last stage."""
         config, schedules = self._config, self._schedules
         virtual, finalize = len(self._models) > 1, config.finalize_model_grads_func
         models = self._models if virtual else self._models[0]
@@ -103,7 +103,7 @@ class OverlappedSchedule:
         return self._losses
 
     def _run_slot(self, slot: Slot, received: Any, received_gradient: Any) -> tuple[Any, Any]:
-        """The output of its forward and the gradient that its backward made of its input."""
+        """Run a slot; return the output of its forward and the input gradient of its backward."""
         made, gradient = None, None
         if slot.forward and slot.backward:
             made, gradient = self._pairs.run(
@@ -176,7 +176,7 @@ class OverlappedSchedule:
         return gradient
 
     def _exchange(self, slot: Slot, following: Slot, output: Any, gradient: Any) -> tuple[Any, Any]:
-        """Send what this slot made to the neighbours, and receive what the next one needs."""
+        """Send results of this slot to the neighbours and receive inputs of the next one."""
         if self._stages == 1:
             return None, None
         send_next = slot.forward is not None and not self._is_last(slot.forward)
@@ -229,7 +229,7 @@ class OverlappedSchedule:
             self._parallel.set_virtual_pipeline_model_parallel_rank(chunk)
 
     def _hold_gradients(self) -> None:
-        """Reduce no gradients until they are released: Megatron's ``no_sync_func``."""
+        """Enter Megatron's ``no_sync_func``: gradients are reduced after their release."""
         if self._no_sync is None:
             self._no_sync = ExitStack()
             for function in _list(self._config.no_sync_func or []):
@@ -241,7 +241,7 @@ class OverlappedSchedule:
             self._no_sync = None
 
     def _begin_gradients(self, step: Step) -> None:
-        """Begin the reduction of the chunk that all stages have finished by now."""
+        """Start the gradient reduction of the chunk that all stages have finished."""
         ready = self._later("backward", step, -self._stage)
         if ready is not None and ready.microbatch == self._microbatches - 1:
             self._release_gradients()
@@ -249,13 +249,13 @@ class OverlappedSchedule:
             self._synchronised.add(ready.chunk)
 
     def _begin_parameters(self, step: Step) -> None:
-        """Begin to gather the parameters of the chunk after the one that the last stage reaches."""
+        """Start the parameter gather of the chunk after the one that the last stage reaches."""
         ahead = self._later("forward", step, self._stage)
         if ahead is not None and ahead.microbatch == 0 and 1 < ahead.chunk + 1 < len(self._models):
             self._synchronise(self._config.param_sync_func, ahead.chunk + 1)
 
     def _later(self, way: str, step: Step, by: int) -> Step | None:
-        """The step of this stage that is so many after another one."""
+        """The step of this stage that comes ``by`` steps after another one."""
         number = self._steps[way].index(step) + by
         return self._steps[way][number] if 0 <= number < len(self._steps[way]) else None
 

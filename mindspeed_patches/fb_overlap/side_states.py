@@ -1,7 +1,7 @@
-"""State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph, one per side.
+"""State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph, swapped per side.
 
-Both sides write it: a forward sets it for its micro-batch, and a backward sets it again when it
-recomputes another one.  The census (:mod:`.census`) over rehearsed launches found the names.
+A forward sets it for its micro-batch, and a backward that recomputes sets it for another one.  The
+names were found by the census (:mod:`.census`) in rehearsed launches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GLOBALS = {
         ("AG_SHARED_EXPERTS_INPUTS",),
     ),
 }
-"""Globals of modules, where a version has them: the virtual stage, whether a checkpoint runs,
+"""Module globals, if a version has them: the virtual stage, whether a checkpoint is running,
 lengths and positions of packed documents, and gathers that shared experts wait for."""
 
 _TRACKED = "states_", "_current_state_name"
@@ -60,11 +60,11 @@ def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideStat
 
 
 def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
-    """Modules and objects, with those of their attributes that each side has; all if none is named.
+    """Objects and the names of their swapped attributes; all attributes if no name is given.
 
-    Of a module of the model what it keeps of its last call: MindSpeed-LLM's attention its mask, and
-    whoever recomputes a part of it the checkpoint, until that is hooked.  Of experts the dispatcher
-    as a whole: shapes, counts and permutations of the micro-batch that it dispatches.
+    Modules of the model keep state of their last call: attention of MindSpeed-LLM its mask, modules
+    that recompute a part the checkpoint, until it is hooked.  Dispatchers of experts are swapped as
+    a whole: shapes, counts and permutations of a micro-batch.
     """
     for name, names in GLOBALS.items():
         found = sys.modules.get(name)
@@ -83,7 +83,7 @@ def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]
 
 
 def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules with their paths, unlike in each model chunk."""
+    """All modules, with paths that differ between model chunks."""
     for chunk, model in enumerate(models):
         for path, module in model.named_modules():
             yield f"chunk {chunk}, {path}: {type(module).__name__}", module
@@ -91,7 +91,7 @@ def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 @functools.cache
 def scratch_of_each_side() -> None:
-    """Let Megatron's shared buffers, into which it gathers, be one per side."""
+    """Give each side its own of Megatron's shared gather buffers."""
     buffer: Any = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
     get: Callable[..., Any] = buffer.get_tensor
 

@@ -383,7 +383,7 @@ def diverged(rank: int, orders: bool) -> None:
 
 @pytest.mark.parametrize("orders", [False, True])
 def test_ranks_that_hand_over_or_have_orders_that_differ_are_told(ranks: Any, orders: bool) -> None:
-    told = rf"handed over \[\d, 0\] times in {2 - orders} pairs, other ranks .* met others than"
+    told = rf"handed over \[\d, 0\] times in {2 - orders} pairs, other ranks .* matched wrongly"
     for outcome in ranks(2).outcomes(diverged, orders):
         assert re.search(told, str(outcome.error))
 

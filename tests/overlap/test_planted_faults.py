@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[Any, str, Any, Callable[[int], Any]]] = {
         lambda _: test_order.test_a_chosen_order_hands_over_between_dgrad_and_wgrad(),
     ),
 }
-NOTICED = "DID NOT RAISE|their transfers met others than they should"
+NOTICED = "DID NOT RAISE|their collectives were matched wrongly"
 
 
 def planted(rank: int, name: str) -> None:
