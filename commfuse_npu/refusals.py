@@ -2,26 +2,24 @@
 
 The launch looks options up in argparse's namespaces, twice: at patch time, because features that
 replace Megatron's linear classes do so before any argument is checked, when options that nobody
-typed are absent and values are strings; and again with the real arguments.  The doctor looks them
-up in the words of a command line, where Megatron's default stands for what nobody typed.
+typed are absent and values are strings; and again with the real arguments.  The tools look them up
+in the words of a command line, where Megatron's default stands for what nobody typed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from commfuse_npu.options import value_of
 
 __all__ = [
     "ATTENTION_REFUSALS",
-    "DATA_PARALLEL_REFUSALS",
     "FB_OVERLAP_REFUSALS",
     "REFUSALS",
     "REFUSALS_OF",
-    "ULYSSES_REFUSALS",
     "Needs",
     "Refusal",
     "missing",
@@ -41,9 +39,6 @@ def _above(limit: float) -> Callable[[Any], bool]:
             return True  # Whatever it is, it is not known to be harmless.
 
     return applies
-
-
-_more_than_one = _above(1)
 
 
 def _one_of(*values: str) -> Callable[[Any], bool]:
@@ -71,11 +66,11 @@ class Refusal:
 
     option: str
     why: str
-    instead: str = "leave one of the two out"
-    applies: Callable[[Any], bool] = _set
-    also: tuple[str, ...] = ()
-    ours: str = "--use-commfuse"
-    default: str | None = None
+    instead: str
+    applies: Callable[[Any], bool]
+    also: tuple[str, ...]
+    ours: str
+    default: str | None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,190 +96,136 @@ class Refusal:
         return f"{self.ours} and {self.option} exclude each other: {self.why}; {self.way_out}"
 
 
-def _with(ours: str, *refusals: Refusal) -> tuple[Refusal, ...]:
-    return tuple(replace(refusal, ours=ours) for refusal in refusals)
+_Row = str | tuple[str, str] | tuple[str, str, Callable[[Any], bool]]
+"""Why; also the way out; also the values that are meant, all that switch it on by default."""
 
-
+_CHOOSE = "leave one of the two out"
 _REPLACES = "it replaces Megatron's column- and row-parallel linear layers by its own"
 _REPAIRED = "after a fault it goes on with process groups made anew, and lanes are not made anew"
 _NO_WGRAD = "it takes the weight gradients out of the backward of the linear layers"
-
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal("--use-ascend-mc2", _REPLACES),
-    Refusal("--use-ascend-coc", _REPLACES),
-    Refusal("--unaligned-linear", _REPLACES),
-    Refusal(
-        "--tp-2d", "it splits each linear layer over two dimensions with collectives of its own"
-    ),
-    Refusal(
-        "--moe-fb-overlap",
-        "it takes the backward of the linear layers apart to overlap it with expert transfers",
-    ),
-    Refusal("--use-nanopipe", _NO_WGRAD),
-    Refusal(
-        "--schedules-method dualpipev",
-        _NO_WGRAD,
-        "leave {ours} out or choose another pipeline schedule",
-        _one_of("dualpipev"),
-    ),
-    Refusal("--qat-scheme", "quantization-aware training quantizes inside the linear layers"),
-    Refusal(
-        "--fp8-format",
-        "the fused layers compute in fp32, bf16 and fp16 only",
-        "leave one of the two out and train in --bf16",
-        also=("fp8",),
-    ),
-    Refusal(
-        "--lora-target-modules", "LoRA wraps the linear layers and trains adapters beside them"
-    ),
-    Refusal("--tp-comm-overlap", "it is Transformer Engine's own overlap of the same transfers"),
-    Refusal(
-        "--output-layer-slice-num",
-        "it runs the output layer slice by slice with collectives of its own",
-        applies=_more_than_one,
-    ),
-    Refusal(
-        "--enable-high-availability",
-        _REPAIRED,
-        "leave one of the two out, and HIGH_AVAILABILITY unset, which switches it on, too",
-    ),
-    Refusal("--ttp-enabled", _REPAIRED),
-    Refusal(
-        "--use-legacy-models",
-        "legacy models do not use Megatron core's linear layers",
-        "leave one of the two out; --use-mcore-models has the layers that are fused",
-    ),
-)
-"""Every option that excludes CommFuse (MindSpeed's and MindSpeed-LLM's feature sources, read)."""
-
-
 _WINDOW = "a query sees a window of the keys only"
+_OWN_SCHEDULE = "it has a pipeline schedule of its own"
+_OTHER_SCHEDULE = "leave {ours} out or choose another pipeline schedule"
+_OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
+_FREES = "a backward frees parameters that the forward beside it uses"
 
-ATTENTION_REFUSALS = _with(
-    "--commfuse-attention",
-    Refusal(
-        "--attention-dropout",
+_ATTENTION: dict[str, _Row] = {
+    "--attention-dropout": (
         "the fused attention has no dropout",
         "pass --attention-dropout 0.0 or leave {ours} out",
         _above(0),
-        default="0.1",
     ),
-    Refusal(
-        "--multi-latent-attention",
-        "its queries and keys are not those of Megatron's SelfAttention",
-    ),
-    Refusal(
-        "--context-parallel-size", "a rank has a part of the sequence only", applies=_more_than_one
-    ),
-    Refusal(
-        "--position-embedding-type alibi",
-        "alibi adds a bias to the scores",
-        applies=_one_of("alibi"),
-    ),
-    Refusal("--sliding-window", _WINDOW),
-    Refusal("--interleave-sliding-window", _WINDOW),
-    Refusal(
-        "--pre-tockens",
-        _WINDOW,
-        "leave one of the two out, or pass the default",
-        # MindSpeed's default and MindSpeed-LLM's: more than any sequence that they expect.
-        _other_than(65536, 1048576),
-    ),
-    Refusal(
-        "--next-tockens",
-        "queries see later keys, too",
-        "leave one of the two out, or pass 0",
-        _other_than(0),
-    ),
-    Refusal(
-        "--sparse-mode",
+    "--multi-latent-attention": "its queries and keys are not those of Megatron's SelfAttention",
+    "--context-parallel-size": ("a rank has a part of the sequence only", _CHOOSE, _above(1)),
+    "--position-embedding-type alibi": ("alibi adds a bias to the scores", _CHOOSE),
+    "--sliding-window": _WINDOW,
+    "--interleave-sliding-window": _WINDOW,
+    # MindSpeed's default and MindSpeed-LLM's: more than any sequence that they expect.
+    "--pre-tockens": (_WINDOW, f"{_CHOOSE}, or pass the default", _other_than(65536, 1048576)),
+    "--next-tockens": ("queries see later keys, too", f"{_CHOOSE}, or pass 0", _other_than(0)),
+    "--sparse-mode": (
         "other modes than 0 and 2 have other masks than causal and none",
-        "leave one of the two out, or choose 0 or 2",
+        f"{_CHOOSE}, or choose 0 or 2",
         _other_than(0, 2),
     ),
-    Refusal("--query-pre-attn-scalar", "it scales the scores otherwise"),
-    Refusal("--attn-logit-softcapping", "it bends the scores before the softmax"),
-)
-"""Every option that excludes ``--commfuse-attention``."""
+    "--query-pre-attn-scalar": "it scales the scores otherwise",
+    "--attn-logit-softcapping": "it bends the scores before the softmax",
+}
+_TABLE: dict[str, dict[str, _Row]] = {
+    "--use-commfuse": {
+        "--use-ascend-mc2": _REPLACES,
+        "--use-ascend-coc": _REPLACES,
+        "--unaligned-linear": _REPLACES,
+        "--tp-2d": "it splits each linear layer over two dimensions with collectives of its own",
+        "--moe-fb-overlap": "it takes the backward of the linear layers apart to overlap it with "
+        "expert transfers",
+        "--use-nanopipe": _NO_WGRAD,
+        "--schedules-method dualpipev": (_NO_WGRAD, _OTHER_SCHEDULE),
+        "--qat-scheme": "quantization-aware training quantizes inside the linear layers",
+        "--fp8-format": (
+            "the fused layers compute in fp32, bf16 and fp16 only",
+            f"{_CHOOSE} and train in --bf16",
+        ),
+        "--lora-target-modules": "LoRA wraps the linear layers and trains adapters beside them",
+        "--tp-comm-overlap": "it is Transformer Engine's own overlap of the same transfers",
+        "--output-layer-slice-num": (
+            "it runs the output layer slice by slice with collectives of its own",
+            _CHOOSE,
+            _above(1),
+        ),
+        "--enable-high-availability": (
+            _REPAIRED,
+            f"{_CHOOSE}, and HIGH_AVAILABILITY unset, which switches it on, too",
+        ),
+        "--ttp-enabled": _REPAIRED,
+        "--use-legacy-models": (
+            "legacy models do not use Megatron core's linear layers",
+            f"{_CHOOSE}; --use-mcore-models has the layers that are fused",
+        ),
+    },
+    "--commfuse-attention": _ATTENTION,
+    # Besides, what the layout has to be (:func:`missing`).
+    "--commfuse-ulysses": {
+        **{option: row for option, row in _ATTENTION.items() if "context-parallel" not in option},
+        "--context-parallel-kv-cache-policy": "it exchanges the heads inside the local attention, "
+        "and again in the backward",
+        "--use-ulysses-allgather-kv": "it gathers keys and values instead of exchanging heads",
+    },
+    "--commfuse-dp": {
+        "--num-distributed-optimizer-instances": (
+            "gradients are then reduced in two steps, over two groups",
+            _CHOOSE,
+            _above(1),
+        ),
+        "--use-custom-fsdp": _OWN_BUFFERS,
+        "--use-torch-fsdp2": _OWN_BUFFERS,
+        "--layerzero": _OWN_BUFFERS,
+        "--quant-grads": "the ranks agree on scales of the quantized gradients before they sum "
+        "them",
+        "--optimizer muon": (
+            "it shards whole layers and gathers them in transfers of its own",
+            "leave {ours} out or choose another optimizer",
+            _one_of("muon", "dist_muon"),
+        ),
+        "--layerwise-disaggregated-training": "its first pipeline stage does not reduce gradients",
+    },
+    "--commfuse-fb-overlap": {
+        "--moe-fb-overlap": "it overlaps the same forwards and backwards",
+        "--schedules-method dualpipev": (_OWN_SCHEDULE, _OTHER_SCHEDULE),
+        "--recompute-in-bubble": _OWN_SCHEDULE,
+        "--recompute-in-advance": _OWN_SCHEDULE,
+        "--use-nanopipe": _OWN_SCHEDULE,
+        "--optimize-send-recv-comm": _OWN_SCHEDULE,
+        "--automated-pipeline-perf": _OWN_SCHEDULE,
+        "--use-multiparameter-pipeline-model-parallel": _OWN_SCHEDULE,
+        "--layerwise-disaggregated-training": _OWN_SCHEDULE,
+        "--stage dpo": (_OWN_SCHEDULE, "leave {ours} out"),
+        "--use-torch-fsdp2": _FREES,
+        "--use-custom-fsdp": _FREES,
+        "--enable-cuda-graph": "a graph cannot hold a forward and a backward at once",
+    },
+}
+_ALSO = {"--fp8-format": ("fp8",)}
+_DEFAULTS = {"--attention-dropout": "0.1"}
 
 
-ULYSSES_REFUSALS = _with(
-    "--commfuse-ulysses",
-    *(other for other in ATTENTION_REFUSALS if other.option != "--context-parallel-size"),
-    Refusal(
-        "--context-parallel-kv-cache-policy",
-        "it exchanges the heads inside the local attention, and again in the backward",
-    ),
-    Refusal("--use-ulysses-allgather-kv", "it gathers keys and values instead of exchanging heads"),
-)
-"""Every option that excludes ``--commfuse-ulysses``, besides what the layout has to be."""
-
-
-_OWN_SCHEDULE = "it has a pipeline schedule of its own"
-
-FB_OVERLAP_REFUSALS = _with(
-    "--commfuse-fb-overlap",
-    Refusal("--moe-fb-overlap", "it overlaps the same forwards and backwards"),
-    Refusal(
-        "--schedules-method dualpipev",
-        _OWN_SCHEDULE,
-        "leave {ours} out or choose another pipeline schedule",
-        _one_of("dualpipev"),
-    ),
-    *(
-        Refusal(option, _OWN_SCHEDULE)
-        for option in (
-            *("--recompute-in-bubble", "--recompute-in-advance", "--use-nanopipe"),
-            *("--optimize-send-recv-comm", "--automated-pipeline-perf"),
-            *("--use-multiparameter-pipeline-model-parallel", "--layerwise-disaggregated-training"),
-        )
-    ),
-    Refusal("--stage dpo", _OWN_SCHEDULE, "leave {ours} out", _one_of("dpo")),
-    Refusal("--use-torch-fsdp2", "a backward frees parameters that the forward beside it uses"),
-    Refusal("--use-custom-fsdp", "a backward frees parameters that the forward beside it uses"),
-    Refusal("--enable-cuda-graph", "a graph cannot hold a forward and a backward at once"),
-)
-"""Every option that excludes ``--commfuse-fb-overlap``."""
-
-
-_OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
-
-DATA_PARALLEL_REFUSALS = _with(
-    "--commfuse-dp",
-    Refusal(
-        "--num-distributed-optimizer-instances",
-        "gradients are then reduced in two steps, over two groups",
-        applies=_more_than_one,
-    ),
-    Refusal("--use-custom-fsdp", _OWN_BUFFERS),
-    Refusal("--use-torch-fsdp2", _OWN_BUFFERS),
-    Refusal("--layerzero", _OWN_BUFFERS),
-    Refusal(
-        "--quant-grads",
-        "the ranks agree on scales of the quantized gradients before they sum them",
-    ),
-    Refusal(
-        "--optimizer muon",
-        "it shards whole layers and gathers them in transfers of its own",
-        "leave {ours} out or choose another optimizer",
-        _one_of("muon", "dist_muon"),
-    ),
-    Refusal(
-        "--layerwise-disaggregated-training",
-        "its first pipeline stage does not reduce gradients",
-    ),
-)
-"""Every option that excludes ``--commfuse-dp``."""
+def _refusal(ours: str, option: str, row: _Row) -> Refusal:
+    why, instead, *applies = (row, _CHOOSE) if isinstance(row, str) else row
+    name, *values = option.split()
+    meant = applies[0] if applies else _one_of(*values) if values else _set
+    return Refusal(option, why, instead, meant, _ALSO.get(name, ()), ours, _DEFAULTS.get(name))
 
 
 REFUSALS_OF = {
-    "--use-commfuse": REFUSALS,
-    "--commfuse-attention": ATTENTION_REFUSALS,
-    "--commfuse-ulysses": ULYSSES_REFUSALS,
-    "--commfuse-dp": DATA_PARALLEL_REFUSALS,
-    "--commfuse-fb-overlap": FB_OVERLAP_REFUSALS,
+    ours: tuple(_refusal(ours, option, row) for option, row in rows.items())
+    for ours, rows in _TABLE.items()
 }
-"""By the option of CommFuse that they exclude."""
+"""By the option of CommFuse that they exclude (MindSpeed's and MindSpeed-LLM's feature sources,
+read)."""
+
+REFUSALS = REFUSALS_OF["--use-commfuse"]
+ATTENTION_REFUSALS = REFUSALS_OF["--commfuse-attention"]
+FB_OVERLAP_REFUSALS = REFUSALS_OF["--commfuse-fb-overlap"]
 
 
 class Needs(NamedTuple):
@@ -306,41 +247,34 @@ class Needs(NamedTuple):
 
 def missing(ours: str, needs: Needs) -> str:
     """What an option of CommFuse needs and a launch lacks, with the way out; empty for nothing."""
-    check = {"--commfuse-dp": _dp, "--commfuse-ulysses": _ulysses}
-    return check[ours](needs) if ours in check else ""
-
-
-def _dp(needs: Needs) -> str:
-    if needs.distributed_optimizer:
+    if ours == "--commfuse-dp" and not needs.distributed_optimizer:
+        return (
+            "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
+            "and parameters never gathered; add it, or leave --commfuse-dp out"
+        )
+    if ours != "--commfuse-ulysses":
         return ""
-    return (
-        "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
-        "and parameters never gathered; add it, or leave --commfuse-dp out"
-    )
-
-
-def _ulysses(needs: Needs) -> str:
     size, tensor, heads, length = needs.context, needs.tensor, needs.heads, needs.length
     if size < 2:
         return (
-            "--commfuse-ulysses needs --context-parallel-size of at least 2: a context-parallel "
+            f"{ours} needs --context-parallel-size of at least 2: a context-parallel "
             "group of one exchanges no heads; leave one of the two out"
         )
     if needs.algorithm != "ulysses_cp_algo":
         return (
-            "--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not "
+            f"{ours} needs --context-parallel-algo ulysses_cp_algo, not "
             f"{needs.algorithm}: others do not exchange heads, or do so over a part of the group; "
-            "choose it, or leave --commfuse-ulysses out"
+            f"choose it, or leave {ours} out"
         )
     if heads is not None and heads % (tensor * size):
         return (
-            f"--commfuse-ulysses: --num-attention-heads {heads} is not divisible by "
+            f"{ours}: --num-attention-heads {heads} is not divisible by "
             f"--tensor-model-parallel-size {tensor} times --context-parallel-size {size}; "
             f"choose sizes whose product divides {heads}"
         )
     if length is not None and length % size:
         return (
-            f"--commfuse-ulysses: --seq-length {length} is not divisible by "
+            f"{ours}: --seq-length {length} is not divisible by "
             f"--context-parallel-size {size}; choose {-(-length // size) * size}"
         )
     return ""

@@ -9,7 +9,6 @@ for Megatron's GPTModel.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from commfuse_npu.options import LAYERS
@@ -21,7 +20,6 @@ __all__ = [
     "LinearLayer",
     "attention_obstacle",
     "judge",
-    "recomputes_attention",
     "sequence_parallel",
     "size_of",
 ]
@@ -50,19 +48,20 @@ class LinearLayer(NamedTuple):
     silent: Why = lambda options: ""
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(NamedTuple):
     """The forward of a layer.
 
     Attributes:
         layer: its name.
         state: ``fused``; ``left`` to Megatron; or ``silent``, it has no transfer to hide.
         reason: why it is not fused, or empty.
+        column: whether it is column-parallel.
     """
 
     layer: str
     state: Literal["fused", "left", "silent"]
-    reason: str = ""
+    reason: str
+    column: bool
 
 
 def judge(options: Options, layers: Collection[str] = LAYERS) -> list[Judged]:
@@ -76,41 +75,36 @@ def judge(options: Options, layers: Collection[str] = LAYERS) -> list[Judged]:
 
 
 def _judged(layer: LinearLayer, options: Options, layers: Collection[str]) -> Judged:
-    if reason := layer.silent(options):
-        return Judged(layer.name, "silent", reason)
-    if layer.column and not sequence_parallel(options):
-        reason = "without sequence parallelism the forward has no transfer"
-        return Judged(layer.name, "silent", reason)
-    if layer.known_as is None:
-        return Judged(layer.name, "left", "it is not among the layers that can be fused")
-    if layer.known_as not in layers:
-        return Judged(layer.name, "left", f"{layer.known_as} is not in the list of layers to fuse")
-    if reason := layer.own(options):
-        return Judged(layer.name, "left", reason)
-    if size_of(options, "tensor-model") == 1:
-        reason = "a tensor-parallel group of one has nothing to transfer"
-        return Judged(layer.name, "silent", reason)
-    if "--cpu-offloading" in options:
-        return Judged(layer.name, "left", "cpu_offloading needs Transformer Engine's layers")
-    return Judged(layer.name, "fused")
-
-
-def recomputes_attention(options: Options) -> bool:
-    """Whether the core attention is recomputed by itself.
-
-    MindSpeed's attention does so at this granularity whatever ``--recompute-modules`` lists.
-    """
-    selective = options.text("--recompute-granularity") == "selective"
-    return selective or "--recompute-activations" in options
+    known_as, unsplit = layer.known_as, layer.column and not sequence_parallel(options)
+    alone = size_of(options, "tensor-model") == 1
+    reasons: tuple[tuple[Literal["left", "silent"], str | bool], ...] = (
+        ("silent", layer.silent(options)),
+        ("silent", unsplit and "without sequence parallelism the forward has no transfer"),
+        ("left", known_as is None and "it is not among the layers that can be fused"),
+        ("left", known_as not in layers and f"{known_as} is not in the list of layers to fuse"),
+        ("left", layer.own(options)),
+        ("silent", alone and "a tensor-parallel group of one has nothing to transfer"),
+        (
+            "left",
+            "--cpu-offloading" in options and "cpu_offloading needs Transformer Engine's layers",
+        ),
+    )
+    for state, reason in reasons:
+        if reason:
+            return Judged(layer.name, state, str(reason), layer.column)
+    return Judged(layer.name, "fused", "", layer.column)
 
 
 def attention_obstacle(options: Options) -> str:
-    """Why no attention waits for its projection (``--commfuse-attention``); empty if it does."""
-    if recomputes_attention(options):
+    """Why no attention waits for its projection (``--commfuse-attention``); empty if it does.
+
+    MindSpeed's attention is recomputed by itself at the granularity ``selective``, whatever
+    ``--recompute-modules`` lists.
+    """
+    selective = options.text("--recompute-granularity") == "selective"
+    if selective or "--recompute-activations" in options:
         return "selective recomputation runs the core attention by itself"
-    if not sequence_parallel(options):
-        return "without sequence parallelism nothing is split"
-    return ""
+    return "" if sequence_parallel(options) else "without sequence parallelism nothing is split"
 
 
 def size_of(options: Options, kind: str) -> int:
@@ -127,6 +121,10 @@ def sequence_parallel(options: Options) -> bool:
     return "--sequence-parallel" in options and size_of(options, "tensor-model") > 1
 
 
+def _given(*names: str) -> Has:
+    return lambda options: any(name in options for name in names)
+
+
 def _part(options: Options, option: str) -> bool:
     """Whether a ratio of layers is given that is not 0."""
     return (options.text(option) or "").strip("0.") != ""
@@ -137,15 +135,12 @@ def _spec(name: str) -> Has:
 
 
 _mamba, _compressed, _longcat = _spec("mamba_spec"), _spec("deepseek4_spec"), _spec("longcat_spec")
+# Qwen3-Next: every so many layers attend, with q, k and v apart; the others are linear.
+_delta_net = _given("--full-attention-interval")
 
 
 def _latent(options: Options) -> bool:
     return "--multi-latent-attention" in options and not _compressed(options)
-
-
-def _delta_net(options: Options) -> bool:
-    """Qwen3-Next: every so many layers attend, with q, k and v apart; the others are linear."""
-    return "--full-attention-interval" in options
 
 
 def _attends(options: Options) -> bool:
@@ -173,15 +168,13 @@ def _shared_experts(options: Options) -> bool:
     return _experts(options) and any(options.number(name, 0) for name in names)
 
 
-_OVERLAPS = (
-    *("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
-    "--moe-shared-expert-overlap",
-)
-
-
 def _overlapped(options: Options) -> str:
     """With these, shared experts have linear layers of MindSpeed, or ones that transfer nothing."""
-    given = next((option for option in _OVERLAPS if option in options), "")
+    overlaps = (
+        *("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
+        "--moe-shared-expert-overlap",
+    )
+    given = next((option for option in overlaps if option in options), "")
     return given and f"{given} runs them beside the experts' transfers"
 
 
@@ -202,14 +195,14 @@ def _dispatched(options: Options) -> str:
     return ""
 
 
-def _given(option: str, why: str) -> Why:
+def _why(option: str, why: str) -> Why:
     return lambda options: why if option in options else ""
 
 
-_GATHERED = _given(
+_GATHERED = _why(
     "--mla-up-proj-tp-overlap", "mla_up_proj_tp_overlap gathers its input before the call"
 )
-_DEFERRED = _given(
+_DEFERRED = _why(
     "--defer-embedding-wgrad-compute",
     "defer_embedding_wgrad_compute keeps the gradients for later",
 )
@@ -217,6 +210,10 @@ _DEFERRED = _given(
 
 def _of_experts(options: Options) -> str:
     return "expert layers communicate by their own rules"
+
+
+def _projects(options: Options) -> bool:
+    return _attends(options) and not _compressed(options)
 
 
 LINEAR_LAYERS = (
@@ -230,15 +227,13 @@ LINEAR_LAYERS = (
     LinearLayer("CSA's o_up", False, _compressed, None),
     LinearLayer("mamba in", True, _mamba, "fc1"),
     LinearLayer("mamba out", False, _mamba, "fc2"),
-    LinearLayer(
-        "proj", False, lambda options: _attends(options) and not _compressed(options), "proj"
-    ),
+    LinearLayer("proj", False, _projects, "proj"),
     LinearLayer("fc1", True, _dense, "fc1"),
     LinearLayer("fc2", False, _dense, "fc2"),
     LinearLayer("shared_fc1", True, _shared_experts, "shared_fc1", _overlapped),
     LinearLayer("shared_fc2", False, _shared_experts, "shared_fc2", _overlapped),
     LinearLayer("experts", False, _experts, "fc2", _of_experts, _dispatched),
-    LinearLayer("eh_proj", True, lambda options: "--mtp-num-layers" in options, "eh_proj"),
+    LinearLayer("eh_proj", True, _given("--mtp-num-layers"), "eh_proj"),
     LinearLayer("output", True, lambda options: True, "output", _DEFERRED),
 )
 """A line per kind of linear layer."""

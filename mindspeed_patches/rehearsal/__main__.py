@@ -31,8 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import Launch
-from commfuse_npu.tools.launch_script.read import read_launch
+from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from mindspeed_patches.rehearsal import report
 from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, write_cann_stubs
 from mindspeed_patches.rehearsal.compare import (

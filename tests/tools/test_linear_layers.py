@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from commfuse_npu.options import LAYERS
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.linear_layers import judge
+from commfuse_npu.tools.linear_layers import attention_obstacle, judge
+from commfuse_npu.tools.plan.transfers import fused_layers
 from mindspeed_patches import wrappers
+from mindspeed_patches.attention import AttentionWrappers
+from tests.tools.plan.launches import FUSED, SIZES, asked
 
 TP = "--tensor-model-parallel-size 4"
 SP = f"{TP} --sequence-parallel"
@@ -103,13 +107,71 @@ def test_layers_that_are_not_chosen_are_left() -> None:
     assert layers(SP, "left", ("proj", "output")) == said
 
 
+# ------------------------------------------------------------------ the wrappers say the same
+
+Called = list[tuple[str, tuple[int, ...]]]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Called:
+    """Operators only say their name and what they are given."""
+    found: Called = []
+    for name in (
+        *("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"),
+        "attention_linear_reduce_scatter",
+    ):
+
+        def operator(x: torch.Tensor, *_: torch.Tensor, op: str = name, **__: object):
+            found.append((op, tuple(x.shape)))
+            return x
+
+        monkeypatch.setattr(wrappers, name, operator)
+    return found
+
+
+def linear(known_as: str, parallel: bool, offloading: bool = False, **more: Any) -> Any:
+    """A layer as it would arrive at the wrappers."""
+    flags = dict.fromkeys(
+        ("skip_bias_add", "gather_output", "is_expert", "gradient_accumulation_fusion"), False
+    )
+    config = {"cpu_offloading": offloading, "defer_embedding_wgrad_compute": False}
+    return SimpleNamespace(
+        commfuse_layer=known_as,
+        weight=torch.empty(64, 64, dtype=torch.bfloat16),
+        bias=None,
+        sequence_parallel=parallel,
+        input_is_parallel=True,
+        output_size_per_partition=64,
+        input_size=64,
+        explicit_expert_comm=False,
+        disable_grad_reduce=False,
+        config=SimpleNamespace(attention_dropout=0.0, **config),
+        **flags,
+        **more,
+    )
+
+
+def wrapped(size: int, layers: tuple[str, ...], min_rows: int = 0) -> wrappers.LinearWrappers:
+    found = wrappers.LinearWrappers(layers=layers, min_rows=min_rows)
+    found.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
+    return found
+
+
+def own(layer: object, x: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
+    return x, None
+
+
+def forward(linears: wrappers.LinearWrappers, layer: Any, x: torch.Tensor) -> None:
+    column = layer.commfuse_layer not in ("proj", "fc2", "shared_fc2")
+    wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
+    wrap(own)(layer, x)
+
+
 @pytest.mark.parametrize("words", [SP, TP, f"{SP} --cpu-offloading", f"{EXPERTS} {TP}", "--bf16"])
 @pytest.mark.parametrize("known_as", [name for name in LAYERS if not name.endswith("_down")])
-def test_reasons_are_those_of_the_wrappers(monkeypatch, words: str, known_as: str) -> None:
+def test_reasons_are_those_of_the_wrappers(called: Called, words: str, known_as: str) -> None:
     """For the layers that Megatron's GPTModel has; of latent attention those that transfer."""
-    for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
-        monkeypatch.setattr(wrappers, name, lambda x, *_, **__: x)
-    chosen = [name for name in LAYERS if name != "fc1"]
+    chosen = tuple(name for name in LAYERS if name != "fc1")
     judged = {
         one.layer: one for one in judge(Options((words + HAS.get(known_as, "")).split()), chosen)
     }
@@ -117,27 +179,75 @@ def test_reasons_are_those_of_the_wrappers(monkeypatch, words: str, known_as: st
         assert words.startswith(EXPERTS)
         assert known_as in ("fc1", "fc2")
         return
-    parallel, size = "--sequence-parallel" in words, 4 if TP in words else 1
-    linears = wrappers.LinearWrappers(layers=chosen)
-    linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
-    layer = SimpleNamespace(
-        commfuse_layer=known_as,
-        weight=torch.empty(8, 8),
-        bias=None,
-        skip_bias_add=False,
-        sequence_parallel=parallel and size > 1,
-        gather_output=False,
-        input_is_parallel=True,
-        is_expert=False,
-        gradient_accumulation_fusion=False,
-        output_size_per_partition=8,
-        input_size=8,
-        config=SimpleNamespace(
-            defer_embedding_wgrad_compute=False, cpu_offloading="--cpu-offloading" in words
-        ),
+    size = 4 if TP in words else 1
+    linears = wrapped(size, chosen)
+    parallel = "--sequence-parallel" in words and size > 1
+    layer = linear(known_as, parallel, "--cpu-offloading" in words)
+    forward(linears, layer, torch.empty(8, 1, 64, dtype=torch.bfloat16))
+    assert list(linears.calls) == [(known_as, judged[known_as].reason or "fused")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        FUSED,
+        FUSED.replace("--sequence-parallel", ""),
+        f"{FUSED} --commfuse-min-rows auto",
+        f"{FUSED} --commfuse-min-rows auto --commfuse-chunks 2",
+        f"{FUSED} --commfuse-min-rows 97",
+        f"{FUSED} --commfuse-min-rows 96",
+        f"{FUSED} --tensor-model-parallel-size 1",
+    ],
+)
+def test_operators_are_those_of_the_wrappers(called: Called, line: str) -> None:
+    """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
+    launch = asked(line)
+    size = launch.judged.layout.tensor
+    for found in fused_layers(launch):
+        called.clear()
+        linears = wrapped(size, launch.fuse.commfuse_layers, launch.least_rows)
+        parallel = launch.config.uses_sequence_parallel
+        gathers = parallel and found.layer in ("qkv", "fc1", "output")
+        x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
+        forward(linears, linear(found.layer, parallel), x)
+        assert list(linears.calls) == [(found.layer, found.reason or "fused")]
+        assert [name for name, _ in called] == [found.operator] * bool(found.operator)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "",
+        "--sequence-parallel",
+        "--sequence-parallel --recompute-granularity selective",
+        "--sequence-parallel --recompute-activations",
+        "--sequence-parallel --recompute-granularity full",
+        "--sequence-parallel --commfuse-min-rows 100",
+    ],
+)
+def test_attention_waits_where_the_wrappers_let_it(called: Called, change: str) -> None:
+    fused = "--use-commfuse --bf16 --commfuse-attention --commfuse-min-rows 0"
+    launch = asked(f"{SIZES} {fused} {change}")
+    (found,) = [layer for layer in fused_layers(launch) if layer.layer == "proj"]
+    linears = wrapped(2, launch.fuse.commfuse_layers, launch.least_rows)
+    q = torch.zeros(64, 3, 4, 8, dtype=torch.bfloat16)
+
+    def attend(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return q.flatten(2)
+
+    # The attention and its projection in one, as Megatron's arguments would have them.
+    layer = linear(
+        "proj",
+        launch.config.uses_sequence_parallel,
+        core_attention=SimpleNamespace(forward=attend),
+        attn_mask_type="causal",
+        checkpoint_core_attention="selective" in change or "activations" in change,
+        training=True,
     )
-    column = known_as not in ("proj", "fc2", "shared_fc2")
-    wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
-    wrap(lambda layer, x, *_: (x, None))(layer, torch.empty(8, 1, 8))
-    found = judged[known_as]
-    assert list(linears.calls) == [(known_as, found.reason or "fused")]
+    AttentionWrappers(linears).self_attention_init_wrapper(lambda layer: None)(layer)
+    attended = layer.core_attention.forward(q, q, q, None)
+    linears.row_forward_wrapper(own)(layer, attended)
+    assert [name for name, _ in called] == [found.operator] * bool(found.operator)
+    said = attention_obstacle(launch.options) or found.reason or "fused"
+    assert linears.calls["attention", said] == 1
+    assert (found.operator == "attention_linear_reduce_scatter") == (said == "fused")

@@ -1,26 +1,96 @@
-"""``commfuse-npu doctor``: the options, and the report on this machine."""
+"""``commfuse-npu doctor``: everything that it looks at, and what it prints."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.tools.doctor.launch import read_launch
+from commfuse_npu.tools.doctor.devices import check_devices, listed_npus
+from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.doctor.report import diagnose
+from commfuse_npu.tools.doctor.versions import (
+    check_cann,
+    check_stack,
+    check_torch,
+    check_torch_npu_loads,
+)
+from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.option_types import Parser, refuse
+from commfuse_npu.tools.plan.checks import check_launch
+from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
 
-__all__ = ["main"]
+__all__ = ["Report", "diagnose", "main"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, and what all is ready for."""
+
+    findings: tuple[Finding, ...]
+    ready_for: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return all(finding.level != "error" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """Ready for what; or what is wrong."""
+        count = Counter(finding.level for finding in self.findings)
+        counted = f"{count['error']} errors, {count['warning']} warnings"
+        if self.ready:
+            return f"ready: {self.ready_for} ({counted})"
+        wrong = dict.fromkeys(one.what for one in self.findings if one.level == "error")
+        return f"not ready: {', '.join(wrong)} ({counted})"
+
+    def as_text(self) -> str:
+        lines = []
+        for section in dict.fromkeys(finding.section for finding in self.findings):
+            lines += [section, *(f"  {f}" for f in self.findings if f.section == section)]
+        return "\n".join([*lines, self.verdict])
+
+    def as_json(self) -> str:
+        found = [finding._asdict() for finding in self.findings]
+        return json.dumps(
+            {"ready": self.ready, "verdict": self.verdict, "findings": found}, indent=2
+        )
+
+
+def diagnose(machine: Machine, launch: AskedLaunch | None = None) -> Report:
+    """Look at everything."""
+    findings = [
+        Finding("versions", "Python", "ok", ".".join(map(str, sys.version_info[:3]))),
+        *check_torch(machine),
+        *check_torch_npu_loads(machine),
+        check_cann(machine),
+        *check_stack(machine),
+        *check_devices(machine, launch),
+        *check_variables(machine, launch),
+        *(check_launch(launch) if launch is not None else ()),
+    ]
+    npus = len(listed_npus(machine))
+    if launch is not None:
+        has = f"{npus} NPUs" if npus else "no NPU and can rehearse it"
+        return Report(tuple(findings), f"{launch.name} would start; this machine has {has}")
+    here = f"this machine can run CommFuse on {npus} NPUs"
+    without = "this machine has no NPU and can run the CPU form, rehearsals and simulations"
+    return Report(tuple(findings), here if npus else without)
 
 
 def main(words: Sequence[str]) -> int:
     """Run the subcommand: 0 ready, 1 something will not work, 2 invalid request."""
     parser = Parser(
         prog="commfuse-npu doctor",
-        description="Is this machine, and this launch, ready for CommFuse?",
+        description="Is this machine ready for CommFuse, and for a launch?",
         epilog="After -- a launch: commfuse-npu doctor -- torchrun ... pretrain_gpt.py ..., or "
-        "commfuse-npu doctor -- bash SCRIPT.sh, whose torchrun and python are stand-ins.",
+        "commfuse-npu doctor -- bash SCRIPT.sh, whose torchrun and python are stand-ins. What it "
+        "would bring: commfuse-npu plan.",
     )
     parser.add_argument(
         "--config", help="of the launch: a yaml file, or its name in configs/: llama3_8b"
@@ -28,11 +98,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     # Split here: versions of argparse differ in what they leave of the two dashes.
     at = list(words).index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:at])
+    given, typed = parser.parse_args(words[:at]), words[at + 1 :]
     machine = Machine.this()
     try:
-        config = None if given.config is None else find_config(given.config)
-        launch = read_launch(config, words[at + 1 :], machine.variables)
+        config: Path | None = None if given.config is None else find_config(given.config)
+        launch = ask_about(config, typed, machine.variables) if config or typed else None
     except (ConfigError, UsageError) as error:
         return refuse("doctor", error)
     report = diagnose(machine, launch)

@@ -8,82 +8,18 @@ from collections.abc import Iterator
 from functools import partial
 
 from commfuse_npu.packages import NPU_TORCH
-from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.finding import Finding
+from commfuse_npu.tools.plan.launch import AskedLaunch
 
 __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 
 _about = partial(Finding, "devices")
+_INFO, _TOPOLOGY = ["npu-smi", "info"], ["npu-smi", "info", "-t", "topo"]
 _DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
 # A device has two lines; the second has the address on the bus.
 _NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
 _BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
-
-
-def listed_npus(machine: Machine) -> list[tuple[str, str]]:
-    """(name, health) of every NPU that ``npu-smi info`` lists, one per chip."""
-    result = machine.run(["npu-smi", "info"], machine.variables)
-    if result is None or result.exit_code != 0:
-        return []
-    found: list[tuple[str, str]] = []
-    named = ("unknown", "unknown")
-    for line in result.output.splitlines():
-        if name := _NAME_LINE.match(line):
-            named = (name[1], name[2])
-        elif _BUS_LINE.match(line):
-            found.append(named)
-    return found
-
-
-def check_devices(machine: Machine, launch: Launch | None = None) -> Iterator[Finding]:
-    """The NPUs, their health, and whether they are enough for a launch."""
-    result = machine.run(["npu-smi", "info"], machine.variables)
-    if result is None:
-        yield _about(
-            "NPUs",
-            "note",
-            "no NPU found (there is no npu-smi)",
-            action="the CPU form over gloo works: bash scripts/pretrain_llama_cpu.sh",
-        )
-        return
-    if driver := _DRIVER.search(result.output):
-        yield _about("driver", "ok", driver[1])
-    devices = listed_npus(machine)
-    if not devices:
-        yield _about(
-            "NPUs",
-            "error",
-            f"npu-smi info lists none: {result.last_line}",
-            "a device",
-            "check driver and firmware, and that the container was given devices",
-        )
-        return
-    kinds = Counter(name for name, _ in devices)
-    yield _about("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
-    ill = [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]
-    if ill:
-        advice = "see npu-smi info -t health"
-        yield _about("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
-    if launch is not None and launch.config.npus_per_node > len(devices):
-        yield _about(
-            "NPUS_PER_NODE",
-            "error",
-            f"{launch.config.npus_per_node}, but there are {len(devices)}",
-            f"at most {len(devices)}",
-            "set NPUS_PER_NODE (--nproc_per_node)",
-        )
-    if machine.find("torch_npu") is None:
-        yield _about(
-            "torch_npu",
-            "error",
-            "not found",
-            f"torch_npu {NPU_TORCH} to use the NPUs",
-            f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}",
-        )
-    yield check_links(machine)
-
-
 _LINK_ADVICE = {
     "HCCS": "a full mesh: --commfuse-schedule shifted with 2 lanes or more, up to TP - 1",
     "HCCS_SW": "a switch: --commfuse-schedule shifted with 1 or 2 lanes",
@@ -91,9 +27,54 @@ _LINK_ADVICE = {
 }
 
 
+def listed_npus(machine: Machine) -> list[tuple[str, str]]:
+    """(name, health) of every NPU that ``npu-smi info`` lists, one per chip."""
+    result = machine.run(_INFO, machine.variables)
+    found: list[tuple[str, str]] = []
+    named = ("unknown", "unknown")
+    for line in result.output.splitlines() if result and result.exit_code == 0 else ():
+        if name := _NAME_LINE.match(line):
+            named = (name[1], name[2])
+        elif _BUS_LINE.match(line):
+            found.append(named)
+    return found
+
+
+def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
+    """The NPUs, their health, and whether they are enough for a launch."""
+    result = machine.run(_INFO, machine.variables)
+    if result is None:
+        none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
+        yield _about("NPUs", "note", none, action=f"the CPU form over gloo works: {action}")
+        return
+    if driver := _DRIVER.search(result.output):
+        yield _about("driver", "ok", driver[1])
+    devices = listed_npus(machine)
+    if not devices:
+        said = f"npu-smi info lists none: {result.last_line}"
+        action = "check driver and firmware, and that the container was given devices"
+        yield _about("NPUs", "error", said, "a device", action)
+        return
+    kinds = Counter(name for name, _ in devices)
+    yield _about("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
+    if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
+        advice = "see npu-smi info -t health"
+        yield _about("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
+    most = len(devices)
+    if launch is not None and launch.config.npus_per_node > most:
+        said = f"{launch.config.npus_per_node}, but there are {most}"
+        action = "set NPUS_PER_NODE (--nproc_per_node)"
+        yield _about("NPUS_PER_NODE", "error", said, f"at most {most}", action)
+    if machine.find("torch_npu") is None:
+        needed = f"torch_npu {NPU_TORCH} to use the NPUs"
+        action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
+        yield _about("torch_npu", "error", "not found", needed, action)
+    yield check_links(machine)
+
+
 def topology(machine: Machine) -> dict[str, list[str]]:
     """By NPU: its link to each NPU, ``X`` to itself, from ``npu-smi info -t topo``."""
-    result = machine.run(["npu-smi", "info", "-t", "topo"], machine.variables)
+    result = machine.run(_TOPOLOGY, machine.variables)
     found = {}
     for line in result.output.splitlines() if result is not None else ():
         words = line.split()
@@ -108,19 +89,13 @@ def check_links(machine: Machine) -> Finding:
     rows = topology(machine).values()
     links = Counter(kind for row in rows for kind in row if kind != "X")
     if not links:
-        result = machine.run(["npu-smi", "info", "-t", "topo"], machine.variables)
+        result = machine.run(_TOPOLOGY, machine.variables)
         said = "no npu-smi" if result is None else result.last_line
         return _about("links", "note", f"unknown: npu-smi info -t topo said {said}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
-    slow = [kind for kind in links if kind not in _LINK_ADVICE]
-    if slow:
-        return _about(
-            "links",
-            "warning",
-            pairs,
-            "HCCS, HCCS_SW or SIO within a tensor-parallel group",
-            f"{', '.join(slow)} goes over PCIe or the host: keep TP within the NPUs that HCCS "
-            "connects",
-        )
+    if slow := ", ".join(kind for kind in links if kind not in _LINK_ADVICE):
+        expected = "HCCS, HCCS_SW or SIO within a tensor-parallel group"
+        action = f"{slow} goes over PCIe or the host: keep TP within the NPUs that HCCS connects"
+        return _about("links", "warning", pairs, expected, action)
     advice = "; ".join(f"{kind} is {_LINK_ADVICE[kind]}" for kind, _ in links.most_common())
     return _about("links", "ok", pairs, action=advice)

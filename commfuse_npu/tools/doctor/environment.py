@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.finding import Finding, Level
-from commfuse_npu.tools.doctor.launch import Launch
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.doctor.transfers import groups_of, lanes_of
+from commfuse_npu.tools.finding import Finding, Level
+from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.plan.transfers import groups_of, lanes_of
 
 __all__ = ["check_variables"]
 
 _about = partial(Finding, "environment")
+_MOST_WITH_RETRY = 5
+_POOL = 32
+
+
+class _Variable(NamedTuple):
+    """A variable: what is said of one that is unset, and what is wrong with a bad value."""
+
+    name: str
+    unset: str
+    good: Callable[[str], bool]
+    level: Level
+    expected: str
+    action: str = "unset {}"
 
 
 def _number(least: int) -> Callable[[str], bool]:
@@ -25,104 +39,106 @@ def _other_than(harmful: str) -> Callable[[str], bool]:
     return lambda value: value != harmful
 
 
-_VARIABLES: tuple[tuple[str, str, Callable[[str], bool], Level, str, str], ...] = (
-    (
-        *("HCCL_BUFFSIZE", "unset (200 MB)", _number(1), "error"),
-        *("a whole number of MB", "export {}=200"),
+_MEGABYTES = "a whole number of MB"
+_VARIABLES = (
+    _Variable("HCCL_BUFFSIZE", "unset (200 MB)", _number(1), "error", _MEGABYTES, "export {}=200"),
+    # With 0 a pair's transfers use the group's communicator [read in torch_npu].
+    _Variable(
+        "P2P_HCCL_BUFFSIZE", "unset (20 MB)", _number(0), "error", _MEGABYTES, "export {}=20"
     ),
-    (
-        # With 0 a pair's transfers use the group's communicator [read in torch_npu].
-        *("P2P_HCCL_BUFFSIZE", "unset (20 MB)", _number(0), "error"),
-        *("a whole number of MB", "export {}=20"),
-    ),
-    (
+    _Variable(
         *("TORCH_HCCL_BLOCKING_WAIT", "unset", _other_than("1"), "warning"),
-        *("not 1: the host waits for every transfer: nothing overlaps", "unset {}"),
+        "not 1: the host waits for every transfer: nothing overlaps",
     ),
-    (
+    _Variable(
         *("ASCEND_LAUNCH_BLOCKING", "unset", _other_than("1"), "warning"),
-        *("not 1: every kernel is waited for: nothing overlaps", "unset {}"),
+        "not 1: every kernel is waited for: nothing overlaps",
     ),
-    (
+    _Variable(
         *("TASK_QUEUE_ENABLE", "unset", _other_than("0"), "warning"),
-        *("not 0: the host launches kernel by kernel and falls behind", "export {}=2"),
+        "not 0: the host launches kernel by kernel and falls behind",
+        "export {}=2",
     ),
-    (
-        # Its manual of CANN 9.1.
+    # Its manual of CANN 9.1.
+    _Variable(
         *("HCCL_OP_EXPANSION_MODE", "unset", _other_than("AIV"), "warning"),
         "not AIV: it excludes communicators that are busy at once, as lanes are; hangs are "
         "reported with several groups",
         "unset {0}, or {0}=AI_CPU",
     ),
-    (
-        # MindSpeed-LLM takes it for the option [read in 26.1.0].
+    # MindSpeed-LLM takes it for the option [read in 26.1.0].
+    _Variable(
         *("HIGH_AVAILABILITY", "unset", lambda value: not value, "warning"),
         "unset: it switches on --enable-high-availability, with which --use-commfuse is refused",
-        "unset {}",
     ),
-    (
+    _Variable(
         *("HCCL_DETERMINISTIC", "unset", lambda v: v.lower() in ("true", "strict"), "note"),
         "true where runs are compared bit for bit: reductions on A2 differ from run to run",
         "export {}=true for comparisons only: it costs time",
     ),
 )
-"""Name, what is said of one that is unset, whether a value will do, what else it is and needs."""
 
 
-def check_variables(machine: Machine, launch: Launch | None = None) -> Iterator[Finding]:
+def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
     """Environment variables that are unset or harmful, as the launch would see them."""
     variables = {**machine.variables, **(launch.variables if launch else {})}
-    yield from _check_connections(variables, launch)
+    value = variables.get
+    yield from _check_connections(value("CUDA_DEVICE_MAX_CONNECTIONS"), launch)
     # Elsewhere than on NPUs an unset one is no more than a remark.
-    yield from _check_times(variables, on_npu=bool(listed_npus(machine)))
-    for name, unset, good, level, expected, action in _VARIABLES:
-        value = variables.get(name, "")
-        if good(value):
-            yield _about(name, "ok", value or unset)
+    on_npu = bool(listed_npus(machine))
+    why = "with lanes there are more communicators to connect"
+    yield _check_time("HCCL_CONNECT_TIMEOUT", value("HCCL_CONNECT_TIMEOUT"), 120, why, on_npu)
+    why = "a first iteration that compiles operators takes long"
+    yield _check_time("HCCL_EXEC_TIMEOUT", value("HCCL_EXEC_TIMEOUT"), 1836, why, on_npu)
+    for one in _VARIABLES:
+        given = variables.get(one.name, "")
+        if one.good(given):
+            yield _about(one.name, "ok", given or one.unset)
         else:
-            yield _about(name, level, value or unset, expected, action.format(name))
-    yield _check_retry(variables, launch)
-    yield from _check_matmul_add(variables, launch)
-    yield _check_streams(variables, launch)
+            action = one.action.format(one.name)
+            yield _about(one.name, one.level, given or one.unset, one.expected, action)
+    yield _check_retry(variables.get("HCCL_OP_RETRY_ENABLE", ""), launch)
+    # MindSpeed's operator is compiled at its first use, by all ranks (read in
+    # mindspeed/ops/npu_matmul_add.py).
+    blocks = launch and launch.fuse.use_commfuse and launch.fuse.commfuse_wgrad == "blocks"
+    if blocks and (home := value("ATB_HOME_PATH")):
+        yield _about("ATB_HOME_PATH", "ok", home)
+    elif blocks:
+        expected = (
+            "the path of NNAL/ATB: --commfuse-wgrad blocks adds products by MindSpeed's operator, "
+            "which is compiled against it in the first backward"
+        )
+        action = "install NNAL and source its set_env.sh, or leave --commfuse-wgrad blocks out"
+        yield _about("ATB_HOME_PATH", "warning", "unset", expected, action)
+    yield _check_streams(value("STREAMS_PER_DEVICE"), launch)
 
 
-def _check_connections(variables: Mapping[str, str], launch: Launch | None) -> Iterator[Finding]:
+def _check_connections(value: str | None, launch: AskedLaunch | None) -> Iterator[Finding]:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    value = variables.get(name)
     if value == "1":
         yield _about(name, "ok", value)
     elif launch is None or launch.config.tensor_model_parallel_size > 1:
         level: Level = "note" if launch is None and value is None else "error"
         expected = "1: Megatron refuses to start with TP above 1 otherwise"
-        fix = f"export {name}=1 (scripts/pretrain_*_ptd.sh do)"
-        yield _about(name, level, value or "unset", expected, fix)
+        action = f"export {name}=1 (scripts/pretrain_*_ptd.sh do)"
+        yield _about(name, level, value or "unset", expected, action)
 
 
-def _check_times(variables: Mapping[str, str], on_npu: bool) -> Iterator[Finding]:
-    for name, default, never, why in (
-        ("HCCL_CONNECT_TIMEOUT", 120, None, "with lanes there are more communicators to connect"),
-        ("HCCL_EXEC_TIMEOUT", 1836, 0, "a first iteration that compiles operators takes long"),
-    ):
-        given, fix = variables.get(name), f"export {name}=3600"
-        if given is not None and not given.isdecimal():
-            yield _about(name, "error", given, "a whole number of seconds", fix)
-            continue
-        seconds = default if given is None else int(given)
-        said = given or f"unset ({default} s)"
-        if seconds >= 600 or seconds == never:
-            yield _about(name, "ok", said)
-        else:
-            level: Level = "warning" if on_npu or given is not None else "note"
-            yield _about(name, level, said, f"at least 600 s: {why}", fix)
+def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bool) -> Finding:
+    action = f"export {name}=3600"
+    if value is not None and not value.isdecimal():
+        return _about(name, "error", value, "a whole number of seconds", action)
+    seconds, said = int(value or default), value or f"unset ({default} s)"
+    # An execution without a limit is fine, a connection is not.
+    if seconds >= 600 or (seconds == 0 and name == "HCCL_EXEC_TIMEOUT"):
+        return _about(name, "ok", said)
+    level: Level = "warning" if on_npu or value is not None else "note"
+    return _about(name, level, said, f"at least 600 s: {why}", action)
 
 
-_MOST_WITH_RETRY = 5
-
-
-def _check_retry(variables: Mapping[str, str], launch: Launch | None) -> Finding:
+def _check_retry(value: str, launch: AskedLaunch | None) -> Finding:
     """HCCL repeats operations of few communicators only (its manual of CANN 9.1)."""
     name = "HCCL_OP_RETRY_ENABLE"
-    value = variables.get(name, "")
     lanes = sum(one.lanes for one in lanes_of(launch)) if launch else 0
     if not re.search(r":\s*1", value) or 0 < lanes < _MOST_WITH_RETRY:
         return _about(name, "ok", value or "unset")
@@ -134,49 +150,24 @@ def _check_retry(variables: Mapping[str, str], launch: Launch | None) -> Finding
     return _about(name, level, value, expected, f"unset {name}, or --commfuse-lanes 1")
 
 
-def _check_matmul_add(variables: Mapping[str, str], launch: Launch | None) -> Iterator[Finding]:
-    """MindSpeed's operator that adds a product to a gradient is compiled against ATB at its first
-    use, by all ranks (read in ``mindspeed/ops/npu_matmul_add.py``)."""
-    if launch is None or not launch.fuse.use_commfuse or launch.fuse.commfuse_wgrad != "blocks":
-        return
-    name, option = "ATB_HOME_PATH", "--commfuse-wgrad blocks"
-    if value := variables.get(name):
-        yield _about(name, "ok", value)
-        return
-    expected = (
-        f"the path of NNAL/ATB: {option} adds products by MindSpeed's operator, which is compiled "
-        "against it in the first backward"
-    )
-    fix = f"install NNAL and source its set_env.sh, or leave {option} out"
-    yield _about(name, "warning", "unset", expected, fix)
-
-
-_POOL = 32
-
-
-def _check_streams(variables: Mapping[str, str], launch: Launch | None) -> Finding:
+def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
     """torch_npu takes streams in turn from a pool of 32 or 8 (its documentation of 7.2.0).
 
     Each communicator takes one, and operations one to work beside the first.
     """
-    name = "STREAMS_PER_DEVICE"
-    value = variables.get(name)
-    if value in (None, "32"):
-        count = 1 + sum(one.lanes for one in lanes_of(launch)) if launch else 0
-        used = count + (len(groups_of(launch)) if launch else 0)
-        if used > _POOL:
-            return _about(
-                name,
-                "warning",
-                f"{used} streams: {count} of lanes and sums, {used - count} of Megatron's groups",
-                f"at most {_POOL}: a lane waits for what shares its stream",
-                "--commfuse-lanes 2, or --no-commfuse-dp",
-            )
-        return _about(name, "ok", value or "unset (32 from torch_npu 7.2.0 on)")
-    expected = (
-        "32: streams come from a pool in turn, and with 8 of them lanes share one sooner and wait "
-        "for each other"
-        if value == "8"
-        else "32 or 8: torch_npu takes 32 for anything else"
-    )
-    return _about(name, "warning", str(value), expected, f"export {name}=32")
+    about = partial(_about, "STREAMS_PER_DEVICE")
+    if value not in (None, "32"):
+        expected = (
+            "32: streams come from a pool in turn, and with 8 of them lanes share one sooner and "
+            "wait for each other"
+            if value == "8"
+            else "32 or 8: torch_npu takes 32 for anything else"
+        )
+        return about("warning", str(value), expected, "export STREAMS_PER_DEVICE=32")
+    own = 1 + sum(one.lanes for one in lanes_of(launch)) if launch else 0
+    groups = len(groups_of(launch)) if launch else 0
+    if own + groups <= _POOL:
+        return about("ok", value or "unset (32 from torch_npu 7.2.0 on)")
+    said = f"{own + groups} streams: {own} of lanes and sums, {groups} of Megatron's groups"
+    expected = f"at most {_POOL}: a lane waits for what shares its stream"
+    return about("warning", said, expected, "--commfuse-lanes 2, or --no-commfuse-dp")

@@ -32,20 +32,10 @@ def run_bounded(
     log: Path,
     seconds: float,
 ) -> int:
-    """Run a command to its end.
-
-    Args:
-        command: program and arguments.
-        folder: where it is started.
-        environment: of it.
-        log: a new file for what it prints.
-        seconds: that it may take.
-
-    Returns:
-        its exit code.
+    """Run a command to its end, in a folder, with what it prints in ``log``; returns its exit code.
 
     Raises:
-        TimeoutError: it took longer, and has been ended.
+        TimeoutError: it took more than so many seconds, and has been ended.
     """
     mark = f"{os.getpid()}-{time.time_ns()}"
     with log.open("w", encoding="utf-8", errors="replace") as output:

@@ -1,26 +1,28 @@
-"""A launch as data: a script, its options, and how many processes it wants.
+"""A launch as data: read from a command line as it is typed, or from what a script would start.
 
 Understood are ``pretrain_gpt.py ARGS``, ``torchrun ... pretrain_gpt.py ARGS`` (also as
 ``python -m torch.distributed.run`` or ``.launch``), each also with ``-m mindspeed_patches.launch``
-before the script.
+before the script, and with ``cd FOLDER &&`` and assignments before it, as a dry run prints them.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from commfuse_npu.options import value_of
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.launch_script.shell import Command
+from commfuse_npu.tools.launch_script.shell import Command, capture_commands
 
-__all__ = ["Launch", "launch_of"]
+__all__ = ["Launch", "checkout_of", "launch_of", "read_launch", "shell_script", "typed_command"]
 
 _LAUNCH_MODULE = "mindspeed_patches.launch"
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Launch:
         options: of the script.
         nodes, per_node: how many, and processes on each; ``None`` if the launch does not say.
         folder: where it was started.
-        environment: variables that a launch script sets.
+        environment: variables that the launch sets.
         notes: what a reader should know of how it was read.
         registers: whether it registers CommFuse before the script runs.
     """
@@ -67,33 +69,25 @@ class Launch:
 
 def launch_of(command: Command) -> Launch | None:
     """A launch, if the command is one."""
-    if not command.words:
-        return None
     words = list(command.words)
-    program = Path(words[0]).name
     nodes = per_node = None
-    if program == "torchrun":
-        words, nodes, per_node = _torchrun(words[1:])
-    elif re.fullmatch(r"python[\d.]*", program):
+    program = Path(words[0]).name if words else ""
+    by_torchrun = program == "torchrun"
+    if by_torchrun or re.fullmatch(r"python[\d.]*", program):
         words = words[1:]
-        while words and re.fullmatch(r"-[uBOsSEI]+", words[0]):
+        while not by_torchrun and words and re.fullmatch(r"-[uBOsSEI]+", words[0]):
             words.pop(0)
-        if len(words) > 1 and words[0] == "-m" and words[1] in _TORCHRUN_MODULES:
-            words, nodes, per_node = _torchrun(words[2:])
+        if words[:1] == ["-m"] and words[1:2] and words[1] in _TORCHRUN_MODULES:
+            by_torchrun, words = True, words[2:]
+    if by_torchrun:
+        words, nodes, per_node = _torchrun(words)
     registers = words[:2] == ["-m", _LAUNCH_MODULE]
-    if registers:
-        words = words[2:]
-    if not words or not words[0].endswith(".py"):
+    script, *arguments = words[2 * registers :] or [""]
+    if not script.endswith(".py"):
         return None
-    return Launch(
-        words[0],
-        Options(words[1:]),
-        nodes,
-        per_node,
-        Path(command.folder),
-        dict(command.environment),
-        registers=registers,
-    )
+    folder, environment = Path(command.folder), dict(command.environment)
+    options = Options(arguments)
+    return Launch(script, options, nodes, per_node, folder, environment, registers=registers)
 
 
 def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
@@ -107,3 +101,80 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
         return int(text) if text.isdecimal() else None
 
     return list(words[place:]), number("--nnodes"), number("--nproc-per-node")
+
+
+def typed_command(words: Sequence[str]) -> Command:
+    """A command line as somebody types it or a dry run prints it: ``cd``, assignments and all."""
+    words = list(words[words.index("&&") + 1 :] if "&&" in words else words)
+    assigned = {}
+    while words and (found := _ASSIGNMENT.fullmatch(words[0])):
+        assigned[found[1]] = found[2]
+        del words[0]
+    return Command(words, str(Path.cwd()), assigned)
+
+
+def shell_script(words: Sequence[str]) -> list[str]:
+    """A launch script and its arguments, without a shell before it; empty if there is none."""
+    words = list(words[1:] if words and Path(words[0]).name in ("bash", "sh") else words)
+    return words if words and words[0].endswith(".sh") else []
+
+
+def checkout_of(folder: Path) -> Path:
+    """The nearest folder above that has MindSpeed-LLM's ``pretrain_gpt.py``, or the folder."""
+    above = (folder, *folder.parents)
+    return next((one for one in above if (one / "pretrain_gpt.py").is_file()), folder)
+
+
+def read_launch(
+    words: Sequence[str], checkout: Path, environ: Mapping[str, str] = os.environ
+) -> Launch:
+    """Understand what follows ``--``.
+
+    Args:
+        words: the command, or a launch script with its arguments.
+        checkout: MindSpeed-LLM's folder, from which launch scripts are started.
+        environ: for launch scripts.
+
+    Raises:
+        UsageError: it is none.
+    """
+    command = typed_command(words)
+    if script := shell_script(command.words):
+        launch = _from_shell(script, checkout, {**environ, **command.environment})
+        launch.environment = {**command.environment, **launch.environment}
+        return launch
+    launch_read = launch_of(command)
+    if launch_read is None:
+        raise UsageError(
+            f"the launch {' '.join(words[:6])!r} is none that can be read; give "
+            "pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a launch script"
+        )
+    return launch_read
+
+
+def _from_shell(words: Sequence[str], checkout: Path, environ: Mapping[str, str]) -> Launch:
+    given = Path(words[0]).expanduser()
+    script = next((path for path in (given, checkout / given) if path.is_file()), None)
+    if script is None:
+        raise UsageError(f"there is no launch script {given} here or in {checkout}")
+    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ)
+    # Scripts also start Python to prepare data.
+    launches = [
+        launch
+        for command in captured.commands
+        if (launch := launch_of(command)) is not None
+        and (launch.processes is not None or Path(launch.script).name.startswith("pretrain"))
+    ]
+    if not launches:
+        called = [" ".join(command.words[:12]) for command in captured.commands]
+        raise UsageError(
+            f"{script} starts no pretraining with torchrun or python found by their names.\n"
+            f"What it started: {'; '.join(called) or '(nothing)'}\n"
+            f"What it printed: {captured.printed.strip() or '(nothing)'}"
+        )
+    launch = launches[0]
+    if len(launches) > 1:
+        launch.notes.append(
+            f"{script.name} starts {len(launches)} trainings; this is about the first"
+        )
+    return launch

@@ -35,7 +35,7 @@ class Options:
                 )
 
     def __contains__(self, name: str) -> bool:
-        return any(name == given for given, _ in self._items)
+        return name in self.names
 
     @property
     def names(self) -> list[str]:
@@ -47,7 +47,7 @@ class Options:
 
     def values(self, name: str) -> list[str]:
         """The values of an option; of the last one if it is repeated, as in argparse."""
-        return next((list(values) for given, values in reversed(self._items) if given == name), [])
+        return list(dict(self._items).get(name, ()))
 
     def text(self, name: str) -> str | None:
         """The values as one text; ``None`` if the option is not there or has none."""
@@ -68,14 +68,14 @@ class Options:
     def set(self, name: str, *values: object, why: str = "") -> None:
         """Give an option these values, where it stands or at the end, and note the change."""
         new = [str(value) for value in values]
-        if name in self and self.values(name) == new:
+        given = name in self
+        if given and self.values(name) == new:
             return
-        old = " ".join(self.values(name)) if name in self else "(not given)"
+        old = " ".join(self.values(name)) if given else "(not given)"
         self._note(name, old, " ".join(new) or "given", why)
-        self._remove(name, keep=1)
-        self._items = [(n, new if n == name else v) for n, v in self._items]
-        if name not in self:
-            self._items.append((name, new))
+        place = self.names.index(name) if given else len(self._items)
+        self._remove(name)
+        self._items.insert(place, (name, new))
 
     def drop(self, *names: str, why: str = "") -> None:
         """Take options away, and note those that were there."""
@@ -89,11 +89,8 @@ class Options:
         return Options(self.words)
 
     def _note(self, name: str, old: str, new: str, why: str) -> None:
-        self.changes.append(
-            " ".join(filter(None, (name, old, "->", new))) + (f"   ({why})" if why else "")
-        )
+        change = " ".join(filter(None, (name, old, "->", new)))
+        self.changes.append(f"{change}   ({why})" if why else change)
 
-    def _remove(self, name: str, keep: int = 0) -> None:
-        places = [place for place, (given, _) in enumerate(self._items) if given == name]
-        removed = set(places[keep:])
-        self._items = [item for place, item in enumerate(self._items) if place not in removed]
+    def _remove(self, name: str) -> None:
+        self._items = [item for item in self._items if item[0] != name]

@@ -28,20 +28,9 @@ __all__ = ["Captured", "Command", "capture_commands"]
 
 _RECORDED = ("torchrun", "msrun", "python", "python3", f"python3.{sys.version_info.minor}")
 _READING = (
-    *(
-        "bash",
-        "sh",
-        "env",
-        "cat",
-        "date",
-        "dirname",
-        "basename",
-        "readlink",
-        "realpath",
-        "hostname",
-    ),
-    *("nproc", "wc", "sed", "awk", "grep", "cut", "tr", "head", "tail", "seq", "sort", "uniq"),
-    *("expr", "uname", "id", "ls"),
+    *("bash", "sh", "env", "cat", "date", "dirname", "basename", "readlink", "realpath"),
+    *("hostname", "nproc", "wc", "sed", "awk", "grep", "cut", "tr", "head", "tail", "seq"),
+    *("sort", "uniq", "expr", "uname", "id", "ls"),
 )
 _SKIPPED = ("mkdir", "rm", "cp", "mv", "ln", "touch", "chmod", "sleep")
 _NOT_THE_LAUNCHS = {
@@ -62,7 +51,7 @@ if words[1:3] == ["-m", reader]:
     os.execv(sys.executable, [sys.executable, *words[1:]])
 name = os.path.join(folder, f"{time.time_ns():020d}.json")
 with open(name + ".part", "w", encoding="utf-8") as file:
-    json.dump({"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}, file)
+    json.dump([words, os.getcwd(), dict(os.environ)], file)
 os.replace(name + ".part", name)
 """
 
@@ -122,95 +111,85 @@ def capture_commands(
     if bash is None:
         raise UsageError("a launch script needs bash, which is not on PATH; give its command line")
     with tempfile.TemporaryDirectory(prefix="commfuse_capture_", dir=beside) as temporary:
-        programs, records = Path(temporary, "bin"), Path(temporary, "records")
+        own = Path(temporary)
+        records = own / "records"
         records.mkdir()
-        _write_programs(programs, records)
         environment = {
             **{name: value for name, value in environ.items() if name != "PYTHON"},
-            "PATH": str(programs),
-            "BASH_ENV": str(_write_functions(Path(temporary), programs)),
-            "PYTHONHOME": str(Path(temporary, "no-python-is-started")),
+            "PATH": str(own / "bin"),
+            "BASH_ENV": str(_write_programs(own, records)),
+            "PYTHONHOME": str(own / "no-python-is-started"),
         }
         # Not a pipe: whoever holds its other end could keep us waiting.
-        printed = Path(temporary, "printed")
-        with printed.open("wb") as file:
+        with (own / "printed").open("w+b") as printed:
             process = subprocess.Popen(
                 [*inside, bash, *script],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=file,
+                stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        try:
-            code = process.wait(timeout)
-            _wait_for_background(process.pid)
-        except subprocess.TimeoutExpired as error:
-            raise UsageError(
-                f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
-                "give the command line that it runs"
-            ) from error
-        finally:
-            _kill_group(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                code = process.wait(timeout)
+                end = time.monotonic() + _BACKGROUND_SECONDS
+                while time.monotonic() < end and _signal_group(process.pid, 0):
+                    time.sleep(0.01)
+            except subprocess.TimeoutExpired as error:
+                raise UsageError(
+                    f"{script[0]} did not end within {timeout:g} s although it starts nothing "
+                    "here; give the command line that it runs"
+                ) from error
+            finally:
+                _signal_group(process.pid, signal.SIGKILL)
+                process.wait()
+            printed.seek(0)
+            text = printed.read(_LONGEST_PRINTED).decode("utf-8", "replace")
         commands = [_command(path, environment) for path in sorted(records.glob("*.json"))]
-        with printed.open("rb") as file:
-            return Captured(commands, file.read(_LONGEST_PRINTED).decode("utf-8", "replace"), code)
+        return Captured(commands, text, code)
 
 
-def _kill_group(leader: int, what: int) -> bool:
+def _signal_group(leader: int, number: int) -> bool:
     """Whether there still was somebody in the group of a process to get the signal."""
     try:
-        os.killpg(leader, what)
+        os.killpg(leader, number)
     except ProcessLookupError:
         return False
     return True
 
 
-def _wait_for_background(leader: int) -> None:
-    end = time.monotonic() + _BACKGROUND_SECONDS
-    while time.monotonic() < end and _kill_group(leader, 0):
-        time.sleep(0.01)
-
-
 def _command(path: Path, before: Mapping[str, str]) -> Command:
-    record = json.loads(path.read_text("utf-8"))
+    words, folder, environment = json.loads(path.read_text("utf-8"))
     changed = {
         name: value
-        for name, value in record["environment"].items()
+        for name, value in environment.items()
         if before.get(name) != value and name not in _NOT_THE_LAUNCHS
     }
-    return Command(record["words"], record["folder"], changed)
+    return Command(words, folder, changed)
 
 
-def _write_programs(programs: Path, records: Path) -> None:
+def _write_programs(folder: Path, records: Path) -> Path:
+    """Write the programs into ``bin``, and the functions that bash reads first.
+
+    Functions go before any search path, also one that a sourced file has extended.
+    """
+    programs, recorder = folder / "bin", folder / "recorder.py"
     programs.mkdir()
-    recorder = programs.parent / "recorder.py"
     recorder.write_text(_RECORDER, "utf-8")
     # -I: without PYTHONHOME, which is broken on purpose.
-    command = [sys.executable, "-I", "-S", str(recorder), _OWN_READER, str(records)]
-    record = shlex.join(command)
-    for name in _RECORDED:
-        _write_program(programs / name, f'exec {record} {name} "$@"')
-    for name in _SKIPPED:
-        _write_program(programs / name, ":")
-    _write_program(programs / "tee", "exec cat")
+    record = shlex.join([sys.executable, "-I", "-S", str(recorder), _OWN_READER, str(records)])
+    written = {name: f'exec {record} {name} "$@"' for name in _RECORDED}
+    written |= {**dict.fromkeys(_SKIPPED, ":"), "tee": "exec cat"}
+    functions = ['command_not_found_handle() { echo "not run: $*" >&2; }']
+    for name, line in written.items():
+        path = programs / name
+        path.write_text(f"#!/bin/sh\n{line}\n", "utf-8")
+        path.chmod(0o755)
+        functions.append(f'{name}() {{ {shlex.quote(str(path))} "$@"; }}')
     for name in _READING:
         if (real := shutil.which(name)) is not None:
             os.symlink(os.path.abspath(real), programs / name)
-
-
-def _write_program(path: Path, line: str) -> None:
-    path.write_text(f"#!/bin/sh\n{line}\n", "utf-8")
-    path.chmod(0o755)
-
-
-def _write_functions(folder: Path, programs: Path) -> Path:
-    """Functions go before any search path, also one that a sourced file has extended."""
-    replaced = (*_RECORDED, *_SKIPPED, "tee")
-    lines = [f'{name}() {{ {shlex.quote(str(programs / name))} "$@"; }}' for name in replaced]
-    lines.append('command_not_found_handle() { echo "not run: $*" >&2; }')
-    path = folder / "functions.sh"
-    path.write_text("\n".join(lines) + "\n", "utf-8")
-    return path
+    read_first = folder / "functions.sh"
+    read_first.write_text("\n".join(functions) + "\n", "utf-8")
+    return read_first

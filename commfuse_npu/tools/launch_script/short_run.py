@@ -32,7 +32,8 @@ PEERS = (
 )
 """What overlaps in place of CommFuse."""
 
-_NEVER = 1_000_000  # an interval that no short run reaches
+_NEVER = 1_000_000
+"""An interval that no short run reaches."""
 _FILES = (
     *("--load", "--save", "--pretrained-checkpoint", "--exit-on-missing-checkpoint"),
     *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
@@ -49,8 +50,9 @@ _PROFILER = (
 )
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _DATA_OPTIONS = (*_DATA, "--data-args-path", "--data-cache-path")
+_TOKENIZER_FILES = ("--tokenizer-model", "--tokenizer-name-or-path")
 _TOKENIZER = (
-    *("--tokenizer-model", "--tokenizer-name-or-path", "--vocab-file", "--merge-file"),
+    *(*_TOKENIZER_FILES, "--vocab-file", "--merge-file"),
     *("--tokenizer-not-use-fast", "--padded-vocab-size", "--tokenizer-padding-side"),
 )
 
@@ -84,19 +86,18 @@ def replace_missing_data(options: Options, folder: Path) -> None:
         options: changed in place.
         folder: where relative paths of the launch begin.
     """
-    tokenizer_is_here = not missing_tokenizer(options, folder)
-    if not _has_data(options, folder) or not tokenizer_is_here:
+    no_tokenizer = missing_tokenizer(options, folder)
+    if no_tokenizer or not _has_data(options, folder):
         why = "" if "--mock-data" in options else "the data is not on this machine"
         options.drop(*_DATA_OPTIONS, why=why)
         options.set("--mock-data", why=why)
-    if not tokenizer_is_here:
+    if no_tokenizer:
         why = "the tokenizer is not on this machine"
         options.drop(*_TOKENIZER, why=why)
         options.set("--tokenizer-type", "NullTokenizer", why=why)
     if options.text("--tokenizer-type") == "NullTokenizer" and "--mock-data" in options:
-        size = options.number("--vocab-size", 0)
-        why = "mock data has tokens up to 4095"
-        options.set("--vocab-size", max(size, MOCK_VOCABULARY), why=why)
+        size = max(options.number("--vocab-size", 0), MOCK_VOCABULARY)
+        options.set("--vocab-size", size, why="mock data has tokens up to 4095")
 
 
 def drop_data_and_tokenizer(options: Options, why: str) -> None:
@@ -105,11 +106,11 @@ def drop_data_and_tokenizer(options: Options, why: str) -> None:
 
 
 def _has_data(options: Options, folder: Path) -> bool:
-    paths = [
-        value for name in _DATA for value in options.values(name) if not _is_number(value)
-    ]  # a path may have its weight before it
+    words = (word for name in _DATA for word in options.values(name))
+    # A path may have its weight before it.
+    paths = [word for word in words if not word.replace(".", "", 1).isdecimal()]
     return bool(paths) and all(
-        (folder / f"{path}.bin").is_file() and (folder / f"{path}.idx").is_file() for path in paths
+        (folder / f"{path}{suffix}").is_file() for path in paths for suffix in (".bin", ".idx")
     )
 
 
@@ -117,17 +118,8 @@ def missing_tokenizer(options: Options, folder: Path) -> bool:
     """Whether files of the tokenizer are not here; ``folder`` is where relative paths begin."""
     if options.text("--tokenizer-type") == "NullTokenizer":
         return False
-    files = [options.text(name) for name in ("--tokenizer-model", "--tokenizer-name-or-path")]
-    named = [file for file in files if file is not None]
+    named = [file for name in _TOKENIZER_FILES if (file := options.text(name)) is not None]
     return not named or not all((folder / file).exists() for file in named)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def commfuse_names(options: Options) -> list[str]:

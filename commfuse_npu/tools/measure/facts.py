@@ -5,7 +5,7 @@ from __future__ import annotations
 from commfuse_npu.tools.doctor import Machine
 from commfuse_npu.tools.doctor.devices import check_devices, topology
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.torch_install import check_cann, check_torch
+from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 
 __all__ = ["machine_facts"]
 

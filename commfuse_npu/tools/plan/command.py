@@ -6,19 +6,19 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.plan import Place, PlanError, Program, Schedule, rules
+from commfuse_npu.plan import PlanError, rules
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.doctor.launch import read_launch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
 from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.plan.folder import plan_folder
-from commfuse_npu.tools.plan.launch import plan_launch
+from commfuse_npu.tools.plan.forms import plan_launch
+from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.program import SHOWN, add_program_options, print_program
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
@@ -29,32 +29,9 @@ from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
 
-_SHOWN: dict[str, Any] = {
-    "ranks": 4, "rank": 0, "shape": "shifted", "lanes": None, "chunks": 1, "taper": 1.0,
-    "node_size": None, "rows": 64, "columns": 64,
-}  # fmt: skip
-"""What of a program is not said; the parser leaves it open, to notice what has no effect."""
-
+_HARDWARE = "ascend_910b_server"
 _OF_A_PATH = {"json", "hardware", "timeout", "all"}
 _TIMEOUT = 20.0
-_MOST_RANKS, _MOST_ROWS = 1024, 1 << 24
-
-
-def _program(rule: str, place: Place, rows: int, columns: int) -> Program:
-    shapes: dict[str, tuple[object, ...]] = {
-        "gather_gemm": (rows, columns, columns, False, None, 0),
-        "gemm_scatter": (rows, columns, columns),
-        "column_backward": (rows, columns, columns, True, True, "whole"),
-        "gemm_all_reduce": (rows * place.size, columns, columns),
-        "produce_scatter": (rows, columns),
-        "gather_use": (rows, columns, True),
-        "exchange": (rows, columns, "made", True, False, False),
-        "sharded_forward": (rows, columns),
-        "sharded_backward": (rows, columns, True, True),
-        "bucket_scatter": (rows, place.size - 1, 2),
-        "bucket_gather": (rows, False),
-    }
-    return rules.RULES[rule](place, *shapes[rule])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,9 +39,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="commfuse-npu plan",
         description="With a launch script: what transfers it has, what each form would bring, "
         "which flags to add, what refuses it. With a folder: the same in a line for each launch "
-        "below it. With --model: simulates the layouts and schedules of a training on a described "
-        "cluster and recommends one. With a rule: prints the program of one rank. Nothing is "
-        "measured.",
+        "below it. With a configuration of configs/: the same of its launcher. With --model: "
+        "simulates the layouts and schedules of a training on a described cluster and recommends "
+        "one. With a rule: prints the program of one rank. Nothing is measured.",
         epilog="After -- a launch as it is typed: commfuse-npu plan -- torchrun ... "
         "pretrain_gpt.py .... Scripts are run by bash with stand-ins for torchrun, python and most "
         "other programs, those of a folder in a copy of it and without network where bubblewrap or "
@@ -74,21 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         nargs="?",
-        help=f"a launch script, a folder, or one of {', '.join(sorted(rules.RULES))}",
+        help="a launch script (its arguments after --), a folder, a configuration's yaml file, or "
+        f"one of {', '.join(sorted(rules.RULES))}",
     )
     scripts = parser.add_argument_group("a folder")
     scripts.add_argument("--all", action="store_true", help="a line on each launch, too")
     scripts.add_argument(
         "--timeout", type=positive, metavar="SECONDS", help=f"for a script; default {_TIMEOUT:g}"
     )
-    show = parser.add_argument_group("a program")
-    kinds: dict[str, Any] = {
-        "shape": str, "taper": positive, "ranks": whole(2, _MOST_RANKS), "rank": whole(0)
-    }  # fmt: skip
-    for name, default in _SHOWN.items():
-        said = "" if default is None else f"default {default}"
-        kind = kinds.get(name, whole(1, _MOST_ROWS))
-        show.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
+    add_program_options(parser)
     choose = parser.add_argument_group("recommending")
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
@@ -129,16 +100,19 @@ def main(words: Sequence[str]) -> int:
     # Split here: versions of argparse differ in what they leave of the two dashes.
     at = list(words).index("--") if "--" in words else len(words)
     given, launch = parser.parse_args(words[:at]), list(words[at + 1 :])
-    if (given.what is not None) + (given.model is not None) + bool(launch) != 1:
+    if bool(given.what is not None or launch) + (given.model is not None) != 1:
         parser.error("give a launch script, a folder of them, --model NAME, or a rule")
     chosen = {name for name, value in vars(given).items() if value not in (None, False)}
     chosen -= {"what"}
     if given.model is not None:
-        idle, about = chosen & (_SHOWN.keys() | {"all", "timeout"}), "a recommendation"
+        idle, about = chosen & (SHOWN.keys() | {"all", "timeout"}), "a recommendation"
     elif given.what in rules.RULES:
-        idle, about = chosen - _SHOWN.keys(), "a program"
+        idle, about = chosen - SHOWN.keys(), "a program"
     else:
         idle, about = chosen - _OF_A_PATH, "what a script starts"
+    a_folder = given.what is not None and Path(given.what).is_dir()
+    if launch and (given.what in rules.RULES or a_folder):
+        parser.error(f"-- {launch[0]}: no effect on {given.what}; leave it out")
     if idle:
         listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
         parser.error(f"{listed}: no effect on {about}; leave it out")
@@ -146,50 +120,36 @@ def main(words: Sequence[str]) -> int:
         if given.model is not None:
             return _recommend(given, words)
         if given.what in rules.RULES:
-            return _show(given)
-        if given.what is not None and Path(given.what).is_dir():
+            return print_program(given.what, given)
+        if a_folder:
             timeout = given.timeout or _TIMEOUT
             return plan_folder(Path(given.what), timeout, given.json, given.all)
-        return _launch(given, launch or ["bash", given.what])
+        return _launch(given, launch)
     except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
 
 
 def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
-    if given.what is not None and not Path(given.what).is_file():
+    path, config = given.what, None
+    if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
+        config = Path(path)
+    elif path is not None and not Path(path).is_file():
         raise UsageError(
-            f"{given.what} is no launch script, no folder and no rule; rules are "
+            f"{path} is no launch script, no folder and no rule; rules are "
             f"{', '.join(sorted(rules.RULES))}"
         )
-    launch = read_launch(None, words, os.environ)
-    assert launch is not None
-    hardware = Hardware.load(find_config(given.hardware or "ascend_910b_server", "hardware"))
-    found = plan_launch(launch, hardware)
+    elif path is not None:
+        words = ["bash", path, *words]
+    hardware = Hardware.load(find_config(given.hardware or _HARDWARE, "hardware"))
+    found = plan_launch(ask_about(config, words, os.environ), hardware, os.environ)
     print(found)
     if given.json is not None:
         write_json(given.json, found.as_json(), indent=1)
     return 0
 
 
-def _show(given: argparse.Namespace) -> int:
-    said = {name: value for name in _SHOWN if (value := getattr(given, name)) is not None}
-    options = _SHOWN | said
-    rank, ranks, rows, columns = (
-        options.pop(name) for name in ("rank", "ranks", "rows", "columns")
-    )
-    if rank >= ranks:
-        raise PlanError(f"--rank {rank} is not one of --ranks {ranks}; choose 0 to {ranks - 1}")
-    lanes = options["lanes"]
-    if lanes is not None and lanes >= ranks:
-        raise PlanError(
-            f"--lanes {lanes}: {ranks} ranks have {ranks - 1} peers; choose 1 to {ranks - 1} lanes"
-        )
-    print(_program(given.what, Place(Schedule(**options), rank, ranks, True), rows, columns))
-    return 0
-
-
 def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
-    hardware = Hardware.load(find_config(given.hardware or "ascend_910b_server", "hardware"))
+    hardware = Hardware.load(find_config(given.hardware or _HARDWARE, "hardware"))
     path = find_config(given.model)
     model = ModelConfig.load(path)
     ulysses = model.context_parallel_algo == "ulysses_cp_algo"

@@ -8,7 +8,6 @@ scripts you would run. Nothing is trained, and no torch is needed.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from typing import Any
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.doctor.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.markdown import table_row
+from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.plan.scripts import find_scripts, read_scripts
 from commfuse_npu.tools.tell import tell
 
@@ -29,8 +28,6 @@ _COLUMNS = (
     *("launches", "full", "partial", "refused", "TP 1", "LoRA", "another overlap", "else"),
     *("mixture of experts", "--commfuse-dp alone"),
 )
-Judged = tuple[str, Judgement]
-"""A script, and what is said of a launch of it."""
 
 
 def plan_folder(folder: Path, timeout: float, page: Path | None, everything: bool) -> int:
@@ -45,7 +42,7 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
         UsageError, OSError: the folder has no scripts, or the JSON cannot be written.
     """
     scripts = find_scripts(folder)
-    launches: list[Judged] = []
+    launches: list[tuple[str, Judgement]] = []
     others: dict[str, str] = {}
     unread: dict[str, str] = {}
     sandbox = ""
@@ -66,7 +63,14 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
     tell("")
     if everything:
         print(*(_line(name, judged) for name, judged in launches), "", sep="\n")
-    print(*_table(launches), "", *_sums([judged for _, judged in launches]), sep="\n")
+    folders: dict[str, list[Judgement]] = {}
+    for name, one in launches:
+        folders.setdefault(str(PurePath(name).parent), []).append(one)
+    every = folders["all"] = [judged for _, judged in launches]
+    print(table_row(["folder", *_COLUMNS]), table_row(["---", *["---:"] * len(_COLUMNS)]), sep="\n")
+    for name, inside in folders.items():
+        print(table_row([name, *map(str, _row(inside).values())]))
+    print("", *_sums(every), sep="\n")
     if not everything:
         print("each launch in a line: --all; all about one: commfuse-npu plan SCRIPT")
     for what, count in sorted(Counter(others.values()).items()):
@@ -76,11 +80,11 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
         print(f"not read: {name}: {why}")
     if page is not None:
         found = {
-            "launches": [_as_json(name, judged) for name, judged in launches],
+            "launches": [{"script": name, **_as_json(judged)} for name, judged in launches],
             "others": others,
             "unread": unread,
             "sandbox": sandbox,
-            "counts": _counts([judged for _, judged in launches]),
+            "counts": _counts(every),
         }
         write_json(page, found, indent=2)
     return 1 if unread else 0
@@ -101,24 +105,8 @@ def _line(name: str, launch: Judgement) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _table(launches: Sequence[Judged]) -> list[str]:
-    """A row per folder, and one for all.
-
-    A launch that is refused for more than one reason counts for the first of LoRA, another overlap,
-    another option and TP 1.
-    """
-    folders: dict[str, list[Judgement]] = {}
-    for name, launch in launches:
-        folders.setdefault(str(PurePath(name).parent), []).append(launch)
-    rows = [*folders.items(), ("all", [launch for _, launch in launches])]
-    return [
-        table_row(["folder", *_COLUMNS]),
-        table_row(["---", *["---:"] * len(_COLUMNS)]),
-        *(table_row([name, *map(str, _row(found).values())]) for name, found in rows),
-    ]
-
-
 def _row(launches: Sequence[Judgement]) -> dict[str, int]:
+    """A launch that is refused for more than one reason counts for the first kind of them."""
     found: Counter[str] = Counter(launches=len(launches))
     for launch in launches:
         found.update((launch.verdict, launch.kind))
@@ -133,7 +121,6 @@ def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
     taken = [one for one in launches if not one.refused]
     exchanging = [one for one in launches if one.layout.algorithm == "ulysses_cp_algo"]
     ulysses = [one for one in exchanging if not one.why_not["--commfuse-ulysses"]]
-    flags = [name for one in launches[:1] for name in one.flags if "-ulysses" not in name]
     return {
         **_row(launches),
         "with transfers of TP, EP or CP": sum(one.overlap.transfers for one in launches),
@@ -148,7 +135,10 @@ def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
         "and without what excludes --use-commfuse": len(ulysses),
         "not refused": len(taken),
         "of these with short blocks": sum(one.short for one in taken),
-        **{f"of these {n} passes": sum(not one.why_not[n] for one in taken) for n in flags},
+        **{
+            f"of these {name} passes": sum(not one.why_not[name] for one in taken)
+            for name in ("--commfuse-attention", "--commfuse-dp")
+        },
     }
 
 
@@ -163,19 +153,16 @@ def _sums(launches: Sequence[Judgement]) -> list[str]:
     return [*found, *([f"--commfuse-fb-overlap does not pass as typed: {kept}"] if kept else [])]
 
 
-def _as_json(name: str, launch: Judgement) -> dict[str, Any]:
+def _as_json(launch: Judgement) -> dict[str, Any]:
     without = " ".join(map(str, launch.excluded)) if launch.layout.tensor > 1 else ""
     return {
-        "script": name,
-        "layout": dataclasses.asdict(launch.layout),
-        "verdict": launch.verdict,
-        "layers": [dataclasses.asdict(layer) for layer in launch.layers],
-        "refused": launch.refused,
-        "kind": launch.kind,
+        "layout": launch.layout._asdict(),
+        "layers": [layer._asdict() for layer in launch.layers],
+        "overlap": launch.overlap._asdict(),
         "without": f"{launch.fused} without {without}" if without else "",
         "flags": launch.why_not,
-        "short": launch.short,
-        "overlap": launch.overlap._asdict(),
-        "notes": launch.notes,
-        "data_parallel_alone": launch.data_parallel_alone,
+        **{
+            name: getattr(launch, name)
+            for name in ("verdict", "refused", "kind", "short", "notes", "data_parallel_alone")
+        },
     }

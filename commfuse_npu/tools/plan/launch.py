@@ -1,159 +1,130 @@
-"""What each form of CommFuse, and of its rivals, would bring to one launch."""
+"""A launch that is asked about, as a configuration, a command line or a launch script has it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
-from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.plan import PlanError
-from commfuse_npu.tools.doctor.launch import Launch
-from commfuse_npu.tools.doctor.rivals import (
-    FLAGS,
-    in_plain_pipeline,
-    layer_seconds,
-    not_simulated,
+from commfuse_npu.options import schedule_for
+from commfuse_npu.plan import Schedule, usual_chunks
+from commfuse_npu.tools.launch_script.launch import (
+    Launch,
+    checkout_of,
+    launch_of,
+    read_launch,
+    shell_script,
+    typed_command,
 )
-from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_launch, min_rows
 
-__all__ = ["Form", "LaunchPlan", "plan_launch"]
+__all__ = ["AskedLaunch", "ask_about"]
+
+# What scripts/launch_pretraining.sh sets unless it is set.
+_LAUNCHER_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    "HCCL_CONNECT_TIMEOUT": "3600",
+    "HCCL_EXEC_TIMEOUT": "3600",
+    "TASK_QUEUE_ENABLE": "2",
+}
+# Of those that are asked for here.
+_LAUNCHER_OPTIONS = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
+_ASSUMED_VOCABULARY = ("--vocab-size", "32000")
+"""Tokenizers are not read here, and nothing that is said of a launch depends on it."""
 
 
-class Form(NamedTuple):
-    """One way to run a launch.
+@dataclass(frozen=True)
+class AskedLaunch:
+    """What is to be started.
 
     Attributes:
-        flags: what the launch needs for it; empty for Megatron's own order.
-        share: time of a layer, of that with blocking collectives; ``None``: not simulated.
-        obstacle: why it cannot be launched so; empty if it can, as far as that is known here.
+        name: of the configuration, or how large the model is.
+        options: of the command line, the launcher's and those of a configuration among them.
+        config: what they amount to.
+        fuse: the options of CommFuse.
+        variables: what the launch itself sets.
+        registers: whether the command registers CommFuse before the script runs.
+        notes: what a reader should know of how it was read.
     """
 
     name: str
-    flags: str
-    share: float | None
-    obstacle: str = ""
+    options: Options
+    config: ModelConfig
+    fuse: argparse.Namespace
+    variables: Mapping[str, str]
+    registers: bool
+    notes: Sequence[str] = ()
 
-
-class LaunchPlan(NamedTuple):
-    """The answer for one launch.
-
-    Attributes:
-        transfers: whether it has transfers of tensor, expert or context parallelism.
-        not_simulated: why no form has a share; empty if they have.
-        hardware: name of the described machine.
-    """
-
-    name: str
-    layout: str
-    transfers: bool
-    forms: tuple[Form, ...]
-    not_simulated: str
-    hardware: str
-    notes: tuple[str, ...]
+    @cached_property
+    def judged(self) -> Judgement:
+        """What CommFuse would do, read from the options."""
+        return judge_launch(self.options, self.config.world_size, self.fuse)
 
     @property
-    def best(self) -> Form | None:
-        """The fastest form that can be launched; of ours the first if nothing is simulated."""
-        possible = [form for form in self.forms if not form.obstacle]
-        timed = [form for form in possible if form.share is not None]
-        if timed:
-            return min(timed, key=lambda form: form.share or 0.0)
-        return next((form for form in possible if form.flags.startswith("--")), None)
+    def schedule(self) -> Schedule:
+        """Of a tensor-parallel group.
+
+        Raises:
+            PlanError: the options make no schedule.
+        """
+        config, size = self.config, self.config.tensor_model_parallel_size
+        usual = usual_chunks(size, config.block_rows, config.hidden_size)
+        chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
+        return schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks)
 
     @property
-    def verdict(self) -> str:
-        best = self.best
-        if best is None or not best.flags:
-            why = {form.obstacle for form in self.forms if form.obstacle}
-            return f"Nothing to add: {'; '.join(sorted(why)) or 'this order is the fastest'}."
-        if best.share is None:
-            return f"Add {best.flags}: {best.name}. How much it brings is not known."
-        megatron = next(form.share for form in self.forms if not form.flags)
-        assert megatron is not None
-        return (
-            f"Add {best.flags}: with {best.name} a layer takes {1 - best.share / megatron:.1%} "
-            f"less time than in Megatron's order (simulated, {self.hardware}, typical figures)."
-        )
-
-    def __str__(self) -> str:
-        has = "has" if self.transfers else "has no"
-        lines = [self.verdict, "", f"{self.name}: {self.layout}"]
-        lines.append(f"It {has} transfers of tensor, expert or context parallelism.")
-        lines += [f"Note: {note}." for note in self.notes]
-        if self.not_simulated:
-            lines.append(f"Not simulated: {self.not_simulated}.")
-        lines += ["", table_row(["form", "time of a layer", "flags", "cannot be launched so"])]
-        lines.append("|---|---:|---|---|")
-        for form in self.forms:
-            share = "-" if form.share is None else f"{form.share:.1%}"
-            lines.append(table_row([form.name, share, f"`{form.flags}`" if form.flags else "-",
-                                    form.obstacle or "-"]))  # fmt: skip
-        return "\n".join(
-            [
-                *lines,
-                "",
-                "Time: of that with blocking collectives, forward and backward. Overlap: with the "
-                "micro-batches that have no partner in Megatron's order. Whether CoC and MC2 take "
-                "this launch is not checked here.",
-            ]
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        return self._asdict() | {
-            "forms": [form._asdict() for form in self.forms],
-            "verdict": self.verdict,
-        }
+    def least_rows(self) -> int:
+        """With fewer rows per block layers stay Megatron's, on an NPU that is described."""
+        config = self.config
+        return min_rows(self.fuse, config.tensor_model_parallel_size, config.hidden_size)
 
 
-def plan_launch(launch: Launch, hardware: Hardware) -> LaunchPlan:
-    """Compare the forms in which a launch can run.
+def ask_about(
+    config: Path | None, words: Sequence[str], variables: Mapping[str, str]
+) -> AskedLaunch:
+    """The launch that a configuration, a command line or both describe.
+
+    A configuration stands for its launcher in ``scripts``.  A command line may be a whole one, as
+    a dry run prints it, options alone, or a launch script with its arguments, which is run with
+    stand-ins for torchrun and Python.
 
     Raises:
-        PlanError: its options make no schedule.
+        ConfigError: they cannot be read.
+        UsageError: the launch script starts no training, or an option looks like ours and is none.
     """
-    judged, overlap = launch.judged, launch.judged.overlap
-    reason = not_simulated(launch, hardware.machine().npus_per_node)
-    seconds: dict[str, float] = {}
-    if not reason:
-        try:
-            seconds = layer_seconds(launch, hardware, launch.schedule)
-        except ValueError as error:
-            if isinstance(error, PlanError):
-                raise
-            reason = str(error)
+    launch = _read(words, variables)
+    sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
+    given = [word for name, size in sizes.items() if size for word in (name, str(size))]
+    words = [*given, *launch.options.words]
+    fuse, registers, assigned = fuse_options(words), launch.registers, launch.environment
+    if config is not None:
+        made = ModelConfig.load(config, words)
+        words = [*made.arguments(), *_LAUNCHER_OPTIONS, *made.commfuse_options, *words]
+        fuse, registers, name = fuse_options(words), True, config.stem
+        unset = {k: v for k, v in _LAUNCHER_VARIABLES.items() if k not in variables}
+        assigned = {**unset, **assigned}
+    else:
+        # The last one counts: what is given goes before what is assumed.
+        made = ModelConfig.from_options([*_ASSUMED_VOCABULARY, *words])
+        name = f"a model of {made.num_layers} layers of {made.hidden_size}"
+    return AskedLaunch(name, Options(words), made, fuse, assigned, registers, launch.notes)
 
-    def share(name: str, paired: float = 1.0) -> float | None:
-        if not seconds:
-            return None
-        time = paired * seconds[name] + (1 - paired) * seconds["megatron"]
-        return time / seconds[REFERENCE.name]
 
-    left = [f"{one.layer} ({one.reason})" for one in judged.layers if one.state == "left"]
-    turns, flag = FLAGS[TURNS.name]
-    if in_plain_pipeline(launch):
-        flag += " --commfuse-fb-overlap-memory"
-    forms = [
-        Form(FLAGS["megatron"][0], "", share("megatron")),
-        Form(turns, flag, share(TURNS.name, overlap.paired or 0.0), overlap.obstacle),
-        Form("fused layers", "--use-commfuse", share("commfuse"), "; ".join(
-            f"{option}: {why}" for option, why in judged.refused.items())),
-    ]  # fmt: skip
-    forms += [
-        Form(*FLAGS[name], share(name))
-        for name in seconds
-        if name in FLAGS and name not in ("megatron", TURNS.name)
-    ]
-    also = [name for name, why in judged.why_not.items() if not why and not judged.excluded]
-    notes = [*judged.notes, *(f"{', '.join(left)} stay Megatron's" for _ in left[:1])]
-    notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
-    if overlap.paired is not None:
-        notes.append(f"{overlap.paired:.0%} of a stage's forwards have a partner")
-    return LaunchPlan(
-        launch.name,
-        str(judged.layout),
-        overlap.transfers,
-        tuple(forms),
-        reason,
-        hardware.name,
-        tuple(notes),
-    )
+def _read(words: Sequence[str], variables: Mapping[str, str]) -> Launch:
+    command = typed_command(words)
+    if script := shell_script(command.words):
+        folder = Path(script[0]).expanduser().resolve().parent
+        return read_launch(words, checkout_of(folder), variables)
+    if (launch := launch_of(command)) is not None:
+        return launch
+    # Options alone: what comes before the first of them is a program that is not known.
+    typed = list(command.words)
+    first = next((i for i, word in enumerate(typed) if word.startswith("--")), len(typed))
+    environment = dict(command.environment)
+    options = Options(typed[first:])
+    return Launch("", options, None, None, Path(), environment, registers=not typed[:first])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 from pathlib import Path
 
@@ -91,20 +90,16 @@ class Sandbox:
         found = {}
         for name, _, files in os.walk(self.copy):
             found[name] = -1, -1
-            for file in files:
-                status = os.lstat(os.path.join(name, file))
-                found[os.path.join(name, file)] = status.st_mtime_ns, status.st_size
+            for path in (os.path.join(name, file) for file in files):
+                status = os.lstat(path)
+                found[path] = status.st_mtime_ns, status.st_size
         return found
 
 
 def _is_read(path: Path) -> bool:
-    if path.name.startswith(".") or path.suffix not in _READ_BY_SCRIPTS:
+    if path.name.startswith(".") or path.suffix not in _READ_BY_SCRIPTS or not os.path.isfile(path):
         return False
-    try:
-        status = path.stat()
-    except OSError:
-        return False  # A link to nowhere.
-    return stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST and os.access(path, os.R_OK)
+    return path.stat().st_size <= _LARGEST and os.access(path, os.R_OK)
 
 
 def _ways(scratch: Path, copy: Path, place: Path) -> list[tuple[str, list[str]]]:

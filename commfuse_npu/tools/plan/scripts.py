@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import Launch, launch_of
-from commfuse_npu.tools.launch_script.read import checkout_of
+from commfuse_npu.tools.launch_script.launch import Launch, checkout_of, launch_of
 from commfuse_npu.tools.launch_script.shell import Captured, Command, capture_commands
 from commfuse_npu.tools.plan.sandbox import Sandbox
 
@@ -19,10 +18,11 @@ __all__ = ["Script", "find_scripts", "read_scripts"]
 
 _TRAINING = re.compile(r"(pre|post|pos)?train[\w.-]*\.py|finetune[\w.-]*\.py")
 _MEGATRONS = ("--num-layers", "--tensor-model-parallel-size", "--micro-batch-size")
-_MINDSPORE = "trains with MindSpore"
-_OTHER_TRAINER = "trains without Megatron's options"
-_NO_TRAINING = "generation, evaluation, conversion or data"
-_OTHERS = (_MINDSPORE, _OTHER_TRAINER, _NO_TRAINING)
+_OTHERS = _MINDSPORE, _OTHER_TRAINER, _NO_TRAINING = (
+    "trains with MindSpore",
+    "trains without Megatron's options",
+    "generation, evaluation, conversion or data",
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,6 @@ def find_scripts(folder: Path) -> list[Path]:
     Raises:
         UsageError: there are none.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{str(folder)!r} is no folder; give one with launch scripts")
     found = (path.relative_to(folder) for path in folder.rglob("*.sh") if not path.is_dir())
     shown = sorted(path for path in found if not any(p.startswith(".") for p in path.parts))
     if not shown:
@@ -110,24 +108,22 @@ def _understood(captured: Captured) -> tuple[list[Launch], str]:
     """The trainings, or what the script is if it starts none."""
     trainings, others = [], []
     for command in captured.commands:
-        if other := _other(command):
-            others.append(other)
-            continue
-        launch = launch_of(command)
-        if launch is None:
+        other = _other(command)
+        launch = None if other else launch_of(command)
+        if launch is None and not other:
             raise UsageError(
                 f"it starts a training by {' '.join(command.words[:4])!r} ..., which is not "
                 "understood; start the Python script by torchrun or python"
             )
-        if "--skip-train" in launch.options:
-            others.append(_NO_TRAINING)
+        if launch is None or "--skip-train" in launch.options:
+            others.append(other or _NO_TRAINING)
         else:
             trainings.append(launch)
     if not captured.commands and captured.code:
-        printed = captured.printed.strip().splitlines() or ["nothing"]
+        *_, last = captured.printed.strip().splitlines() or ["nothing"]
         raise UsageError(
             f"it ended with code {captured.code} before it started anything; it printed last: "
-            f"{printed[-1][:200]}"
+            f"{last[:200]}"
         )
     return trainings, "" if trainings else min(others, key=_OTHERS.index, default="starts nothing")
 

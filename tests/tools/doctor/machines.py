@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_npu.tools.doctor import CommandResult, Finding, Machine, Package
-from commfuse_npu.tools.doctor.torch_install import TRY_TORCH_NPU
+from commfuse_npu.tools.doctor import CommandResult, Machine, Package
+from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
+from commfuse_npu.tools.finding import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIG = ROOT / "configs" / "llama3_8b.yaml"
 
 INFO_A2 = """\
 +------------------------------------------------------------------------------------------------+

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.doctor import CommandResult, Finding, Package
+from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.devices import check_devices, check_links
-from tests.tools.doctor.launches import launch
+from commfuse_npu.tools.finding import Finding
 from tests.tools.doctor.machines import (
     INFO_A3,
     NPU_ANSWERS,
@@ -19,6 +19,7 @@ from tests.tools.doctor.machines import (
     summary,
     topology,
 )
+from tests.tools.plan.launches import asked
 
 
 def test_without_npus_the_cpu_form_is_named() -> None:
@@ -66,7 +67,7 @@ def test_links_tell_the_schedule() -> None:
 
 
 def test_more_processes_than_npus() -> None:
-    found = check_devices(machine({}, {}, NPU_ANSWERS), launch("--config"))
+    found = check_devices(machine({}, {}, NPU_ANSWERS), asked("--config"))
     assert summary(only(found, "NPUS_PER_NODE")) == ("error", "8, but there are 2")
 
 

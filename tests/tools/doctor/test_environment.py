@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.tools.doctor.environment import check_variables
-from tests.tools.doctor.launches import SIZES, launch
 from tests.tools.doctor.machines import NPU_ANSWERS, machine, only, summary
+from tests.tools.plan.launches import SIZES, asked
 
 
 @pytest.mark.parametrize(
@@ -68,43 +68,41 @@ def test_on_npus_the_default_time_to_connect_is_too_short() -> None:
 
 def test_a_launch_needs_one_connection() -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    words = SIZES.split()
-    found = only(check_variables(machine(), launch(*words)), name)
-    assert summary(found) == ("error", "unset")
-    assigned = check_variables(machine(), launch(f"{name}=1", *words))
-    assert summary(only(assigned, name)) == ("ok", "1")
-    by_launcher = check_variables(machine(), launch("--config"))
-    assert summary(only(by_launcher, name)) == ("ok", "1")
-    alone = [word if word != "2" else "1" for word in words]
-    assert not [f for f in check_variables(machine({name: "8"}), launch(*alone)) if f.what == name]
+    for line, said in (
+        (SIZES, ("error", "unset")),
+        (f"{name}=1 {SIZES}", ("ok", "1")),
+        ("--config", ("ok", "1")),  # by its launcher
+    ):
+        assert summary(only(check_variables(machine(), asked(line)), name)) == said
+    alone = asked(f"{SIZES} --tensor-model-parallel-size 1")
+    assert not [f for f in check_variables(machine({name: "8"}), alone) if f.what == name]
 
 
 def test_retries_leave_room_for_few_lanes() -> None:
-    name, words = "HCCL_OP_RETRY_ENABLE", ["--config"]
-    variables = machine({name: "L1:1"})
-    found = only(check_variables(variables, launch(*words)), name)
+    name, variables = "HCCL_OP_RETRY_ENABLE", machine({"HCCL_OP_RETRY_ENABLE": "L1:1"})
+    found = only(check_variables(variables, asked("--config")), name)
     assert found.level == "error"
     assert "at most 5 communicators, and each lane is one of 7" in found.expected
-    few = only(check_variables(variables, launch(*words, "--commfuse-lanes", "2")), name)
-    assert few.level == "ok"
+    for lanes, level in ((4, "ok"), (5, "error")):
+        few = asked(f"--config --commfuse-lanes {lanes}")
+        assert only(check_variables(variables, few), name).level == level
 
 
 def test_a_product_that_is_added_needs_atb() -> None:
-    name, words = "ATB_HOME_PATH", ["--config", "--commfuse-wgrad", "blocks"]
-    missing = only(check_variables(machine(), launch(*words)), name)
+    name, blocks = "ATB_HOME_PATH", asked("--config --commfuse-wgrad blocks")
+    missing = only(check_variables(machine(), blocks), name)
     assert missing.level == "warning"
     assert "--commfuse-wgrad" in missing.expected
-    there = only(check_variables(machine({name: "/usr/local/atb"}), launch(*words)), name)
+    there = only(check_variables(machine({name: "/usr/local/atb"}), blocks), name)
     assert summary(there) == ("ok", "/usr/local/atb")
-    assert not [f for f in check_variables(machine(), launch("--config")) if f.what == name]
+    assert not [f for f in check_variables(machine(), asked("--config")) if f.what == name]
 
 
 def test_streams_are_counted_against_the_pool() -> None:
     name = "STREAMS_PER_DEVICE"
-    assert only(check_variables(machine(), launch("--config")), name).level == "ok"
+    assert only(check_variables(machine(), asked("--config")), name).level == "ok"
     many = "--commfuse-dp --use-distributed-optimizer --tensor-model-parallel-size 4 --nnodes 8"
-    words = ["--config", *many.split(), "--commfuse-lanes", "14"]
-    found = only(check_variables(machine(), launch(*words)), name)
+    found = only(check_variables(machine(), asked(f"--config {many} --commfuse-lanes 14")), name)
     assert found.level == "warning"
     # 3 and 2 x 14 lanes and the second stream; the job, TP and DP, and two with others.
     assert found.value == "37 streams: 32 of lanes and sums, 5 of Megatron's groups"

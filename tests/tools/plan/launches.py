@@ -1,6 +1,25 @@
-"""Launch scripts to ask about, made up, as people write them."""
+"""Launches to ask about: command lines, and scripts as people write them."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "llama3_8b.yaml"
+SIZES = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64 "
+    "--micro-batch-size 3 --tensor-model-parallel-size 2"
+)
+FUSED = f"{SIZES} --sequence-parallel --use-commfuse --bf16 --commfuse-min-rows 0"
+
+
+def asked(line: str) -> AskedLaunch:
+    """Of a command line, or with ``--config`` first that of Llama 3 8B with more options."""
+    words = line.split()
+    of_config = words[:1] == ["--config"]
+    return ask_about(CONFIG if of_config else None, words[of_config:], {})
+
 
 MODEL = (
     "--num-layers 4 --hidden-size 4096 --num-attention-heads 16 --seq-length 8192 "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
-from tests.tools.plan.launches import EXPERTS, TP, script
+from tests.tools.plan.launches import CONFIG, EXPERTS, TP, script
 
 Plan = Callable[..., dict[str, Any]]
 MANY = "--global-batch-size 64 --bf16"
@@ -99,13 +99,51 @@ def test_another_machine_has_other_times(plan: Plan) -> None:
     assert by_flags(server)["--use-commfuse"]["share"] != by_flags(other)["--use-commfuse"]["share"]
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_an_option_that_the_launch_refuses_is_refused(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_where_blocks_are_too_short_megatrons_order_is_what_runs(plan: Plan) -> None:
+    short = f"{TP} {MANY} --seq-length 1024"
+    forms = by_flags(plan(short))
+    assert forms["--use-commfuse"]["share"] == forms[""]["share"]
+    fused = by_flags(plan(f"{short} --commfuse-min-rows 0"))
+    assert fused["--use-commfuse"]["share"] > fused[""]["share"]
+
+
+def test_a_group_over_two_nodes_is_not_simulated(plan: Plan) -> None:
+    found = plan(f"{TP} {MANY} --tensor-model-parallel-size 16", processes=16)
+    assert found["not_simulated"] == "a group of 16 spans nodes of 8 NPUs"
+
+
+def test_what_would_be_fused_and_what_is_wrong_is_listed(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "launch.sh"
-    path.write_text(script(f"{TP} {MANY} --use-commfuse --commfuse-chunk 2", 8), "utf-8")
-    words = [str(path)] if command == "plan" else ["--", "bash", str(path)]
-    assert cli.main([command, *words]) == 2
-    said = "the launch is refused: unknown: --commfuse-chunk; did you mean --commfuse-chunks?"
-    assert said in capsys.readouterr().err
+    found = plan(f"{TP} {MANY} --use-commfuse")
+    assert {one["layer"]: one["operator"] for one in found["layers"]} == {
+        **dict.fromkeys(("qkv", "fc1", "output"), "all_gather_linear"),
+        **dict.fromkeys(("proj", "fc2"), "linear_reduce_scatter"),
+    }
+    warning, memory = found["findings"]
+    assert (warning["what"], warning["level"]) == ("--use-commfuse", "warning")
+    assert memory["what"] == "memory for lanes"
+    said = capsys.readouterr().out
+    assert "warning  --use-commfuse: given to pretrain_gpt.py itself; expected the launcher" in said
+    assert f"forward, per rank ({found['schedule']}):\n  qkv: all_gather_linear, 6" in said
+    refused = plan(f"{TP} {MANY} --use-ascend-coc")
+    assert refused["layers"]
+    assert "per rank" not in capsys.readouterr().out
+    wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel")
+    assert {one["what"] for one in wrong["findings"]} == {"layout"}
+    assert (wrong["layers"], wrong["schedule"]) == ([], "")
+
+
+def test_a_configuration_is_the_launch_of_its_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "found.json"
+    words = ["plan", str(CONFIG), "--json", str(page), "--", "--commfuse-chunks", "4"]
+    assert cli.main(words) == 0
+    found = json.loads(page.read_text("utf-8"))
+    assert found["name"] == "llama3_8b"
+    assert found["layout"].startswith("TP 8, PP 1, CP 1, DP 1, sequence parallel")
+    assert "4 chunks" in found["schedule"]
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(tmp_path), "--", "--commfuse-chunks", "4"])
+    assert "-- --commfuse-chunks: no effect on" in capsys.readouterr().err

@@ -9,9 +9,9 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
-from commfuse_npu.tools.doctor import read_launch
-from commfuse_npu.tools.doctor.launch_checks import check_launch
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.plan.checks import check_launch
+from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.recommendation_report import options
@@ -44,8 +44,7 @@ FORMS = {
 def check(words: list[str]) -> None:
     """The doctor and the launch find nothing wrong with a model's options and these."""
     line = [*MODEL.arguments(), *words]
-    launch = read_launch(None, line, {})
-    assert launch is not None
+    launch = ask_about(None, line, {})
     assert not [str(one) for one in check_launch(launch) if one.level == "error"]
     given = _given(line)
     vars(given).update({k: int(v) for k, v in vars(given).items() if str(v).isdecimal()})

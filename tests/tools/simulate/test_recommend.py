@@ -19,8 +19,8 @@ from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.doctor import read_launch
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.recommend import (
     Candidate,
@@ -330,9 +330,7 @@ def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Pat
         left_out = option == "--context-parallel-size" and value == "1"
         if option.startswith("--") and not value.startswith("--") and not left_out:
             assert words[words.index(option) + 1] == value, option
-    launch = read_launch(file, [], {})
-    assert launch is not None
-    assert "--commfuse-fb-overlap" in launch.options
+    assert "--commfuse-fb-overlap" in ask_about(file, [], {}).options
 
 
 def test_nothing_but_a_plan_is_written_over(tmp_path: Path, capsys) -> None:

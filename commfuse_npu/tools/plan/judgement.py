@@ -1,16 +1,20 @@
-"""What CommFuse would do in a launch, from its options alone: for the doctor and for plan."""
+"""What CommFuse would do in a launch, from its options alone: judged here, and nowhere else.
+
+The launch itself judges again, by Megatron's arguments and modules (``mindspeed_patches``), with
+the same tables: :mod:`commfuse_npu.refusals` and :mod:`commfuse_npu.options`.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from commfuse_npu.options import DEFAULTS, add_arguments, unknown_option
 from commfuse_npu.plan import block_rows, least_rows
 from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.refusals import FB_OVERLAP_REFUSALS, REFUSALS_OF, Needs, Refusal, missing
+from commfuse_npu.refusals import REFUSALS_OF, Needs, Refusal, missing
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import (
@@ -22,15 +26,12 @@ from commfuse_npu.tools.linear_layers import (
 )
 from commfuse_npu.tools.model_config import OptionParser
 
-__all__ = ["Judgement", "Layout", "Refused", "fuse_options", "judge_launch", "min_rows"]
+__all__ = ["Judgement", "Layout", "Overlap", "Refused", "fuse_options", "judge_launch", "min_rows"]
 
-Kind = Literal["LoRA", "TP 1", "another overlap", "else", ""]
-
-_RIVALS = (
+_RIVALS = {
     *("--use-ascend-coc", "--use-ascend-mc2", "--moe-fb-overlap", "--schedules-method dualpipev"),
     *("--tp-2d", "--tp-comm-overlap", "--use-nanopipe"),
-)
-_TENSOR_PARALLEL_1 = "--tensor-model-parallel-size 1"
+}
 _USUAL_ALGORITHM = "megatron_cp_algo"
 _BESIDE_OVERLAP = {
     "--use-ascend-coc": "its transfers are inside of CoC's operators",
@@ -40,8 +41,7 @@ _BESIDE_OVERLAP = {
 """Flags of another overlap, and why forward-backward overlap cannot hide transfers beside them."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The layout of a launch.
 
     Attributes:
@@ -70,10 +70,7 @@ class Layout:
         replicas, left = divmod(processes or 0, tensor * pipeline * context)
         algorithm = options.text("--context-parallel-algo") or _USUAL_ALGORITHM
         return cls(
-            tensor,
-            pipeline,
-            context,
-            expert,
+            *(tensor, pipeline, context, expert),
             algorithm if context > 1 else "",
             None if processes is None or left else replicas,
             sequence_parallel(options),
@@ -83,8 +80,8 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        parts = [f"TP {self.tensor}", f"PP {self.pipeline}", f"CP {self.context}"]
-        parts[2] += f" ({self.algorithm})" if self.algorithm else ""
+        algorithm = f" ({self.algorithm})" if self.algorithm else ""
+        parts = [f"TP {self.tensor}", f"PP {self.pipeline}", f"CP {self.context}{algorithm}"]
         parts += [f"EP {self.expert}"] * self.experts
         parts.append(f"DP {'unknown' if self.data is None else self.data}")
         parts += ["sequence parallel"] * self.sequence_parallel + ["experts"] * self.experts
@@ -100,19 +97,6 @@ class Refused(NamedTuple):
     def __str__(self) -> str:
         option = self.refusal.option.split()[0]
         return option if self.value == "given" else f"{option} {self.value}"
-
-
-class Flag(NamedTuple):
-    """An option of CommFuse: what the launch lacks for it, and what excludes it."""
-
-    lacks: str
-    refused: Sequence[Refused]
-
-    def why_not(self, name: str) -> str:
-        """Why it would do nothing or be refused; empty if it would be taken."""
-        # What is lacking begins with the option and ends with a way out.
-        lacks = self.lacks.removeprefix(name).partition("; ")[0].lstrip(": ")
-        return "; ".join(filter(None, [lacks, *map(str, self.refused)]))
 
 
 class Overlap(NamedTuple):
@@ -139,27 +123,35 @@ class Judgement:
 
     Attributes:
         layers: each kind of linear layer, with what would become of it if nothing were refused.
-        excluded: options that exclude ``--use-commfuse``.
-        flags: CommFuse's other options.
+        excluding: options that exclude one of CommFuse's, by its name.
+        lacks: what the launch lacks for an option that needs ``--use-commfuse``, or empty.
         rows, least: of a block, and how many the feature fuses by default; 0 rows: not known.
         spec: a model of one's own, which is not read; or empty.
     """
 
     layout: Layout
     layers: Sequence[Judged]
-    excluded: Sequence[Refused]
-    flags: dict[str, Flag]
+    excluding: Mapping[str, Sequence[Refused]]
+    lacks: Mapping[str, str]
     overlap: Overlap
     rows: int
     least: int
     spec: str
 
     @property
+    def excluded(self) -> Sequence[Refused]:
+        """Options that exclude ``--use-commfuse``."""
+        return self.excluding["--use-commfuse"]
+
+    @property
     def refused(self) -> dict[str, str]:
         """Each reason for which ``--use-commfuse`` by itself is refused, by option."""
-        alone = {_TENSOR_PARALLEL_1: "a tensor-parallel group of one transfers nothing"}
-        excluded = {str(one): one.refusal.why for one in self.excluded}
-        return excluded | (alone if self.layout.tensor == 1 else {})
+        found = {str(one): one.refusal.why for one in self.excluded}
+        if self.layout.tensor == 1:
+            found["--tensor-model-parallel-size 1"] = (
+                "a tensor-parallel group of one transfers nothing"
+            )
+        return found
 
     @property
     def fused(self) -> Literal["full", "partial"]:
@@ -171,20 +163,25 @@ class Judgement:
         return "refused" if self.refused else self.fused
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Literal["LoRA", "TP 1", "another overlap", "else", ""]:
         """The first reason of a refusal: LoRA, another overlap, other options, or TP 1."""
         if not self.refused:
             return ""
         if self.layout.lora:
             return "LoRA"
-        if set(self.refused).intersection(_RIVALS):
+        if _RIVALS.intersection(self.refused):
             return "another overlap"
         return "else" if self.excluded else "TP 1"
 
     @property
     def why_not(self) -> dict[str, str]:
         """CommFuse's other options, each with why it would not be taken, or empty."""
-        return {name: flag.why_not(name) for name, flag in self.flags.items()}
+        return {name: self._why_not(name) for name in self.lacks}
+
+    def _why_not(self, name: str) -> str:
+        # What is lacking begins with the option and ends with a way out.
+        lacks = self.lacks[name].removeprefix(name).partition("; ")[0].lstrip(": ")
+        return "; ".join(filter(None, [lacks, *map(str, self.excluding[name])]))
 
     @property
     def short(self) -> bool:
@@ -249,49 +246,52 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
     Raises:
         UsageError: a size is no whole number.
     """
-    words, layout = options.words, Layout.of(options, processes)
+    layout, words = Layout.of(options, processes), options.words
+    length = options.number("--seq-length", 0)
     needs = Needs(
         layout.tensor,
         layout.context,
         "--use-distributed-optimizer" in options,
         layout.algorithm or _USUAL_ALGORITHM,
         options.number("--num-attention-heads", 0) or None,
-        options.number("--seq-length", 0) or None,
+        length or None,
     )
-    lacks = {ours: missing(ours, needs) for ours in REFUSALS_OF}
-    lacks["--commfuse-attention"] = attention_obstacle(options)
-    if "proj" not in fuse.commfuse_layers:
-        lacks["--commfuse-attention"] = "proj is not in the list of layers to fuse"
-    if not lacks["--commfuse-dp"] and layout.data == 1 == layout.context:
-        lacks["--commfuse-dp"] = "DP 1 transfers nothing"
-    flags = ("--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp")
-    size, hidden = layout.tensor, options.number("--hidden-size", 0)
-    length, batch = needs.length or 0, options.number("--micro-batch-size", 0)
-    spec = options.text("--spec") or ""
+    lacks = {
+        "--commfuse-attention": attention_obstacle(options)
+        if "proj" in fuse.commfuse_layers
+        else "proj is not in the list of layers to fuse",
+        "--commfuse-ulysses": missing("--commfuse-ulysses", needs),
+        "--commfuse-dp": missing("--commfuse-dp", needs)
+        or ("DP 1 transfers nothing" if layout.data == 1 == layout.context else ""),
+    }
+    excluding = {
+        ours: [
+            Refused(refusal, value)
+            for refusal in refusals
+            if (value := refusal.value_in(words)) is not None
+        ]
+        for ours, refusals in REFUSALS_OF.items()
+    }
+    batch, spec = options.number("--micro-batch-size", 0), options.text("--spec") or ""
     return Judgement(
         layout,
         judge(options, fuse.commfuse_layers),
-        _refused(words, REFUSALS_OF["--use-commfuse"]),
-        {name: Flag(lacks[name], _refused(words, REFUSALS_OF[name])) for name in flags},
-        _overlap(options, layout),
-        block_rows(length, batch, size, layout.context),
-        min_rows(fuse, size, hidden),
+        excluding,
+        lacks,
+        _overlap(options, layout, excluding["--commfuse-fb-overlap"]),
+        block_rows(length, batch, layout.tensor, layout.context),
+        min_rows(fuse, layout.tensor, options.number("--hidden-size", 0)),
         "" if spec.startswith("mindspeed_llm.") else spec,
     )
 
 
-def _refused(words: Sequence[str], refusals: Sequence[Refusal]) -> list[Refused]:
-    found = ((refusal, refusal.value_in(words)) for refusal in refusals)
-    return [Refused(refusal, value) for refusal, value in found if value is not None]
-
-
-def _overlap(options: Options, layout: Layout) -> Overlap:
+def _overlap(options: Options, layout: Layout, excluding: Sequence[Refused]) -> Overlap:
     if max(layout.tensor, layout.context, layout.expert) == 1:
         nothing = "no tensor, expert or context parallelism, so nothing to hide"
         return Overlap(False, nothing, nothing, None)
     paired, unpaired = _paired(options, layout)
-    refused = (one.refusal for one in _refused(options.words, FB_OVERLAP_REFUSALS))
-    ours = (f"{one.option}: {one.why}" for one in refused if one.option not in _BESIDE_OVERLAP)
+    refusals = (one.refusal for one in excluding)
+    ours = (f"{one.option}: {one.why}" for one in refusals if one.option not in _BESIDE_OVERLAP)
     without = next(ours, unpaired)
     others = (f"{name}: {why}" for name, why in _BESIDE_OVERLAP.items() if name in options)
     return Overlap(True, next(others, without), without, paired)

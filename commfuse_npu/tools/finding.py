@@ -1,17 +1,15 @@
-"""One thing that the doctor looked at, and how bad it is."""
+"""One thing that doctor or plan looked at, and how bad it is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = ["Finding", "Level"]
 
 Level = Literal["ok", "note", "warning", "error"]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that was looked at.
 
     Attributes:
@@ -32,9 +30,6 @@ class Finding:
     action: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.level:<7}  {self.what}: {self.value}"
-        if self.expected:
-            text += f"; expected {self.expected}"
-        if self.action:
-            text += f" -> {self.action}"
-        return text
+        expected = f"; expected {self.expected}" if self.expected else ""
+        action = f" -> {self.action}" if self.action else ""
+        return f"{self.level:<7}  {self.what}: {self.value}{expected}{action}"

@@ -1,0 +1,102 @@
+"""What ends a launch at its start, or keeps CommFuse out of it: for plan and for the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from commfuse_npu.config_file import ConfigError
+from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.finding import Finding
+from commfuse_npu.tools.plan.judgement import Refused
+from commfuse_npu.tools.plan.launch import AskedLaunch
+
+__all__ = ["check_launch"]
+
+_about = partial(Finding, "launch")
+
+
+def check_launch(launch: AskedLaunch) -> list[Finding]:
+    """Everything that is wrong with a launch, or could be better; without errors it starts.
+
+    Whether forms without CommFuse start is not asked beyond the layout.
+    """
+    found = list(_check_layout(launch))
+    if launch.fuse.use_commfuse:
+        found += _check_options(launch)
+    elif launch.config.tensor_model_parallel_size > 1:
+        found += _check_sequence_parallel(launch)
+    return found
+
+
+def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
+    try:
+        launch.config.validate()
+    except ConfigError as error:
+        for problem in str(error).splitlines():
+            yield _about("layout", "error", problem, "", "the training would end at its start")
+        return
+    try:
+        # Whether it fits the group shows when it is asked for one.
+        launch.schedule.hops(0, launch.config.tensor_model_parallel_size, "first")
+    except PlanError as error:
+        yield _about("--commfuse-schedule", "error", str(error), "", "choose another")
+
+
+def _check_options(launch: AskedLaunch) -> Iterator[Finding]:
+    fuse, judged = launch.fuse, launch.judged
+    if not launch.registers:
+        yield _about(
+            "--use-commfuse",
+            "warning",
+            "given to pretrain_gpt.py itself",
+            "the launcher before it: MindSpeed-LLM does not know the flag by itself",
+            "start -m mindspeed_patches.launch pretrain_gpt.py, or call "
+            "mindspeed_patches.install() after import torch in the script",
+        )
+    elsewhere = (fuse.commfuse_ulysses or fuse.commfuse_dp) and not fuse.commfuse_attention
+    if judged.layout.tensor == 1 and not elsewhere:
+        allowed = fuse.commfuse_allow_nothing and not fuse.commfuse_attention
+        yield _about(
+            "--tensor-model-parallel-size",
+            "warning" if allowed else "error",
+            "1",
+            "at least 2: a group of one transfers nothing, and --use-commfuse is refused unless "
+            "--commfuse-allow-nothing is given",
+            "choose TP of at least 2, add --commfuse-dp, which needs none, or leave "
+            "--use-commfuse out",
+        )
+    yield from map(_refused, judged.excluded)
+    given = fuse.commfuse_attention, fuse.commfuse_ulysses, fuse.commfuse_dp
+    for (name, lacks), asked in zip(judged.lacks.items(), given, strict=True):
+        if asked:
+            yield from map(_refused, judged.excluding[name])
+            if lacks:
+                yield _lacking(name, lacks)
+    if "--commfuse-fb-overlap" in launch.options:
+        yield from map(_refused, judged.excluding["--commfuse-fb-overlap"])
+    if judged.layout.tensor > 1:
+        yield from _check_sequence_parallel(launch)
+
+
+def _refused(refused: Refused) -> Finding:
+    refusal, value = refused
+    expected = f"not together with {refusal.ours}, which is refused then: {refusal.why}"
+    return _about(refusal.option.split()[0], "error", value, expected, refusal.way_out)
+
+
+def _lacking(option: str, lacks: str) -> Finding:
+    """What ends the training begins with the option; all has its way out at the end."""
+    if lacks.startswith(option):
+        needs, _, way_out = lacks.removeprefix(option).lstrip(": ").partition("; ")
+        return _about(option, "error", "given", needs, way_out)
+    ends = lacks.startswith("proj ")
+    way_out = "add proj to --commfuse-layers" if ends else f"leave {option} out, or change that"
+    return _about(option, "error" if ends else "warning", f"given, but {lacks}", "", way_out)
+
+
+def _check_sequence_parallel(launch: AskedLaunch) -> Iterator[Finding]:
+    if not launch.judged.layout.sequence_parallel:
+        expected = "the flag: without, column-parallel layers keep Megatron's forward"
+        action = "add --sequence-parallel"
+        yield _about("--sequence-parallel", "warning", "not given", expected, action)

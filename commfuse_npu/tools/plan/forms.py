@@ -1,0 +1,254 @@
+"""What each form of CommFuse, and of its rivals, would bring to one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.finding import Finding
+from commfuse_npu.tools.markdown import table_row
+from commfuse_npu.tools.plan.checks import check_launch
+from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
+from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.sweep import Options, training
+from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS, Variant, fused, variants
+
+__all__ = ["FLAGS", "Form", "LaunchPlan", "layer_seconds", "plan_launch"]
+
+FLAGS = {
+    "megatron": ("Megatron's own order", ""),
+    **{
+        f"coc-{k}": (f"CoC in {k} slices", f"--use-ascend-coc --coc-parallel-num {k}")
+        for k in (2, 4, 8)
+    },
+    "coc-fused": ("CoC as a kernel", "--use-ascend-coc --coc-fused-kernel"),
+    "mc2": ("MC2", "--use-ascend-mc2"),
+    TURNS.name: ("forward-backward overlap", "--commfuse-fb-overlap"),
+}
+"""By name of the variant: what it is, and the flags that a launch takes for it."""
+
+_LEGEND = (
+    "Time: of that with blocking collectives, forward and backward. Overlap: with the "
+    "micro-batches that have no partner in Megatron's order. Whether CoC and MC2 take "
+    "this launch is not checked here."
+)
+
+
+class Form(NamedTuple):
+    """One way to run a launch.
+
+    Attributes:
+        flags: what the launch needs for it; empty for Megatron's own order.
+        share: time of a layer, of that with blocking collectives; ``None``: not simulated.
+        obstacle: why it cannot be launched so; empty if it can, as far as that is known here.
+    """
+
+    name: str
+    flags: str
+    share: float | None
+    obstacle: str = ""
+
+
+class LaunchPlan(NamedTuple):
+    """The answer for one launch.
+
+    Attributes:
+        transfers: whether it has transfers of tensor, expert or context parallelism.
+        not_simulated: why no form has a share; empty if they have.
+        hardware: name of the described machine.
+        findings: what is wrong with the launch as it is, and what its lanes cost.
+        schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
+    """
+
+    name: str
+    layout: str
+    transfers: bool
+    forms: tuple[Form, ...]
+    not_simulated: str
+    hardware: str
+    notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    schedule: str
+    layers: tuple[FusedLayer, ...]
+
+    @property
+    def best(self) -> Form | None:
+        """The fastest form that can be launched; of ours the first if nothing is simulated."""
+        possible = [form for form in self.forms if not form.obstacle]
+        timed = [form for form in possible if form.share is not None]
+        if timed:
+            return min(timed, key=lambda form: form.share or 0.0)
+        return next((form for form in possible if form.flags.startswith("--")), None)
+
+    @property
+    def verdict(self) -> str:
+        best = self.best
+        if best is None or not best.flags:
+            why = {form.obstacle for form in self.forms if form.obstacle}
+            return f"Nothing to add: {'; '.join(sorted(why)) or 'this order is the fastest'}."
+        if best.share is None:
+            return f"Add {best.flags}: {best.name}. How much it brings is not known."
+        megatron = next(form.share for form in self.forms if not form.flags)
+        assert megatron is not None
+        return (
+            f"Add {best.flags}: with {best.name} a layer takes {1 - best.share / megatron:.1%} "
+            f"less time than in Megatron's order (simulated, {self.hardware}, typical figures)."
+        )
+
+    def __str__(self) -> str:
+        has = "has" if self.transfers else "has no"
+        lines = [self.verdict, "", f"{self.name}: {self.layout}"]
+        lines.append(f"It {has} transfers of tensor, expert or context parallelism.")
+        lines += [f"Note: {note}." for note in self.notes]
+        lines += map(str, self.findings)
+        if self.not_simulated:
+            lines.append(f"Not simulated: {self.not_simulated}.")
+        lines += ["", table_row(["form", "time of a layer", "flags", "cannot be launched so"])]
+        lines.append("|---|---:|---|---|")
+        for form in self.forms:
+            share = "-" if form.share is None else f"{form.share:.1%}"
+            flags = f"`{form.flags}`" if form.flags else "-"
+            lines.append(table_row([form.name, share, flags, form.obstacle or "-"]))
+        lines += ["", _LEGEND]
+        refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
+        if self.layers and not refused:
+            lines += ["", f"Layers with --use-commfuse, forward, per rank ({self.schedule}):"]
+            lines += [f"  {layer}" for layer in self.layers]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        listed: dict[str, tuple[Any, ...]]
+        listed = {"forms": self.forms, "findings": self.findings, "layers": self.layers}
+        rows = {name: [one._asdict() for one in values] for name, values in listed.items()}
+        return self._asdict() | rows | {"verdict": self.verdict}
+
+
+def _not_simulated(launch: AskedLaunch, npus_per_node: int) -> str:
+    """Why the layers of a launch are not simulated; empty if they are."""
+    layout = launch.judged.layout
+    if layout.tensor == 1:
+        return "TP 1: its linear layers transfer nothing"
+    if layout.experts or layout.mla:
+        return "layers with experts or latent attention are not simulated"
+    if not layout.sequence_parallel:
+        return "layers without sequence parallelism are not simulated"
+    if min(npus_per_node, launch.config.npus_per_node) < layout.tensor:
+        return f"a group of {layout.tensor} spans nodes of {npus_per_node} NPUs"
+    return ""
+
+
+def layer_seconds(launch: AskedLaunch, hardware: Hardware) -> dict[str, float]:
+    """Seconds of one layer of a launch, forward and backward, at typical figures.
+
+    With full recomputation the forward counts twice.
+
+    Returns:
+        by name of the variant: :data:`FLAGS`, each kind's fastest, ``p2p`` with blocking
+        collectives, and ``commfuse`` as ``--use-commfuse`` would run it.
+
+    Raises:
+        PlanError: its options make no schedule.
+        ValueError: the simulator does not have such layers.
+    """
+    figures, config, schedule = hardware.machine(), launch.config, launch.schedule
+    tp = config.tensor_model_parallel_size
+    sequence = config.seq_length // config.context_parallel_size
+    again = launch.options.text("--recompute-granularity") == "full"
+    options = Options(micro_batches=1, recompute="full" if again else "none")
+    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, options))
+
+    def seconds(variant: Variant) -> float:
+        time = step.layer_time(variant)
+        return time.seconds + (time.forward if again and time.pair is None else 0.0)
+
+    ours = Variant("megatron", "megatron")
+    if config.block_rows >= launch.least_rows:
+        ours = fused(
+            replace(schedule, lanes=None, chunks=1, taper=1.0),
+            schedule.lanes_for(tp),
+            schedule.chunks,
+            taper=schedule.taper,
+            attention=launch.fuse.commfuse_attention,
+            collectives_from=covering_outputs(figures, tp),
+        )
+    best: dict[str, tuple[float, str]] = {}
+    for variant in variants(tp, tp, 1):
+        if variant.name in FLAGS:
+            timed = seconds(variant), variant.name
+            best[variant.kind] = min(best.get(variant.kind, timed), timed)
+    found = {name: time for time, name in best.values()}
+    return found | {REFERENCE.name: seconds(REFERENCE), "commfuse": seconds(ours)}
+
+
+def _forms(launch: AskedLaunch, seconds: Mapping[str, float]) -> list[Form]:
+    judged, overlap = launch.judged, launch.judged.overlap
+
+    def share(name: str, paired: float = 1.0) -> float | None:
+        if not seconds:
+            return None
+        time = paired * seconds[name] + (1 - paired) * seconds["megatron"]
+        return time / seconds[REFERENCE.name]
+
+    turns, flag = FLAGS[TURNS.name]
+    virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
+    if judged.layout.pipeline > 1 and not virtual:
+        flag += " --commfuse-fb-overlap-memory"
+    refused = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
+    return [
+        Form(FLAGS["megatron"][0], "", share("megatron")),
+        Form(turns, flag, share(TURNS.name, overlap.paired or 0.0), overlap.obstacle),
+        Form("fused layers", "--use-commfuse", share("commfuse"), refused),
+        *(
+            Form(*FLAGS[name], share(name))
+            for name in seconds
+            if name in FLAGS and name not in ("megatron", TURNS.name)
+        ),
+    ]
+
+
+def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, str]) -> LaunchPlan:
+    """Compare the forms in which a launch can run.
+
+    Args:
+        environ: where the launch is started.
+
+    Raises:
+        PlanError: its options make no schedule.
+    """
+    judged, overlap = launch.judged, launch.judged.overlap
+    findings = check_launch(launch)
+    can_start = not any(one.what == "layout" for one in findings)
+    layers = fused_layers(launch) if can_start else []
+    findings += check_lanes(launch, environ) if can_start else []
+    reason, seconds = _not_simulated(launch, hardware.machine().npus_per_node), {}
+    if not reason:
+        try:
+            seconds = layer_seconds(launch, hardware)
+        except ValueError as error:
+            if isinstance(error, PlanError):
+                raise
+            reason = str(error)
+    left = [f"{one.layer} ({one.reason})" for one in judged.layers if one.state == "left"]
+    also = [name for name, why in judged.why_not.items() if not why and not judged.excluded]
+    notes = [*launch.notes, *judged.notes]
+    notes += [f"{', '.join(left)} stay Megatron's" for _ in left[:1]]
+    notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
+    if overlap.paired is not None:
+        notes.append(f"{overlap.paired:.0%} of a stage's forwards have a partner")
+    return LaunchPlan(
+        launch.name,
+        str(judged.layout),
+        overlap.transfers,
+        tuple(_forms(launch, seconds)),
+        reason,
+        hardware.name,
+        tuple(notes),
+        tuple(findings),
+        str(launch.schedule) if can_start else "",
+        tuple(layers),
+    )

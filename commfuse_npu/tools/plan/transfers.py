@@ -1,0 +1,183 @@
+"""What is fused in a launch, and what the transfers cost: messages, lanes and their memory.
+
+At run time the wrappers around Megatron's layers and its self-attention decide; a test compares
+the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from commfuse_npu.plan import DATA_PARALLEL_LANES, PlanError
+from commfuse_npu.runtime.hccl_options import lane_megabytes
+from commfuse_npu.tools.finding import Finding
+from commfuse_npu.tools.linear_layers import attention_obstacle
+from commfuse_npu.tools.plan.launch import AskedLaunch
+
+__all__ = ["FusedLayer", "Lanes", "check_lanes", "fused_layers", "groups_of", "lanes_of"]
+
+_about = partial(Finding, "launch")
+
+
+class FusedLayer(NamedTuple):
+    """A kind of linear layer, and what becomes of its forward on one rank.
+
+    Attributes:
+        layer: its name.
+        operator: what runs in the forward; empty for Megatron's own.
+        reason: why Megatron's own forward, or empty.
+        transfers: messages that a rank sends in the forward.
+        transfer_bytes: of the largest of them.
+        longest: bytes of the longest message, the backward's included: a column-parallel layer
+            gathers its input again in whole blocks.
+    """
+
+    layer: str
+    operator: str
+    reason: str
+    transfers: int = 0
+    transfer_bytes: int = 0
+    longest: int = 0
+
+    def __str__(self) -> str:
+        if not self.operator:
+            return f"{self.layer}: Megatron's own forward, because {self.reason}"
+        size = f"{self.transfer_bytes / 2**20:.2f} MB"
+        return f"{self.layer}: {self.operator}, {self.transfers} transfers of {size}"
+
+
+def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
+    """What would happen to each linear layer, with ``--use-commfuse`` if it is not given.
+
+    Args:
+        launch: with a configuration that :meth:`~ModelConfig.validate` accepts, and a schedule.
+    """
+    config, limit = launch.config, launch.least_rows
+    tp, sequence, batch = (
+        config.tensor_model_parallel_size,
+        config.uses_sequence_parallel,
+        config.micro_batch_size,
+    )
+    # What one rank has to give to, or gets from, each other: s*B rows of H numbers.
+    rows, row_bytes = config.block_rows, config.hidden_size * (4 if _in_fp32(launch) else 2)
+    queries = config.seq_length // config.context_parallel_size // (tp if sequence else 1)
+    found = []
+    attention = launch.fuse.commfuse_attention and not attention_obstacle(launch.options)
+    for layer, _, reason, column in launch.judged.layers:
+        chunks = launch.schedule.chunks
+        chunk_rows = -(-rows // chunks)
+        operator = "linear_reduce_scatter" if sequence else "linear_all_reduce"
+        if column:
+            operator = "all_gather_linear"
+        elif layer == "proj" and attention:
+            # Queries are split, not rows of s*B: no chunk has less than one of them.
+            operator, chunks = "attention_linear_reduce_scatter", min(chunks, queries)
+            chunk_rows = -(-queries // chunks) * batch
+        if not reason and rows < limit:
+            reason = f"a block has fewer rows than the {limit} of --commfuse-min-rows"
+        if reason:
+            found.append(FusedLayer(layer, "", reason))
+            continue
+        # Two halves: a reduce-scatter, and a gather of its result.
+        sent = (2 if operator == "linear_all_reduce" else 1) * (tp - 1) * chunks
+        largest = chunk_rows * row_bytes
+        longest = rows * row_bytes if column else largest
+        found.append(FusedLayer(layer, operator, "", sent, largest, longest))
+    return found
+
+
+def _in_fp32(launch: AskedLaunch) -> bool:
+    return not launch.config.bf16 and "--fp16" not in launch.options
+
+
+class Lanes(NamedTuple):
+    """The lanes of a rank in one kind of group, and bytes of the longest message if known."""
+
+    kind: str
+    lanes: int
+    message: float | None
+
+
+_MOST_LANES = 7
+"""By default (:meth:`~commfuse_npu.plan.Schedule.lanes_for`)."""
+_DIRECTIONS = 2
+"""Gradients and parameters have lanes of their own."""
+_BUCKET = 40_000_000
+"""Parameters, at least, of a bucket of Megatron's (core 0.12) with ``--overlap-grad-reduce``."""
+
+
+def lanes_of(launch: AskedLaunch) -> list[Lanes]:
+    """Those that a launch makes: of tensor, data and context parallelism."""
+    config, fuse = launch.config, launch.fuse
+    if not fuse.use_commfuse:
+        return []
+    found = []
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    block = config.block_rows * config.hidden_size * 2.0
+    if tensor > 1:
+        with suppress(PlanError):  # which says more elsewhere
+            found.append(Lanes("tensor", launch.schedule.lanes_for(tensor), block))
+    if fuse.commfuse_ulysses and context > 1:
+        lanes = min(fuse.commfuse_lanes or _MOST_LANES, context - 1)
+        found.append(Lanes("context", lanes, block / context))
+    replicas = config.data_parallel_size * context
+    if fuse.commfuse_dp and replicas > 1:
+        lanes = _DIRECTIONS * min(fuse.commfuse_lanes or DATA_PARALLEL_LANES, replicas - 1)
+        bucket = launch.options.number("--ddp-bucket-size", max(_BUCKET, 1_000_000 * replicas))
+        overlapped = "--overlap-grad-reduce" in launch.options
+        found.append(Lanes("data", lanes, 4 * bucket / replicas if overlapped else None))
+    return found
+
+
+def groups_of(launch: AskedLaunch) -> list[str]:
+    """Megatron's groups of more than one rank, a communicator each, and that of the whole job."""
+    kinds = "tensor_model", "pipeline_model", "context", "data"
+    found = [kind for kind in kinds if getattr(launch.config, f"{kind}_parallel_size") > 1]
+    # Of the first and last stage, of model parallelism, of data with context.
+    return ["all", *found, *(f"{name} with others" for name in found)]
+
+
+def check_lanes(launch: AskedLaunch, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """What the lanes cost in memory, and whether a transfer fits HCCL's buffer at once.
+
+    Args:
+        launch: as for :func:`fused_layers`.
+        environ: where the launch is started; what it sets itself counts first.
+    """
+    made = lanes_of(launch)
+    if not made:
+        return
+    group_buffer = launch.options.text("--hccl-group-buffer") or ""
+    own = re.search(r"(?:^|[;,])\s*commfuse:(\d+)", group_buffer)
+    general = {**environ, **launch.variables}.get("HCCL_BUFFSIZE", "200")
+    usual = int(general) if general.isdecimal() else 200
+
+    def megabytes_of(message: float | None) -> int:
+        if own:
+            return int(own[1])
+        # The feature sizes lanes to their messages, unless the option is there for others.
+        return usual if group_buffer or message is None else lane_megabytes(message)
+
+    largest = max((layer.longest for layer in fused_layers(launch)), default=0)
+    needed, count = -(-largest // 2**20), sum(one.lanes for one in made)
+    sizes = [megabytes_of(largest if one.kind == "tensor" else one.message) for one in made]
+    pairs = list(zip(made, sizes, strict=True))
+    said = ", ".join(f"{one.lanes} {one.kind} lanes with 2 x {size} MB" for one, size in pairs)
+    total = sum(2 * one.lanes * size for one, size in pairs)
+    action = "nothing uses them: leave --use-commfuse out"
+    if largest:
+        action = (
+            f"--hccl-group-buffer commfuse:{needed} takes {2 * count * needed} MB and still holds "
+            "the largest transfer"
+        )
+    elif [one.kind for one in made] != ["tensor"]:
+        action = "--hccl-group-buffer commfuse:64 sets the size of each"
+    yield _about("memory for lanes", "note", f"{total} MB per NPU: {said}", action=action)
+    if made[0].kind == "tensor" and needed > sizes[0]:
+        expected = f"at most HCCL's buffer of {sizes[0]} MB: larger ones go in several rounds"
+        fix = f"--hccl-group-buffer commfuse:{needed}"
+        yield _about("largest transfer", "warning", f"{largest / 2**20:.1f} MB", expected, fix)

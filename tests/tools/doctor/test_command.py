@@ -1,0 +1,147 @@
+"""The report as a whole, and the command that prints it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from commfuse_npu.tools import cli
+from commfuse_npu.tools.doctor import CommandResult, Package, command
+from commfuse_npu.tools.doctor.command import Report, diagnose
+from commfuse_npu.tools.finding import Finding
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.plan.launch import ask_about
+from tests.launchers.launching import dry_run
+from tests.limits import LIMIT
+from tests.tools.doctor.machines import INFO_A2, NPU_ANSWERS, ROOT, machine, only, stack, summary
+from tests.tools.plan.launches import CONFIG, SIZES, asked
+
+
+def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
+    home = tmp_path / "cann" / "aarch64-linux"
+    home.mkdir(parents=True)
+    (home / "ascend_toolkit_install.info").write_text("package_name=a\nversion=8.3.RC1\n", "utf-8")
+    variables = {
+        "ASCEND_HOME_PATH": str(tmp_path / "cann"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "HCCL_CONNECT_TIMEOUT": "1200",
+        "HCCL_DETERMINISTIC": "true",
+        "TASK_QUEUE_ENABLE": "2",
+    }
+    healthy = {
+        **NPU_ANSWERS,
+        "npu-smi info": CommandResult(0, INFO_A2.replace("Warning", "OK     ")),
+    }
+    report = diagnose(machine(variables, stack(tmp_path), healthy))
+    assert {finding.level for finding in report.findings} == {"ok"}
+    assert summary(only(report.findings, "CANN")) == ("ok", "8.3.RC1")
+    assert only(report.findings, "import torch_npu").value == "NPUs: 2"
+    assert only(report.findings, "together").value.startswith("supported: MindSpeed-LLM 2.2.0")
+    assert report.as_text().endswith(
+        "\nready: this machine can run CommFuse on 2 NPUs (0 errors, 0 warnings)"
+    )
+
+
+def test_the_last_line_says_for_what_it_is_ready_or_what_is_wrong() -> None:
+    packages = dict.fromkeys(("torch", "torch_npu"), Package("2.13.0"))
+    npus, none = machine(packages=packages, answers=NPU_ANSWERS), machine(packages=packages)
+    layout = "--config --tensor-model-parallel-size 2 --nproc_per_node"
+    enough, short = asked(f"{layout} 2"), asked(f"{layout} 4")
+    ready = "ready: llama3_8b would start; this machine has"
+    assert diagnose(npus, enough).verdict.startswith(f"{ready} 2 NPUs (0 errors, ")
+    assert diagnose(none, enough).verdict.startswith(f"{ready} no NPU and can rehearse it (0 err")
+    assert diagnose(npus, short).verdict.startswith("not ready: NPUS_PER_NODE (1 errors, ")
+    refused = asked("--config --tensor-model-parallel-size 3 --use-ascend-mc2")
+    assert diagnose(none, refused).verdict.startswith("not ready: layout, --use-ascend-mc2 (")
+    assert "can run the CPU form, rehearsals and simulations" in diagnose(none).verdict
+
+
+def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor", "--config", str(CONFIG)])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("not ready: " if code else "ready: llama3_8b would start; ")
+    assert cli.main(["doctor", "--config", str(CONFIG), "--json"]) == code
+    data = json.loads(capsys.readouterr().out)
+    assert (data["ready"], data["verdict"]) == (code == 0, last)
+    versions = {f["what"]: f["value"] for f in data["findings"] if f["section"] == "versions"}
+    assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    for finding in data["findings"]:
+        assert set(finding) == {"section", "what", "level", "value", "expected", "action"}
+        assert finding["level"] == "ok" or finding["action"]
+
+
+def test_the_exit_code_says_whether_it_is_ready(monkeypatch, capsys) -> None:
+    report = Report((Finding("launch", "a", "error", "b", "c", "d"),))
+    monkeypatch.setattr(command, "diagnose", lambda machine, launch: report)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out == (
+        "launch\n  error    a: b; expected c -> d\nnot ready: a (1 errors, 0 warnings)\n"
+    )
+    monkeypatch.setattr(command, "diagnose", lambda machine, launch: Report(()))
+    assert cli.main(["doctor"]) == 0
+
+
+def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
+    words = dry_run("llama3_8b", MINDSPEED_LLM_HOME="/llm", HCCL_CONNECT_TIMEOUT="7")
+    found = ask_about(None, words, {})
+    assert found.variables["HCCL_CONNECT_TIMEOUT"] == "7"
+    assert found.registers
+    file = ModelConfig.load(CONFIG)
+    assert dataclasses.replace(found.config, vocab_size=file.vocab_size) == file
+
+
+def test_a_launch_script_can_be_asked_about(tmp_path: Path, capsys) -> None:
+    script = tmp_path / "it.sh"
+    command = f"torchrun --nproc_per_node 4 -m mindspeed_patches.launch pretrain_gpt.py {SIZES}"
+    script.write_text(f"export HCCL_EXEC_TIMEOUT=7\n{command} --use-commfuse\n", "utf-8")
+    found = ask_about(None, ["bash", str(script)], dict(os.environ))
+    assert (found.config.world_size, found.registers) == (4, True)
+    assert found.variables["HCCL_EXEC_TIMEOUT"] == "7"
+    assert found.fuse.use_commfuse
+    script.write_text("exit 3\n", "utf-8")
+    assert cli.main(["doctor", "--", str(script)]) == 2
+    assert "starts no pretraining" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--commfuse-lanes 0", "argument --commfuse-lanes: 0 is less than 1"),
+        ("--commfuse-layers a", "argument --commfuse-layers: unknown"),
+        ("--commfuse-schedule x", "argument --commfuse-schedule: invalid"),
+        (
+            "--use-commfuse --commfuse-chunk 2",
+            "the launch is refused: unknown: --commfuse-chunk; did you mean --commfuse-chunks?",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["doctor", "plan"])
+def test_an_option_that_the_launch_refuses(name: str, options: str, message: str, capsys) -> None:
+    assert cli.main([name, "--", *f"{SIZES} {options}".split()]) == 2
+    assert f"commfuse-npu {name}: error: {message}" in capsys.readouterr().err
+
+
+def test_it_imports_nothing_of_the_stack_and_runs_where_torch_cannot_be_imported() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from commfuse_npu.tools import cli; "
+        f"code = cli.main(['doctor', '--config', {str(CONFIG)!r}]); assert code in (0, 1); "
+        "print({'mindspeed', 'mindspeed_llm', 'megatron.core', 'torch_npu', "
+        "'mindspeed_patches'} & set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert run.stdout.splitlines()[-1] == "set()"

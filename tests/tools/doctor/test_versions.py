@@ -1,0 +1,156 @@
+"""torch, torch_npu, CANN and the stack of MindSpeed on made-up machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.tools.doctor import CommandResult, Machine, Package
+from commfuse_npu.tools.doctor.versions import (
+    TRY_TORCH_NPU,
+    check_cann,
+    check_stack,
+    check_torch,
+    check_torch_npu_loads,
+)
+from tests.tools.doctor.machines import NPU_ANSWERS, machine, only, stack, summary
+
+
+@pytest.mark.parametrize(
+    ("packages", "what", "level", "value"),
+    [
+        ({}, "torch", "error", "not found"),
+        ({"torch": "2.0.1"}, "torch", "error", "2.0.1"),
+        ({"torch": "2.7.1+cpu"}, "torch_npu", "note", "not found"),
+        ({"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2"}, "torch_npu", "ok", "2.7.1.post2"),
+        ({"torch": "2.7.1", "torch_npu": "2.6.0"}, "torch_npu", "error", "2.6.0 beside torch "
+         "2.7.1"),
+        ({"torch": "2.9.0", "torch_npu": "2.9.0"}, "torch_npu", "ok", "2.9.0"),
+        ({"torch": "2.9.0", "torch_npu": "2.9.0", "mindspeed_llm": "2.3.0"}, "torch_npu",
+         "warning", "2.9.0 with MindSpeed-LLM"),
+    ],
+)  # fmt: skip
+def test_torch_and_its_bridge(packages, what, level, value) -> None:
+    made = {name: Package(version) for name, version in packages.items()}
+    assert summary(only(check_torch(machine(packages=made)), what)) == (level, value)
+
+
+FAILED = CommandResult(1, "Traceback\nImportError: libhccl.so: cannot open shared object file\n")
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (FAILED, "failed: ImportError: libhccl.so: cannot open shared object file"),
+        (CommandResult(-6, ""), "failed: no output"),
+        (CommandResult(None, "no answer within 60 s"), "failed: no answer within 60 s"),
+    ],
+)
+def test_a_torch_npu_that_does_not_load(result: CommandResult, said: str) -> None:
+    packages, answers = {"torch_npu": Package("2.7.1")}, {TRY_TORCH_NPU: result}
+    automatic = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    found = list(check_torch_npu_loads(machine({}, packages, answers)))
+    assert summary(only(found, "import torch_npu")) == ("warning", said)
+    assert summary(only(found, automatic)) == ("error", "unset")
+    assert only(found, automatic).action.startswith(f"export {automatic}=0")
+    off = {automatic: "0"}
+    (found_off,) = check_torch_npu_loads(machine(off, packages, answers))
+    assert found_off.level == "warning"
+    with_npus = {**answers, "npu-smi info": NPU_ANSWERS["npu-smi info"]}
+    (on_npus,) = check_torch_npu_loads(machine(off, packages, with_npus))
+    assert on_npus.level == "error"
+    assert "set_env.sh" in on_npus.action
+
+
+def test_torch_npu_is_tried_without_torch_loading_it_first() -> None:
+    seen = []
+
+    def run(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult:
+        seen.append((tuple(command), variables["TORCH_DEVICE_BACKEND_AUTOLOAD"], variables["A"]))
+        return CommandResult(0, "NPUs: 0")
+
+    list(check_torch_npu_loads(Machine({"A": "b"}, {"torch_npu": Package("2.7.1")}.get, run)))
+    assert seen == [((sys.executable, "-c", TRY_TORCH_NPU), "0", "b")]
+
+
+def test_cann(tmp_path: Path) -> None:
+    assert summary(check_cann(machine())) == ("note", "not found")
+    found = check_cann(machine(cann=tmp_path))
+    assert (found.level, found.action) == ("error", f"source {tmp_path.parent / 'set_env.sh'}")
+    home = machine({"ASCEND_TOOLKIT_HOME": str(tmp_path)})
+    assert summary(check_cann(home)) == ("warning", f"no version in {tmp_path}")
+    for version, level in (("8.1.RC1", "warning"), ("9.0.0", "warning"), ("9.1.0", "ok")):
+        (tmp_path / "version.info").write_text(f"Version={version}\n", "utf-8")
+        assert summary(check_cann(home)) == (level, version)
+
+
+# ------------------------------------------------------------------ MindSpeed's stack
+
+
+@pytest.mark.parametrize("version", ["2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"])
+def test_tried_versions_are_supported(tmp_path: Path, version: str) -> None:
+    found = check_stack(machine(packages=stack(tmp_path, llm=version)))
+    assert {finding.level for finding in found} == {"ok"}
+
+
+def test_nothing_of_the_stack_is_fine_on_a_cpu() -> None:
+    assert [finding.level for finding in check_stack(machine())] == ["note"] * 3
+
+
+@pytest.mark.parametrize(
+    ("missing", "what", "level"),
+    [
+        ("mindspeed", "MindSpeed", "error"),
+        ("megatron", "Megatron-LM", "error"),
+        ("mindspeed_llm", "MindSpeed-LLM", "warning"),
+    ],
+)
+def test_parts_of_the_stack_are_missing(tmp_path: Path, missing, what, level) -> None:
+    packages = {name: one for name, one in stack(tmp_path).items() if name != missing}
+    found = list(check_stack(machine(packages=packages)))
+    assert summary(only(found, what)) == (level, "not found")
+    assert not [finding for finding in found if finding.what == "together"]
+
+
+def test_versions_that_nobody_supports(tmp_path: Path) -> None:
+    packages = stack(tmp_path, llm="27.0.0", mindspeed="0.8.0")
+    found = list(check_stack(machine(packages=packages)))
+    assert summary(only(found, "MindSpeed-LLM")) == ("warning", "27.0.0")
+    assert summary(only(found, "MindSpeed")) == ("error", "0.8.0")
+    (tmp_path / "mindspeed_llm/tasks/megatron_adaptor_v2.py").unlink()
+    (tmp_path / "mindspeed/features_manager/features_manager.py").unlink()
+    found = list(check_stack(machine(packages=packages)))
+    assert only(found, "MindSpeed").value == "0.8.0, without a feature manager"
+    old = only(found, "MindSpeed-LLM")
+    assert old.level == "error"
+    assert "2.1.0 and older pin Megatron core_r0.8.0 and have no feature manager" in old.expected
+    assert old.action.startswith("use MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master")
+
+
+def test_megatrons_that_do_not_go_together(tmp_path: Path) -> None:
+    packages = stack(tmp_path)
+    wheel = tmp_path / "wheel"
+    (wheel / "core").mkdir(parents=True)
+    of_pypi, mixed = Package("0.12.1", (wheel,)), Package("0.12.1", (wheel, tmp_path / "megatron"))
+    newest = dataclasses.replace(packages["megatron"], version="0.17.0")
+
+    def megatron(package: Package, *beside: str) -> tuple[str, str]:
+        others = {name: packages[name] for name in beside}
+        found = check_stack(machine(packages={"megatron": package, **others}))
+        return summary(only(found, "Megatron-LM"))
+
+    both = "mindspeed_llm", "mindspeed"
+    old = dataclasses.replace(packages["megatron"], version="0.8.0")
+    assert megatron(old, *both) == ("error", "0.8.0")
+    found = only(check_stack(machine(packages={"megatron": newest})), "Megatron-LM")
+    assert summary(found) == ("error", "0.17.0")
+    assert "MegatronAdaptor and TransformerEngineNPU" in found.expected
+    assert megatron(of_pypi, *both) == ("error", "0.12.1, megatron.core only")
+    assert megatron(of_pypi) == ("ok", "0.12.1, megatron.core only")
+    level, value = megatron(mixed, *both)
+    assert level == "warning"
+    assert f"megatron.core in {wheel}, megatron.training in {tmp_path / 'megatron'}" in value
