@@ -36,14 +36,11 @@ BROKEN = {
 }
 
 
-READERS: dict[str, Callable[[Path], Any]] = {
-    "model": ModelConfig.load,
-    "hardware": Hardware.load,
-}
-FILES = {
-    "model": ROOT / "configs/llama3_8b.yaml",
-    "hardware": ROOT / "configs/hardware/ascend_910b_server.yaml",
-}
+MODEL, HARDWARE = ROOT / "configs/llama3_8b.yaml", ROOT / "configs/hardware/ascend_910b_server.yaml"
+Reader = Callable[[Path], Any]
+readers = pytest.mark.parametrize(
+    ("reader", "file"), [(ModelConfig.load, MODEL), (Hardware.load, HARDWARE)]
+)
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -57,53 +54,44 @@ def test_it_is_refused(tmp_path: Path, case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-readers = pytest.mark.parametrize("reader", ["model", "hardware"])
-
-
 @readers
-def test_every_reader_refuses_it(tmp_path: Path, reader: str) -> None:
-    path = tmp_path / "file.yaml"
+def test_every_reader_refuses_it(tmp_path: Path, reader: Reader, file: Path) -> None:
+    path = tmp_path / "eine Datei 目录.yaml"
+    path.write_bytes(file.read_bytes())
+    assert reader(path)
     path.write_bytes(b"a: \xff\xfe")
     with pytest.raises(ConfigError, match=r"is not valid yaml: .*decode"):
-        READERS[reader](path)
+        reader(path)
     with pytest.raises(ConfigError, match="cannot read"):
-        READERS[reader](tmp_path)
+        reader(tmp_path)
     path.write_text("a: 1\na: 2\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="'a' is there twice"):
-        READERS[reader](path)
-
-
-@readers
-def test_a_name_with_spaces_and_other_letters(tmp_path: Path, reader: str) -> None:
-    path = tmp_path / "eine Datei 目录.yaml"
-    path.write_bytes(FILES[reader].read_bytes())
-    assert READERS[reader](path)
+        reader(path)
 
 
 @pytest.mark.parametrize(
-    ("reader", "key", "value", "words"),
+    ("key", "value", "words"),
     [
-        ("model", "lr", ".nan", "lr: nan is not a finite number"),
-        ("model", "lr", ".inf", "lr: inf is not a finite number"),
-        ("model", "hidden_size", "9" * 30, "hidden_size: a number of 30 digits; give at most 12"),
-        ("model", "hidden_size", ".nan", "hidden_size: nan is not a whole number"),
-        ("model", "hidden_size", "[[1]]", "is not a whole number"),
+        ("lr", ".nan", "lr: nan is not a finite number"),
+        ("lr", ".inf", "lr: inf is not a finite number"),
+        ("hidden_size", "9" * 30, "hidden_size: a number of 30 digits; give at most 12"),
+        ("hidden_size", ".nan", "hidden_size: nan is not a whole number"),
+        ("hidden_size", "[[1]]", "is not a whole number"),
     ],
 )
-def test_numbers_that_are_none(tmp_path, reader: str, key: str, value: str, words: str) -> None:
-    text = FILES[reader].read_text(encoding="utf-8")
-    lines = [f"{key}: {value}" if one.startswith(f"{key}:") else one for one in text.splitlines()]
+def test_numbers_that_are_none(tmp_path: Path, key: str, value: str, words: str) -> None:
+    lines = MODEL.read_text(encoding="utf-8").splitlines()
+    lines = [f"{key}: {value}" if one.startswith(f"{key}:") else one for one in lines]
     path = tmp_path / "file.yaml"
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        READERS[reader](path)
+        ModelConfig.load(path)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("number", [".nan", ".inf", "9" * 39, "-1"])
 def test_figures_that_are_none(tmp_path: Path, number: str) -> None:
-    text = FILES["hardware"].read_text(encoding="utf-8")
-    content = yaml.safe_load(text)
+    content = yaml.safe_load(HARDWARE.read_text(encoding="utf-8"))
     content["npu"]["gemm_efficiency"]["high"] = yaml.safe_load(number)
     path = tmp_path / "file.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")

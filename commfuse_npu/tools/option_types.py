@@ -99,17 +99,8 @@ def new_file(text: str) -> Path:
     return path
 
 
-def picture(text: str) -> Path:
+def picture(text: str, what: str = "picture", kinds: Sequence[str] = KINDS) -> Path:
     """A file for pictures, where they can be drawn."""
-    return _drawn(text, "picture", KINDS)
-
-
-def page(text: str) -> Path:
-    """A file for a page with pictures, where they can be drawn."""
-    return _drawn(text, "page", PAGES)
-
-
-def _drawn(text: str, what: str, kinds: Sequence[str]) -> Path:
     path = new_file(text)
     if path.suffix.lower() not in kinds:
         raise argparse.ArgumentTypeError(
@@ -118,3 +109,8 @@ def _drawn(text: str, what: str, kinds: Sequence[str]) -> Path:
     if why := lacking():
         raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
     return path
+
+
+def page(text: str) -> Path:
+    """A file for a page with pictures, where they can be drawn."""
+    return picture(text, "page", PAGES)

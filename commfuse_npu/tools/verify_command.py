@@ -22,7 +22,7 @@ _MOST_RANKS, _MOST = 1024, 256
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand: 0 proved, 1 refuted, 2 a question that makes no sense."""
+    """Run the subcommand: 0 proved, 1 refuted, 2 an invalid request."""
     parser = Parser(prog="commfuse-npu verify", description=__doc__)
     parser.add_argument(
         "--log",

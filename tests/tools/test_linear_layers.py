@@ -205,7 +205,7 @@ def test_operators_are_those_of_the_wrappers(called: Called, line: str) -> None:
     size = launch.judged.layout.tensor
     for found in fused_layers(launch):
         called.clear()
-        linears = wrapped(size, launch.fuse.commfuse_layers, launch.least_rows)
+        linears = wrapped(size, launch.fuse.commfuse_layers, launch.judged.least)
         parallel = launch.config.uses_sequence_parallel
         gathers = parallel and found.layer in ("qkv", "fc1", "output")
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
@@ -229,7 +229,7 @@ def test_attention_waits_where_the_wrappers_let_it(called: Called, change: str) 
     fused = "--use-commfuse --bf16 --commfuse-attention --commfuse-min-rows 0"
     launch = asked(f"{SIZES} {fused} {change}")
     (found,) = [layer for layer in fused_layers(launch) if layer.layer == "proj"]
-    linears = wrapped(2, launch.fuse.commfuse_layers, launch.least_rows)
+    linears = wrapped(2, launch.fuse.commfuse_layers, launch.judged.least)
     q = torch.zeros(64, 3, 4, 8, dtype=torch.bfloat16)
 
     def attend(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

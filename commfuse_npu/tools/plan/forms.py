@@ -167,7 +167,7 @@ def layer_seconds(launch: AskedLaunch, hardware: Hardware) -> dict[str, float]:
         return time.seconds + (time.forward if again and time.pair is None else 0.0)
 
     ours = Variant("megatron", "megatron")
-    if config.block_rows >= launch.least_rows:
+    if config.block_rows >= launch.judged.least:
         ours = fused(
             replace(schedule, lanes=None, chunks=1, taper=1.0),
             schedule.lanes_for(tp),

@@ -26,7 +26,7 @@ from commfuse_npu.tools.linear_layers import (
 )
 from commfuse_npu.tools.model_config import OptionParser
 
-__all__ = ["Judgement", "Layout", "Overlap", "Refused", "fuse_options", "judge_launch", "min_rows"]
+__all__ = ["Judgement", "Layout", "Overlap", "Refused", "fuse_options", "judge_launch"]
 
 _RIVALS = {
     *("--use-ascend-coc", "--use-ascend-mc2", "--moe-fb-overlap", "--schedules-method dualpipev"),
@@ -125,7 +125,8 @@ class Judgement:
         layers: each kind of linear layer, with what would become of it if nothing were refused.
         excluding: options that exclude one of CommFuse's, by its name.
         lacks: what the launch lacks for an option that needs ``--use-commfuse``, or empty.
-        rows, least: of a block, and how many the feature fuses by default; 0 rows: not known.
+        rows: of a block; 0: not known.
+        least: with fewer, layers stay Megatron's on an NPU that is described.
         spec: a model of one's own, which is not read; or empty.
     """
 
@@ -221,13 +222,7 @@ def fuse_options(words: Sequence[str]) -> argparse.Namespace:
     return argparse.Namespace(**DEFAULTS | parser.given(words))
 
 
-def min_rows(fuse: argparse.Namespace, size: int, hidden: int | None) -> int:
-    """With fewer rows per block layers stay Megatron's, on an NPU that is described.
-
-    Args:
-        size: of the tensor-parallel group.
-        hidden: features of a row, if they are known.
-    """
+def _least_rows(fuse: argparse.Namespace, size: int, hidden: int) -> int:
     given: int | str = fuse.commfuse_min_rows
     if not isinstance(given, str):
         return given
@@ -280,7 +275,7 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
         lacks,
         _overlap(options, layout, excluding["--commfuse-fb-overlap"]),
         block_rows(length, batch, layout.tensor, layout.context),
-        min_rows(fuse, layout.tensor, options.number("--hidden-size", 0)),
+        _least_rows(fuse, layout.tensor, options.number("--hidden-size", 0)),
         "" if spec.startswith("mindspeed_llm.") else spec,
     )
 

@@ -20,7 +20,7 @@ from commfuse_npu.tools.launch_script.launch import (
 )
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_launch, min_rows
+from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_launch
 
 __all__ = ["AskedLaunch", "ask_about"]
 
@@ -76,12 +76,6 @@ class AskedLaunch:
         usual = usual_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
         return schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks)
-
-    @property
-    def least_rows(self) -> int:
-        """With fewer rows per block layers stay Megatron's, on an NPU that is described."""
-        config = self.config
-        return min_rows(self.fuse, config.tensor_model_parallel_size, config.hidden_size)
 
 
 def ask_about(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, checkout_of, launch_of
@@ -25,12 +25,10 @@ _OTHERS = _MINDSPORE, _OTHER_TRAINER, _NO_TRAINING = (
 )
 
 
-@dataclass(frozen=True)
-class Script:
-    """What a script would start.
+class Script(NamedTuple):
+    """A script by its path below the folder, and what it would start.
 
     Attributes:
-        name: its path below the folder.
         trainings: launches that train with Megatron's options.
         other: what it is if there are none, and nothing went wrong.
         error: why it could not be read.
@@ -38,10 +36,10 @@ class Script:
     """
 
     name: str
-    trainings: list[Launch] = field(default_factory=list)
+    sandbox: str
+    trainings: Sequence[Launch] = ()
     other: str = ""
     error: str = ""
-    sandbox: str = ""
 
 
 def find_scripts(folder: Path) -> list[Path]:
@@ -61,14 +59,10 @@ def find_scripts(folder: Path) -> list[Path]:
 
 
 def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[Script]:
-    """Each script as it has been read.
+    """Each of :func:`find_scripts` as it has been read, within ``timeout`` seconds.
 
     They are started from MindSpeed-LLM's folder, as its examples want to be, or else from the
     folder itself.
-
-    Args:
-        scripts: :func:`find_scripts` of the folder.
-        timeout: for a script, in seconds.
 
     Raises:
         UsageError: the folder cannot be copied.
@@ -97,11 +91,10 @@ def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[
                     sandbox.inside,
                     scratch,
                 )
-                trainings, other = _understood(captured)
-                yield Script(str(script), trainings, other, sandbox=sandbox.said)
+                yield Script(str(script), sandbox.said, *_understood(captured))
             except UsageError as error:
                 said = str(error).replace(str(sandbox.place / below), "it")
-                yield Script(str(script), error=said, sandbox=sandbox.said)
+                yield Script(str(script), sandbox.said, error=said)
 
 
 def _understood(captured: Captured) -> tuple[list[Launch], str]:

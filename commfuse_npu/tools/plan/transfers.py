@@ -56,7 +56,7 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
     Args:
         launch: with a configuration that :meth:`~ModelConfig.validate` accepts, and a schedule.
     """
-    config, limit = launch.config, launch.least_rows
+    config, limit = launch.config, launch.judged.least
     tp, sequence, batch = (
         config.tensor_model_parallel_size,
         config.uses_sequence_parallel,

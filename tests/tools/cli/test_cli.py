@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -10,9 +11,12 @@ from dataclasses import replace
 
 import pytest
 
+from commfuse_npu import __version__
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.tools import cli
 from tests.limits import LIMIT
+
+COMMANDS = ("doctor", "plan", "simulate", "bench", "measure", "verify")
 
 
 def test_a_program_is_printed(capsys) -> None:
@@ -70,7 +74,28 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     assert "- deadlock" in told
 
 
-@pytest.mark.parametrize("command", ["doctor", "plan", "simulate", "verify", "bench"])
+def test_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "commfuse_npu", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    assert done.stdout == f"commfuse-npu {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_for_a_terminal(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: commfuse-npu {command}")
+    assert "`" not in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c_ends_quietly(command: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     class Interrupted:
         @staticmethod

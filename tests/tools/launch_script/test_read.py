@@ -33,11 +33,8 @@ def test_options_keep_their_order_and_note_changes() -> None:
     ]
 
 
-def test_a_negative_number_is_a_value() -> None:
+def test_values_of_options() -> None:
     assert Options(["--min", "-1", "--flag"]).values("--min") == ["-1"]
-
-
-def test_an_option_that_is_no_number_is_named() -> None:
     with pytest.raises(UsageError, match="--num-layers is 'two'"):
         Options(["--num-layers", "two"]).number("--num-layers", 1)
 
@@ -58,6 +55,7 @@ def test_an_option_that_is_no_number_is_named() -> None:
         (["torchrun", *TORCHRUN, "-m", "mindspeed_patches.launch"], 8),
         (["python", "-m", "mindspeed_patches.launch"], None),
         (["python"], None),
+        (["cd", "/llm", "&&", "A=b", "torchrun", "--nproc_per_node", "4"], 4),
     ],
 )
 def test_forms_of_a_launch(before: list[str], processes: int | None, tmp_path: Path) -> None:
@@ -131,48 +129,35 @@ def test_a_launch_script_is_read_and_does_nothing(script: Path) -> None:
     assert sorted(p.name for p in script.parent.iterdir()) == ["precious", "pretrain_it.sh"]
 
 
-def test_the_older_launcher_in_a_script(script: Path) -> None:
-    script.write_text(SCRIPT.format(launch="python -m torch.distributed.launch"), "utf-8")
-    assert read_launch([str(script)], script.parent).processes == 8
-
-
-def test_a_search_path_of_a_sourced_file_does_not_bring_torchrun_back(
-    script: Path, tmp_path: Path
-) -> None:
+def test_neither_torchrun_nor_python_can_be_brought_back(script: Path, tmp_path: Path) -> None:
+    """Not by a search path of a sourced file, nor by a path."""
     real = tmp_path / "environment" / "bin"
     real.mkdir(parents=True)
     (real / "torchrun").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n", "utf-8")
     (real / "torchrun").chmod(0o755)
     script.write_text(f'export PATH="{real}:$PATH"\n' + script.read_text("utf-8"), "utf-8")
     assert read_launch([str(script)], script.parent).processes == 8
+    started = f'open("{tmp_path}/started", "w")'
+    script.write_text(f"{sys.executable} -c '{started}' pretrain_gpt.py\n", "utf-8")
+    with pytest.raises(UsageError, match="starts no pretraining"):
+        read_launch([str(script)], script.parent)
     assert not (tmp_path / "started").exists()
 
 
-def test_a_python_called_by_its_path_does_not_run(script: Path, tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    script.write_text(f'{sys.executable} -c \'open("{started}", "w")\' pretrain_gpt.py\n', "utf-8")
-    with pytest.raises(UsageError, match="starts no pretraining"):
-        read_launch([str(script)], script.parent)
-    assert not started.exists()
-
-
-def test_a_script_that_stops_early_shows_what_it_said(script: Path) -> None:
+def test_a_script_that_starts_nothing_or_is_not_there(script: Path, tmp_path: Path) -> None:
     script.write_text("echo set DATA_PATH first >&2\nexit 1\n", "utf-8")
     with pytest.raises(UsageError, match="set DATA_PATH first"):
         read_launch([str(script)], script.parent)
-
-
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no launch script absent\.sh"):
         read_launch(["absent.sh"], tmp_path)
 
 
-def test_two_trainings_are_noted(script: Path) -> None:
+def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) -> None:
     script.write_text(
-        "torchrun --nproc_per_node 2 pretrain_gpt.py --bf16\n"
-        "torchrun --nproc_per_node 4 pretrain_gpt.py --fp16\n",
+        "torchrun --nproc_per_node $COUNT pretrain_gpt.py --bf16\n"
+        "python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --fp16\n",
         "utf-8",
     )
-    launch = read_launch([str(script)], script.parent)
-    assert launch.processes == 2
-    assert "2 trainings" in launch.notes[0]
+    launch = read_launch(["COUNT=2", "bash", str(script)], script.parent)
+    assert (launch.processes, launch.environment["COUNT"]) == (2, "2")
+    assert launch.notes == ["pretrain_it.sh starts 2 trainings; this is about the first"]

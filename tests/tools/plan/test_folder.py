@@ -16,7 +16,7 @@ import pytest
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.plan import sandbox
 from tests.limits import LIMIT
-from tests.tools.plan.launches import EXPERTS, MODEL, SCRIPTS, TP, script
+from tests.tools.plan.launches import MODEL, SCRIPTS, TP, script
 
 Asked = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -89,55 +89,6 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such training: 3 scripts: generation, evaluation, conversion or data\n" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "batches", "obstacle", "without", "paired"),
-    [
-        (TP, 8, "", "", 7 / 8),
-        (TP, 1, "one micro-batch has no partner", None, 0.0),
-        (TP, 2, "", "", 1 / 2),
-        (f"{TP} --use-ascend-coc", 8, "--use-ascend-coc: its transfers are inside", "", 7 / 8),
-        (f"{TP} --moe-fb-overlap", 8, "--moe-fb-overlap: it overlaps the same", "", 7 / 8),
-        (f"{TP} --stage dpo", 8, "--stage dpo: it has a pipeline schedule", None, 7 / 8),
-        (f"{TP} --pipeline-model-parallel-size 2", 8, "", "", 5 / 8),
-        (
-            f"{TP} --pipeline-model-parallel-size 2",
-            4,
-            "4 micro-batches: 25% of a stage's have a partner",
-            None,
-            1 / 4,
-        ),
-        (
-            f"{TP} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-            8,
-            "",
-            "",
-            11 / 16,
-        ),
-        ("", 8, "no tensor, expert or context parallelism", None, None),
-        ("--num-experts 8 --expert-model-parallel-size 4", 8, "", "", 7 / 8),
-    ],
-)
-def test_forward_backward_overlap_is_judged(
-    asked: Asked,
-    options: str,
-    batches: int,
-    obstacle: str,
-    without: str | None,
-    paired: float | None,
-) -> None:
-    processes = 8
-    stages = 2 if "pipeline" in options else 1
-    replicas = processes // (stages * (4 if TP in options else 1))
-    text = script(f"{options} --global-batch-size {batches * replicas}", processes)
-    found = asked({"it.sh": text})[1]
-    overlap = only(found)["overlap"]
-    assert overlap["obstacle"].startswith(obstacle)
-    assert bool(overlap["obstacle"]) is bool(obstacle)
-    assert overlap["without"] == (overlap["obstacle"] if without is None else without)
-    assert overlap["paired"] == (None if paired is None else pytest.approx(paired))
-    assert found["counts"]["--commfuse-fb-overlap passes as typed"] == (not obstacle)
-
-
 def test_the_counts_come_first_and_a_line_on_each_if_asked(
     asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,68 +104,6 @@ def test_the_counts_come_first_and_a_line_on_each_if_asked(
     assert line.startswith("1.sh: full; TP 4, ")
     assert "--commfuse-fb-overlap" not in line
     assert other.endswith(", --commfuse-fb-overlap")
-
-
-def test_a_launch_is_described(asked: Asked) -> None:
-    launch = only(asked({"it.sh": script(f"{TP} {EXPERTS} --first-k-dense-replace 1", 16)})[1])
-    layout = {"tensor": 4, "pipeline": 1, "context": 1, "expert": 4, "algorithm": "", "data": 4}
-    assert launch["layout"] == layout | {
-        "sequence_parallel": True,
-        "experts": True,
-        "mla": False,
-        "lora": False,
-    }
-    states = {one["layer"]: one["state"] for one in launch["layers"]}
-    assert states == dict.fromkeys(("qkv", "proj", "fc1", "fc2", "output"), "fused") | {
-        "experts": "silent"
-    }
-    assert launch["flags"]["--commfuse-dp"] == ""
-    assert launch["flags"]["--commfuse-attention"] == ""
-    assert launch["flags"]["--commfuse-ulysses"].startswith("needs --context-parallel-size")
-
-
-@pytest.mark.parametrize(
-    ("options", "processes", "alone"),
-    [
-        ("", 8, True),
-        ("", 1, False),
-        ("--use-ascend-coc", 8, False),
-        ("--use-custom-fsdp", 8, False),
-    ],
-)
-def test_at_tp_1_data_parallelism_alone(
-    asked: Asked, options: str, processes: int, alone: bool
-) -> None:
-    launch = only(asked({"it.sh": script(options, processes)})[1])
-    assert (launch["verdict"], launch["data_parallel_alone"]) == ("refused", alone)
-
-
-def test_without_the_distributed_optimizer_nothing_is_taken_alone(asked: Asked) -> None:
-    text = script("").replace("--use-distributed-optimizer", "")
-    launch = only(asked({"it.sh": text})[1])
-    assert launch["flags"]["--commfuse-dp"].startswith("needs --use-distributed-optimizer")
-    assert not launch["data_parallel_alone"]
-
-
-def test_megatrons_defaults_count(asked: Asked) -> None:
-    text = script(TP).replace("--attention-dropout 0.0", "")
-    said = only(asked({"it.sh": text})[1])["flags"]["--commfuse-attention"]
-    assert said == "--attention-dropout 0.1, Megatron's default"
-
-
-def test_short_blocks_do_not_hide_that_a_layer_can_be_fused(asked: Asked) -> None:
-    launch = only(asked({"it.sh": script(f"{TP} --seq-length 1024")})[1])
-    assert (launch["verdict"], launch["short"]) == ("full", True)
-    assert launch["notes"][0].startswith("its blocks have 256 rows, and with fewer than 512")
-    launch = only(asked({"it.sh": script(f"{TP} --seq-length 1024 --commfuse-min-rows 0")})[1])
-    assert (launch["verdict"], launch["short"]) == ("full", False)
-
-
-def test_a_model_of_ones_own_is_not_read(asked: Asked) -> None:
-    launch = only(asked({"it.sh": SCRIPTS["dense/own.sh"]})[1])
-    assert launch["notes"] == [
-        "--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel"
-    ]
 
 
 def test_two_trainings_of_a_script_are_two_launches(asked: Asked) -> None:
