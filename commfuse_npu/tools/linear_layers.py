@@ -8,33 +8,36 @@ for Megatron's GPTModel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from commfuse_npu.options import LAYERS
 from commfuse_npu.tools.launch_script.options import Options
 
-__all__ = [
-    "LINEAR_LAYERS",
-    "Judged",
-    "LinearLayer",
-    "attention_obstacle",
-    "judge",
-    "sequence_parallel",
-    "size_of",
-]
-
-Has = Callable[[Options], bool]
-Why = Callable[[Options], str]
+__all__ = ["Judged", "attention_obstacle", "judge", "sequence_parallel", "size_of"]
 
 
-class LinearLayer(NamedTuple):
-    """A kind of linear layer.
+class Judged(NamedTuple):
+    """The forward of a kind of linear layer.
 
     Attributes:
-        name: of the kind.
+        layer: its name.
+        state: ``fused``; ``left`` to Megatron; or ``silent``, it has no transfer to hide.
+        reason: why it is not fused, or empty.
         column: whether it is column-parallel, and gathers; else it is row-parallel, and reduces.
-        there: whether a launch has it.
+    """
+
+    layer: str
+    state: Literal["fused", "left", "silent"]
+    reason: str
+    column: bool
+
+
+class _Layer(NamedTuple):
+    """A kind of linear layer in a launch.
+
+    Attributes:
+        there: whether the launch has it.
         known_as: one of ``--commfuse-layers``; ``None``: it cannot be fused.
         own: why it keeps a forward of its own, or empty.
         silent: why it has no transfer at all, or empty.
@@ -42,26 +45,59 @@ class LinearLayer(NamedTuple):
 
     name: str
     column: bool
-    there: Has
+    there: bool
     known_as: str | None
-    own: Why = lambda options: ""
-    silent: Why = lambda options: ""
+    own: str = ""
+    silent: str = ""
 
 
-class Judged(NamedTuple):
-    """The forward of a layer.
-
-    Attributes:
-        layer: its name.
-        state: ``fused``; ``left`` to Megatron; or ``silent``, it has no transfer to hide.
-        reason: why it is not fused, or empty.
-        column: whether it is column-parallel.
-    """
-
-    layer: str
-    state: Literal["fused", "left", "silent"]
-    reason: str
-    column: bool
+def _layers(options: Options) -> tuple[_Layer, ...]:
+    """A line per kind of linear layer."""
+    spec = options.text("--spec") or ""
+    mamba, compressed, longcat = (
+        name in spec for name in ("mamba_spec", "deepseek4_spec", "longcat_spec")
+    )
+    latent = "--multi-latent-attention" in options and not compressed
+    # Qwen3-Next: every so many layers attend, with q, k and v apart; the others are linear.
+    delta_net = "--full-attention-interval" in options
+    attends = not mamba or _part(options, "--hybrid-attention-ratio")
+    usual = attends and not (latent or compressed or delta_net)
+    experts = options.number("--num-experts", 0) > 0
+    dense = not mamba or _part(options, "--hybrid-mlp-ratio")
+    if experts and not longcat:
+        # The first layers only, if asked for (MindSpeed-LLM's transformer_block.py).
+        dense = options.number("--first-k-dense-replace", 0) > 0
+    names = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
+    shared = experts and any(options.number(name, 0) for name in names)
+    overlapped = _overlapped(options)
+    gathered, deferred = (
+        f"{option} {why}" if f"--{option.replace('_', '-')}" in options else ""
+        for option, why in (
+            ("mla_up_proj_tp_overlap", "gathers its input before the call"),
+            ("defer_embedding_wgrad_compute", "keeps the gradients for later"),
+        )
+    )
+    of_experts = "expert layers communicate by their own rules"
+    return (
+        _Layer("qkv", True, usual, "qkv"),
+        _Layer("q_up", True, latent, "q_up", gathered),
+        _Layer("kv_up", True, latent, "kv_up", gathered),
+        _Layer("q, k, v apart", True, delta_net, "qkv"),
+        _Layer("delta-net in", True, delta_net, "fc1"),
+        _Layer("delta-net out", False, delta_net, "fc2"),
+        _Layer("CSA's q_up, o_down", True, compressed, None),
+        _Layer("CSA's o_up", False, compressed, None),
+        _Layer("mamba in", True, mamba, "fc1"),
+        _Layer("mamba out", False, mamba, "fc2"),
+        _Layer("proj", False, attends and not compressed, "proj"),
+        _Layer("fc1", True, dense, "fc1"),
+        _Layer("fc2", False, dense, "fc2"),
+        _Layer("shared_fc1", True, shared, "shared_fc1", overlapped),
+        _Layer("shared_fc2", False, shared, "shared_fc2", overlapped),
+        _Layer("experts", False, experts, "fc2", of_experts, _dispatched(options)),
+        _Layer("eh_proj", True, "--mtp-num-layers" in options, "eh_proj"),
+        _Layer("output", True, True, "output", deferred),
+    )
 
 
 def judge(options: Options, layers: Collection[str] = LAYERS) -> list[Judged]:
@@ -71,23 +107,21 @@ def judge(options: Options, layers: Collection[str] = LAYERS) -> list[Judged]:
         options: of its command line.
         layers: that are to be fused (``--commfuse-layers``).
     """
-    return [_judged(layer, options, layers) for layer in LINEAR_LAYERS if layer.there(options)]
+    return [_judged(layer, options, layers) for layer in _layers(options) if layer.there]
 
 
-def _judged(layer: LinearLayer, options: Options, layers: Collection[str]) -> Judged:
+def _judged(layer: _Layer, options: Options, layers: Collection[str]) -> Judged:
     known_as, unsplit = layer.known_as, layer.column and not sequence_parallel(options)
     alone = size_of(options, "tensor-model") == 1
+    offloaded = "--cpu-offloading" in options
     reasons: tuple[tuple[Literal["left", "silent"], str | bool], ...] = (
-        ("silent", layer.silent(options)),
+        ("silent", layer.silent),
         ("silent", unsplit and "without sequence parallelism the forward has no transfer"),
         ("left", known_as is None and "it is not among the layers that can be fused"),
         ("left", known_as not in layers and f"{known_as} is not in the list of layers to fuse"),
-        ("left", layer.own(options)),
+        ("left", layer.own),
         ("silent", alone and "a tensor-parallel group of one has nothing to transfer"),
-        (
-            "left",
-            "--cpu-offloading" in options and "cpu_offloading needs Transformer Engine's layers",
-        ),
+        ("left", offloaded and "cpu_offloading needs Transformer Engine's layers"),
     )
     for state, reason in reasons:
         if reason:
@@ -121,51 +155,9 @@ def sequence_parallel(options: Options) -> bool:
     return "--sequence-parallel" in options and size_of(options, "tensor-model") > 1
 
 
-def _given(*names: str) -> Has:
-    return lambda options: any(name in options for name in names)
-
-
 def _part(options: Options, option: str) -> bool:
     """Whether a ratio of layers is given that is not 0."""
     return (options.text(option) or "").strip("0.") != ""
-
-
-def _spec(name: str) -> Has:
-    return lambda options: name in (options.text("--spec") or "")
-
-
-_mamba, _compressed, _longcat = _spec("mamba_spec"), _spec("deepseek4_spec"), _spec("longcat_spec")
-# Qwen3-Next: every so many layers attend, with q, k and v apart; the others are linear.
-_delta_net = _given("--full-attention-interval")
-
-
-def _latent(options: Options) -> bool:
-    return "--multi-latent-attention" in options and not _compressed(options)
-
-
-def _attends(options: Options) -> bool:
-    return not _mamba(options) or _part(options, "--hybrid-attention-ratio")
-
-
-def _usual_attention(options: Options) -> bool:
-    others = _latent, _compressed, _delta_net
-    return _attends(options) and not any(other(options) for other in others)
-
-
-def _experts(options: Options) -> bool:
-    return options.number("--num-experts", 0) > 0
-
-
-def _dense(options: Options) -> bool:
-    """With experts, the first layers only, if asked for (MindSpeed-LLM's transformer_block.py)."""
-    if not _experts(options) or _longcat(options):
-        return not _mamba(options) or _part(options, "--hybrid-mlp-ratio")
-    return options.number("--first-k-dense-replace", 0) > 0
-
-
-def _shared_experts(options: Options) -> bool:
-    names = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
-    return _experts(options) and any(options.number(name, 0) for name in names)
 
 
 def _overlapped(options: Options) -> str:
@@ -193,47 +185,3 @@ def _dispatched(options: Options) -> str:
     if tensor > 1 or size_of(options, "expert-model") > 1 or "--moe-tp-extend-ep" in options:
         return "no collective of the tensor-parallel group; tokens are moved by the dispatcher"
     return ""
-
-
-def _why(option: str, why: str) -> Why:
-    return lambda options: why if option in options else ""
-
-
-_GATHERED = _why(
-    "--mla-up-proj-tp-overlap", "mla_up_proj_tp_overlap gathers its input before the call"
-)
-_DEFERRED = _why(
-    "--defer-embedding-wgrad-compute",
-    "defer_embedding_wgrad_compute keeps the gradients for later",
-)
-
-
-def _of_experts(options: Options) -> str:
-    return "expert layers communicate by their own rules"
-
-
-def _projects(options: Options) -> bool:
-    return _attends(options) and not _compressed(options)
-
-
-LINEAR_LAYERS = (
-    LinearLayer("qkv", True, _usual_attention, "qkv"),
-    LinearLayer("q_up", True, _latent, "q_up", _GATHERED),
-    LinearLayer("kv_up", True, _latent, "kv_up", _GATHERED),
-    LinearLayer("q, k, v apart", True, _delta_net, "qkv"),
-    LinearLayer("delta-net in", True, _delta_net, "fc1"),
-    LinearLayer("delta-net out", False, _delta_net, "fc2"),
-    LinearLayer("CSA's q_up, o_down", True, _compressed, None),
-    LinearLayer("CSA's o_up", False, _compressed, None),
-    LinearLayer("mamba in", True, _mamba, "fc1"),
-    LinearLayer("mamba out", False, _mamba, "fc2"),
-    LinearLayer("proj", False, _projects, "proj"),
-    LinearLayer("fc1", True, _dense, "fc1"),
-    LinearLayer("fc2", False, _dense, "fc2"),
-    LinearLayer("shared_fc1", True, _shared_experts, "shared_fc1", _overlapped),
-    LinearLayer("shared_fc2", False, _shared_experts, "shared_fc2", _overlapped),
-    LinearLayer("experts", False, _experts, "fc2", _of_experts, _dispatched),
-    LinearLayer("eh_proj", True, _given("--mtp-num-layers"), "eh_proj"),
-    LinearLayer("output", True, lambda options: True, "output", _DEFERRED),
-)
-"""A line per kind of linear layer."""

@@ -49,34 +49,31 @@ def run_bounded(
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        with _ended(process, mark):
-            try:
-                return process.wait(seconds)
-            except subprocess.TimeoutExpired as error:
-                raise TimeoutError(f"did not end within {seconds:.0f} s") from error
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"did not end within {seconds:.0f} s") from error
+        finally:
+            # Nothing outlives the command, also not after an error or Ctrl-C.
+            _end(process, mark)
 
 
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes], mark: str) -> Iterator[None]:
-    """Let nothing outlive the block, also not after an error or Ctrl-C."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            # torchrun hands the signal on to its ranks.
-            _signal_group(process.pid, signal.SIGTERM)
-            try:
-                process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
-        # A device is free again when who used it has gone.
-        end = time.monotonic() + _GRACE
-        while (left := list(_marked(mark))) and time.monotonic() < end:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    if process.poll() is None:
+        # torchrun hands the signal on to its ranks.
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+    # A device is free again when who used it has gone.
+    end = time.monotonic() + _GRACE
+    while (left := list(_marked(mark))) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
