@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "prepare": {
-        "doctor": ("doctor.command", "is this machine, and this launch, ready?"),
+        "doctor": ("doctor.command", "is this machine ready, and for a launch?"),
         "plan": ("plan.command", "would it help a launch, a folder of them, or a model?"),
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="commfuse-npu",
         usage="commfuse-npu COMMAND [options]",
-        description="Tensor-parallel collectives hidden behind the work they feed.",
+        description="Tensor-parallel communication overlapped with the GEMMs beside it.",
         epilog="\n".join([*listed, "", "commfuse-npu COMMAND --help lists the options of each."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

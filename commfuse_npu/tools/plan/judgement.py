@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from commfuse_npu.options import DEFAULTS, add_arguments, unknown_option
@@ -117,27 +116,36 @@ class Overlap(NamedTuple):
     paired: float | None
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What CommFuse would do in a launch.
 
     Attributes:
         layers: each kind of linear layer, with what would become of it if nothing were refused.
+        fused: ``full``: each of them that has a transfer in its forward can be fused.
+        refused: each reason for which ``--use-commfuse`` by itself is refused, by option.
+        kind: the first of them: LoRA, another overlap, other options (``else``), or TP 1.
         excluding: options that exclude one of CommFuse's, by its name.
         lacks: what the launch lacks for an option that needs ``--use-commfuse``, or empty.
+        why_not: why such an option would not be taken, or empty.
         rows: of a block; 0: not known.
         least: with fewer, layers stay Megatron's on an NPU that is described.
-        spec: a model of one's own, which is not read; or empty.
+        short: whether it has fewer.
+        notes: what a reader should know besides.
     """
 
     layout: Layout
     layers: Sequence[Judged]
+    fused: Literal["full", "partial"]
+    refused: Mapping[str, str]
+    kind: Literal["LoRA", "TP 1", "another overlap", "else", ""]
     excluding: Mapping[str, Sequence[Refused]]
     lacks: Mapping[str, str]
+    why_not: Mapping[str, str]
     overlap: Overlap
     rows: int
     least: int
-    spec: str
+    short: bool
+    notes: Sequence[str]
 
     @property
     def excluded(self) -> Sequence[Refused]:
@@ -145,67 +153,13 @@ class Judgement:
         return self.excluding["--use-commfuse"]
 
     @property
-    def refused(self) -> dict[str, str]:
-        """Each reason for which ``--use-commfuse`` by itself is refused, by option."""
-        found = {str(one): one.refusal.why for one in self.excluded}
-        if self.layout.tensor == 1:
-            found["--tensor-model-parallel-size 1"] = (
-                "a tensor-parallel group of one transfers nothing"
-            )
-        return found
-
-    @property
-    def fused(self) -> Literal["full", "partial"]:
-        """``full``: each linear layer that has a transfer in its forward can be fused."""
-        return "partial" if any(one.state == "left" for one in self.layers) else "full"
-
-    @property
     def verdict(self) -> str:
         return "refused" if self.refused else self.fused
-
-    @property
-    def kind(self) -> Literal["LoRA", "TP 1", "another overlap", "else", ""]:
-        """The first reason of a refusal: LoRA, another overlap, other options, or TP 1."""
-        if not self.refused:
-            return ""
-        if self.layout.lora:
-            return "LoRA"
-        if _RIVALS.intersection(self.refused):
-            return "another overlap"
-        return "else" if self.excluded else "TP 1"
-
-    @property
-    def why_not(self) -> dict[str, str]:
-        """CommFuse's other options, each with why it would not be taken, or empty."""
-        return {name: self._why_not(name) for name in self.lacks}
-
-    def _why_not(self, name: str) -> str:
-        # What is lacking begins with the option and ends with a way out.
-        lacks = self.lacks[name].removeprefix(name).partition("; ")[0].lstrip(": ")
-        return "; ".join(filter(None, [lacks, *map(str, self.excluding[name])]))
-
-    @property
-    def short(self) -> bool:
-        """Whether blocks are so short that the feature leaves them to Megatron by default."""
-        return self.layout.tensor > 1 and 0 < self.rows < self.least
 
     @property
     def data_parallel_alone(self) -> bool:
         """Whether ``--use-commfuse --commfuse-dp`` would be taken with no linear layer, at TP 1."""
         return self.kind == "TP 1" and not self.why_not["--commfuse-dp"]
-
-    @property
-    def notes(self) -> list[str]:
-        found = []
-        if self.short:
-            found.append(
-                f"its blocks have {self.rows} rows, and with fewer than {self.least} Megatron's "
-                "own order is faster (simulated): on an NPU that is described its layers are left "
-                "to it, unless --commfuse-min-rows 0 is given"
-            )
-        if self.spec:
-            found.append(f"--spec {self.spec} is not read: it is judged as Megatron's GPTModel")
-        return found
 
 
 def fuse_options(words: Sequence[str]) -> argparse.Namespace:
@@ -267,17 +221,50 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
         ]
         for ours, refusals in REFUSALS_OF.items()
     }
-    batch, spec = options.number("--micro-batch-size", 0), options.text("--spec") or ""
+    excluded = excluding["--use-commfuse"]
+    refused = {str(one): one.refusal.why for one in excluded}
+    kind: Literal["LoRA", "TP 1", "another overlap", "else", ""] = "else" if excluded else ""
+    if layout.tensor == 1:
+        alone = "a tensor-parallel group of one transfers nothing"
+        kind, refused["--tensor-model-parallel-size 1"] = kind or "TP 1", alone
+    if _RIVALS.intersection(refused):
+        kind = "another overlap"
+    if excluded and layout.lora:
+        kind = "LoRA"
+    layers, batch = judge(options, fuse.commfuse_layers), options.number("--micro-batch-size", 0)
+    rows = block_rows(length, batch, layout.tensor, layout.context)
+    least = _least_rows(fuse, layout.tensor, options.number("--hidden-size", 0))
+    notes, spec = [], options.text("--spec") or ""
+    short = layout.tensor > 1 and 0 < rows < least
+    if short:
+        notes.append(
+            f"its blocks have {rows} rows, and with fewer than {least} Megatron's own order is "
+            "faster (simulated): on an NPU that is described its layers are left to it, unless "
+            "--commfuse-min-rows 0 is given"
+        )
+    if spec and not spec.startswith("mindspeed_llm."):
+        notes.append(f"--spec {spec} is not read: it is judged as Megatron's GPTModel")
     return Judgement(
         layout,
-        judge(options, fuse.commfuse_layers),
+        layers,
+        "partial" if any(one.state == "left" for one in layers) else "full",
+        refused,
+        kind,
         excluding,
         lacks,
+        {name: _why_not(name, why, excluding[name]) for name, why in lacks.items()},
         _overlap(options, layout, excluding["--commfuse-fb-overlap"]),
-        block_rows(length, batch, layout.tensor, layout.context),
-        _least_rows(fuse, layout.tensor, options.number("--hidden-size", 0)),
-        "" if spec.startswith("mindspeed_llm.") else spec,
+        rows,
+        least,
+        short,
+        notes,
     )
+
+
+def _why_not(name: str, lacks: str, excluding: Sequence[Refused]) -> str:
+    # What is lacking begins with the option and ends with a way out.
+    lacks = lacks.removeprefix(name).partition("; ")[0].lstrip(": ")
+    return "; ".join(filter(None, [lacks, *map(str, excluding)]))
 
 
 def _overlap(options: Options, layout: Layout, excluding: Sequence[Refused]) -> Overlap:
