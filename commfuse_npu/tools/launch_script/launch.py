@@ -27,13 +27,10 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
 @dataclass
 class Launch:
-    """What a launch asks for.
+    """A script as it was named, with its options, and where it is started.
 
     Attributes:
-        script: as it was named.
-        options: of the script.
         nodes, per_node: how many, and processes on each; ``None`` if the launch does not say.
-        folder: where it was started.
         environment: variables that the launch sets.
         notes: what a reader should know of how it was read.
         registers: whether it registers CommFuse before the script runs.

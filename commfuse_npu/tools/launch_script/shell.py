@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
 
@@ -56,30 +56,16 @@ os.replace(name + ".part", name)
 """
 
 
-@dataclass(frozen=True)
-class Command:
-    """What would have been started.
-
-    Attributes:
-        words: program and arguments.
-        folder: the working directory.
-        environment: variables that differ from those before the script.
-    """
+class Command(NamedTuple):
+    """What would have been started, where, and with which variables that are not the script's."""
 
     words: Sequence[str]
     folder: str
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Captured:
-    """What came of a script.
-
-    Attributes:
-        commands: that it would have started, in their order.
-        printed: by it, the first MB.
-        code: with which it ended.
-    """
+class Captured(NamedTuple):
+    """The commands of a script in their order, the first MB that it printed, its exit code."""
 
     commands: Sequence[Command]
     printed: str
@@ -97,8 +83,7 @@ def capture_commands(
     """Run a shell script with recorders in the place of programs.
 
     Args:
-        script: its path and its arguments.
-        folder: where it is started.
+        script: its path and its arguments; it is started in ``folder``.
         environ: its environment, but for the search path.
         timeout: in seconds; then it is killed, with what it has started.
         inside: a program, by its path, with arguments, that starts the shell in a sandbox.

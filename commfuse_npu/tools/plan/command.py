@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.plan import PlanError, rules
 from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.tools.doctor.devices import listed_npus
+from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
@@ -63,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     choose = parser.add_argument_group("recommending")
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
-        "--hardware", help="a yaml file, or its name in configs/hardware/: ascend_910b_server"
+        "--hardware",
+        help="a yaml file, or its name in configs/hardware/; default ascend_910b_server, or for a "
+        "launch that of the NPUs here",
     )
     choose.add_argument("--npus", type=whole(), help="all of them are used; the model's by default")
     choose.add_argument(
@@ -140,7 +144,10 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
         )
     elif path is not None:
         words = ["bash", path, *words]
-    hardware = Hardware.load(find_config(given.hardware or _HARDWARE, "hardware"))
+    # By default that of the NPUs here, if they are described.
+    here = {described(name) or _HARDWARE for name, _ in listed_npus(Machine.this())}
+    default = here.pop() if len(here) == 1 else _HARDWARE
+    hardware = Hardware.load(find_config(given.hardware or default, "hardware"))
     found = plan_launch(ask_about(config, words, os.environ), hardware, os.environ)
     print(found)
     if given.json is not None:

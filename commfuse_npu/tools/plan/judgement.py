@@ -41,14 +41,11 @@ _BESIDE_OVERLAP = {
 
 
 class Layout(NamedTuple):
-    """The layout of a launch.
+    """The sizes of a launch's parallel groups, and what kind of model it has.
 
     Attributes:
-        tensor, pipeline, context, expert: sizes of the parallel groups.
         algorithm: of context parallelism, where there is any.
         data: replicas; ``None`` if the launch does not say how many processes it has.
-        sequence_parallel: whether activations are split along the sequence.
-        experts, mla, lora: whether it has a mixture of experts, multi-latent attention, LoRA.
     """
 
     tensor: int
@@ -186,11 +183,7 @@ def _least_rows(fuse: argparse.Namespace, size: int, hidden: int) -> int:
 
 
 def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespace) -> Judgement:
-    """Judge a launch.
-
-    Args:
-        processes: over all nodes; ``None`` if the launch does not say.
-        fuse: :func:`fuse_options` of the launch.
+    """Judge a launch of so many processes, if it says, with :func:`fuse_options`.
 
     Raises:
         UsageError: a size is no whole number.

@@ -45,11 +45,8 @@ class AskedLaunch:
     Attributes:
         name: of the configuration, or how large the model is.
         options: of the command line, the launcher's and those of a configuration among them.
-        config: what they amount to.
-        fuse: the options of CommFuse.
-        variables: what the launch itself sets.
-        registers: whether the command registers CommFuse before the script runs.
-        notes: what a reader should know of how it was read.
+        config, fuse: what they amount to, and the options of CommFuse.
+        variables, registers, notes: of :class:`~.launch_script.launch.Launch`.
     """
 
     name: str

@@ -92,10 +92,14 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     assert "--commfuse" not in found["verdict"].partition(":")[0]
 
 
-def test_another_machine_has_other_times(plan: Plan) -> None:
+def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     server = plan(f"{TP} {MANY}")
     other = plan(f"{TP} {MANY}", "--hardware", "ascend_910c_supernode")
     assert server["hardware"] != other["hardware"]
+    for name, expected in (("Ascend910", other), ("910B3", server), ("310P3", server)):
+        npus = [(name, "OK")] * 2
+        monkeypatch.setattr("commfuse_npu.tools.plan.command.listed_npus", lambda _, n=npus: n)
+        assert plan(f"{TP} {MANY}")["hardware"] == expected["hardware"]
     assert by_flags(server)["--use-commfuse"]["share"] != by_flags(other)["--use-commfuse"]["share"]
 
 
