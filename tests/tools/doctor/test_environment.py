@@ -18,6 +18,7 @@ from tests.tools.plan.launches import SIZES, asked
         ("HCCL_CONNECT_TIMEOUT", None, "note"),
         ("HCCL_CONNECT_TIMEOUT", "600", "ok"),
         ("HCCL_CONNECT_TIMEOUT", "120", "warning"),
+        ("HCCL_CONNECT_TIMEOUT", "0", "warning"),
         ("HCCL_CONNECT_TIMEOUT", "10m", "error"),
         ("HCCL_EXEC_TIMEOUT", None, "ok"),
         ("HCCL_EXEC_TIMEOUT", "0", "ok"),

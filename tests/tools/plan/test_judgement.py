@@ -61,6 +61,7 @@ def test_a_layout_is_described() -> None:
     cp = judged(f"{TP} --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo")
     assert str(cp.layout) == "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel"
     assert "LoRA" in str(judged("--lora-target-modules linear_qkv").layout)
+    assert [judged(f"--num-experts {n}").layout.experts for n in (0, 1)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_at_tp_1_data_parallelism_alone(options: str, processes: int, alone: boo
         ("dp", f"{TP} --use-custom-fsdp",
          "--use-custom-fsdp"),
         ("dp", "--tensor-model-parallel-size 8", "DP 1 transfers nothing"),
+        ("dp", f"{TP} --context-parallel-size 2", ""),
     ],
 )  # fmt: skip
 def test_our_other_options(flag: str, options: str, why: str) -> None:
