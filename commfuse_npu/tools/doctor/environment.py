@@ -86,10 +86,11 @@ def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iter
     yield from _check_connections(value("CUDA_DEVICE_MAX_CONNECTIONS"), launch)
     # Elsewhere than on NPUs an unset one is no more than a remark.
     on_npu = bool(listed_npus(machine))
-    why = "with lanes there are more communicators to connect"
-    yield _check_time("HCCL_CONNECT_TIMEOUT", value("HCCL_CONNECT_TIMEOUT"), 120, why, on_npu)
-    why = "a first iteration that compiles operators takes long"
-    yield _check_time("HCCL_EXEC_TIMEOUT", value("HCCL_EXEC_TIMEOUT"), 1836, why, on_npu)
+    for name, default, why in (
+        ("HCCL_CONNECT_TIMEOUT", 120, "with lanes there are more communicators to connect"),
+        ("HCCL_EXEC_TIMEOUT", 1836, "a first iteration that compiles operators takes long"),
+    ):
+        yield _check_time(name, value(name), default, why, on_npu)
     for one in _VARIABLES:
         given = variables.get(one.name, "")
         if one.good(given):

@@ -49,10 +49,10 @@ def _check_options(launch: AskedLaunch) -> Iterator[Finding]:
         yield _about(
             "--use-commfuse",
             "warning",
-            "given to pretrain_gpt.py itself",
+            "given to the script itself",
             "the launcher before it: MindSpeed-LLM does not know the flag by itself",
-            "start -m mindspeed_patches.launch pretrain_gpt.py, or call "
-            "mindspeed_patches.install() after import torch in the script",
+            "start -m mindspeed_patches.launch SCRIPT, or call mindspeed_patches.install() after "
+            "import torch in the script",
         )
     elsewhere = (fuse.commfuse_ulysses or fuse.commfuse_dp) and not fuse.commfuse_attention
     if judged.layout.tensor == 1 and not elsewhere:

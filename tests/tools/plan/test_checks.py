@@ -49,7 +49,7 @@ def test_what_starts_is_not_remarked(line: str) -> None:
         (f"{SIZES} --use-commfuse", "--sequence-parallel", "warning", "not given"),
         (SIZES, "--sequence-parallel", "warning", "not given"),
         (f"pretrain_gpt.py {FUSED}", "--use-commfuse", "warning",
-         "given to pretrain_gpt.py itself"),
+         "given to the script itself"),
         (ALONE, OF_ONE, "error", "1"),
         (f"{ALONE} --commfuse-allow-nothing", OF_ONE, "warning", "1"),
         (f"{ALONE} --commfuse-allow-nothing --commfuse-attention", OF_ONE, "error", "1"),

@@ -128,7 +128,7 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(
     assert (warning["what"], warning["level"]) == ("--use-commfuse", "warning")
     assert memory["what"] == "memory for lanes"
     said = capsys.readouterr().out
-    assert "warning  --use-commfuse: given to pretrain_gpt.py itself; expected the launcher" in said
+    assert "warning  --use-commfuse: given to the script itself; expected the launcher" in said
     assert f"forward, per rank ({found['schedule']}):\n  qkv: all_gather_linear, 6" in said
     refused = plan(f"{TP} {MANY} --use-ascend-coc")
     assert refused["layers"]
