@@ -89,7 +89,7 @@ def _lacking(option: str, lacks: str) -> Finding:
     """What ends the training begins with the option; all has its way out at the end."""
     if lacks.startswith(option):
         needs, _, way_out = lacks.removeprefix(option).lstrip(": ").partition("; ")
-        return _about(option, "error", "given", needs, way_out)
+        return _about(option, "error", "given", needs.removeprefix("needs "), way_out)
     ends = lacks.startswith("proj ")
     way_out = "add proj to --commfuse-layers" if ends else f"leave {option} out, or change that"
     return _about(option, "error" if ends else "warning", f"given, but {lacks}", "", way_out)

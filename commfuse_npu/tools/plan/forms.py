@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -185,8 +185,14 @@ def layer_seconds(launch: AskedLaunch, hardware: Hardware) -> dict[str, float]:
     return found | {REFERENCE.name: seconds(REFERENCE), "commfuse": seconds(ours)}
 
 
-def _forms(launch: AskedLaunch, seconds: Mapping[str, float]) -> list[Form]:
+def _forms(
+    launch: AskedLaunch, seconds: Mapping[str, float], findings: Sequence[Finding]
+) -> list[Form]:
     judged, overlap = launch.judged, launch.judged.overlap
+    wrong = [one for one in findings if one.level == "error"]
+    # No form has another layout; what options of ours lack is of the fused layers.
+    layout = "; ".join(one.value for one in wrong if one.what == "layout")
+    lacking = "; ".join(f"{one.what}: {one.expected or one.value}" for one in wrong)
 
     def share(name: str, paired: float = 1.0) -> float | None:
         if not seconds:
@@ -200,11 +206,11 @@ def _forms(launch: AskedLaunch, seconds: Mapping[str, float]) -> list[Form]:
         flag += " --commfuse-fb-overlap-memory"
     refused = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
     return [
-        Form(FLAGS["megatron"][0], "", share("megatron")),
-        Form(turns, flag, share(TURNS.name, overlap.paired or 0.0), overlap.obstacle),
-        Form("fused layers", "--use-commfuse", share("commfuse"), refused),
+        Form(FLAGS["megatron"][0], "", share("megatron"), layout),
+        Form(turns, flag, share(TURNS.name, overlap.paired or 0.0), layout or overlap.obstacle),
+        Form("fused layers", "--use-commfuse", share("commfuse"), layout or refused or lacking),
         *(
-            Form(*FLAGS[name], share(name))
+            Form(*FLAGS[name], share(name), layout)
             for name in seconds
             if name in FLAGS and name not in ("megatron", TURNS.name)
         ),
@@ -244,7 +250,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
         launch.name,
         str(judged.layout),
         overlap.transfers,
-        tuple(_forms(launch, seconds)),
+        tuple(_forms(launch, seconds, findings)),
         reason,
         hardware.name,
         tuple(notes),
