@@ -33,9 +33,14 @@ def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
     try:
         launch.config.validate()
     except ConfigError as error:
-        for problem in str(error).splitlines():
+        # With a size of heads of its own a model needs no such hidden size.
+        own = "--kv-channels" in launch.options
+        lines = str(error).splitlines()
+        problems = [one for one in lines if not (own and one.startswith("hidden size"))]
+        for problem in problems:
             yield _about("layout", "error", problem, "", "the training would end at its start")
-        return
+        if problems:
+            return
     try:
         # Whether it fits the group shows when it is asked for one.
         launch.schedule.hops(0, launch.config.tensor_model_parallel_size, "first")

@@ -189,9 +189,8 @@ def _forms(
     launch: AskedLaunch, seconds: Mapping[str, float], findings: Sequence[Finding]
 ) -> list[Form]:
     judged, overlap = launch.judged, launch.judged.overlap
-    wrong = [one for one in findings if one.level == "error"]
-    # No form has another layout; what options of ours lack is of the fused layers.
-    layout = "; ".join(one.value for one in wrong if one.what == "layout")
+    # What does not go together with options of ours keeps the fused layers from starting only.
+    wrong = [one for one in findings if one.level == "error" and one.what != "layout"]
     lacking = "; ".join(f"{one.what}: {one.expected or one.value}" for one in wrong)
 
     def share(name: str, paired: float = 1.0) -> float | None:
@@ -206,11 +205,11 @@ def _forms(
         flag += " --commfuse-fb-overlap-memory"
     refused = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
     return [
-        Form(FLAGS["megatron"][0], "", share("megatron"), layout),
-        Form(turns, flag, share(TURNS.name, overlap.paired or 0.0), layout or overlap.obstacle),
-        Form("fused layers", "--use-commfuse", share("commfuse"), layout or refused or lacking),
+        Form(FLAGS["megatron"][0], "", share("megatron")),
+        Form(turns, flag, share(TURNS.name, overlap.paired or 0.0), overlap.obstacle),
+        Form("fused layers", "--use-commfuse", share("commfuse"), refused or lacking),
         *(
-            Form(*FLAGS[name], share(name), layout)
+            Form(*FLAGS[name], share(name))
             for name in seconds
             if name in FLAGS and name not in ("megatron", TURNS.name)
         ),

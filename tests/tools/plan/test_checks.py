@@ -35,6 +35,7 @@ def check(line: str) -> list[Finding]:
         f"{FUSED} --pre-tockens 4096",
         f"{ALONE} {DP} 2",
         f"{ALONE} {ULYSSES}",
+        f"{FUSED} --num-attention-heads 6 --kv-channels 16",
         # The launchers switch dropout off.
         "--config --commfuse-attention",
     ],
@@ -46,6 +47,8 @@ def test_what_starts_is_not_remarked(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "what", "level", "value"),
     [
+        (f"{FUSED} --num-attention-heads 6", "layout", "error",
+         "hidden size 64 is not divisible by heads 6; choose --hidden-size 60 or 66"),
         (f"{SIZES} --use-commfuse", "--sequence-parallel", "warning", "not given"),
         (SIZES, "--sequence-parallel", "warning", "not given"),
         (f"pretrain_gpt.py {FUSED}", "--use-commfuse", "warning",
@@ -85,7 +88,7 @@ def test_what_does_not_go_together_is_named_with_a_way_out(
     found = only(check(line), what)
     assert summary(found) == (level, value)
     assert found.action
-    assert found.expected or "given, but" in value or what == "--commfuse-schedule"
+    assert found.expected or "given, but" in value or what in ("layout", "--commfuse-schedule")
 
 
 def test_the_way_out_names_the_option_of_ours() -> None:
