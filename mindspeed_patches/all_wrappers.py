@@ -7,13 +7,7 @@ from typing import Any
 from mindspeed_patches.arguments import CommFuseOptions
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.lanes import (
-    ContextParallelLanes,
-    DataParallelLanes,
-    Form,
-    Lanes,
-    TensorParallelLanes,
-)
+from mindspeed_patches.lanes import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL, Lanes
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
@@ -25,7 +19,6 @@ def register_wrappers(
     manager: Any,
     options: CommFuseOptions,
     *,
-    form: Form = "fused",
     linears: bool = True,
     transformer_engine: bool = False,
     ulysses_attention: str = MINDSPEED_ULYSSES,
@@ -33,9 +26,8 @@ def register_wrappers(
     """Register with MindSpeed's patch manager, or with our stand-in.
 
     Args:
-        form: see :class:`LinearWrappers`.
         linears: wrap the tensor-parallel layers; else they are not touched.
-        transformer_engine: see :meth:`LinearWrappers.register_transformer_engine`.
+        transformer_engine: see :meth:`LinearWrappers.register`.
         ulysses_attention: the class that exchanges heads.
 
     Returns:
@@ -45,7 +37,6 @@ def register_wrappers(
     wrappers = LinearWrappers(
         options.linear,
         options.layers,
-        form,
         min_rows=options.min_rows,
         described=options.described,
         rows=options.rows,
@@ -53,24 +44,24 @@ def register_wrappers(
     )
     lanes: list[Lanes] = []
     if linears:
-        wrappers.register(manager)
-        if transformer_engine:
-            wrappers.register_transformer_engine(manager)
+        wrappers.register(manager, transformer_engine=transformer_engine)
         if options.attention:
             AttentionWrappers(wrappers).register(manager)
-        lanes.append(TensorParallelLanes(wrappers, options.linear.schedule.lanes))
+        lanes.append(Lanes(wrappers, TENSOR_PARALLEL, options.linear.schedule.lanes))
     if options.ulysses is not None:
-        ulysses = UlyssesWrappers(wrappers, options.ulysses, form)
+        ulysses = UlyssesWrappers(wrappers, options.ulysses)
         ulysses.register(manager, ulysses_attention)
-        lanes.append(ContextParallelLanes(ulysses, options.ulysses.schedule.lanes))
+        lanes.append(Lanes(ulysses, CONTEXT_PARALLEL, options.ulysses.schedule.lanes))
     buckets = None
     if options.data_parallel is not None:
-        buckets = BucketWrappers(wrappers, options.data_parallel, form)
+        buckets = BucketWrappers(wrappers, options.data_parallel)
         buckets.register(manager)
-        for direction in (buckets.gradients, buckets.parameters):
-            lanes.append(DataParallelLanes(direction, options.data_parallel.schedule.lanes))
+        number = options.data_parallel.schedule.lanes
+        lanes += [
+            Lanes(one, DATA_PARALLEL, number) for one in (buckets.gradients, buckets.parameters)
+        ]
     for one in lanes:
-        one.order_log = options.order_log if form == "fused" else None
+        one.order_log = options.order_log
     report = StartReport(
         wrappers,
         tensor_parallel=linears,

@@ -10,23 +10,20 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
-from commfuse_npu.options import DEFAULTS, add_arguments, schedule_for, typed_options, whole
+from commfuse_npu.options import schedule_for, typed_options
 from commfuse_npu.plan import DATA_PARALLEL_LANES, usual_chunks
-from commfuse_npu.refusals import REFUSALS_OF
+from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
-from mindspeed_patches.layout import hidden_size, parallel_size, rows_of_blocks
-from mindspeed_patches.refusals import check_compatible, check_needs
+from mindspeed_patches.layout import (
+    data_parallel_size,
+    hidden_size,
+    parallel_size,
+    rows_of_blocks,
+)
+from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 
-__all__ = [
-    "DEFAULTS",
-    "CommFuseOptions",
-    "add_arguments",
-    "checked_options",
-    "commfuse_options",
-    "complete_options",
-    "whole",
-]
+__all__ = ["CommFuseOptions", "checked_options", "commfuse_options", "complete_options"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,19 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     if min_rows == "auto":
         # Who says how blocks are cut, or has it tried out, has chosen.
         min_rows = 0 if tuned or given.commfuse_chunks else None
+    ulysses = buckets = None
+    if given.commfuse_ulysses:
+        across = _schedule(given, parallel_size(args, "context"), tensor_parallel)
+        ulysses = LinearOptions(across, wgrad=given.commfuse_wgrad)
+    if given.commfuse_dp:
+        # Pipeline stages come last in Megatron's order of ranks, or before data parallelism.
+        stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
+        inner = tensor_parallel * (parallel_size(args, "pipeline_model") if stages_first else 1)
+        buckets = replace(
+            OPTIONS,
+            schedule=_schedule(given, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES),
+            reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
+        )
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=_schedule(given, tensor_parallel, chunks=chunks),
@@ -101,52 +111,49 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         min_rows=min_rows,
         layers=given.commfuse_layers,
         attention=given.commfuse_attention,
-        ulysses=LinearOptions(
-            _schedule(given, parallel_size(args, "context"), stride=tensor_parallel),
-            wgrad=given.commfuse_wgrad,
-        )
-        if given.commfuse_ulysses
-        else None,
-        data_parallel=_bucket_options(given, args) if given.commfuse_dp else None,
+        ulysses=ulysses,
+        data_parallel=buckets,
         order_log=given.commfuse_order_log,
         allow_nothing=given.commfuse_allow_nothing,
     )
 
 
-def checked_options(args: argparse.Namespace) -> CommFuseOptions:
+def checked_options(args: argparse.Namespace, *, complete: bool = False) -> CommFuseOptions:
     """:func:`commfuse_options`, if nothing that is known so far excludes them.
 
+    Args:
+        complete: these are the real arguments, which have what the options need.
+
     Raises:
-        IncompatibleOptionsError: another option does.
+        IncompatibleOptionsError: another option excludes them, or something that they need is
+            missing.
         ValueError: a value does not fit.
     """
     check_compatible(args)
     options = commfuse_options(args)
-    for ours in _asked(options):
-        check_compatible(args, REFUSALS_OF[ours])
+    needs = Needs(
+        parallel_size(args, "tensor_model"),
+        parallel_size(args, "context"),
+        bool(getattr(args, "use_distributed_optimizer", None)),
+        getattr(args, "context_parallel_algo", None),
+        getattr(args, "num_attention_heads", None),
+        getattr(args, "seq_length", None),
+    )
+    for ours, asked in (
+        ("--commfuse-attention", options.attention),
+        ("--commfuse-ulysses", options.ulysses),
+        ("--commfuse-dp", options.data_parallel),
+    ):
+        if asked:
+            check_compatible(args, REFUSALS_OF[ours])
+            if complete and (lacks := missing(ours, needs)):
+                raise IncompatibleOptionsError(lacks)
     return options
 
 
 def complete_options(args: argparse.Namespace) -> CommFuseOptions:
-    """:func:`checked_options` of the real arguments, if what they need is there, too.
-
-    Raises:
-        IncompatibleOptionsError: also, something that they need is missing.
-        ValueError: a value does not fit.
-    """
-    options = checked_options(args)
-    for ours in _asked(options):
-        check_needs(args, ours)
-    return options
-
-
-def _asked(options: CommFuseOptions) -> list[str]:
-    asked = {
-        "--commfuse-attention": options.attention,
-        "--commfuse-ulysses": options.ulysses,
-        "--commfuse-dp": options.data_parallel,
-    }
-    return [ours for ours, value in asked.items() if value]
+    """:func:`checked_options` of the real arguments."""
+    return checked_options(args, complete=True)
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -157,19 +164,3 @@ def _schedule(given: argparse.Namespace, size: int, stride: int = 1, **usual: in
     """:func:`~commfuse_npu.options.schedule_for` on the nodes of this job."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
     return schedule_for(given, size, processes, stride, **usual)
-
-
-def _bucket_options(given: argparse.Namespace, args: argparse.Namespace) -> BucketOptions:
-    """Of the data-parallel group, context-parallel ranks included."""
-    tensor_parallel = parallel_size(args, "tensor_model")
-    stages = parallel_size(args, "pipeline_model")
-    # Early the size of the job is known to the launcher only.
-    world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
-    # Pipeline stages come last in Megatron's order of ranks, or before data parallelism.
-    inner = tensor_parallel * (stages if getattr(args, "use_tp_pp_dp_mapping", None) else 1)
-    size = max(1, world // (tensor_parallel * stages))
-    return replace(
-        OPTIONS,
-        schedule=_schedule(given, size, stride=inner, lanes=DATA_PARALLEL_LANES),
-        reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
-    )

@@ -1,8 +1,12 @@
 """Self-attention fused with the projection of its output, in Megatron's ``SelfAttention``.
 
-The core attention of each layer is asked to wait (:mod:`.deferred_attention`), and the
-row-parallel projection after it, whose ``forward`` :class:`LinearWrappers` wraps, runs both in one
-operation.  Which class the core attention has does not matter, as long as what it computes is
+Attention and the projection of its output are two modules in Megatron, called one after the other.
+To fuse them, the core attention of each layer returns a :class:`DeferredAttention`, a tensor that
+stands for attention which has not run yet, and the row-parallel projection, whose ``forward``
+:class:`LinearWrappers` wraps, knows it and runs both in one operation.  Whoever else touches it
+gets what attention would have returned: any torch function, any operator, runs attention first.
+
+Which class the core attention has does not matter, as long as what it computes is
 ``softmax(q k^T) v`` over keys that :mod:`.softmax_attention` can tell; whatever is more than that
 keeps its own forward.
 """
@@ -11,23 +15,106 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map
 
+from commfuse_npu.ops import LinearOptions
 from commfuse_npu.ops.attention_mask import AttentionMask
-from mindspeed_patches.deferred_attention import DeferredAttention
-from mindspeed_patches.softmax_attention import (
-    call_arguments,
-    mask_of_call,
-    mask_type,
-    softmax_obstacle,
-)
-from mindspeed_patches.wrappers import LinearWrappers
+from commfuse_npu.ops.call import AnyTransport
+from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall
 
-__all__ = ["AttentionWrappers"]
+if TYPE_CHECKING:
+    from mindspeed_patches.wrappers import LinearWrappers
+
+__all__ = ["AttentionWrappers", "DeferredAttention"]
 
 CoreAttention = Callable[..., torch.Tensor]
+
+_NEEDS_NO_VALUE = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "element_size")),
+}
+
+
+class DeferredAttention(torch.Tensor):
+    """``[S / N, B, N * A * D]`` that :meth:`value` computes when it is asked for.
+
+    ``N`` is 1, or under Ulysses as many ranks as exchange heads for rows after attention.
+    """
+
+    _heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    _given: dict[str, Any]
+    _attend: Callable[[], torch.Tensor]
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def of(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: AttentionMask,
+        scale: float | None,
+        attend: Callable[[], torch.Tensor],
+        ranks: int = 1,
+    ) -> DeferredAttention:
+        """Defer ``attend()``, which returns ``[S / N, B, N * A * D]`` for ``N`` ``ranks``.
+
+        Args:
+            q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
+            mask: which keys a query sees.
+            scale: of the scores; ``None`` for ``D ** -0.5``.
+        """
+        deferred: DeferredAttention = torch.Tensor._make_wrapper_subclass(
+            DeferredAttention,
+            (q.shape[0] // ranks, q.shape[1], ranks * q.shape[2] * q.shape[3]),
+            dtype=q.dtype,
+            device=q.device,
+        )
+        deferred._heads, deferred._given = (q, k, v), mask._asdict() | {"scale": scale}
+        deferred._attend, deferred._value = attend, None
+        return deferred
+
+    def value(self) -> torch.Tensor:
+        """What attention returns; it runs once."""
+        if self._value is None:
+            self._value = self._attend()
+        return self._value
+
+    def project(
+        self, op: Callable[..., Any], linear: Any, options: LinearOptions, transport: AnyTransport
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention and the row-parallel layer behind it, by an op that runs both.
+
+        Returns:
+            What the layer does: the product, and the bias if somebody else adds it.
+        """
+        added, apart = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
+        given = self._given | {"bias": added, "options": options, "transport": transport}
+        return op(*self._heads, linear.weight, **given), apart
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _NEEDS_NO_VALUE:
+            return cls.__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(_value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeferredAttention(shape={tuple(self.shape)})"
+
+
+def _value(x: Any) -> Any:
+    return x.value() if isinstance(x, DeferredAttention) else x
 
 
 class AttentionWrappers:
@@ -64,31 +151,20 @@ class AttentionWrappers:
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
             def attention() -> torch.Tensor:
-                return attend(query, key, value, attention_mask, *args, **kwargs)
+                return attend(query, key, value, *args, **kwargs)
 
-            given = call_arguments(args, kwargs)
-            kind = mask_type(layer, given)
-            seen: AttentionMask | str | None = softmax_obstacle(
-                layer.config, layer.training, query, key, value, kind, given
-            ) or _cannot_wait(layer)
-            if seen is None:
-                seen = mask_of_call(layer.config, kind, given, attention_mask, *query.shape[:2])
+            call = AttentionCall.of(layer, layer.training, args, kwargs)
+            reason = call.tensor_obstacle(query, key, value) or _cannot_wait(layer)
+            seen = reason or call.mask(*query.shape[:2])
             if isinstance(seen, str):
                 self._linears.leave("attention", seen)
                 return attention()
-            return DeferredAttention.of(
-                query,
-                key,
-                value,
-                mask=seen,
-                scale=getattr(layer.config, "softmax_scale", None),
-                attend=attention,
-            )
+            scale = getattr(layer.config, "softmax_scale", None)
+            return DeferredAttention.of(query, key, value, mask=seen, scale=scale, attend=attention)
 
         return forward
 
@@ -97,6 +173,4 @@ def _cannot_wait(layer: Any) -> str | None:
     """Why plain attention runs before the projection all the same, or ``None``."""
     if getattr(layer.config, "context_parallel_size", 1) > 1:
         return "context parallelism splits the sequence in its own way"
-    if layer.checkpoint_core_attention and layer.training:
-        return "selective recomputation runs the core attention by itself"
-    return None
+    return RECOMPUTED if layer.checkpoint_core_attention and layer.training else None

@@ -2,18 +2,10 @@
 
 Megatron keeps gradients and parameters in flat buffers, cut into buckets.  Every iteration it sums
 each bucket of gradients by a reduce-scatter, steps the optimizer on the shard of each rank, and
-fetches the new parameters by an all-gather.  Here the methods that start the two are wrapped; what
-they do besides (checks, scaling, the choice of sum or average, when to wait) stays as it was:
-
-==============================  =====================================  =======================
-method                          buckets of                             by
-==============================  =====================================  =======================
-``start_grad_sync``             dense parameters                       ``Buckets``
-``start_param_sync``            dense parameters                       ``Buckets``
-both                            experts; without the optimizer's       Megatron's or
-                                sharding; of a group of one            MindSpeed's own
-``finish_...``, hooks                                                  unchanged
-==============================  =====================================  =======================
+fetches the new parameters by an all-gather.  Here the methods that start the two are wrapped, for
+dense parameters; what they do besides (checks, scaling, the choice of sum or average, when to wait)
+stays as it was.  Buckets of experts, of a group of one and without the optimizer's sharding keep
+Megatron's or MindSpeed's own transfers.
 
 Timeline with both overlap options, buckets ``a, b, c`` in the order of the backward::
 
@@ -38,19 +30,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops.buckets import (
-    BucketExchange,
-    BucketOptions,
-    Buckets,
-)
-from commfuse_npu.ops.plain_buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from commfuse_npu.ops.buckets import BucketOptions, Buckets
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.lanes import Form, OverLanes
+from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["OPTIONS", "BucketWrappers", "Direction"]
@@ -74,7 +61,7 @@ class _Handles(list[_Waitable]):
             handle.wait()
 
 
-class Direction(OverLanes):
+class Direction(LaneUser):
     """Gradients or parameters: what exchanges their buckets, over lanes for these buckets only.
 
     The lanes are of the group over which parameters are sharded.
@@ -93,6 +80,9 @@ class Direction(OverLanes):
         self._options = options
         self._made: tuple[Transport, Buckets] | None = None
 
+    def lanes(self) -> Transport:
+        return cast(Transport, super().lanes())
+
     def buckets(self) -> Buckets:
         lanes = self.lanes()
         if self._made is None or self._made[0] is not lanes:
@@ -107,24 +97,15 @@ class BucketWrappers:
         linears: where calls are counted and reasons are logged, under the names ``gradients`` and
             ``parameters``; a call per bucket.
         options: how buckets are exchanged.
-        form: ``fused``; or ``plain``, the collective that it equals bit for bit where that adds in
-            rank order (see :func:`~commfuse_npu.runtime.collectives.reduce_scatter_rows`).
 
     Attributes:
         gradients, parameters: the two directions, each with a transport of its own.
     """
 
-    def __init__(
-        self,
-        linears: LinearWrappers,
-        options: BucketOptions = OPTIONS,
-        form: Form = "fused",
-    ) -> None:
+    def __init__(self, linears: LinearWrappers, options: BucketOptions = OPTIONS) -> None:
         self.gradients = Direction("gradients", options)
         self.parameters = Direction("parameters", options)
         self._linears = linears
-        self._options = options
-        self._form = form
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
@@ -143,32 +124,27 @@ class BucketWrappers:
 
         @functools.wraps(start)
         def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> None:
-            reason = self.obstacle(group, self.gradients)
-            if reason is not None:
-                self._linears.leave(self.gradients.name, reason, len(group.buckets))
+            if self._left(group, self.gradients):
                 return start(group, *args, **kwargs)
             config = group.ddp_config
             if group.grad_reduce_handle is not None:
-                raise AssertionError(
-                    "the gradients of this bucket group are under way already; call "
-                    "finish_grad_sync before they are started again"
-                )
+                raise _under_way("gradients", "finish_grad_sync")
             check_nan = getattr(config, "check_for_nan_in_grad", False)
             check_large = getattr(config, "check_for_large_grads", False)
             if check_nan or check_large:
                 group.check_grads(check_for_nan_or_inf=check_nan, check_for_large=check_large)
             average = getattr(config, "average_in_collective", False)
-            handles = _Handles(
-                handle
-                for bucket in group.buckets
-                for handle in self._reduce(
-                    bucket.grad_data, average, bucket.gradient_scaling_factor
-                )
+            buckets = self.gradients.buckets()
+            group.grad_reduce_handle = self._started(
+                self.gradients,
+                (
+                    buckets.reduce_scatter(
+                        one.grad_data, average=average, scale=one.gradient_scaling_factor
+                    )
+                    for one in group.buckets
+                ),
+                config.overlap_grad_reduce,
             )
-            self._count(self.gradients, group.buckets)
-            if not config.overlap_grad_reduce:
-                handles.wait()
-            group.grad_reduce_handle = handles if config.overlap_grad_reduce else None
             return None
 
         return start_grad_sync
@@ -183,27 +159,20 @@ class BucketWrappers:
 
         @functools.wraps(start)
         def start_param_sync(group: Any, force_sync: bool = False) -> None:
-            reason = self.obstacle(group, self.parameters)
-            if reason is not None:
-                self._linears.leave(self.parameters.name, reason, len(group.buckets))
+            if self._left(group, self.parameters):
                 return start(group, force_sync=force_sync)
             if group.param_gather_handle is not None:
                 if not force_sync:
-                    raise AssertionError(
-                        "the parameters of this bucket group are under way already; call "
-                        "finish_param_sync before they are started again"
-                    )
+                    raise _under_way("parameters", "finish_param_sync")
                 group.param_gather_handle.wait()
                 group.param_gather_handle = None
                 return None
-            handles = _Handles(
-                handle for bucket in group.buckets for handle in self._gather(bucket.param_data)
+            buckets = self.parameters.buckets()
+            group.param_gather_handle = self._started(
+                self.parameters,
+                (buckets.all_gather(one.param_data) for one in group.buckets),
+                group.ddp_config.overlap_param_gather and not force_sync,
             )
-            self._count(self.parameters, group.buckets)
-            asynchronous = group.ddp_config.overlap_param_gather and not force_sync
-            if not asynchronous:
-                handles.wait()
-            group.param_gather_handle = handles if asynchronous else None
             group.param_gather_dispatched = True
             return None
 
@@ -219,26 +188,6 @@ class BucketWrappers:
                 self._meet()
 
         return finish_grad_sync
-
-    def _reduce(
-        self, gradients: torch.Tensor, average: bool, scale: float
-    ) -> Iterable[BucketExchange]:
-        if self._form == "fused":
-            yield self.gradients.buckets().reduce_scatter(gradients, average=average, scale=scale)
-        else:
-            plain_reduce_scatter_bucket(
-                gradients,
-                group=self.gradients.lanes().group,
-                average=average,
-                scale=scale,
-                reduce_dtype=self._options.reduce_dtype,
-            )
-
-    def _gather(self, parameters: torch.Tensor) -> Iterable[BucketExchange]:
-        if self._form == "fused":
-            yield self.parameters.buckets().all_gather(parameters)
-        else:
-            plain_all_gather_bucket(parameters, group=self.parameters.lanes().group)
 
     def obstacle(self, group: Any, direction: Direction) -> str | None:
         """Why a bucket group keeps its own transfers, or ``None``.
@@ -256,8 +205,23 @@ class BucketWrappers:
             return "these parameters are sharded over another group than the dense ones"
         return None
 
-    def _count(self, direction: Direction, buckets: list[Any]) -> None:
-        self._linears.calls[direction.name, self._form] += len(buckets)
+    def _left(self, group: Any, direction: Direction) -> bool:
+        """Whether a bucket group keeps its own transfers, counted."""
+        reason = self.obstacle(group, direction)
+        if reason is not None:
+            self._linears.leave(direction.name, reason, len(group.buckets))
+        return reason is not None
+
+    def _started(
+        self, direction: Direction, exchanges: Iterable[_Waitable], asynchronous: bool
+    ) -> _Handles | None:
+        """What is left to wait for."""
+        handles = _Handles(exchanges)
+        self._linears.calls[direction.name, "fused"] += len(handles)
+        if asynchronous:
+            return handles
+        handles.wait()
+        return None
 
     def _meet(self) -> None:
         """Return if all ranks of this replica and of its data-parallel groups got here."""
@@ -277,3 +241,10 @@ class BucketWrappers:
         except RuntimeError as error:
             lanes.fail(f"finish_grad_sync: meeting the model-parallel ranks: {error}")
             raise lanes.error() from error
+
+
+def _under_way(what: str, finish: str) -> AssertionError:
+    return AssertionError(
+        f"the {what} of this bucket group are under way already; call {finish} before they are "
+        "started again"
+    )

@@ -19,14 +19,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from commfuse_npu.kernels import use_matmul_add
+from commfuse_npu.options import DEFAULTS, add_arguments
 from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.arguments import (
-    DEFAULTS,
-    CommFuseOptions,
-    add_arguments,
-    checked_options,
-    complete_options,
-)
+from mindspeed_patches.arguments import CommFuseOptions, checked_options, complete_options
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
 from mindspeed_patches.lanes import Lanes
 from mindspeed_patches.layout import parallel_size
@@ -68,15 +63,18 @@ class CommFuseFeature(MindSpeedFeature):
             ValueError: an option has no sense.
         """
         options = checked_options(args)
+        engine = getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine"
         self.wrappers, self._lanes, report = register_wrappers(
             patch_manager,
             options,
             linears=not _elsewhere(options) or parallel_size(args, "tensor_model") > 1,
-            transformer_engine=_uses_transformer_engine(args),
+            # Then MindSpeed's own column-parallel layer with norm may take Megatron's place.
+            transformer_engine=engine
+            and _has_module("mindspeed.te.pytorch.module.layernorm_column_parallel_linear"),
         )
         for lanes in self._lanes:
             lanes.register(patch_manager)
-        if _has_training():
+        if _has_module("megatron.training"):  # the core by itself makes no model
             report.register(patch_manager)
         _use_mindspeeds_matmul_add()
 
@@ -98,22 +96,12 @@ class CommFuseFeature(MindSpeedFeature):
                 "two out"
             )
         options = complete_options(args)
-        alone = parallel_size(args, "tensor_model") == 1
-        if alone and not _elsewhere(options) and not options.allow_nothing:
-            raise IncompatibleOptionsError(
-                "--use-commfuse needs --tensor-model-parallel-size of at least 2: a "
-                "tensor-parallel group of one transfers nothing; " + _instead_of_linears(args)
-            )
-        if alone and options.attention:
-            raise IncompatibleOptionsError(
-                "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "
-                "fused with a projection that one rank alone transfers nothing for; leave one of "
-                "the two out"
-            )
+        if parallel_size(args, "tensor_model") == 1:
+            _check_without_tensor_parallelism(args, options)
         sized = not getattr(args, "hccl_group_buffer", None)
         megabytes = take_lane_megabytes(args)
         for lanes in self._lanes:
-            lanes.buffer_megabytes = lanes.message_megabytes(args) if sized else megabytes
+            lanes.buffer_megabytes = lanes.group.message_megabytes(args) if sized else megabytes
 
 
 def _elsewhere(options: CommFuseOptions) -> bool:
@@ -121,26 +109,32 @@ def _elsewhere(options: CommFuseOptions) -> bool:
     return options.ulysses is not None or options.data_parallel is not None
 
 
-def _instead_of_linears(args: argparse.Namespace) -> str:
-    """What a launch at TP 1 can have fused, as the end of a sentence."""
-    ways = []
-    by_ulysses = getattr(args, "context_parallel_algo", None) == "ulysses_cp_algo"
-    if by_ulysses and parallel_size(args, "context") > 1:
-        ways.append("--commfuse-ulysses for the exchange of heads")
-    missing = (
-        ""
-        if getattr(args, "use_distributed_optimizer", None)
-        else (" with --use-distributed-optimizer")
+def _check_without_tensor_parallelism(args: argparse.Namespace, options: CommFuseOptions) -> None:
+    """Refuse what transfers nothing where a tensor-parallel group has one rank."""
+    if _elsewhere(options) or options.allow_nothing:
+        if options.attention:
+            raise IncompatibleOptionsError(
+                "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "
+                "fused with a projection that one rank alone transfers nothing for; leave one of "
+                "the two out"
+            )
+        return
+    exchanges = getattr(args, "context_parallel_algo", None) == "ulysses_cp_algo"
+    ulysses = exchanges and parallel_size(args, "context") > 1
+    shards = getattr(args, "use_distributed_optimizer", None)
+    raise IncompatibleOptionsError(
+        "--use-commfuse needs --tensor-model-parallel-size of at least 2: a tensor-parallel group "
+        f"of one transfers nothing; add "
+        f"{'--commfuse-ulysses for the exchange of heads, ' if ulysses else ''}--commfuse-dp"
+        f"{'' if shards else ' with --use-distributed-optimizer'} for gradients and parameters, "
+        "or leave --use-commfuse out"
     )
-    ways.append(f"--commfuse-dp{missing} for gradients and parameters")
-    return f"add {', '.join(ways)}, or leave --use-commfuse out"
 
 
-def _has_training() -> bool:
-    """Whether there is more of Megatron than its core, which makes no model by itself."""
+def _has_module(name: str) -> bool:
     try:
-        return importlib.util.find_spec("megatron.training") is not None
-    except ModuleNotFoundError:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package above it
         return False
 
 
@@ -160,20 +154,4 @@ def _use_mindspeeds_matmul_add() -> None:
             "atb/set_env.sh"
         )
         fp32 = None
-    use_matmul_add(
-        fp32=fp32,
-        sixteen_bits=getattr(ops, "npu_matmul_add_fp16", None),
-    )
-
-
-_TRANSFORMER_ENGINE_LAYERS = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
-
-
-def _uses_transformer_engine(args: argparse.Namespace) -> bool:
-    """Whether MindSpeed's own column-parallel layer with norm may take the place of Megatron's."""
-    if getattr(args, "transformer_impl", "transformer_engine") != "transformer_engine":
-        return False
-    try:
-        return importlib.util.find_spec(_TRANSFORMER_ENGINE_LAYERS) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
+    use_matmul_add(fp32=fp32, sixteen_bits=getattr(ops, "npu_matmul_add_fp16", None))

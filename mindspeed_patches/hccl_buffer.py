@@ -2,32 +2,29 @@
 
 HCCL allocates twice its buffer size per communicator (200 MB by default), so lanes are worth
 sizing.  MindSpeed's option names the groups by a fixed list and refuses any other name; the part
-that is meant for the lanes is therefore taken out before MindSpeed reads it.  Lanes are sized to
-their messages if the option is not given at all; if it does not name them, they get what MindSpeed
-gives the group that they are made for.
+for the lanes is therefore taken out before MindSpeed reads it.  Lanes are sized to their messages
+if the option is not given at all; if it does not name them, they get what MindSpeed gives the group
+that they are made for.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 import torch.distributed as dist
 
 from commfuse_npu.runtime.hccl_options import buffers_of, lane_megabytes
-from mindspeed_patches.layout import parallel_size, rows_of_blocks
+from mindspeed_patches.layout import (
+    data_parallel_size,
+    hidden_size,
+    parallel_size,
+    rows_of_blocks,
+)
 
-__all__ = [
-    "LANES",
-    "lane_options",
-    "of_blocks",
-    "of_buckets",
-    "of_heads",
-    "take_lane_megabytes",
-]
+__all__ = ["lane_options", "of_blocks", "of_buckets", "of_heads", "take_lane_megabytes"]
 
-LANES = "commfuse"
+_LANES = "commfuse"
 """The name of the lanes in ``--hccl-group-buffer``."""
 
 
@@ -45,15 +42,15 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
     kept, megabytes = [], None
     for part in given.split(separator):
         name, _, size = part.partition(":")
-        if name.strip() != LANES:
+        if name.strip() != _LANES:
             kept.append(part)
-            continue
-        if not size.strip().isdecimal() or int(size) < 1:
+        elif size.strip().isdecimal() and int(size) > 0:
+            megabytes = int(size)
+        else:
             raise ValueError(
                 f"--hccl-group-buffer {part.strip()}: the size is in MB, a whole number from 1, "
-                f"as in {LANES}:64"
+                f"as in {_LANES}:64"
             )
-        megabytes = int(size)
     args.hccl_group_buffer = separator.join(kept) or None
     return megabytes
 
@@ -64,7 +61,7 @@ def of_blocks(args: argparse.Namespace) -> int | None:
     A block of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, which the backward of a
     column-parallel layer gathers whole.  ``None`` where the arguments do not say.
     """
-    return _megabytes(rows_of_blocks(args), getattr(args, "hidden_size", None), args)
+    return _megabytes(args, 1)
 
 
 def of_heads(args: argparse.Namespace) -> int | None:
@@ -72,9 +69,7 @@ def of_heads(args: argparse.Namespace) -> int | None:
 
     These are as many numbers as a block of a tensor-parallel group has, a CP-th of them per peer.
     """
-    hidden = getattr(args, "hidden_size", None)
-    heads = None if hidden is None else -(-int(hidden) // parallel_size(args, "context"))
-    return _megabytes(rows_of_blocks(args), heads, args)
+    return _megabytes(args, parallel_size(args, "context"))
 
 
 def of_buckets(args: argparse.Namespace) -> int | None:
@@ -83,28 +78,24 @@ def of_buckets(args: argparse.Namespace) -> int | None:
     Megatron's buckets have ``--ddp-bucket-size`` parameters, else 40 million or a million per rank
     (``DistributedDataParallelConfig`` of core 0.12), and without ``--overlap-grad-reduce`` all.
     """
-    model_parallel = parallel_size(args, "tensor_model") * parallel_size(args, "pipeline_model")
-    world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
-    ranks = max(1, world // model_parallel)
+    ranks = data_parallel_size(args)
     if ranks == 1 or not getattr(args, "overlap_grad_reduce", None):
         return None
     parameters = getattr(args, "ddp_bucket_size", None) or max(40_000_000, 1_000_000 * ranks)
     return lane_megabytes(4 * int(parameters) / ranks)
 
 
-def _megabytes(rows: int | None, width: int | None, args: argparse.Namespace) -> int | None:
-    if rows is None or width is None:
+def _megabytes(args: argparse.Namespace, parts: int) -> int | None:
+    """Of a block whose features are shared among so many messages."""
+    rows, hidden = rows_of_blocks(args), hidden_size(args)
+    if rows is None or hidden is None:
         return None
     item = 2 if getattr(args, "bf16", False) or getattr(args, "fp16", False) else 4
-    return lane_megabytes(rows * int(width) * item)
+    return lane_megabytes(rows * -(-hidden // parts) * item)
 
 
-def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str = "tp") -> Any:
-    """``pg_options`` for lanes over ``group``; only HCCL has any.
-
-    Args:
-        name: what Megatron calls the group.
-    """
+def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str) -> Any:
+    """``pg_options`` for lanes over ``group``, which Megatron calls ``name``; only HCCL has any."""
     if "hccl" not in dist.get_backend(group):
         return None
     if megabytes is None:

@@ -36,32 +36,22 @@ from commfuse_npu.options import LAYERS
 __all__ = ["LAYERS", "layer_name", "named_init_wrapper", "register_names"]
 
 _OF_BUFFERS = {
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "qb": "q_up",
-    "qk_nope": "q_up",
-    "qk_rope": "q_up",
-    "kvb": "kv_up",
-    "kv_nope": "kv_up",
-    "v": "kv_up",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("qb", "qk_nope", "qk_rope"), "q_up"),
+    **dict.fromkeys(("kvb", "kv_nope", "v"), "kv_up"),
 }
 
+_TRANSFORMER = "megatron.core.transformer"
 _INSIDE = {
-    "megatron.core.transformer.moe.shared_experts.SharedExpertMLP": {
+    f"{_TRANSFORMER}.moe.shared_experts.SharedExpertMLP": {
         "linear_fc1": "shared_fc1",
         "linear_fc2": "shared_fc2",
     },
-    "megatron.core.transformer.multi_latent_attention.MLASelfAttention": {
+    f"{_TRANSFORMER}.multi_latent_attention.MLASelfAttention": {
         "linear_q_proj": "q_up",
-        "linear_q_down_proj": "q_down",
-        "linear_q_up_proj": "q_up",
-        "linear_kv_down_proj": "kv_down",
-        "linear_kv_up_proj": "kv_up",
+        **{f"linear_{n}_proj": n for n in ("q_down", "q_up", "kv_down", "kv_up")},
     },
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer": {
-        "eh_proj": "eh_proj"
-    },
+    f"{_TRANSFORMER}.multi_token_prediction.MultiTokenPredictionLayer": {"eh_proj": "eh_proj"},
 }
 
 Init = Callable[..., None]
@@ -106,8 +96,7 @@ def _naming_wrapper(names: dict[str, str]) -> Callable[[Init], Init]:
         def init_and_name(module: Any, *args: Any, **kwargs: Any) -> None:
             init(module, *args, **kwargs)
             for attribute, name in names.items():
-                layer = getattr(module, attribute, None)
-                if layer is not None:
+                if (layer := getattr(module, attribute, None)) is not None:
                     layer.commfuse_layer = name
 
         return init_and_name

@@ -6,16 +6,25 @@ At patch time options that nobody typed are absent and values are strings.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from commfuse_npu.plan import block_rows
 
-__all__ = ["hidden_size", "parallel_size", "rows_of_blocks"]
+__all__ = ["data_parallel_size", "hidden_size", "parallel_size", "rows_of_blocks"]
 
 
 def parallel_size(args: argparse.Namespace, kind: str) -> int:
     """Of a parallel dimension: ``tensor_model``, ``pipeline_model`` or ``context``."""
     return int(getattr(args, f"{kind}_parallel_size", None) or 1)
+
+
+def data_parallel_size(args: argparse.Namespace) -> int:
+    """Of the groups that share parameters, context-parallel ranks included."""
+    # Early the launcher alone knows the size of the job.
+    world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
+    model_parallel = parallel_size(args, "tensor_model") * parallel_size(args, "pipeline_model")
+    return max(1, world // model_parallel)
 
 
 def hidden_size(args: argparse.Namespace) -> int | None:
@@ -29,8 +38,7 @@ def rows_of_blocks(args: argparse.Namespace) -> int | None:
 
     ``None`` where the arguments do not say.
     """
-    names = ("seq_length", "micro_batch_size")
-    sizes: list[Any] = [getattr(args, name, None) for name in names]
+    sizes: list[Any] = [getattr(args, name, None) for name in ("seq_length", "micro_batch_size")]
     if None in sizes:
         return None
     groups = (parallel_size(args, kind) for kind in ("tensor_model", "context"))

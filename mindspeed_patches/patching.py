@@ -26,54 +26,39 @@ __all__ = ["Feature", "PatchManager"]
 
 Function = Callable[..., Any]
 
+_INHERITED = object()
+
 
 class _Patch:
-    def __init__(self, path: str) -> None:
-        self.path = path
+    """What is registered for one path, and what was changed for it."""
+
+    def __init__(self) -> None:
         self.replacement: Function | None = None
         self.wrappers: list[Function] = []
-        self.applied = False
-        self._installed: Any = None
         self._changed: list[tuple[Any, str, Any]] = []
+        self._installed: Any = None
 
-    def apply(self) -> None:
-        """Put the patch in force, in place of an earlier version of it."""
-        if self.applied:
-            return
-        self.undo()
-        owner, name = _find(self.path)
+    def apply(self, path: str) -> None:
+        owner, name = _find(path)
         original = getattr(owner, name)
         new = self.replacement or original
         for wrapper in self.wrappers:
             new = wrapper(new)
-        self._set(owner, name, new)
-        for module in _holders(name, original):
-            self._set(module, name, new)
         self._installed = new
-        self.applied = True
-
-    def _set(self, owner: Any, name: str, new: Any) -> None:
-        self._changed.append((owner, name, vars(owner).get(name, _INHERITED)))
-        setattr(owner, name, new)
+        for holder in (owner, *_holders(name, original)):
+            self._changed.append((holder, name, vars(holder).get(name, _INHERITED)))
+            setattr(holder, name, new)
 
     def undo(self) -> None:
         """Put back what was there, also in modules that imported the patched function since."""
-        if not self._changed:
-            return
-        _, name, original = self._changed[0]
-        while self._changed:
-            owner, name, before = self._changed.pop()
+        for owner, name, before in reversed(self._changed):
             if before is _INHERITED:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
-        if original is not _INHERITED:
-            for module in _holders(name, self._installed):
-                setattr(module, name, original)
-        self.applied = False
-
-
-_INHERITED = object()
+                for module in _holders(name, self._installed):
+                    setattr(module, name, before)
+        self._changed.clear()
 
 
 def _holders(name: str, value: Any) -> list[Any]:
@@ -120,7 +105,7 @@ class PatchManager:
         Raises:
             RuntimeError: the function is replaced already.
         """
-        patch = self._patches.setdefault(orig_func_name, _Patch(orig_func_name))
+        patch = self._patches.setdefault(orig_func_name, _Patch())
         if getattr(new_func, "__name__", "").endswith(("wrapper", "decorator")):
             if new_func not in patch.wrappers:
                 patch.wrappers.append(new_func)
@@ -131,18 +116,21 @@ class PatchManager:
             )
         else:
             patch.replacement = new_func
-        patch.applied = False
 
     def apply_patches(self) -> None:
-        """Put all patches in force that are not yet."""
-        for patch in self._patches.values():
-            patch.apply()
+        """Put all patches in force, those registered since among them."""
+        self._undo()
+        for path, patch in self._patches.items():
+            patch.apply(path)
 
     def remove_patches(self) -> None:
         """Put back what was there, and forget everything."""
+        self._undo()
+        self._patches.clear()
+
+    def _undo(self) -> None:
         for patch in reversed(self._patches.values()):
             patch.undo()
-        self._patches.clear()
 
 
 class Feature:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from commfuse_npu.refusals import ATTENTION_REFUSALS, REFUSALS, Needs, Refusal, missing
-from mindspeed_patches.layout import parallel_size
+from commfuse_npu.refusals import ATTENTION_REFUSALS, REFUSALS, Refusal
 
 __all__ = [
     "ATTENTION_REFUSALS",
@@ -14,7 +13,6 @@ __all__ = [
     "IncompatibleOptionsError",
     "check_compatible",
     "check_flag",
-    "check_needs",
 ]
 
 
@@ -45,26 +43,3 @@ def check_flag(args: argparse.Namespace) -> None:
                 f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
                 f"it, or leave --commfuse-{name} out"
             )
-
-
-def check_needs(args: argparse.Namespace, ours: str) -> None:
-    """Refuse an option of CommFuse where the launch lacks what it needs.
-
-    Args:
-        args: the real arguments, complete.
-        ours: the option.
-
-    Raises:
-        IncompatibleOptionsError: no distributed optimizer, no Ulysses context parallelism, or
-            sizes that do not divide.
-    """
-    needs = Needs(
-        parallel_size(args, "tensor_model"),
-        parallel_size(args, "context"),
-        bool(getattr(args, "use_distributed_optimizer", None)),
-        getattr(args, "context_parallel_algo", None),
-        getattr(args, "num_attention_heads", None),
-        getattr(args, "seq_length", None),
-    )
-    if lacks := missing(ours, needs):
-        raise IncompatibleOptionsError(lacks)

@@ -1,4 +1,4 @@
-"""Adds the feature to MindSpeed's list, without an edit of anybody's source.
+"""Adds the features to MindSpeed's list, without an edit of anybody's source.
 
 MindSpeed-LLM replaces the contents of the list while it is imported, so that what was appended
 before is lost, and what is appended after comes too late for the patches.  Wrapping the call that
@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from mindspeed_patches.feature import CommFuseFeature
 
 __all__ = ["install"]
-
-_LLM_ADAPTOR = "mindspeed_llm.tasks.megatron_adaptor_v2"
-_CORE_ADAPTOR = "mindspeed.megatron_adaptor"
 
 
 def install() -> CommFuseFeature:
@@ -42,17 +39,11 @@ def install() -> CommFuseFeature:
         RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new.
         IncompatibleOptionsError: called late, with options that exclude CommFuse.
     """
-    _check_llm()
-    _check_megatron()
-    manager = _features_manager()
-    features = _features()
-    if getattr(manager.set_features_list, "keeps", None) is features:
-        return features[0]
-    _keep(features, manager)
-    late = _early_arguments_of_a_finished_import()
-    if late is not None:
-        for feature in features:
-            _apply(feature, late())
+    _check_versions()
+    manager, features = _features_manager(), _features()
+    if getattr(manager.set_features_list, "keeps", None) is not features:
+        _keep(features, manager)
+        _apply_late(features)
     return features[0]
 
 
@@ -77,25 +68,23 @@ def _features_manager() -> Any:
     return module.MindSpeedFeaturesManager
 
 
-def _check_llm() -> None:
-    """Refuse a MindSpeed-LLM without features, found without importing it."""
-    found = importlib.util.find_spec("mindspeed_llm")
-    folders = found.submodule_search_locations if found is not None else None
-    if folders and not any(
-        (Path(p) / "tasks" / "megatron_adaptor_v2.py").exists() for p in folders
-    ):
+def _check_versions() -> None:
+    """Refuse a MindSpeed-LLM without features and a Megatron core that MindSpeed leaves to others.
+
+    Both are found without being imported.
+    """
+    llm = importlib.util.find_spec("mindspeed_llm")
+    folders = list(llm.submodule_search_locations or ()) if llm is not None else []
+    adaptors = [Path(folder) / "tasks" / "megatron_adaptor_v2.py" for folder in folders]
+    if folders and not any(adaptor.exists() for adaptor in adaptors):
         raise RuntimeError(
-            f"the MindSpeed-LLM in {next(iter(folders))} is 2.1.0 or older: it has no feature "
+            f"the MindSpeed-LLM in {folders[0]} is 2.1.0 or older: it has no feature "
             f"manager, so that features cannot be added to it; use {TOGETHER}"
         )
-
-
-def _check_megatron() -> None:
-    """Refuse a Megatron core whose layers MindSpeed leaves to others, without importing it."""
-    found = find_package("megatron", os.environ)
-    if found is not None and found.version and numbers(found.version) >= WITHOUT_MINDSPEED:
+    core = find_package("megatron", os.environ)
+    if core is not None and core.version and numbers(core.version) >= WITHOUT_MINDSPEED:
         raise RuntimeError(
-            f"Megatron core {found.version} in {found.folders[0]}: {WHY_WITHOUT}; use {TOGETHER}"
+            f"Megatron core {core.version} in {core.folders[0]}: {WHY_WITHOUT}; use {TOGETHER}"
         )
 
 
@@ -113,20 +102,19 @@ def _keep(features: Sequence[Any], manager: Any) -> None:
     set_features_list(list(manager.FEATURES_LIST))
 
 
-def _early_arguments_of_a_finished_import() -> Callable[[], Any] | None:
-    """What gives the early arguments, if MindSpeed has applied its patches already."""
-    llm = sys.modules.get(_LLM_ADAPTOR)
-    if llm is not None:
-        return llm.FeatureAdaptor.get_mindspeed_llm_args
-    if _CORE_ADAPTOR in sys.modules:
-        return importlib.import_module("mindspeed.args_utils").get_mindspeed_args
-    return None
-
-
-def _apply(feature: Any, args: Any) -> None:
-    if not feature.is_need_apply(args):
+def _apply_late(features: Sequence[Any]) -> None:
+    """Apply what the command line asks for, if MindSpeed has applied its patches already."""
+    llm = sys.modules.get("mindspeed_llm.tasks.megatron_adaptor_v2")
+    if llm is None and "mindspeed.megatron_adaptor" not in sys.modules:
         return
     manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
-    feature.pre_register_patches(manager, args)
-    feature.register_patches(manager, args)
-    manager.apply_patches()
+    for feature in features:
+        args = (
+            importlib.import_module("mindspeed.args_utils").get_mindspeed_args()
+            if llm is None
+            else llm.FeatureAdaptor.get_mindspeed_llm_args()
+        )
+        if feature.is_need_apply(args):
+            feature.pre_register_patches(manager, args)
+            feature.register_patches(manager, args)
+            manager.apply_patches()

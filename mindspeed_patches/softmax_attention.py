@@ -16,108 +16,110 @@ no token of it sees anyway.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from commfuse_npu.ops import Documents
 from commfuse_npu.ops.attention_mask import AttentionMask
 
-__all__ = ["call_arguments", "call_obstacle", "mask_of_call", "mask_type", "softmax_obstacle"]
+__all__ = ["RECOMPUTED", "AttentionCall"]
+
+RECOMPUTED = "selective recomputation runs the core attention by itself"
+"""Why it does not wait for a projection."""
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
 
-def call_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a core attention is given after query, key, value and mask, by name."""
-    return dict(zip(_AFTER_THE_MASK, args, strict=False)) | kwargs
+class AttentionCall(NamedTuple):
+    """What Megatron says about one call of a core attention.
 
-
-def mask_type(layer: Any, given: dict[str, Any]) -> str:
-    """The name of Megatron's ``AttnMaskType``: of this call, or else of the layer."""
-    kind = given.get("attn_mask_type") or layer.attn_mask_type
-    return str(getattr(kind, "name", kind))
-
-
-def softmax_obstacle(
-    config: Any,
-    training: bool,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: str,
-    given: dict[str, Any],
-) -> str | None:
-    """Why this attention is more than a softmax over scores, or ``None``.
-
-    Args:
+    Attributes:
         config: Megatron's configuration of the layer.
         training: whether dropout counts.
-        query, key, value: as Megatron passes them.
-        mask: from :func:`mask_type`.
-        given: from :func:`call_arguments`.
-    """
-    reason = call_obstacle(config, training, mask, given)
-    if reason is not None:
-        return reason
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
-        return "queries and keys come in parts"
-    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
-        return f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are not of one sequence"
-    return None
-
-
-def call_obstacle(config: Any, training: bool, mask: str, given: dict[str, Any]) -> str | None:
-    """What :func:`softmax_obstacle` can say before there are queries and keys."""
-    if mask not in ("causal", "no_mask"):
-        return f"its mask is {mask}; only causal and no_mask can be split by queries"
-    if given.get("packed_seq_params") is not None:
-        if not getattr(config, "reset_attention_mask", False):
-            return "its packed sequences are not those of --reset-attention-mask"
-        if mask != "causal":
-            return f"its mask is {mask}; documents are packed for causal attention"
-    if given.get("attention_bias") is not None:
-        return "an attention bias is added to the scores"
-    if config.attention_dropout and training:
-        return f"attention dropout is {config.attention_dropout}"
-    if getattr(config, "window_size", None) is not None:
-        return "a sliding window limits the keys"
-    return None
-
-
-def mask_of_call(
-    config: Any,
-    mask: str,
-    given: dict[str, Any],
-    of_data: torch.Tensor | None,
-    length: int,
-    batch: int,
-) -> AttentionMask | str:
-    """Which keys a query sees, or why the fused form cannot tell.
-
-    Args:
-        config, mask, given: as for :func:`softmax_obstacle`, which has found nothing.
+        kind: the name of Megatron's ``AttnMaskType``.
+        given: what the core attention is given after the mask, by name.
         of_data: the attention mask that Megatron passes, if any.
-        length: of the whole sequence, S.
-        batch: how many samples there are, B.
     """
-    packed = given.get("packed_seq_params")
-    if packed is not None:
-        return _of_documents(packed, length, batch)
-    by_data = (
-        getattr(config, "attention_mask_type", "causal") == "general"
-        or getattr(config, "tokenizer_padding_side", "right") == "left"
-    )
-    if mask != "causal" or not by_data:
-        return AttentionMask(mask == "causal")
-    if of_data is None:
-        return "the mask of the data is not passed to it"
-    hidden = of_data.view(1, 1, *of_data.shape) if of_data.dim() == 2 else of_data
-    shapes = [(samples, 1, length, length) for samples in (batch, 1)]
-    if hidden.dtype != torch.bool or hidden.shape not in shapes:
-        found = f"{of_data.dtype} {tuple(of_data.shape)}"
-        return f"the mask of the data is {found}, not torch.bool {shapes[0]}"
-    return AttentionMask(True, hidden=hidden)
+
+    config: Any
+    training: bool
+    kind: str
+    given: dict[str, Any]
+    of_data: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        owner: Any,
+        training: bool,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> AttentionCall:
+        """Of a core attention, or of the layer around it.
+
+        Args:
+            owner: has the configuration, and the mask's type where the call has none.
+            args, kwargs: of the call, from the mask on.
+        """
+        given = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | (kwargs or {})
+        of_data = args[0] if args else given.get("attention_mask")
+        kind = given.get("attn_mask_type") or owner.attn_mask_type
+        return cls(owner.config, training, str(getattr(kind, "name", kind)), given, of_data)
+
+    def obstacle(self) -> str | None:
+        """Why this attention is more than a softmax over scores, as far as known without them."""
+        config, kind = self.config, self.kind
+        if kind not in ("causal", "no_mask"):
+            return f"its mask is {kind}; only causal and no_mask can be split by queries"
+        if self.given.get("packed_seq_params") is not None:
+            if not getattr(config, "reset_attention_mask", False):
+                return "its packed sequences are not those of --reset-attention-mask"
+            if kind != "causal":
+                return f"its mask is {kind}; documents are packed for causal attention"
+        if self.given.get("attention_bias") is not None:
+            return "an attention bias is added to the scores"
+        if config.attention_dropout and self.training:
+            return f"attention dropout is {config.attention_dropout}"
+        if getattr(config, "window_size", None) is not None:
+            return "a sliding window limits the keys"
+        return None
+
+    def tensor_obstacle(self, query: Any, key: Any, value: Any) -> str | None:
+        """:meth:`obstacle`, and what there is to say of queries and keys as Megatron has them."""
+        if reason := self.obstacle():
+            return reason
+        if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
+            return "queries and keys come in parts"
+        if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
+            shapes = f"queries {tuple(query.shape)} and keys {tuple(key.shape)}"
+            return f"{shapes} are not of one sequence"
+        return None
+
+    def mask(self, length: int, batch: int) -> AttentionMask | str:
+        """Which keys a query sees, or why the fused form cannot tell; after :meth:`obstacle`.
+
+        Args:
+            length: of the whole sequence, S.
+            batch: how many samples there are, B.
+        """
+        packed = self.given.get("packed_seq_params")
+        if packed is not None:
+            return _of_documents(packed, length, batch)
+        by_data = (
+            getattr(self.config, "attention_mask_type", "causal") == "general"
+            or getattr(self.config, "tokenizer_padding_side", "right") == "left"
+        )
+        if self.kind != "causal" or not by_data:
+            return AttentionMask(self.kind == "causal")
+        if self.of_data is None:
+            return "the mask of the data is not passed to it"
+        hidden = self.of_data[None, None] if self.of_data.dim() == 2 else self.of_data
+        shapes = [(samples, 1, length, length) for samples in (batch, 1)]
+        if hidden.dtype != torch.bool or hidden.shape not in shapes:
+            found = f"{hidden.dtype} {tuple(self.of_data.shape)}"
+            return f"the mask of the data is {found}, not torch.bool {shapes[0]}"
+        return AttentionMask(True, hidden=hidden)
 
 
 def _of_documents(packed: Any, length: int, batch: int) -> AttentionMask | str:

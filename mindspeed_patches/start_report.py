@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ import torch.distributed as dist
 
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
-from mindspeed_patches.obstacles import told
 from mindspeed_patches.refusals import IncompatibleOptionsError
-from mindspeed_patches.wrappers import EXPERTS, LinearWrappers
+from mindspeed_patches.softmax_attention import RECOMPUTED
+from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_way_out
 
 __all__ = ["StartReport"]
 
@@ -49,32 +50,26 @@ Counts = Counter[tuple[str, str]]
 _GET_MODEL = "megatron.training.training.get_model"
 
 
+@dataclass
 class StartReport:
     """Says what is fused in a model, once.
 
-    Args:
+    Attributes:
         linears: of the tensor-parallel layers, and where reasons are kept that were said.
         tensor_parallel: whether these layers are wrapped.
         attention, ulysses: whether they are to be fused.
         buckets: of data parallelism, if they are.
         allow_nothing: go on where nothing is fused.
+        done: whether it was said.
     """
 
-    def __init__(
-        self,
-        linears: LinearWrappers,
-        *,
-        tensor_parallel: bool = True,
-        attention: bool = False,
-        ulysses: bool = False,
-        buckets: BucketWrappers | None = None,
-        allow_nothing: bool = False,
-    ) -> None:
-        self._linears = linears
-        self._tensor_parallel = tensor_parallel
-        self._attention, self._ulysses, self._buckets = attention, ulysses, buckets
-        self._allow_nothing = allow_nothing
-        self._done = False
+    linears: LinearWrappers
+    tensor_parallel: bool = True
+    attention: bool = False
+    ulysses: bool = False
+    buckets: BucketWrappers | None = None
+    allow_nothing: bool = False
+    done: bool = False
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, where Megatron makes the model to train."""
@@ -104,107 +99,81 @@ class StartReport:
         Raises:
             IncompatibleOptionsError: nothing is fused, on any stage.
         """
-        if self._done:
+        if self.done:
             return
-        self._done = True
-        here: Counts = Counter()
-        for chunk in model:
-            here.update(self._count(chunk))
+        self.done = True
+        here = Counter(found for chunk in model for found in self._count(chunk))
         for name, reason in here:
             if reason:
-                self._linears.was_said(name, reason)
+                self.linears.was_said(name, reason)
         counts = _of_all_stages(here)
-        if all(reason for _, reason in counts) and not self._allow_nothing:
+        if all(reason for _, reason in counts) and not self.allow_nothing:
             raise IncompatibleOptionsError(_nothing(counts))
         if dist.get_rank() == 0:
             for line in _lines(counts):
                 print(f"CommFuse: {line}", flush=True)
 
-    def _count(self, chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
-        if self._tensor_parallel:
-            yield from self._layers(chunk)
-        if self._attention:
-            yield from self._of_attention(chunk)
-        if self._ulysses:
-            yield from _exchanges(chunk)
-        if self._buckets is not None:
-            yield from self._of_buckets(self._buckets, chunk)
-
-    def _layers(self, chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
-        done: tuple[str, ...] = ()
-        for path, module in chunk.named_modules():
-            if path.startswith(done):
-                continue
-            attribute = path.rpartition(".")[2]
-            if attribute == "experts":
-                yield "experts", EXPERTS
-                done += (f"{path}.",)
-            elif _is_tensor_parallel(module):
-                name = layer_name(module)
-                reason = self._linears.standing_obstacle(module) or ""
-                yield (attribute if name == "unnamed" else name), reason
-
-    def _of_attention(self, chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    def _count(self, chunk: Any) -> Iterator[tuple[str, str]]:
+        """The kind of each thing that could be fused, and why it is not."""
         from megatron.core.transformer.attention import SelfAttention
 
-        for layer in chunk.modules():
-            if isinstance(layer, SelfAttention):
-                yield "attention", self._of_projection(layer) or ""
-
-    def _of_projection(self, layer: Any) -> str | None:
-        """Why attention does not wait for its projection, as far as the modules say."""
-        if layer.checkpoint_core_attention:
-            return "selective recomputation runs the core attention by itself"
-        if not layer.linear_proj.sequence_parallel:
-            return "without sequence parallelism nothing is split"
-        return self._linears.standing_obstacle(layer.linear_proj)
-
-    @staticmethod
-    def _of_buckets(buckets: BucketWrappers, chunk: Any) -> Iterator[tuple[str, str]]:
+        experts: tuple[str, ...] = ()
+        for path, module in chunk.named_modules():
+            attribute = path.rpartition(".")[2]
+            if self.tensor_parallel and not path.startswith(experts):
+                if attribute == "experts":
+                    yield "experts", EXPERTS
+                    experts += (f"{path}.",)
+                elif _is_tensor_parallel(module):
+                    name = layer_name(module)
+                    reason = self.linears.standing_obstacle(module) or ""
+                    yield (attribute if name == "unnamed" else name), reason
+            if self.attention and isinstance(module, SelfAttention):
+                yield "attention", self._attention_obstacle(module) or ""
+            core = getattr(module, "core_attention", None)
+            if self.ulysses and core is not None:
+                exchanges = hasattr(core, "local_attn")
+                yield "ulysses", "" if exchanges else f"{type(core).__name__} exchanges no heads"
         for group in (
             *getattr(chunk, "bucket_groups", ()),
             *getattr(chunk, "expert_parallel_bucket_groups", ()),
         ):
-            for direction in (buckets.gradients, buckets.parameters):
-                reason = buckets.obstacle(group, direction) or ""
-                for _ in group.buckets:
-                    yield direction.name, reason
+            if self.buckets is not None:
+                for direction in (self.buckets.gradients, self.buckets.parameters):
+                    reason = self.buckets.obstacle(group, direction) or ""
+                    yield from [(direction.name, reason)] * len(group.buckets)
 
-
-def _exchanges(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    for module in chunk.modules():
-        core = getattr(module, "core_attention", None)
-        if core is not None:
-            exchanges = hasattr(core, "local_attn")
-            yield "ulysses", "" if exchanges else f"{type(core).__name__} exchanges no heads"
+    def _attention_obstacle(self, layer: Any) -> str | None:
+        """Why attention does not wait for its projection, as far as the modules say."""
+        if layer.checkpoint_core_attention:
+            return RECOMPUTED
+        if not layer.linear_proj.sequence_parallel:
+            return "without sequence parallelism nothing is split"
+        return self.linears.standing_obstacle(layer.linear_proj)
 
 
 def _is_tensor_parallel(module: torch.nn.Module) -> bool:
     """By what all such layers have, Megatron's, MindSpeed's and Transformer Engine's."""
-    return hasattr(module, "output_size_per_partition") or hasattr(
-        module, "input_size_per_partition"
-    )
+    names = "output_size_per_partition", "input_size_per_partition"
+    return any(hasattr(module, name) for name in names)
 
 
 def _of_all_stages(here: Counts) -> Counts:
     from megatron.core import parallel_state
 
     stages = parallel_state.get_pipeline_model_parallel_group()
-    if stages.size() == 1:
-        return here
-    everywhere: list[Any] = [None] * stages.size()
-    dist.all_gather_object(everywhere, here, group=stages)
+    everywhere: list[Any] = [here] * stages.size()
+    if stages.size() > 1:
+        dist.all_gather_object(everywhere, here, group=stages)
     return sum(everywhere, Counter())
 
 
 def _kinds(counts: Counts) -> dict[str, dict[str, int]]:
     """How many of each kind for each reason, in the order of :data:`LAYERS`, others after them."""
-    kinds = dict.fromkeys((*LAYERS, *(name for name, _ in counts)))
-    of_kinds = {
-        kind: {reason: count for (name, reason), count in counts.items() if name == kind}
-        for kind in kinds
-    }
-    return {kind: found for kind, found in of_kinds.items() if found}
+    kinds: dict[str, dict[str, int]] = {name: {} for name in LAYERS}
+    for (name, reason), count in counts.items():
+        kinds.setdefault(name, {})[reason] = count
+    return {kind: found for kind, found in kinds.items() if found}
 
 
 def _lines(counts: Counts) -> Iterator[str]:
@@ -214,19 +183,18 @@ def _lines(counts: Counts) -> Iterator[str]:
         total, fused = sum(found.values()), found.pop("", 0)
         line = f"{kind}: {fused} of {total} fused"
         for reason, count in found.items():
-            line += f"; {count} not: {str(reason) if reason in said else told(reason)}"
+            line += f"; {count} not: {str(reason) if reason in said else with_way_out(reason)}"
             said.add(reason)
         yield line
 
 
 def _nothing(counts: Counts) -> str:
     """That nothing is fused, with a line per reason."""
-    kinds = _kinds(counts)
-    reasons = {reason: None for found in kinds.values() for reason in found}
-    lines = [
-        f"  {', '.join(kind for kind, found in kinds.items() if reason in found)}: {told(reason)}"
-        for reason in reasons
-    ]
+    kinds_of: dict[str, list[str]] = {}
+    for kind, found in _kinds(counts).items():
+        for reason in found:
+            kinds_of.setdefault(reason, []).append(kind)
+    lines = [f"  {', '.join(kinds)}: {with_way_out(why)}" for why, kinds in kinds_of.items()]
     return "\n".join(
         (
             "--use-commfuse would fuse nothing:",

@@ -23,10 +23,10 @@ A chain with both, and what is counted of it::
          qkv                                             ulysses | proj
 
 Norms and rotary embedding are per row and head, so they give the same bits on either side of an
-exchange.  Behind it they need the positions of the whole sequence, which are gathered once per
-tensor that Megatron computes them into (:mod:`.whole_positions`).  Of packed documents MindSpeed
-has the embeddings of the whole sequence on every rank, and picks those of its rows' positions in
-each layer; there the positions are gathered, and the picking is done here.
+exchange.  Behind it they need the positions of the whole sequence
+(:class:`.ulysses_layer.WholePositions`).  Of packed documents MindSpeed has the embeddings of the
+whole sequence on every rank, and picks those of its rows' positions in each layer; there the
+positions are gathered, and the picking is done here.
 
 What a layer has to be like is in :mod:`.ulysses_layer`: whole weights (a tensor-parallel group of
 one), and for q, k and v as many query groups as can be shared out.  Else the reason is counted
@@ -41,45 +41,51 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from commfuse_npu.ops import LinearOptions, attention_all_to_all_linear, linear_all_to_all
+from commfuse_npu.ops import (
+    LinearOptions,
+    attention_all_to_all,
+    attention_all_to_all_linear,
+    linear_all_to_all,
+)
 from commfuse_npu.ops.attention_mask import AttentionMask
-from mindspeed_patches.deferred_attention import DeferredAttention
-from mindspeed_patches.lanes import Form
-from mindspeed_patches.softmax_attention import (
-    call_arguments,
-    call_obstacle,
-    mask_of_call,
-    mask_type,
-    softmax_obstacle,
-)
-from mindspeed_patches.ulysses_exchange import (
-    UlyssesExchange,
-    heads_to_rows,
-    innermost,
-    rows_to_heads,
-    scale_of,
-)
+from commfuse_npu.overlap.transfers import active_turns
+from commfuse_npu.runtime.collectives import all_to_all
+from mindspeed_patches.attention import DeferredAttention
+from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.softmax_attention import AttentionCall
 from mindspeed_patches.ulysses_layer import (
+    WholePositions,
     forward_arguments,
     layer_obstacle,
+    picked,
     proj_obstacle,
     qkv_method,
     qkv_obstacle,
     replaced,
 )
-from mindspeed_patches.whole_positions import WholePositions
-from mindspeed_patches.wrappers import LinearWrappers
+from mindspeed_patches.wrappers import PARTNER, LinearWrappers, by_fusion, trained_bias
 
-__all__ = ["MINDSPEED_ULYSSES", "UlyssesWrappers"]
+__all__ = [
+    "MINDSPEED_ULYSSES",
+    "UlyssesWrappers",
+    "heads_to_rows",
+    "innermost",
+    "rows_to_heads",
+    "scale_of",
+]
 
 MINDSPEED_ULYSSES = (
     "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel"
     ".UlyssesContextAttention"
 )
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v: ``[S, B, heads of this rank, D]``."""
 
 LayerForward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -87,22 +93,42 @@ _ATTENTION = "megatron.core.transformer.attention.Attention.forward"
 _HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
 
 
-class UlyssesWrappers(UlyssesExchange):
+class _Joined(NamedTuple):
+    """What a layer does around its core attention, while that is an exchange of heads.
+
+    Attributes:
+        packed: ``packed_seq_params`` of the layer.
+        qkv: the projection has exchanged q, k and v: all rows of this rank's heads.
+        proj: the projection of the output waits for attention.
+    """
+
+    packed: Any
+    qkv: bool
+    proj: bool
+
+
+class UlyssesWrappers(LaneUser):
     """The wrappers of attention under Ulysses and of the layer around it, and their transport.
 
     Args:
         linears: where calls are counted and reasons are logged, under the names ``ulysses``,
             ``qkv`` and ``proj``; only projections among its layers join the exchange.
-        options, form: see :class:`UlyssesExchange`.
+        options: of the fused ops; ``main_grad`` follows each layer's
+            ``gradient_accumulation_fusion``.
+
+    Attributes:
+        transport: lanes of the context-parallel group.
     """
 
-    def __init__(
-        self,
-        linears: LinearWrappers,
-        options: LinearOptions = LinearOptions(),
-        form: Form = "fused",
-    ) -> None:
-        super().__init__(linears, options, form)
+    _missing = (
+        "of the context-parallel group do not exist: set UlyssesWrappers.transport = "
+        "Transport.create(get_context_parallel_group()) on all ranks after "
+        "initialize_model_parallel and before the first forward"
+    )
+
+    def __init__(self, linears: LinearWrappers, options: LinearOptions = LinearOptions()) -> None:
+        self._linears = linears
+        self._options = by_fusion(options)
         self._positions = WholePositions()
 
     def register(self, manager: Any, attention: str = MINDSPEED_ULYSSES) -> None:
@@ -114,6 +140,23 @@ class UlyssesWrappers(UlyssesExchange):
         manager.register_patch(f"{attention}.forward", self.ulysses_forward_wrapper)
         # Of the base class: there others of MindSpeed's features register theirs.
         manager.register_patch(_ATTENTION, self.attention_forward_wrapper)
+
+    def ulysses_forward_wrapper(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward(query, key, value, mask, ...)``, from ``[s, B, A, D]`` to ``[s, B, A * D]``.
+
+        Equals, but for rounding::
+
+            q_SBAD, k_SBGD, v_SBGD = all_to_all(q), all_to_all(k), all_to_all(v)   # own heads
+            o_SBAD = local_attn(q_SBAD, k_SBGD, v_SBGD)
+            o_sBAD = all_to_all(o_SBAD)                                            # own rows
+        """
+
+        @functools.wraps(forward)
+        def ulysses_forward(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            own = functools.partial(forward, attention)
+            return self._exchange(attention, own, None, *args, **kwargs)
+
+        return ulysses_forward
 
     def attention_forward_wrapper(self, forward: LayerForward) -> LayerForward:
         """``forward(hidden_states, mask, ...)``, from ``[s, B, H]`` to ``[s, B, H]`` and a bias.
@@ -127,85 +170,71 @@ class UlyssesWrappers(UlyssesExchange):
             layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             given = forward_arguments(args, kwargs)
-            if not self._can_exchange(layer, hidden_states, given):
+            local = getattr(layer.core_attention, "local_attn", None)
+            exchanges = getattr(local, "ulysses_comm_para", None) is not None
+            if not exchanges or not hasattr(layer, "linear_qkv"):
+                return forward(layer, hidden_states, *args, **kwargs)
+            training = layer.core_attention.training
+            call = AttentionCall.of(layer, training, (), given)
+            call = call._replace(config=innermost(local).config)
+            # Else the exchange itself says why.
+            if call.obstacle() or self._obstacle(
+                layer.core_attention,
+                hidden_states.shape[0],
+                layer.num_attention_heads_per_partition,
+                layer.num_query_groups_per_partition,
+                (call.of_data,),
+                {},
+            ):
                 return forward(layer, hidden_states, *args, **kwargs)
             with ExitStack() as stack:
-                given = self._join(layer, hidden_states, given, stack)
+                given = self._join(layer, hidden_states, call, stack)
                 return forward(layer, hidden_states, **given)
 
         return attention_forward
 
-    def _can_exchange(self, layer: Any, hidden: torch.Tensor, given: dict[str, Any]) -> bool:
-        """Whether core attention is an exchange of heads that is fused; else it says itself why."""
-        attention = layer.core_attention
-        local = getattr(attention, "local_attn", None)
-        if getattr(local, "ulysses_comm_para", None) is None or not hasattr(layer, "linear_qkv"):
-            return False
-        core = innermost(local)
-        obstacle = call_obstacle(
-            core.config, attention.training, mask_type(layer, {}), given
-        ) or self._obstacle(
-            attention,
-            hidden.shape[0],
-            layer.num_attention_heads_per_partition,
-            layer.num_query_groups_per_partition,
-            (given.get("attention_mask"),),
-            {},
-        )
-        return obstacle is None
-
     def _join(
-        self, layer: Any, hidden: torch.Tensor, given: dict[str, Any], stack: ExitStack
+        self, layer: Any, hidden: torch.Tensor, call: AttentionCall, stack: ExitStack
     ) -> dict[str, Any]:
         """Let projections of the layer join the exchange until ``stack`` ends.
 
         Returns:
             What ``forward`` is to be given.
         """
-        size, layers = self.lanes().size, self._linears.layers
-        packed = given.get("packed_seq_params")
+        lanes, layers, given = self.lanes(), self._linears.layers, call.given
+        packed, rows = given.get("packed_seq_params"), hidden.shape[0]
         both = layer_obstacle(layer, given)
         if both is None:
-            config = innermost(layer.core_attention.local_attn).config
-            kind, of_data = mask_type(layer, {}), given.get("attention_mask")
-            length, batch = hidden.shape[0] * size, hidden.shape[1]
-            mask = mask_of_call(config, kind, given, of_data, length, batch)
+            mask = call.mask(rows * lanes.size, hidden.shape[1])
             both = mask if isinstance(mask, str) else None
         reasons = {
-            "qkv": both or qkv_obstacle(layer, hidden.shape[0], size, given, layers),
+            "qkv": both or qkv_obstacle(layer, rows, lanes.size, given, layers),
             "proj": both or proj_obstacle(layer, layers),
         }
         for name, reason in reasons.items():
             if reason is not None:
                 self._linears.leave(f"{name} of ulysses", reason)
-        exchanged, joins = reasons["qkv"] is None, reasons["proj"] is None
-        if exchanged or joins:
-            attend = self._attention_between(layer.core_attention, packed, exchanged, joins)
-            stack.enter_context(replaced(layer.core_attention, forward=attend))
-        if joins:
+        joined = _Joined(packed, reasons["qkv"] is None, reasons["proj"] is None)
+        core = layer.core_attention
+        if joined.qkv or joined.proj:
+            exchange = functools.partial(self._exchange, core, core.forward, joined)
+            stack.enter_context(replaced(core, forward=exchange))
+        if joined.proj:
             project = self._projection_of_heads(layer.linear_proj)
             stack.enter_context(replaced(layer.linear_proj, forward=project))
-        if exchanged:
-            method, project_out = self._projection_to_heads(layer.linear_qkv)
-            stack.enter_context(replaced(layer.linear_qkv, **{method: project_out}))
-            fewer = {name: getattr(layer, name) // size for name in _HEADS}
-            stack.enter_context(replaced(layer, **fewer))
-            positions = given.get("rotary_pos_emb")
-            if packed is None:
-                return given | {"rotary_pos_emb": self._whole(positions)}
-            if getattr(layer.config, "reset_position_ids", False):
-                positions = _picked(
-                    positions, self._positions.of(packed.position_ids, self.lanes().group)
-                )
-            # Without documents Megatron takes embeddings of all rows as they are.
-            given = given | {"rotary_pos_emb": positions, "packed_seq_params": None}
-        return given
-
-    def _whole(self, positions: Any) -> Any:
-        """Of this rank's rows ``[s, ...]``, one or a tuple, to those of all rows ``[S, ...]``."""
-        if isinstance(positions, tuple):
-            return tuple(self._whole(part) for part in positions)
-        return None if positions is None else self._positions.of(positions, self.lanes().group)
+        if not joined.qkv:
+            return given
+        method, product = self._projection_to_heads(layer.linear_qkv)
+        stack.enter_context(replaced(layer.linear_qkv, **{method: product}))
+        fewer = {name: getattr(layer, name) // lanes.size for name in _HEADS}
+        stack.enter_context(replaced(layer, **fewer))
+        positions = given.get("rotary_pos_emb")
+        if packed is None:
+            return given | {"rotary_pos_emb": self._positions.of(positions, lanes.group)}
+        if getattr(layer.config, "reset_position_ids", False):
+            positions = picked(positions, self._positions.of(packed.position_ids, lanes.group))
+        # Without documents Megatron takes embeddings of all rows as they are.
+        return given | {"rotary_pos_emb": positions, "packed_seq_params": None}
 
     def _projection_to_heads(self, linear: Any) -> tuple[str, Callable[..., Any]]:
         """The method to replace, and what makes ``[S, B, q, k and v of own heads]`` instead."""
@@ -214,12 +243,10 @@ class UlyssesWrappers(UlyssesExchange):
         def product(
             input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
         ) -> torch.Tensor:
-            self._linears.calls["qkv", self._form] += 1
-            if bias is not None and not weight.requires_grad:
-                # As in Megatron: beside a frozen weight the bias gets no gradient either.
-                bias = bias.detach()
+            self._linears.calls["qkv", "fused"] += 1
+            bias = trained_bias(bias, weight)
             # A query group is rows of the weight one after the other, and so are those of a rank.
-            return linear_all_to_all(input, weight, bias, transport=self.carrier(), options=options)
+            return linear_all_to_all(input, weight, bias, transport=self.lanes(), options=options)
 
         def column_forward(input_: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
             return product(input_, linear.weight, linear.bias), None
@@ -228,85 +255,146 @@ class UlyssesWrappers(UlyssesExchange):
         assert method is not None
         return method, column_forward if method == "forward" else product
 
-    def _attention_between(
-        self, attention: Any, packed: Any, exchanged: bool, joins: bool
-    ) -> Callable[..., torch.Tensor]:
-        """Core attention between two projections.
-
-        Args:
-            packed: ``packed_seq_params`` of the layer.
-            exchanged: q, k and v have all rows of this rank's heads already.
-            joins: the projection of the output waits for attention.
-        """
-        own = attention.forward
-        core = innermost(attention.local_attn)
-        lanes = self.lanes()
-
-        def forward(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *args: Any,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            if packed is not None:
-                kwargs["packed_seq_params"] = packed
-            given = call_arguments(args[1:], kwargs)
-            kind, scale = mask_type(core, given), scale_of(core)
-            mask: AttentionMask | str | None = softmax_obstacle(
-                core.config, attention.training, query, key, value, kind, given
-            )
-            if mask is None:
-                of_data = args[0] if args else kwargs.get("attention_mask")
-                length = query.shape[0] * (1 if exchanged else lanes.size)
-                mask = mask_of_call(core.config, kind, given, of_data, length, query.shape[1])
-            if isinstance(mask, str):
-                if not exchanged:
-                    return own(query, key, value, *args, **kwargs)
-                self._linears.leave("ulysses", mask)
-                attended = attention.local_attn(query, key, value, *args, **kwargs)
-                return heads_to_rows(attended, lanes.group)
-            heads = query, key, value
-            if not exchanged:
-                heads = rows_to_heads(query, key, value, lanes.group)
-            if not joins:
-                return self._attend(heads, mask, scale)
-            return DeferredAttention.of(
-                *heads,
-                mask=mask,
-                scale=scale,
-                attend=lambda: self._attend(heads, mask, scale),
-                ranks=lanes.size,
-            )
-
-        return forward
-
     def _projection_of_heads(self, linear: Any) -> LayerForward:
         """The row-parallel layer with the attention in front of it, ``[s, B, H]`` and a bias."""
-        own = linear.forward
+        own, options = linear.forward, self._options[linear.gradient_accumulation_fusion]
 
         def forward(input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             if not isinstance(input_, DeferredAttention):
                 return own(input_)
-            for name in ("ulysses", "proj"):
-                self._linears.calls[name, self._form] += 1
-            arguments: dict[str, Any] = {
-                "bias": None if linear.skip_bias_add else linear.bias,
-                **input_.mask._asdict(),
-                "scale": input_.scale,
-                "options": self._options[linear.gradient_accumulation_fusion],
-            }
-            tensors = input_.q, input_.k, input_.v, linear.weight
-            output = attention_all_to_all_linear(*tensors, **arguments, transport=self.carrier())
-            return output, linear.bias if linear.skip_bias_add else None
+            self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
+            return input_.project(attention_all_to_all_linear, linear, options, self.lanes())
 
         return forward
 
+    def _exchange(
+        self,
+        attention: Any,
+        own: Callable[..., torch.Tensor],
+        joined: _Joined | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Core attention, from q, k, v of own rows to the output of own rows.
 
-def _picked(embeddings: Any, positions: torch.Tensor) -> Any:
-    """``[S, 1, 1, D]``, one or a tuple or none, of positions ``[S, B]``: ``[S, B, 1, D]``."""
-    if isinstance(embeddings, tuple):
-        return tuple(_picked(part, positions) for part in embeddings)
-    if embeddings is None:
+        Args:
+            own: the forward of the class.
+            joined: ``None`` if no projection joins.
+            args, kwargs: from the mask on.
+        """
+        if joined is not None and joined.packed is not None:
+            kwargs["packed_seq_params"] = joined.packed
+        exchanged = joined is not None and joined.qkv
+        core, lanes = innermost(attention.local_attn), self.lanes()
+        call = AttentionCall.of(core, attention.training, args, kwargs)
+        seen: AttentionMask | str | None = call.tensor_obstacle(query, key, value)
+        if not (seen or exchanged):
+            heads = query.shape[2], key.shape[2]
+            seen = self._obstacle(attention, query.shape[0], *heads, args, kwargs)
+        if seen is None:
+            length = query.shape[0] * (1 if exchanged else lanes.size)
+            seen = call.mask(length, query.shape[1])
+        if isinstance(seen, str):
+            if joined is None or exchanged:
+                self._linears.leave("ulysses", seen)
+            if not exchanged:
+                return own(query, key, value, *args, **kwargs)
+            attended = attention.local_attn(query, key, value, *args, **kwargs)
+            return heads_to_rows(attended, lanes.group)
+        q, k, v = query, key, value
+        if not exchanged:
+            q, k, v = rows_to_heads(query, key, value, lanes.group)
+        scale = scale_of(core)
+        attend = functools.partial(self._attend, (q, k, v), seen, scale)
+        if joined is None or not joined.proj:
+            return attend()
+        return DeferredAttention.of(
+            q, k, v, mask=seen, scale=scale, attend=attend, ranks=lanes.size
+        )
+
+    def _attend(self, heads: Heads, mask: AttentionMask, scale: float | None) -> torch.Tensor:
+        """To ``[s, B, A * D]``."""
+        self._linears.calls["ulysses", "fused"] += 1
+        given = {**mask._asdict(), "scale": scale, "options": self._options[False]}
+        return attention_all_to_all(*heads, transport=self.lanes(), **given)
+
+    def _obstacle(
+        self,
+        attention: Any,
+        rows: int,
+        heads: int,
+        key_heads: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> str | None:
+        """Why this exchange of heads keeps its own forward, or ``None``.
+
+        Args:
+            rows: of the sequence on this rank.
+            heads: for queries, of all ranks of the group together, as are ``key_heads``.
+            args, kwargs: of the exchange, from the mask on.
+        """
+        exchange, lanes = attention.local_attn.ulysses_comm_para, self.lanes()
+        calculator = exchange.get("gather_size_calculator")
+        if active_turns() is not None:
+            return PARTNER
+        if exchange["spg"] is not lanes.group:
+            return "it exchanges heads over another group than the context-parallel one"
+        if (exchange["scatter_idx"], exchange["gather_idx"]) != (2, 0):
+            return "it exchanges other dimensions than heads and sequence"
+        length = None if calculator is None else calculator.calculate(*args, **kwargs)
+        if length not in (None, rows * lanes.size):
+            return f"a sequence of {length} is not {lanes.size} times {rows}"
+        if heads % lanes.size or heads % key_heads:
+            return (
+                f"{heads} query heads and {key_heads} key heads cannot be shared out "
+                f"evenly among {lanes.size} ranks"
+            )
         return None
-    return embeddings[positions.flatten()].view(*positions.shape, 1, -1)
+
+
+def innermost(local: Any) -> Any:
+    """The core attention that computes; newer versions of MindSpeed-LLM put one into another."""
+    return getattr(local, "core_attention", local)
+
+
+def scale_of(core: Any) -> float | None:
+    """What local attention multiplies the scores by; ``None`` for ``D ** -0.5``."""
+    own = getattr(core, "scale", None)  # MindSpeed's classes; they take more than one option in
+    return own if own is not None else getattr(core.config, "softmax_scale", None)
+
+
+def rows_to_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> Heads:
+    """``all_to_all`` of q, k and v in one, from own rows with all heads to all rows of own heads.
+
+    Key heads that are not as many as several per rank are repeated until they are, no more often
+    than that: a rank needs one key head for all of its query heads, if they share it.
+
+    Args:
+        query: ``[s, B, A, D]``, ``A`` a multiple of the group size.
+        key, value: ``[s, B, G, D]``, ``A`` a multiple of ``G``.
+
+    Returns:
+        ``[S, B, A / N, D]`` and twice ``[S, B, G' / N, D]`` with ``G'`` from ``G`` to ``A``.
+    """
+    size, shared = group.size(), query.shape[2] // key.shape[2]
+    times = next(t for t in range(1, shared + 1) if not (shared % t or key.shape[2] * t % size))
+    if times > 1:
+        key, value = (x.repeat_interleave(times, dim=2) for x in (key, value))
+    by_rank = [
+        x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)  # [N, s, B, heads of a rank, D]
+        for x in (query, key, value)
+    ]
+    exchanged = all_to_all(torch.cat(by_rank, dim=3).flatten(0, 1), group)
+    q, k, v = exchanged.split([x.shape[3] for x in by_rank], dim=2)
+    return q, k, v
+
+
+def heads_to_rows(attended: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[S, B, F]`` of own heads to ``[s, B, N * F]``, the heads of rank 0 first."""
+    return torch.cat(all_to_all(attended, group).chunk(group.size()), dim=2)

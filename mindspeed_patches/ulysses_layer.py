@@ -9,15 +9,21 @@ between the projections, for the whole sequence instead of the rows of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from commfuse_npu.runtime.collectives import all_gather_rows
+from mindspeed_patches.softmax_attention import RECOMPUTED
 
 __all__ = [
+    "WholePositions",
     "forward_arguments",
     "layer_obstacle",
+    "picked",
     "proj_obstacle",
     "qkv_method",
     "qkv_obstacle",
@@ -74,8 +80,8 @@ def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
     if "forward" in vars(layer.core_attention):
         return _OWN_FORWARD
     if layer.checkpoint_core_attention and layer.training:
-        return "selective recomputation runs the core attention by itself"
-    if given.get("inference_context") is not None or given.get("inference_params") is not None:
+        return RECOMPUTED
+    if any(given.get(name) is not None for name in ("inference_context", "inference_params")):
         return "inference keeps keys of other calls"
     if getattr(config, "cpu_offloading", False):
         return "cpu_offloading needs Transformer Engine's layers"
@@ -83,11 +89,7 @@ def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
 
 
 def qkv_obstacle(
-    layer: Any,
-    rows: int,
-    size: int,
-    given: dict[str, Any],
-    layers: Collection[str],
+    layer: Any, rows: int, size: int, given: dict[str, Any], layers: Collection[str]
 ) -> str | None:
     """Why the projection to q, k and v does not feed the exchange, or ``None``.
 
@@ -174,3 +176,52 @@ def proj_obstacle(layer: Any, layers: Collection[str]) -> str | None:
     if linear.weight.shape[1] != features:
         return f"its weight has not {features} columns"
     return None
+
+
+class WholePositions:
+    """Gathers positions or their embeddings, and remembers the last few.
+
+    Under context parallelism a rank has those of its own rows.  Once heads are exchanged for rows
+    it has all rows, in the order of the ranks: the parts of all ranks, one after the other.
+
+    All layers of a forward have the same part, and recomputation has the same memory under another
+    name: those find what was gathered.  Whether one does depends on what the program does with its
+    tensors, never on their values, and so is the same on every rank, as it has to be in front of a
+    collective.
+    """
+
+    _KEPT = 4
+
+    def __init__(self) -> None:
+        # The parts are kept alive, so that no other tensor gets their memory.
+        self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, part: Any, group: dist.ProcessGroup) -> Any:
+        """``[s, ...]`` of each rank as ``[N * s, ...]``.
+
+        Args:
+            part: a tensor, through which no gradient flows, or a tuple of them, or ``None``.
+        """
+        if isinstance(part, tuple):
+            return tuple(self.of(each, group) for each in part)
+        if part is None:
+            return None
+        if part.is_inference():  # nobody counts what happens to it
+            return all_gather_rows(part, group)
+        memory = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+        key = group, part._version, memory
+        if key not in self._known:
+            with torch.no_grad():
+                gathered = part.detach(), all_gather_rows(part, group)
+            latest = list(self._known.items())[1 - self._KEPT :]
+            self._known = dict(latest) | {key: gathered}
+        return self._known[key][1]
+
+
+def picked(embeddings: Any, positions: torch.Tensor) -> Any:
+    """``[S, 1, 1, D]``, one or a tuple or none, of positions ``[S, B]``: ``[S, B, 1, D]``."""
+    if isinstance(embeddings, tuple):
+        return tuple(picked(part, positions) for part in embeddings)
+    if embeddings is None:
+        return None
+    return embeddings[positions.flatten()].view(*positions.shape, 1, -1)

@@ -27,7 +27,9 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware, described
+from commfuse_npu.hardware.machine import Machine, covering_outputs
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
@@ -35,15 +37,23 @@ from commfuse_npu.ops import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from commfuse_npu.options import option_name
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan import least_rows
-from mindspeed_patches.deferred_attention import DeferredAttention
-from mindspeed_patches.lanes import Form, OverLanes
+from mindspeed_patches.attention import DeferredAttention
+from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
-from mindspeed_patches.machine import described_machine
-from mindspeed_patches.obstacles import Obstacle, told
 
-__all__ = ["EXPERTS", "LAYERS", "PARTNER", "LinearWrappers"]
+__all__ = [
+    "EXPERTS",
+    "LAYERS",
+    "PARTNER",
+    "LinearWrappers",
+    "Obstacle",
+    "by_fusion",
+    "trained_bias",
+    "with_way_out",
+]
 
 EXPERTS = "expert layers communicate by their own rules"
 """Why no layer of an expert is fused."""
@@ -51,24 +61,64 @@ EXPERTS = "expert layers communicate by their own rules"
 PARTNER = "the micro-batch beside this one hides its transfers"
 """Why no layer is fused in a pair of forward-backward overlap."""
 
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+_OPTIONS = (
+    ("defer_embedding_wgrad_compute", ("output",), "keeps the gradients for later"),
+    ("mla_up_proj_tp_overlap", ("q_up", "kv_up"), "gathers its input before the call"),
+)
+"""Options that have some layers transfer in another way, and how."""
 
-# What is counted of data parallelism, which is no layer.
-_COUNTED = {"gradients": "buckets", "parameters": "buckets"}
+Output = tuple[torch.Tensor, torch.Tensor | None]
+"""Of a layer: the product, and the bias if somebody else adds it."""
+
+Forward = Callable[..., Output]
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.tensor_parallel.layers"
-_TRANSFORMER_ENGINE = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
+_NORM_COLUMN = (
+    "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
+    ".MindSpeedTELayerNormColumnParallelLinear"
+)
 
 
-class LinearWrappers(OverLanes):
+class Obstacle(str):
+    """Why something is not fused: compared, hashed and counted as its text.
+
+    Args:
+        reason: the text.
+        way_out: what a user can do about it; empty if there is nothing.
+    """
+
+    way_out: str
+
+    def __new__(cls, reason: str, way_out: str = "") -> Obstacle:
+        self = super().__new__(cls, reason)
+        self.way_out = way_out  # also in a pickle, for other ranks
+        return self
+
+
+def with_way_out(reason: str) -> str:
+    """A reason for people."""
+    way_out = getattr(reason, "way_out", "")
+    return f"{reason} ({way_out})" if way_out else reason
+
+
+def by_fusion(options: LinearOptions) -> dict[bool, LinearOptions]:
+    """The options of a layer by its ``gradient_accumulation_fusion``."""
+    return {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
+
+
+def trained_bias(bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
+    """As in Megatron's column-parallel layer: beside a frozen weight a bias gets no gradient."""
+    return bias if bias is None or weight.requires_grad else bias.detach()
+
+
+class LinearWrappers(LaneUser):
     """The wrappers, and what they share: a transport, options and the count of their calls.
 
     Args:
         options: of the fused layers; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
         layers: which of :data:`LAYERS` to fuse.
-        form: see :data:`~mindspeed_patches.lanes.Form`.
         min_rows: layers of which a rank's block has fewer rows keep Megatron's forward; ``None``:
             :func:`~commfuse_npu.plan.least_rows` on an NPU that is described, else 0.
         described: take ``collectives_from`` from the description of the NPU, if there is one.
@@ -76,7 +126,8 @@ class LinearWrappers(OverLanes):
 
     Attributes:
         transport: lanes of the tensor-parallel group.
-        calls: how often each layer took which path, as ``(layer, path)``.
+        calls: how often each layer took which path, as ``(layer, path)``; the path is ``fused`` or
+            the reason why not.
         layers: which are fused.
 
     Raises:
@@ -93,7 +144,6 @@ class LinearWrappers(OverLanes):
         self,
         options: LinearOptions = LinearOptions(),
         layers: Collection[str] = LAYERS,
-        form: Form = "fused",
         *,
         min_rows: int | None = 0,
         described: bool = False,
@@ -107,33 +157,30 @@ class LinearWrappers(OverLanes):
             )
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
-        self._form = form
         self._rows, self._hidden, self._min_rows = rows, hidden, min_rows or 0
         self._described, self._limited = described, min_rows is None
-        self._options = {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
+        self._options = by_fusion(options)
         self._said: set[tuple[str, str]] = set()
 
     def opened(self) -> None:
         """Set what the machine's description is to say."""
-        size = self.lanes().size
-        machine = described_machine(self.lanes()) if self._described or self._limited else None
+        lanes = self.lanes()
+        asked = (self._described or self._limited) and lanes.device_type != "cpu"
+        machine = _described_machine(lanes.device_type) if asked else None
         if self._described:
-            least = covering_outputs(machine, size) if machine else None
-            for fusion, options in self._options.items():
-                self._options[fusion] = replace(options, collectives_from=least)
+            least = covering_outputs(machine, lanes.size) if machine else None
+            self._options = by_fusion(replace(self._options[False], collectives_from=least))
         if self._limited:
-            self._min_rows = least_rows(size, self._hidden) if machine else 0
+            self._min_rows = least_rows(lanes.size, self._hidden) if machine else 0
 
-    @property
-    def _too_few(self) -> Obstacle:
-        why = "Megatron's own order is faster then (simulated); " if self._limited else ""
-        return Obstacle(
-            f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows",
-            f"{why}--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it",
-        )
+    def register(self, manager: Any, *, transformer_engine: bool = False) -> None:
+        """Register with MindSpeed's patch manager, or with our stand-in.
 
-    def register(self, manager: Any) -> None:
-        """Register with MindSpeed's patch manager, or with our stand-in."""
+        Args:
+            transformer_engine: also for ``MindSpeedTELayerNormColumnParallelLinear``, which under
+                ``--transformer-impl transformer_engine`` takes the place of qkv and fc1 together
+                with the norms before them.  The row-parallel layer there is Megatron's own.
+        """
         for name, forward_wrapper in (
             ("ColumnParallelLinear", self.column_forward_wrapper),
             ("RowParallelLinear", self.row_forward_wrapper),
@@ -141,17 +188,8 @@ class LinearWrappers(OverLanes):
             manager.register_patch(f"{_MODULE}.{name}.__init__", named_init_wrapper)
             manager.register_patch(f"{_MODULE}.{name}.forward", forward_wrapper)
         register_names(manager)
-
-    def register_transformer_engine(self, manager: Any) -> None:
-        """Register for the layer that ``--transformer-impl transformer_engine`` uses, too.
-
-        MindSpeed's ``MindSpeedTELayerNormColumnParallelLinear`` takes the place of qkv and fc1
-        together with the norms before them.  Its row-parallel layer is Megatron's own.
-        """
-        manager.register_patch(
-            f"{_TRANSFORMER_ENGINE}.MindSpeedTELayerNormColumnParallelLinear.__init__",
-            self.norm_column_init_wrapper,
-        )
+        if transformer_engine:
+            manager.register_patch(f"{_NORM_COLUMN}.__init__", self.norm_column_init_wrapper)
 
     def norm_column_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
         """Remember which layer this is, and take over its linear part; its norm stays."""
@@ -169,11 +207,10 @@ class LinearWrappers(OverLanes):
                 bias: torch.Tensor | None,
                 **keywords: Any,
             ) -> torch.Tensor:
-                reason = self._column_call_obstacle(layer, input, weight, None)
-                if reason is None:
-                    return self._column_linear(layer, input, weight, bias)
-                self.leave(layer_name(layer), reason)
-                return linear(input=input, weight=weight, bias=bias, **keywords)
+                output = self._column(layer, input, weight, bias, layer.gather_output)
+                if output is None:
+                    return linear(input=input, weight=weight, bias=bias, **keywords)
+                return output
 
             layer._linear_forward_impl = linear_forward
             layer.commfuse_linear_forward = True
@@ -189,68 +226,67 @@ class LinearWrappers(OverLanes):
             input_: torch.Tensor,
             weight: torch.Tensor | None = None,
             runtime_gather_output: bool | None = None,
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ) -> Output:
             used = layer.weight if weight is None else weight
-            reason = self._column_call_obstacle(layer, input_, used, runtime_gather_output)
-            if reason is not None:
-                self.leave(layer_name(layer), reason)
+            gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
+            added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
+            output = self._column(layer, input_, used, added, gather)
+            if output is None:
                 return forward(layer, input_, weight, runtime_gather_output)
-            bias = None if layer.skip_bias_add else layer.bias
-            output = self._column_linear(layer, input_, used, bias)
-            return output, layer.bias if layer.skip_bias_add else None
+            return output, apart
 
         return column_forward
 
-    def _column_linear(
-        self, layer: Any, input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        self.calls[layer_name(layer), self._form] += 1
-        if bias is not None and not weight.requires_grad:
-            # As in Megatron: beside a frozen weight the bias gets no gradient either.
-            bias = bias.detach()
+    def _column(
+        self,
+        layer: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        gather: bool,
+    ) -> torch.Tensor | None:
+        """The product, if it is fused."""
+        name, shape = layer_name(layer), (layer.output_size_per_partition, layer.input_size)
+        reason: str | None = None
+        if weight is None or tuple(weight.shape) != shape:
+            reason = "the weight is missing or has another shape"  # Megatron's error says it best
+        else:
+            rows = input_.shape[:-1].numel()
+            reason = self._obstacle(layer, column=True, gather=gather, rows=rows)
+        if weight is None or reason is not None:
+            self.leave(name, reason or "")
+            return None
+        self.calls[name, "fused"] += 1
         options = self._options[layer.gradient_accumulation_fusion]
-        return all_gather_linear(input_, weight, bias, transport=self.carrier(), options=options)
+        bias = trained_bias(bias, weight)
+        return all_gather_linear(input_, weight, bias, transport=self.lanes(), options=options)
 
     def row_forward_wrapper(self, forward: Forward) -> Forward:
         """``forward(input_) -> (output, bias)``."""
 
         @functools.wraps(forward)
-        def row_forward(
-            layer: Any, input_: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            reason = self._row_call_obstacle(layer, input_)
+        def row_forward(layer: Any, input_: torch.Tensor) -> Output:
+            name, lanes = layer_name(layer), self.lanes()
+            length, rows = input_.shape[0], input_.shape[:-1].numel()
+            reason: str | None = self._obstacle(layer, column=False, rows=rows // lanes.size)
+            if reason is None and layer.sequence_parallel and length % lanes.size:
+                reason = f"sequence length {length} is not divisible by {lanes.size}"
+            options = self._options[layer.gradient_accumulation_fusion]
             if isinstance(input_, DeferredAttention):
                 if reason is None and layer.sequence_parallel:
-                    return self._attention_and_row(layer, input_)
+                    self.calls.update({(name, "fused"): 1, ("attention", "fused"): 1})
+                    return input_.project(attention_linear_reduce_scatter, layer, options, lanes)
                 self.leave("attention", reason or "without sequence parallelism nothing is split")
                 input_ = input_.value()
             if reason is not None:
-                self.leave(layer_name(layer), reason)
+                self.leave(name, reason)
                 return forward(layer, input_)
-            self.calls[layer_name(layer), self._form] += 1
-            bias = None if layer.skip_bias_add else layer.bias
-            options = self._options[layer.gradient_accumulation_fusion]
+            self.calls[name, "fused"] += 1
+            added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
             fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
-            output = fused(input_, layer.weight, bias, transport=self.carrier(), options=options)
-            return output, layer.bias if layer.skip_bias_add else None
+            return fused(input_, layer.weight, added, transport=lanes, options=options), apart
 
         return row_forward
-
-    def _attention_and_row(
-        self, layer: Any, attention: DeferredAttention
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The attention that waited, and the projection of its output."""
-        self.calls[layer_name(layer), self._form] += 1
-        self.calls["attention", self._form] += 1
-        arguments: dict[str, Any] = {
-            "bias": None if layer.skip_bias_add else layer.bias,
-            **attention.mask._asdict(),
-            "scale": attention.scale,
-            "options": self._options[layer.gradient_accumulation_fusion],
-        }
-        tensors = attention.q, attention.k, attention.v, layer.weight
-        output = attention_linear_reduce_scatter(*tensors, **arguments, transport=self.carrier())
-        return output, layer.bias if layer.skip_bias_add else None
 
     def standing_obstacle(self, layer: Any) -> str | None:
         """Why no call of a tensor-parallel layer is fused in this launch, or ``None``.
@@ -262,103 +298,71 @@ class LinearWrappers(OverLanes):
 
         forward = type(layer).forward
         if forward is layers.RowParallelLinear.forward:
-            obstacle = self._row_obstacle(layer)
-        elif forward is layers.ColumnParallelLinear.forward or hasattr(
+            return self._obstacle(layer, column=False, rows=self._rows)
+        if forward is layers.ColumnParallelLinear.forward or hasattr(
             layer, "commfuse_linear_forward"
         ):
-            obstacle = self._column_obstacle(layer, layer.gather_output)
-        else:
-            return f"{type(layer).__name__} is not Megatron's linear layer"
-        return obstacle or (None if self._rows is None else self._length_obstacle(self._rows))
+            return self._obstacle(layer, column=True, gather=layer.gather_output, rows=self._rows)
+        return f"{type(layer).__name__} is not Megatron's linear layer"
 
-    def _column_obstacle(self, layer: Any, gather: bool) -> str | None:
-        if not layer.sequence_parallel:
+    def _obstacle(
+        self, layer: Any, *, column: bool, gather: bool = False, rows: int | None = None
+    ) -> Obstacle | None:
+        """Why a layer keeps Megatron's forward; ``None`` if it does not.
+
+        All ranks have the same answer.
+
+        Args:
+            column: it is column-parallel, else row-parallel.
+            gather: its output is gathered.
+            rows: of a rank's block, if they are known.
+        """
+        name, config = layer_name(layer), layer.config
+        if column and not layer.sequence_parallel:
             return Obstacle(
                 "without sequence parallelism the forward has no transfer",
                 "Megatron hides that of the backward behind wgrad; --sequence-parallel has both",
             )
         if gather:
-            return "gather_output needs the whole output"
-        if getattr(layer, "disable_grad_reduce", False):
-            return "disable_grad_reduce leaves the reduction to others"
-        if layer.config.defer_embedding_wgrad_compute and layer.commfuse_layer == "output":
-            return Obstacle(
-                "defer_embedding_wgrad_compute keeps the gradients for later",
-                "leave --defer-embedding-wgrad-compute out",
-            )
-        if layer_name(layer) in ("q_up", "kv_up") and getattr(
-            layer.config, "mla_up_proj_tp_overlap", False
-        ):
-            return Obstacle(
-                "mla_up_proj_tp_overlap gathers its input before the call",
-                "leave --mla-up-proj-tp-overlap out",
-            )
-        return self._obstacle(layer)
-
-    def _row_obstacle(self, layer: Any) -> str | None:
-        if not layer.input_is_parallel:
-            return "the input has to be scattered first"
-        return self._obstacle(layer)
-
-    def _obstacle(self, layer: Any) -> str | None:
-        """Why a layer of either kind keeps Megatron's forward, or ``None``."""
-        name = layer_name(layer)
+            return Obstacle("gather_output needs the whole output")
+        if column and getattr(layer, "disable_grad_reduce", False):
+            return Obstacle("disable_grad_reduce leaves the reduction to others")
+        if not column and not layer.input_is_parallel:
+            return Obstacle("the input has to be scattered first")
+        for option, layers, does in _OPTIONS:
+            if name in layers and getattr(config, option, False):
+                return Obstacle(f"{option} {does}", f"leave {option_name(option)} out")
         if name == "experts":
-            return EXPERTS
+            return Obstacle(EXPERTS)
         if active_turns() is not None:
-            return PARTNER
+            return Obstacle(PARTNER)
         if name not in self.layers:
-            return Obstacle(
-                f"{name} is not in the list of layers to fuse",
-                f"add {name} to --commfuse-layers" if name in LAYERS else "",
-            )
+            way_out = f"add {name} to --commfuse-layers" if name in LAYERS else ""
+            return Obstacle(f"{name} is not in the list of layers to fuse", way_out)
         if getattr(layer, "explicit_expert_comm", False):
             return Obstacle(
                 "moe_shared_expert_overlap gathers and scatters outside of the layer",
                 "leave --moe-shared-expert-overlap out",
             )
         if self.lanes().size == 1:
-            return "a tensor-parallel group of one has nothing to transfer"
-        if getattr(layer.config, "cpu_offloading", False):
-            return "cpu_offloading needs Transformer Engine's layers"
+            return Obstacle("a tensor-parallel group of one has nothing to transfer")
+        if getattr(config, "cpu_offloading", False):
+            return Obstacle("cpu_offloading needs Transformer Engine's layers")
+        if rows is not None and rows < self._min_rows:
+            why = "Megatron's own order is faster then (simulated); " if self._limited else ""
+            return Obstacle(
+                f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows",
+                f"{why}--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen "
+                "it",
+            )
         return None
-
-    def _length_obstacle(self, rows: int) -> str | None:
-        # By the shape, which is the same on all ranks.
-        return self._too_few if rows < self._min_rows else None
-
-    def _column_call_obstacle(
-        self,
-        layer: Any,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None,
-        runtime_gather_output: bool | None,
-    ) -> str | None:
-        if weight is None or tuple(weight.shape) != (
-            layer.output_size_per_partition,
-            layer.input_size,
-        ):
-            return "the weight is missing or has another shape"  # Megatron's error says it best
-        gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
-        return self._column_obstacle(layer, gather) or self._length_obstacle(
-            input_.shape[:-1].numel()
-        )
-
-    def _row_call_obstacle(self, layer: Any, input_: torch.Tensor) -> str | None:
-        ranks = self.lanes().size
-        obstacle = self._row_obstacle(layer) or self._length_obstacle(
-            input_.shape[:-1].numel() // ranks
-        )
-        if obstacle is None and layer.sequence_parallel and input_.shape[0] % ranks:
-            return f"sequence length {input_.shape[0]} is not divisible by {ranks}"
-        return obstacle
 
     def leave(self, name: str, reason: str, count: int = 1) -> None:
         """Count calls that Megatron does itself; a reason that was not said yet is logged."""
         self.calls[name, reason] += count
         if (name, reason) not in self._said and reason != PARTNER:
             self._said.add((name, reason))
-            _logger.warning("CommFuse leaves %s to Megatron: %s", name, told(reason))
+            _logger.warning("CommFuse leaves %s to Megatron: %s", name, with_way_out(reason))
 
     def was_said(self, name: str, reason: str) -> None:
         """A reason that :meth:`leave` need not log."""
@@ -366,8 +370,21 @@ class LinearWrappers(OverLanes):
 
     def describe(self) -> list[str]:
         """A line per layer and path: how many calls took it."""
+        counted = dict.fromkeys(("gradients", "parameters"), "buckets")
         return [
-            f"{name}: {count} {_COUNTED.get(name, 'forward calls')} "
-            f"{path if path in ('fused', 'plain') else f'by Megatron, because {path}'}"
+            f"{name}: {count} {counted.get(name, 'forward calls')} "
+            f"{path if path == 'fused' else f'by Megatron, because {path}'}"
             for (name, path), count in sorted(self.calls.items())
         ]
+
+
+def _described_machine(device_type: str) -> Machine | None:
+    """The machine of this NPU at typical figures; ``None`` if it is not described.
+
+    It asks the device for its name: only when this process has chosen its own.
+    """
+    name = str(torch.get_device_module(device_type).get_device_name())
+    description = described(name)
+    if description is None:
+        return None
+    return Hardware.load(find_config(description, "hardware")).machine()

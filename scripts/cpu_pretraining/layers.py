@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from commfuse_npu import Schedule
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import commfuse_options
-from mindspeed_patches.lanes import DataParallelLanes, Lanes
+from mindspeed_patches.lanes import DATA_PARALLEL, Lanes
 from mindspeed_patches.start_report import StartReport
 
 __all__ = ["Layers", "patched_layers"]
@@ -38,20 +40,25 @@ class Layers:
         """
         if self.mode != "commfuse":
             return 0.0
-        counted = (lanes for lanes in self.lanes if not isinstance(lanes, DataParallelLanes))
-        return sum(lanes.user.lanes().blocked_seconds for lanes in counted)
+        counted = (lanes for lanes in self.lanes if lanes.group is not DATA_PARALLEL)
+        transports: list[Any] = [lanes.user.lanes() for lanes in counted]
+        return sum(transport.blocked_seconds for transport in transports)
 
     def describe(self) -> list[str]:
         """Which layers took which path, and by which schedule, for people."""
         if self.wrappers is None:
             return ["tensor-parallel linear layers: Megatron's own"]
         said = [f"tensor-parallel linear layers: {self.mode}, plan: {self.schedule}"]
-        return said + [f"  {line}" for line in self.wrappers.describe()]
+        path = {"plain": "by collectives"}.get(self.mode, "fused")
+        lines = (line.replace(" fused", f" {path}") for line in self.wrappers.describe())
+        return said + [f"  {line}" for line in lines]
 
 
 @contextmanager
 def patched_layers(mode: str, args: argparse.Namespace) -> Iterator[Layers]:
     """Patch Megatron's layers for ``mode`` (see ``train``), and undo it at the end.
+
+    The plain form runs the fused ops on collectives, and leaves buckets to Megatron's.
 
     A collective over all processes, like the set-up of groups: enter it after
     ``initialize_model_parallel`` and before the model is built.
@@ -62,16 +69,20 @@ def patched_layers(mode: str, args: argparse.Namespace) -> Iterator[Layers]:
         yield Layers(mode, schedule)
         return
     manager = PatchManager()
+    if mode == "plain":
+        options = replace(options, data_parallel=None, order_log=None)
     wrappers, all_lanes, report = register_wrappers(
         manager,
         options,
-        form="fused" if mode == "commfuse" else "plain",
         ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
     )
     with ExitStack() as undone:
         for lanes in all_lanes:
             lanes.open(args.distributed_timeout_minutes)
             undone.callback(lanes.close)
+            if mode == "plain":
+                group = lanes.user.lanes().group
+                lanes.user.transport = CollectiveTransport(group, same_pieces=True)
         manager.apply_patches()
         undone.callback(manager.remove_patches)
         yield Layers(mode, schedule, wrappers, all_lanes, report if mode == "commfuse" else None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import functools
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +18,10 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport, TransportError
+from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
+from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 from tests.limits import BRIEF, PATIENT
 from tests.megatron.in_ranks import megatron, patched
 
@@ -33,8 +35,7 @@ class Case:
     """A training.
 
     Attributes:
-        references: forms that have to end with the same bits.  gloo has no average, so that there
-            Megatron's own is none of them.
+        average: divide sums by the number of replicas.
     """
 
     dtype: torch.dtype = torch.float32
@@ -49,7 +50,6 @@ class Case:
     schedule: Schedule = Schedule(lanes=1)
     tensor_parallel: int = 1
     iterations: int = 6
-    references: tuple[str, ...] = ("megatron",)
 
 
 class Net(torch.nn.Module):
@@ -71,38 +71,61 @@ class Net(torch.nn.Module):
 @contextmanager
 def wrapped(
     case: Case,
-    form: str,
-    before: Callable[[PatchManager], None] = lambda manager: None,
+    before: tuple[Callable[..., None], ...] = (),
+    *,
     fails: bool = False,
+    collectives: bool = False,
 ) -> Iterator[LinearWrappers]:
-    """The wrappers of one form; ``megatron`` stands for none.
+    """The wrappers in force.
 
     Args:
-        before: registers what other features would, earlier.
+        before: what other features put in the place of a bucket group's methods, earlier.
         fails: the lanes will be broken: they cannot be given up at the end.
+        collectives: exchange buckets by them.
     """
     from megatron.core import parallel_state
 
     linears, manager = LinearWrappers(), PatchManager()
-    before(manager)
-    transports = []
-    if form != "megatron":
-        buckets = BucketWrappers(linears, replace(OPTIONS, schedule=case.schedule), form)
-        buckets.register(manager)
-        group = parallel_state.get_data_parallel_group(
-            with_context_parallel=True, partial_data_parallel=True
-        )
-        for direction in (buckets.gradients, buckets.parameters):
-            direction.transport = Transport.create(
-                group, lanes=case.schedule.lanes, timeout=IMPATIENT if fails else PATIENT
-            )
-            transports.append(direction.transport)
+    for function in before:
+        manager.register_patch(f"{GROUPS}.{function.__name__}", function)
+    buckets = BucketWrappers(linears, replace(OPTIONS, schedule=case.schedule))
+    buckets.register(manager)
+    group = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=True
+    )
+    directions, limit = (buckets.gradients, buckets.parameters), IMPATIENT if fails else PATIENT
+    for direction in directions:
+        direction.transport = Transport.create(group, lanes=case.schedule.lanes, timeout=limit)
+        if collectives:
+            vars(direction)["buckets"] = functools.partial(Collectives, group)
     try:
         with patched(manager):
             yield linears
     finally:
-        for transport in () if fails else transports:
-            transport.close()
+        for direction in () if fails else directions:
+            direction.lanes().close()
+
+
+class Collectives:
+    """Exchanges of buckets over gloo's collectives: the sum, divided for an average."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def _shard(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket.chunk(self._group.size())[self._group.rank()]
+
+    def reduce_scatter(self, bucket: torch.Tensor, *, average: bool, scale: float) -> Collectives:
+        total = reduce_scatter_rows(bucket.mul_(scale), self._group)
+        self._shard(bucket).copy_(total.div_(self._group.size()) if average else total)
+        return self
+
+    def all_gather(self, bucket: torch.Tensor) -> Collectives:
+        bucket.copy_(all_gather_rows(self._shard(bucket), self._group))
+        return self
+
+    def wait(self) -> None:
+        """Done already."""
 
 
 class Training:
@@ -171,18 +194,8 @@ class Training:
 
     def sha256(self) -> str:
         """Over parameters, main parameters and the optimizer's state of this rank."""
-        tensors = list(self.model.module.parameters())
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for group in one.optimizer.param_groups:
-                for parameter in group["params"]:
-                    tensors.append(parameter)
-                    state = one.optimizer.state.get(parameter, {})
-                    tensors += [state[name] for name in sorted(state)]
-        digest = hashlib.sha256()
-        for tensor in tensors:
-            raw = torch.as_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
-            digest.update(raw.numpy().tobytes())
-        return digest.hexdigest()
+        weights = sorted(weight_hashes([self.model.module]).items())
+        return f"{weights} {optimizer_hash(self.optimizer)}"
 
 
 def train(case: Case) -> tuple[str, int]:
@@ -204,21 +217,19 @@ def compared(rank: int, cases: list[Case]) -> list[int]:
     found = []
     for case in cases:
         with megatron(case.tensor_parallel):
-            bits = {}
-            for form in ("fused", *case.references):
-                with wrapped(case, form) as linears:
-                    bits[form], buckets = train(case)
-                    calls = Counter(linears.calls)
-                if form == "megatron":
-                    assert not calls
-                    continue
-                assert calls["gradients", form] == buckets * case.iterations, (case, calls)
-                # With overlap the gather of the last step comes at the end, and one more before
-                # the first forward.
-                gathers = case.iterations + case.overlap_parameters
-                assert calls["parameters", form] == buckets * gathers, (case, calls)
-                assert len(calls) == 2, calls
-            assert len(set(bits.values())) == 1, (case, bits)
+            # gloo has no average.
+            with wrapped(case, collectives=True) if case.average else contextlib.nullcontext():
+                expected = train(case)
+            with wrapped(case) as linears:
+                assert train(case) == expected, case
+            buckets = expected[1]
+            # With overlap the gather of the last step comes at the end, and one more before the
+            # first forward.
+            gathers = case.iterations + case.overlap_parameters
+            assert linears.calls == {
+                ("gradients", "fused"): buckets * case.iterations,
+                ("parameters", "fused"): buckets * gathers,
+            }, case
             found.append(buckets)
     return found
 
@@ -232,14 +243,14 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
         Case(),
         Case(**BF16),
         Case(overlap_gradients=True),
-        Case(**BOTH, references=("megatron", "plain")),
+        Case(**BOTH),
         Case(**BOTH, **BF16),
         Case(**BF16, fp32_gradients=False),
         Case(**BOTH, **BF16, fp32_gradients=False, microbatches=2, clip=0.0),
         Case(**BOTH, frozen=True),
         Case(**BOTH, schedule=Schedule(lanes=1, chunks=3)),
-        Case(**BOTH, average=True, references=("plain",)),
-        Case(average=True, references=("plain",)),
+        Case(**BOTH, average=True),
+        Case(average=True),
     ]
     for found in ranks(2).run(compared, cases):
         # Only with overlapped gradients does Megatron make more than one bucket.
@@ -286,17 +297,12 @@ def finish_param_sync(group: Any, skip_next_bucket_dispatch: bool = False) -> No
             following.start_param_sync()
 
 
-def like_mindspeed(manager: PatchManager) -> None:
-    for function in (start_grad_sync, finish_grad_sync, finish_param_sync):
-        manager.register_patch(f"{GROUPS}.{function.__name__}", function)
-
-
 def on_mindspeed(rank: int) -> None:
+    before = start_grad_sync, finish_grad_sync, finish_param_sync
     for case in (Case(**BOTH, iterations=4), Case(iterations=4)):
         with megatron():
-            with wrapped(case, "megatron"):
-                expected = train(case)
-            with wrapped(case, "fused", before=like_mindspeed) as linears:
+            expected = train(case)
+            with wrapped(case, before) as linears:
                 assert train(case) == expected
             assert {path for _, path in linears.calls} == {"fused"}
 
@@ -355,7 +361,7 @@ def failing(rank: int, failure: Failure) -> tuple[str, bool, int]:
     Broken process groups are left behind; the ranks have to be ended.
     """
     tensor_parallel, minutes = failure.case.tensor_parallel, IMPATIENT.total_seconds() / 60
-    with megatron(tensor_parallel, minutes=minutes), wrapped(failure.case, "fused", fails=True):
+    with megatron(tensor_parallel, minutes=minutes), wrapped(failure.case, fails=True):
         training = Training(failure.case)
         for _ in range(2):
             training.iterate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,142 +19,93 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.lanes import ContextParallelLanes, DataParallelLanes, TensorParallelLanes
+from mindspeed_patches.lanes import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL, Lanes
 from mindspeed_patches.ulysses import UlyssesWrappers
+from tests.megatron.in_ranks import patched
 
 
-def patched(lanes: int) -> tuple[LinearWrappers, PatchManager]:
-    wrappers, manager = LinearWrappers(), PatchManager()
-    TensorParallelLanes(wrappers, lanes).register(manager)
-    manager.apply_patches()
-    return wrappers, manager
+@contextmanager
+def registered(*made: Lanes) -> Iterator[None]:
+    """Lanes that come and go with Megatron's groups."""
+    manager = PatchManager()
+    for lanes in made:
+        lanes.register(manager)
+    with patched(manager):
+        yield
 
 
-def life_of_the_lanes(rank: int) -> list[Any]:
+def life_of_the_lanes(rank: int, folder: str) -> tuple[list[Any], int]:
+    """What there was of them, and how many lines of a record."""
     from megatron.core import parallel_state
 
-    wrappers, manager = patched(lanes=2)
-    try:
-        seen: list[Any] = [wrappers.transport is None]
+    user = LinearWrappers()
+    lanes = Lanes(user, TENSOR_PARALLEL, 2)
+    lanes.order_log = folder
+    seen: list[Any] = [user.transport]
+    with registered(lanes):
         for size in (2, 4):
             parallel_state.initialize_model_parallel(size, distributed_timeout_minutes=3)
-            transport = wrappers.transport
-            assert transport is not None
-            seen.append((transport.size, transport.lanes, transport.timeout.total_seconds()))
+            made: Any = user.lanes()
+            seen.append((made.size, made.lanes, made.timeout.total_seconds()))
+            assert made.order_log is not None
             parallel_state.destroy_model_parallel()
-            seen.append(wrappers.transport is None)
-        return seen
-    finally:
-        manager.remove_patches()
-
-
-def test_made_with_the_groups_and_given_up_with_them(ranks) -> None:
-    for seen in ranks(4).run(life_of_the_lanes):
-        assert seen == [True, (2, 2, 180.0), True, (4, 2, 180.0), True]
-
-
-def recorded_lanes(rank: int, folder: str) -> tuple[bool, int]:
-    from megatron.core import parallel_state
-
-    wrappers, manager = LinearWrappers(), PatchManager()
-    lanes = TensorParallelLanes(wrappers, 1)
-    lanes.order_log = folder
-    lanes.register(manager)
-    manager.apply_patches()
-    try:
-        for _ in range(2):
-            parallel_state.initialize_model_parallel(2)
-            assert wrappers.transport is not None
-            recorded = wrappers.transport.order_log is not None
-            parallel_state.destroy_model_parallel()
-    finally:
-        manager.remove_patches()
+            seen.append(user.transport)
     log = shared_order_log(folder, rank, dist.get_world_size())
     log.close()
-    return recorded, len(log.path.read_text().splitlines())
+    return seen, len(log.path.read_text().splitlines())
 
 
-def test_what_goes_over_the_lanes_is_recorded_where_it_is_asked_for(ranks, tmp_path) -> None:
+def test_made_with_the_groups_given_up_with_them_and_recorded(ranks, tmp_path) -> None:
+    expected = [None, (2, 2, 180.0), None, (4, 2, 180.0), None]
     # The first line, two transports made and given up, and the end.
-    assert ranks(2).run(recorded_lanes, str(tmp_path / "log")) == [(True, 6)] * 2
+    assert ranks(4).run(life_of_the_lanes, str(tmp_path / "log")) == [(expected, 6)] * 4
 
 
-def lanes_of_two_groups(rank: int) -> list[Any]:
+def lanes_of_each_group(rank: int) -> list[Any]:
     from megatron.core import parallel_state
 
-    wrappers, manager = patched(lanes=1)
-    ulysses = UlyssesWrappers(wrappers)
-    ContextParallelLanes(ulysses, lanes=2).register(manager)
-    manager.apply_patches()
-    try:
-        parallel_state.initialize_model_parallel(2, context_parallel_size=2)
-        assert wrappers.transport is not None
-        assert ulysses.transport is not None
-        assert ulysses.transport.group is parallel_state.get_context_parallel_group()
-        made = [(t.ranks, t.lanes) for t in (wrappers.transport, ulysses.transport)]
-        parallel_state.destroy_model_parallel()
-        return [*made, wrappers.transport, ulysses.transport]
-    finally:
-        manager.remove_patches()
-
-
-def test_context_parallel_groups_have_lanes_of_their_own(ranks) -> None:
-    for rank, found in enumerate(ranks(4).run(lanes_of_two_groups)):
-        tensor_parallel = (rank // 2 * 2, rank // 2 * 2 + 1)
-        context_parallel = (rank % 2, rank % 2 + 2)
-        assert found == [(tensor_parallel, 1), (context_parallel, 2), None, None]
-
-
-def lanes_of_replicas(rank: int) -> list[Any]:
-    from megatron.core import parallel_state
-
-    wrappers, manager = patched(lanes=1)
-    buckets = BucketWrappers(wrappers)
+    linears = LinearWrappers()
+    ulysses, buckets = UlyssesWrappers(linears), BucketWrappers(linears)
     directions = buckets.gradients, buckets.parameters
-    for direction in directions:
-        DataParallelLanes(direction, lanes=None).register(manager)
-    manager.apply_patches()
-    try:
-        parallel_state.initialize_model_parallel(1, context_parallel_size=2)
+    users = linears, ulysses, *directions
+    groups = TENSOR_PARALLEL, CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL
+    with registered(*map(Lanes, users, groups, (1, 2, None, None))):
+        parallel_state.initialize_model_parallel(2, context_parallel_size=2)
+        made: list[Any] = [user.lanes() for user in users]
+        assert made[1].group is parallel_state.get_context_parallel_group()
         group = parallel_state.get_data_parallel_group(
             with_context_parallel=True, partial_data_parallel=True
         )
-        made = [direction.lanes() for direction in directions]
-        assert all(transport.group is group for transport in made)
-        assert made[0] is not made[1]
-        found = [(transport.ranks, transport.lanes) for transport in made]
+        assert all(transport.group is group for transport in made[2:])
+        assert made[2] is not made[3]
         # What is exchanged goes over the transport that is there now.
         before = [direction.buckets() for direction in directions]
         assert before == [direction.buckets() for direction in directions]
         parallel_state.destroy_model_parallel()
+        assert [user.transport for user in users] == [None] * 4
         parallel_state.initialize_model_parallel(1)
         assert all(direction.buckets() not in before for direction in directions)
         parallel_state.destroy_model_parallel()
-        return [*found, *(direction.transport for direction in directions)]
-    finally:
-        manager.remove_patches()
+    return [(transport.ranks, transport.lanes) for transport in made]
 
 
-def test_replicas_have_lanes_of_their_own_for_each_direction(ranks) -> None:
-    everyone = ((0, 1, 2, 3), 3)
-    assert ranks(4).run(lanes_of_replicas) == [[everyone, everyone, None, None]] * 4
+def test_each_group_has_lanes_of_its_own(ranks) -> None:
+    for rank, found in enumerate(ranks(4).run(lanes_of_each_group)):
+        tensor_parallel = (rank // 2 * 2, rank // 2 * 2 + 1)
+        shared = (rank % 2, rank % 2 + 2)
+        assert found == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]
 
 
 def beside_the_other_groups(rank: int, sizes: dict[str, int]) -> float:
     """A fused layer while pipeline and context-parallel traffic is under way."""
     from megatron.core import parallel_state
 
-    wrappers, manager = patched(lanes=1)
-    try:
+    user = LinearWrappers()
+    with registered(Lanes(user, TENSOR_PARALLEL, 1)):
         parallel_state.initialize_model_parallel(2, **sizes)
-        transport = wrappers.transport
-        assert transport is not None
-        if "pipeline_model_parallel_size" in sizes:
-            other = parallel_state.get_pipeline_model_parallel_group()
-        elif "context_parallel_size" in sizes:
-            other = parallel_state.get_context_parallel_group()
-        else:
-            other = parallel_state.get_expert_model_parallel_group()
+        transport = user.lanes()
+        kind = next(iter(sizes)).removesuffix("_parallel_size")
+        other = getattr(parallel_state, f"get_{kind}_parallel_group")()
         peer = next(r for r in dist.get_process_group_ranks(other) if r != rank)
         x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(rank))
         weight = torch.randn(12, 16, generator=torch.Generator().manual_seed(9))
@@ -173,8 +126,6 @@ def beside_the_other_groups(rank: int, sizes: dict[str, int]) -> float:
         assert total.tolist() == [float(rank + peer)] * 3
         parallel_state.destroy_model_parallel()
         return float(peer)
-    finally:
-        manager.remove_patches()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -157,43 +158,38 @@ def same_model(rank: int, config: dict[str, Any], lines: list[str]) -> None:
                 ours = gradients(model)
             assert not logger.warning.called
         # But for the experts, which are said to be left.
-        fused = {line.split(": ")[1] for line in lines if "0 of" not in line}
-        assert {name for name, path in wrapped.linears.calls if path == "fused"} == fused
+        names = {line.split(": ")[1] for line in lines if "0 of" not in line}
+        assert {name for name, path in wrapped.linears.calls if path == "fused"} == names
         assert ours.keys() == reference.keys()
         for name, value in reference.items():
             assert torch.equal(ours[name], value), name
 
 
-DENSE = [f"CommFuse: {name}: 2 of 2 fused" for name in ("qkv", "proj", "fc1", "fc2")]
-OUTPUT = "CommFuse: output: 1 of 1 fused"
+def fused(*names: str, layers: int = 2) -> list[str]:
+    return [f"CommFuse: {name}: {layers} of {layers} fused" for name in names]
+
+
+OUTPUT = fused("output", layers=1)
+DENSE = fused("qkv", "proj", "fc1", "fc2") + OUTPUT
 
 
 @pytest.mark.parametrize(
     ("config", "lines"),
     [
-        ({}, [*DENSE, OUTPUT]),
+        ({}, DENSE),
         (
             LATENT,
-            [
-                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("q_down", "q_up", "kv_down")),
-                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("kv_up", "proj", "fc1", "fc2")),
-                OUTPUT,
-            ],
+            fused("q_down", "q_up", "kv_down", "kv_up", "proj", "fc1", "fc2") + OUTPUT,
         ),
         (
             LATENT | {"q_lora_rank": None},
-            [
-                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("q_up", "kv_down", "kv_up")),
-                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("proj", "fc1", "fc2")),
-                OUTPUT,
-            ],
+            fused("q_up", "kv_down", "kv_up", "proj", "fc1", "fc2") + OUTPUT,
         ),
         (
             EXPERTS,
             [
-                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("qkv", "proj")),
-                *(f"CommFuse: {name}: 2 of 2 fused" for name in ("shared_fc1", "shared_fc2")),
-                OUTPUT,
+                *fused("qkv", "proj", "shared_fc1", "shared_fc2"),
+                *OUTPUT,
                 f"CommFuse: experts: 0 of 2 fused; 2 not: {RULES}",
             ],
         ),
@@ -212,97 +208,124 @@ class Alien(torch.nn.Module):
         self.output_size_per_partition = 4
 
 
+def own_linear(model: Any) -> None:
+    model.decoder.layers[1].mlp.linear_fc1 = Alien()
+
+
+def gathering(model: Any) -> None:
+    for layer in model.decoder.layers:
+        layer.self_attention.config.mla_up_proj_tp_overlap = True
+
+
+def unchanged(model: Any) -> None:
+    """As it is built."""
+
+
+SIZES = {"seq_length": LENGTH, "micro_batch_size": BATCH}
+UNSPLIT = {"sequence_parallel": False}
+OVERLAPPED = {
+    **EXPERTS,
+    "moe_shared_expert_overlap": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+NO_TRANSFER = "without sequence parallelism the forward has no transfer"
+GATHERED = "mla_up_proj_tp_overlap gathers its input before the call"
+OUTSIDE = "moe_shared_expert_overlap gathers and scatters outside of the layer"
+SHORT = "a block has fewer rows than the 17 of --commfuse-min-rows"
+LONGER = "--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it"
+TOGETHER = "--commfuse-attention"
+
+REASONS: dict[str, tuple[str, Any, dict[str, Any], list[tuple[str, str]]]] = {
+    # options, what is done to the model, its configuration, layers and why they are not fused
+    "list": (
+        "--commfuse-layers qkv,fc1,fc2",
+        unchanged,
+        {},
+        [
+            (name, f"{name} is not in the list of layers to fuse (add {name} to --commfuse-layers)")
+            for name in ("proj", "output")
+        ],
+    ),
+    "no sequence parallelism": (
+        "",
+        unchanged,
+        UNSPLIT,
+        [
+            # The way out at the first mention.
+            (
+                "qkv",
+                f"{NO_TRANSFER} (Megatron hides that of the backward behind wgrad; "
+                "--sequence-parallel has both)",
+            ),
+            ("fc1", NO_TRANSFER),
+            ("output", NO_TRANSFER),
+        ],
+    ),
+    "own class": ("", own_linear, {}, [("linear_fc1", "Alien is not Megatron's linear layer")]),
+    "gathered ahead": (
+        "",
+        gathering,
+        LATENT,
+        [("q_up", f"{GATHERED} (leave --mla-up-proj-tp-overlap out)"), ("kv_up", GATHERED)],
+    ),
+    "overlapped": (
+        "",
+        unchanged,
+        OVERLAPPED,
+        [
+            ("shared_fc1", f"{OUTSIDE} (leave --moe-shared-expert-overlap out)"),
+            ("shared_fc2", OUTSIDE),
+            ("experts", RULES),
+        ],
+    ),
+    "together": (TOGETHER, unchanged, {}, []),
+    "attention again": (
+        TOGETHER,
+        unchanged,
+        {"recompute_granularity": "selective"},
+        [("attention", "selective recomputation runs the core attention by itself")],
+    ),
+    "short": (
+        "--commfuse-min-rows 17 --commfuse-allow-nothing",
+        unchanged,
+        {},
+        [("qkv", f"{SHORT} ({LONGER})")]
+        + [(name, SHORT) for name in ("proj", "fc1", "fc2", "output")],
+    ),
+}
+
+
 def reasons(rank: int) -> dict[str, list[str]]:
     """By case, the lines of rank 0 that say more than how many are fused."""
     found = {}
-    with megatron(2):
-
-        def case(name: str, *options: str, arguments: Any = {}, change: Any = None, **config: Any):  # noqa: B006
-            with Wrapped(*options, **arguments) as wrapped:
+    with megatron(2), mock.patch.object(torch.cuda, "Stream"):
+        for name, (options, change, config, _) in REASONS.items():
+            with Wrapped(*options.split(), **SIZES) as wrapped:
                 model = build(**config)
-                if change is not None:
-                    change(model)
-                lines = wrapped.told(model)
-            found[name] = [line for line in lines if " not: " in line]
-
-        def own_linear(model: Any) -> None:
-            model.decoder.layers[1].mlp.linear_fc1 = Alien()
-
-        def gathering(model: Any) -> None:
-            for layer in model.decoder.layers:
-                layer.self_attention.config.mla_up_proj_tp_overlap = True
-
-        case("list", "--commfuse-layers", "qkv,fc1,fc2")
-        case("no sequence parallelism", sequence_parallel=False)
-        case("own class", change=own_linear)
-        case("gathered ahead", change=gathering, **LATENT)
-        overlap = {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}
-        with mock.patch.object(torch.cuda, "Stream"):
-            case("overlapped", **EXPERTS | overlap)
-        together = ("--commfuse-attention",)
-        case("together", *together)
-        case("attention again", *together, recompute_granularity="selective")
-        case("attention alone", *together, sequence_parallel=False)
-        case(
-            "short", "--commfuse-min-rows", "17", "--commfuse-allow-nothing",
-            arguments={"seq_length": LENGTH, "micro_batch_size": BATCH},
-        )  # fmt: skip
+                change(model)
+                found[name] = [line for line in wrapped.told(model) if " not: " in line]
+        with Wrapped(TOGETHER, **SIZES) as wrapped:
+            last = wrapped.told(build(**UNSPLIT))[-1:]
+            assert all(line.endswith("parallelism nothing is split") for line in last)
     return found
 
 
 def test_each_reason_comes_with_the_way_out(ranks) -> None:
-    found = ranks(2).run(reasons)
-    assert not any(found[1].values()), "rank 0 alone speaks"
-    assert found[0]["list"] == [
-        "CommFuse: proj: 0 of 2 fused; 2 not: proj is not in the list of layers to fuse (add proj "
-        "to --commfuse-layers)",
-        "CommFuse: output: 0 of 1 fused; 1 not: output is not in the list of layers to fuse (add "
-        "output to --commfuse-layers)",
-    ]
-    assert [line.split(":")[1] for line in found[0]["no sequence parallelism"]] == [
-        " qkv",
-        " fc1",
-        " output",
-    ]
-    # The way out at the first mention.
-    first, *others = found[0]["no sequence parallelism"]
-    assert first.endswith("--sequence-parallel has both)")
-    assert all(line.endswith("the forward has no transfer") for line in others)
-    assert found[0]["own class"] == [
-        "CommFuse: linear_fc1: 0 of 1 fused; 1 not: Alien is not Megatron's linear layer"
-    ]
-    ahead = "mla_up_proj_tp_overlap gathers its input before the call (leave --mla-up-proj-tp-"
-    assert found[0]["gathered ahead"] == [
-        f"CommFuse: q_up: 0 of 2 fused; 2 not: {ahead}overlap out)",
-        f"CommFuse: kv_up: 0 of 2 fused; 2 not: {ahead.partition(' (')[0]}",
-    ]
-    outside = "moe_shared_expert_overlap gathers and scatters outside of the layer"
-    assert found[0]["overlapped"][:2] == [
-        f"CommFuse: shared_fc1: 0 of 2 fused; 2 not: {outside} (leave --moe-shared-expert-overlap "
-        "out)",
-        f"CommFuse: shared_fc2: 0 of 2 fused; 2 not: {outside}",
-    ]
-    assert found[0]["together"] == []
-    attention = "CommFuse: attention: 0 of 2 fused; 2 not: "
-    again = "selective recomputation runs the core attention by itself"
-    assert found[0]["attention again"] == [attention + again]
-    alone = "without sequence parallelism nothing is split"
-    assert found[0]["attention alone"][-1] == attention + alone
-    short = "2 not: a block has fewer rows than the 17 of --commfuse-min-rows"
-    assert [short in line for line in found[0]["short"]] == [True] * 4 + [False]
-    assert "--commfuse-min-rows 0 fuses it" in found[0]["short"][0]
+    found, others = ranks(2).run(reasons)
+    assert not any(others.values()), "rank 0 alone speaks"
+    for name, (*_, expected) in REASONS.items():
+        told = [re.fullmatch(r"CommFuse: (.*): 0 of \d fused; \d not: (.*)", line)
+                for line in found[name]]  # fmt: skip
+        assert [line and line.groups() for line in told] == expected, name
 
 
 def nothing(rank: int) -> str:
-    sizes = {"seq_length": LENGTH, "micro_batch_size": BATCH}
     short = ("--commfuse-min-rows", "17")
-    with megatron(2), Wrapped(*short, **sizes) as wrapped:
+    with megatron(2), Wrapped(*short, **SIZES) as wrapped:
         model = build()
         with pytest.raises(IncompatibleOptionsError) as caught:
             wrapped.told(model)
         assert wrapped.told(model) == []  # once
-    with megatron(2), Wrapped(*short, "--commfuse-allow-nothing", **sizes) as wrapped:
-        assert len(wrapped.told(build())) == (5 if rank == 0 else 0)
     return str(caught.value)
 
 
@@ -311,8 +334,7 @@ def test_where_nothing_is_fused_all_ranks_end(ranks) -> None:
     assert found[0] == found[1]
     assert found[0].splitlines() == [
         "--use-commfuse would fuse nothing:",
-        "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 17 of --commfuse-min-rows "
-        "(--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it)",
+        f"  qkv, proj, fc1, fc2, output: {SHORT} ({LONGER})",
         "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train without "
         "it all the same",
     ]
@@ -351,7 +373,7 @@ def buckets(rank: int) -> list[str]:
 
     dense = ("--commfuse-dp", "--commfuse-min-rows", "0")
     with megatron(1), Wrapped(*dense, tensor_model_parallel_size=1) as wrapped:
-        wrapped.report._tensor_parallel = False
+        wrapped.report.tensor_parallel = False
         model = build(tensor_model_parallel_size=1, sequence_parallel=False, **EXPERTS)
         for name, parameter in model.named_parameters():
             parameter.allreduce = ".experts." not in name

@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
 from tests.limits import PATIENT
 from tests.megatron.in_ranks import megatron, patched
@@ -130,12 +131,20 @@ def lanes(group: dist.ProcessGroup) -> Transport:
 
 
 @contextmanager
-def wrapped(knobs: Knobs, form: str, min_rows: int = 0) -> Iterator[LinearWrappers]:
+def wrapped(
+    knobs: Knobs, *, collectives: bool = False, min_rows: int = 0
+) -> Iterator[LinearWrappers]:
+    """The wrappers, over lanes or over collectives."""
     from megatron.core import parallel_state
 
-    wrappers = LinearWrappers(knobs.options, knobs.layers, form, min_rows=min_rows)
-    wrappers.transport = lanes(parallel_state.get_tensor_model_parallel_group())
-    manager = PatchManager()
+    wrappers, manager = (
+        LinearWrappers(knobs.options, knobs.layers, min_rows=min_rows),
+        PatchManager(),
+    )
+    group = parallel_state.get_tensor_model_parallel_group()
+    wrappers.transport = lanes(group)
+    if collectives:
+        wrappers.transport = CollectiveTransport(group, same_pieces=True)
     wrappers.register(manager)
     with patched(manager):
         yield wrappers
@@ -150,7 +159,7 @@ def compared(rank: int, cases: list[tuple[Knobs, str]], own_bits: bool) -> None:
     with megatron(dist.get_world_size()):
         for knobs, path in cases:
             reference, _ = run(knobs)
-            with wrapped(knobs, "fused") as wrappers:
+            with wrapped(knobs) as wrappers:
                 wrappers.transport.agree("before counting")
                 counted = {
                     name: mock.patch.object(dist, name, side_effect=getattr(dist, name))
@@ -167,7 +176,7 @@ def compared(rank: int, cases: list[tuple[Knobs, str]], own_bits: bool) -> None:
             assert wrappers.calls == {(name or "unnamed", path): expected}, wrappers.calls
             if path == "fused":
                 assert not calls, f"collectives left in a fused layer: {calls}"
-                with wrapped(knobs, "plain"):
+                with wrapped(knobs, collectives=True):
                     plain, _ = run(knobs)
                 same(ours, plain, knobs)
             if path != "fused" or own_bits:
@@ -188,179 +197,165 @@ COLUMN = Knobs()
 ROW = Knobs(kind="row", name="fc2")
 
 
-def fused_cases() -> list[tuple[Knobs, str]]:
-    cases = []
-    for base in (COLUMN, ROW):
-        for dtype in (torch.float32, torch.bfloat16):
-            knobs = replace(base, dtype=dtype)
-            cases += [
-                knobs,
-                replace(knobs, bias=False),
-                replace(knobs, init={"skip_bias_add": True}),
-                replace(knobs, frozen=True),
-                replace(knobs, recompute=True),
-            ]
-            for main_grad in (torch.float32, torch.bfloat16):
-                fusion = replace(knobs, main_grad=main_grad)
-                flag = ("grad_added_to_main_grad",)
-                cases += [
-                    fusion,
-                    replace(fusion, flags=flag),
-                    replace(fusion, flags=(*flag, "zero_out_wgrad")),
-                    replace(fusion, recompute=True),
-                ]
-    cases += [
-        replace(COLUMN, external_weight=True),
-        replace(
-            COLUMN,
-            name=None,
-            init={"skip_weight_param_allocation": False},
-            external_weight=True,
-        ),
-        replace(ROW, config={"sequence_parallel": False}),
-        replace(ROW, config={"sequence_parallel": False}, init={"skip_bias_add": True}),
-        replace(ROW, config={"sequence_parallel": False}, length=30),
-    ]
-    return [(knobs, "fused") for knobs in cases]
+FLAG = ("grad_added_to_main_grad",)
+VARIANTS = [
+    {},
+    {"bias": False},
+    {"init": {"skip_bias_add": True}},
+    {"frozen": True},
+    {"recompute": True},
+    *(
+        {"main_grad": dtype, **more}
+        for dtype in (torch.float32, torch.bfloat16)
+        for more in ({}, {"flags": FLAG}, {"flags": (*FLAG, "zero_out_wgrad")}, {"recompute": True})
+    ),
+]
+WHOLE = {"sequence_parallel": False}
+FUSED = [
+    *(
+        replace(base, dtype=dtype, **variant)
+        for base in (COLUMN, ROW)
+        for dtype in (torch.float32, torch.bfloat16)
+        for variant in VARIANTS
+    ),
+    replace(COLUMN, external_weight=True),
+    replace(
+        COLUMN,
+        name=None,
+        init={"skip_weight_param_allocation": False},
+        external_weight=True,
+    ),
+    replace(ROW, config=WHOLE),
+    replace(ROW, config=WHOLE, init={"skip_bias_add": True}),
+    replace(ROW, config=WHOLE, length=30),
+]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_fused_layers_equal_megatrons(ranks, size: int) -> None:
     # Two ranks: also the bits of the unsplit GEMM and of gloo's all-reduce, at these shapes.
-    ranks(size).run(compared, fused_cases(), size == 2)
+    ranks(size).run(compared, [(knobs, "fused") for knobs in FUSED], size == 2)
 
 
-def delegated_cases() -> list[tuple[Knobs, str]]:
-    return [
+NO_TRANSFER = "without sequence parallelism the forward has no transfer"
+ALONE = "a tensor-parallel group of one has nothing to transfer"
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
         (
-            replace(COLUMN, config={"sequence_parallel": False}),
-            "without sequence parallelism the forward has no transfer",
+            2,
+            [
+                (replace(COLUMN, config=WHOLE), NO_TRANSFER),
+                (replace(COLUMN, config=WHOLE, call={"runtime_gather_output": True}), NO_TRANSFER),
+                (
+                    replace(COLUMN, init={"disable_grad_reduce": True}),
+                    "disable_grad_reduce leaves the reduction to others",
+                ),
+                (
+                    replace(COLUMN, layers=("qkv", "fc2")),
+                    "fc1 is not in the list of layers to fuse",
+                ),
+                (replace(COLUMN, name=None), "unnamed is not in the list of layers to fuse"),
+            ],
         ),
-        (
-            replace(COLUMN, init={"disable_grad_reduce": True}),
-            "disable_grad_reduce leaves the reduction to others",
-        ),
-        (
-            replace(COLUMN, layers=("qkv", "fc2")),
-            "fc1 is not in the list of layers to fuse",
-        ),
-        (replace(COLUMN, name=None), "unnamed is not in the list of layers to fuse"),
-        (
-            replace(
-                COLUMN,
-                config={"sequence_parallel": False},
-                call={"runtime_gather_output": True},
-            ),
-            "without sequence parallelism the forward has no transfer",
-        ),
-    ]
+        (1, [(replace(ROW, config=WHOLE), ALONE)]),
+    ],
+)
+def test_other_layers_are_left_to_megatron_with_the_reason(ranks, size: int, cases: Any) -> None:
+    ranks(size).run(compared, cases, True)
 
 
-def test_other_layers_are_left_to_megatron_with_the_reason(ranks) -> None:
-    ranks(2).run(compared, delegated_cases(), True)
+def what_keeps_a_layer(rank: int) -> None:
+    with megatron(2), wrapped(COLUMN, min_rows=33) as wrappers:
+        column, row = build(COLUMN), build(ROW)
+
+        def said(layer: Any, expected: str, *, length: int = 64, **call: Any) -> None:
+            """The last reason, of a call with two sequences."""
+            wrappers.calls.clear()
+            features = SIZES["hidden"] if layer is column else SIZES["ffn"] // 2
+            wrap = "column_forward_wrapper" if layer is column else "row_forward_wrapper"
+            forward = getattr(wrappers, wrap)(lambda layer, x, *_: (x, None))
+            forward(layer, torch.ones(length, 2, features), **call)
+            ((_, path),) = wrappers.calls
+            assert expected in path, path
+
+        said(column, "fused")
+        said(row, "fused")
+        # A rank's block, of the input of one and of the output of the other.
+        fewer = "a block has fewer rows than the 33 of --commfuse-min-rows"
+        for layer, length in ((column, 16), (row, 32)):
+            said(layer, fewer, length=length)
+            said(layer, "fused", length=length + 2)
+        said(row, "sequence length 65 is not divisible by 2", length=65)
+        said(column, "gather_output needs the whole output", runtime_gather_output=True)
+        for owner, name, value, reason in (
+            (column, "is_expert", True, "expert layers communicate by their own rules"),
+            (column.config, "cpu_offloading", True, "cpu_offloading needs Transformer Engine's"),
+            (column, "explicit_expert_comm", True, "moe_shared_expert_overlap gathers"),
+        ):
+            with mock.patch.object(owner, name, value):
+                said(column, reason)
+        with mock.patch.object(row, "input_is_parallel", False):
+            said(row, "the input has to be scattered first")
+        column.config.defer_embedding_wgrad_compute = column.config.mla_up_proj_tp_overlap = True
+        for name, reason in (
+            ("output", "defer_embedding_wgrad_compute keeps the gradients for later"),
+            ("kv_up", "mla_up_proj_tp_overlap gathers its input before the call"),
+            ("fc1", "fused"),
+        ):
+            column.commfuse_layer = name
+            said(column, reason)
 
 
-def tensor_parallel_of_one(rank: int) -> None:
-    alone = "a tensor-parallel group of one has nothing to transfer"
-    compared(rank, [(replace(ROW, config={"sequence_parallel": False}), alone)], True)
-
-
-def test_a_tensor_parallel_group_of_one(ranks) -> None:
-    ranks(1).run(tensor_parallel_of_one)
+def test_what_keeps_a_layer_from_being_fused(ranks) -> None:
+    ranks(2).run(what_keeps_a_layer)
 
 
 def refused_like_megatron(rank: int) -> None:
     with megatron(2):
-        for knobs, kind, words in (
-            (replace(COLUMN, call={"weight": torch.ones(3, 3)}), RuntimeError, "supplied weight"),
-            (
-                replace(COLUMN, init={"skip_weight_param_allocation": True}),
-                RuntimeError,
-                "weight was not supplied",
-            ),
+        for knobs, words in (
+            (replace(COLUMN, call={"weight": torch.ones(3, 3)}), "supplied weight"),
+            (replace(COLUMN, init={"skip_weight_param_allocation": True}), "weight was not suppl"),
         ):
-            with wrapped(knobs, "fused"):
-                layer = build(knobs)
-                with pytest.raises(kind, match=words):
-                    layer(torch.ones(4, 2, SIZES["hidden"]), **knobs.call)
+            with wrapped(knobs), pytest.raises(RuntimeError, match=words):
+                build(knobs)(torch.ones(4, 2, SIZES["hidden"]), **knobs.call)
+        manager = PatchManager()
+        LinearWrappers().register(manager)
+        no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
+        with patched(manager), no_lanes:
+            build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
 
 
-def test_megatrons_own_errors_stay(ranks) -> None:
+def test_megatrons_own_errors_stay_and_lanes_have_to_exist(ranks) -> None:
     ranks(2).run(refused_like_megatron)
-
-
-def experts_and_deferred_wgrad(rank: int) -> None:
-    with megatron(2), wrapped(COLUMN, "fused") as wrappers:
-        layer = build(COLUMN)
-
-        def obstacle(gather: bool | None = None) -> str | None:
-            x = torch.ones(4, 2, SIZES["hidden"])
-            return wrappers._column_call_obstacle(layer, x, layer.weight, gather)
-
-        layer.is_expert = True
-        assert "expert" in obstacle()
-        layer.is_expert = False
-        assert obstacle() is None
-        assert "gather_output" in obstacle(True)
-        layer.config.defer_embedding_wgrad_compute = True
-        layer.commfuse_layer = "output"
-        assert "defer_embedding" in obstacle()
-        row = build(ROW)
-        assert "not divisible by 2" in wrappers._row_call_obstacle(row, torch.ones(3, 2, 64))
-        row.input_is_parallel = False
-        assert "scattered" in wrappers._row_call_obstacle(row, torch.ones(4, 2, 64))
-
-
-def test_what_keeps_a_layer_from_being_fused(ranks) -> None:
-    ranks(2).run(experts_and_deferred_wgrad)
-
-
-def small_blocks(rank: int) -> None:
-    """Both layers' blocks: 16 tokens of 2 sequences."""
-    rows = 16 * 2
-    with megatron(2):
-        for knobs in (COLUMN, ROW):
-            for limit, path in (
-                (rows, "fused"),
-                (rows + 1, "a block has fewer rows than the 33 of --commfuse-min-rows"),
-            ):
-                with wrapped(knobs, "fused", limit) as wrappers:
-                    run(knobs)
-                assert wrappers.calls == {(knobs.name, path): 1}
-
-
-def test_blocks_below_a_limit_are_left_to_megatron(ranks) -> None:
-    ranks(2).run(small_blocks)
 
 
 class NormColumn(torch.nn.Module):
     """What MindSpeed's column-parallel layer with norm does, as far as its linear part goes."""
 
-    def __init__(self, column: torch.nn.Module, *, tp_comm_buffer_name: str | None = None) -> None:
+    def __init__(self, column: Any, *, tp_comm_buffer_name: str | None = None) -> None:
         from megatron.core.tensor_parallel import layers
 
         super().__init__()
-        for name in ("config", "input_size", "output_size_per_partition", "gather_output",
-                     "skip_bias_add", "is_expert", "sequence_parallel",
-                     "gradient_accumulation_fusion", "allreduce_dgrad"):  # fmt: skip
-            setattr(self, name, getattr(column, name))
+        vars(self).update({k: v for k, v in vars(column).items() if not k.startswith("_")})
         self.weight, self.bias = column.weight, column.bias
         self.norm_weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, column.input_size))
         self._linear_forward_impl = layers.linear_with_grad_accumulation_and_async_allreduce
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        normed = torch.nn.functional.rms_norm(x, (self.input_size,), self.norm_weight)
         y = self._linear_forward_impl(
-            input=normed,
+            input=torch.nn.functional.rms_norm(x, (self.input_size,), self.norm_weight),
             weight=self.weight,
-            bias=None if self.skip_bias_add else self.bias,
+            bias=self.bias,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             allreduce_dgrad=self.allreduce_dgrad,
             sequence_parallel=self.sequence_parallel,
             grad_output_buffer=None,
             wgrad_deferral_limit=None,
         )
-        return y, self.bias if self.skip_bias_add else None
+        return y, None
 
 
 def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any:
@@ -402,7 +397,7 @@ def aliases_subclasses_and_checkpoints(rank: int) -> None:
 
     with megatron(2):
         keys = build(COLUMN).sharded_state_dict().keys()
-        with wrapped(COLUMN, "fused") as wrappers:
+        with wrapped(COLUMN) as wrappers:
             alias = tensor_parallel.ColumnParallelLinear
 
             class Subclass(alias):
@@ -419,19 +414,6 @@ def aliases_subclasses_and_checkpoints(rank: int) -> None:
 
 def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(ranks) -> None:
     ranks(2).run(aliases_subclasses_and_checkpoints)
-
-
-def without_lanes(rank: int) -> None:
-    with megatron(2):
-        manager = PatchManager()
-        LinearWrappers().register(manager)
-        refusal = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
-        with patched(manager), refusal:
-            build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
-
-
-def test_lanes_have_to_exist(ranks) -> None:
-    ranks(2).run(without_lanes)
 
 
 def test_unknown_layers_are_named() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_patches.feature import CommFuseFeature
 
-__all__ = ["DATA_PARALLEL", "INITIALIZE", "LINEAR", "ULYSSES", "Registered", "real_arguments"]
+__all__ = ["DATA_PARALLEL", "ULYSSES", "Registered", "early", "real_arguments"]
 
 ULYSSES = {
     "context_parallel_size": 4,
@@ -22,9 +22,6 @@ ULYSSES = {
 DATA_PARALLEL = {"use_distributed_optimizer": True}
 """What ``--commfuse-dp`` needs."""
 
-INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
-LINEAR = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
-
 
 def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
     """The feature's options as they are parsed, and whatever else is in ``others``."""
@@ -32,6 +29,18 @@ def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
     CommFuseFeature().register_args(parser)
     args = parser.parse_args(["--use-commfuse", *options])
     vars(args).update({"tensor_model_parallel_size": 2, "optimization_level": 2} | others)
+    return args
+
+
+def early(*options: str, **others: Any) -> argparse.Namespace:
+    """The same as MindSpeed's first parser has them: flags are True, values are strings."""
+    words = list(options)
+    args = argparse.Namespace(use_commfuse=True, tensor_model_parallel_size="2")
+    while words:
+        name = words.pop(0).removeprefix("--").replace("-", "_")
+        setattr(args, name, True if not words or words[0].startswith("--") else words.pop(0))
+    for name, value in others.items():
+        setattr(args, name, value if isinstance(value, bool | list) else str(value))
     return args
 
 

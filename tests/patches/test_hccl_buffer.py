@@ -48,34 +48,31 @@ LLAMA3_8B = {
 }
 
 
+CONTEXT = {"micro_batch_size": 16, "context_parallel_size": 2}
+OVERLAPPED = {"overlap_grad_reduce": True}
+
+
 @pytest.mark.parametrize(
-    ("change", "megabytes"),
+    ("message", "change", "megabytes"),
     [
-        ({}, 16),  # 8 MB
-        ({"micro_batch_size": 4}, 32),
-        ({"micro_batch_size": 5}, 64),  # 40 MB
-        ({"tensor_model_parallel_size": 2, "bf16": False}, 64),
-        ({"micro_batch_size": 4, "context_parallel_size": 2}, 16),
-        ({"micro_batch_size": 100}, 200),
+        (of_blocks, {}, 16),  # 8 MB
+        (of_blocks, {"micro_batch_size": 4}, 32),
+        (of_blocks, {"micro_batch_size": 5}, 64),  # 40 MB
+        (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False}, 64),
+        (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False, "fp16": True}, 32),
+        (of_blocks, {"micro_batch_size": 4, "context_parallel_size": 2}, 16),
+        (of_blocks, {"micro_batch_size": 100}, 200),
+        (of_blocks, {"hidden_size": None}, None),
+        (of_blocks, {"seq_length": None}, None),
+        (of_heads, CONTEXT, 32),
+        (of_heads, {**CONTEXT, "hidden_size": None}, None),
+        (of_buckets, OVERLAPPED, 32),  # 40 million fp32 gradients over 8 ranks are 19 MiB
+        (of_buckets, {**OVERLAPPED, "ddp_bucket_size": 400_000_000}, 200),
+        (of_buckets, {**OVERLAPPED, "pipeline_model_parallel_size": 2}, 64),
+        (of_buckets, {**OVERLAPPED, "tensor_model_parallel_size": 64}, None),
+        (of_buckets, {}, None),  # all gradients are one bucket
     ],
 )
-def test_lanes_are_sized_to_their_messages(change, megabytes: int) -> None:
-    args = argparse.Namespace(**{**LLAMA3_8B, **change})
-    assert of_blocks(args) == megabytes
-
-
-def test_no_size_without_a_shape() -> None:
-    assert of_blocks(argparse.Namespace(seq_length=8192)) is None
-
-
-def test_lanes_of_heads_and_buckets_are_sized_to_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_are_sized_to_their_messages(monkeypatch, message, change, megabytes) -> None:
     monkeypatch.setenv("WORLD_SIZE", "64")
-    context = {"micro_batch_size": 16, "context_parallel_size": 2}
-    assert of_heads(argparse.Namespace(**{**LLAMA3_8B, **context})) == 32
-    assert of_heads(argparse.Namespace(seq_length=8192)) is None
-    args = argparse.Namespace(**LLAMA3_8B, overlap_grad_reduce=True)
-    assert of_buckets(args) == 32, "40 million fp32 gradients over 8 ranks are 19 MiB"
-    args.ddp_bucket_size = 400_000_000
-    assert of_buckets(args) == 200
-    args.overlap_grad_reduce = False
-    assert of_buckets(args) is None, "all gradients are one bucket"
+    assert message(argparse.Namespace(**{**LLAMA3_8B, **change})) == megabytes

@@ -10,6 +10,8 @@ import pytest
 
 from mindspeed_patches import PatchManager
 
+ADD = "patched_module.add"
+
 
 @pytest.fixture
 def module() -> Iterator[types.ModuleType]:
@@ -25,8 +27,8 @@ def module() -> Iterator[types.ModuleType]:
     other.add = module.add
     sys.modules["patched_module"], sys.modules["importing_module"] = module, other
     yield module
-    for name in ("patched_module", "importing_module"):
-        sys.modules.pop(name)
+    for name in ("patched_module", "importing_module", "later_module"):
+        sys.modules.pop(name, None)
 
 
 def times_ten_wrapper(fn):
@@ -41,113 +43,74 @@ def subtract(a, b):
     return a - b
 
 
-def test_nothing_happens_before_apply(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", times_ten_wrapper)
-    assert module.add(1, 2) == 3
-    manager.apply_patches()
-    assert module.add(1, 2) == 30
+@pytest.mark.parametrize(
+    ("registered", "result"),
+    [
+        ([times_ten_wrapper], 70),
+        ([plus_one_wrapper, times_ten_wrapper, times_ten_wrapper], 80),  # the same once only
+        ([times_ten_wrapper, subtract], 30),
+        ([subtract], 3),
+    ],
+)
+def test_what_is_registered_is_in_force_after_apply(module, registered, result: int) -> None:
+    manager, before, other = PatchManager(), module.add, sys.modules["importing_module"]
+    for function in registered:
+        manager.register_patch(ADD, function)
+    assert module.add is before
+    for _ in range(2):
+        manager.apply_patches()
+    assert module.add(5, 2) == other.add(5, 2) == result
+    manager.remove_patches()
+    assert module.add is other.add is before
 
 
-def test_wrappers_stack_in_the_order_of_registration(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", plus_one_wrapper)
-    manager.register_patch("patched_module.add", times_ten_wrapper)
-    manager.register_patch("patched_module.add", times_ten_wrapper)  # the same once only
+def test_wrappers_may_come_after_a_first_apply_and_modules_too(module) -> None:
+    manager, before = PatchManager(), module.add
+    manager.register_patch(ADD, plus_one_wrapper)
     manager.apply_patches()
+    later = sys.modules["later_module"] = types.ModuleType("later_module")
+    later.add = module.add
+    manager.register_patch(ADD, times_ten_wrapper)
+    assert module.add(1, 2) == 4
     manager.apply_patches()
-    assert module.add(1, 2) == 40
+    assert module.add(1, 2) == later.add(1, 2) == 40
+    manager.remove_patches()
+    assert later.add is before
 
 
-def test_a_wrapper_of_a_replacement(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", times_ten_wrapper)
-    manager.register_patch("patched_module.add", subtract)
-    manager.apply_patches()
-    assert module.add(5, 2) == 30
+def test_methods(module) -> None:
+    def forward_wrapper(fn):
+        return lambda self, x: [fn(self, x)]
 
+    class Subclass(module.Layer):
+        pass
 
-def test_wrappers_may_come_after_a_first_apply(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", plus_one_wrapper)
+    module.Subclass, manager = Subclass, PatchManager()
+    manager.register_patch("patched_module.Subclass.forward", forward_wrapper)
     manager.apply_patches()
-    manager.register_patch("patched_module.add", times_ten_wrapper)
-    manager.apply_patches()
-    assert module.add(1, 2) == 40
+    assert (Subclass().forward(1), module.Layer().forward(1)) == ([1], 1)
+    manager.remove_patches()
+    assert Subclass().forward(1) == 1
+    assert "forward" not in vars(Subclass)
 
 
 def test_a_second_replacement_is_refused(module) -> None:
     manager = PatchManager()
-    manager.register_patch("patched_module.add", subtract)
+    manager.register_patch(ADD, subtract)
     with pytest.raises(RuntimeError, match=r"patched_module.add is replaced already; wrap it"):
-        manager.register_patch("patched_module.add", lambda a, b: 0)
+        manager.register_patch(ADD, lambda a, b: 0)
 
 
-def test_what_other_modules_imported_is_rebound(module) -> None:
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("patched_module.absent", AttributeError, "patched_module has no absent; it cannot be"),
+        ("no_such_package.function", ModuleNotFoundError, "no_such_package"),
+        ("function", ValueError, "'function' names no module; give the full dotted path"),
+    ],
+)
+def test_what_is_missing_is_named(module, path: str, error, message: str) -> None:
     manager = PatchManager()
-    manager.register_patch("patched_module.add", subtract)
-    manager.apply_patches()
-    assert sys.modules["importing_module"].add(5, 2) == 3
-
-
-def test_methods(module) -> None:
-    manager = PatchManager()
-
-    def forward_wrapper(fn):
-        return lambda self, x: [fn(self, x)]
-
-    manager.register_patch("patched_module.Layer.forward", forward_wrapper)
-    layer = module.Layer()
-    manager.apply_patches()
-    assert layer.forward(1) == [1]
-    manager.remove_patches()
-    assert layer.forward(1) == 1
-
-
-def test_removing_puts_everything_back(module) -> None:
-    before, held = module.add, sys.modules["importing_module"].add
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", times_ten_wrapper)
-    manager.apply_patches()
-    manager.remove_patches()
-    assert module.add is before
-    assert sys.modules["importing_module"].add is held
-
-
-def test_a_patch_stays_in_force_until_the_next_apply(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", plus_one_wrapper)
-    manager.apply_patches()
-    manager.register_patch("patched_module.add", times_ten_wrapper)
-    assert module.add(1, 2) == 4
-    manager.apply_patches()
-    assert module.add(1, 2) == 40
-
-
-def test_modules_that_import_a_patched_function_later_follow_too(module) -> None:
-    before = module.add
-    manager = PatchManager()
-    manager.register_patch("patched_module.add", plus_one_wrapper)
-    manager.apply_patches()
-    later = types.ModuleType("later_module")
-    later.add = module.add
-    sys.modules["later_module"] = later
-    try:
-        manager.register_patch("patched_module.add", times_ten_wrapper)
-        manager.apply_patches()
-        assert later.add(1, 2) == 40
-        manager.remove_patches()
-        assert later.add is before
-    finally:
-        sys.modules.pop("later_module")
-
-
-def test_what_is_missing_is_named(module) -> None:
-    manager = PatchManager()
-    manager.register_patch("patched_module.absent", subtract)
-    with pytest.raises(AttributeError, match="patched_module has no absent; it cannot be patched"):
-        manager.apply_patches()
-    manager = PatchManager()
-    manager.register_patch("no_such_package.function", subtract)
-    with pytest.raises(ModuleNotFoundError):
+    manager.register_patch(path, subtract)
+    with pytest.raises(error, match=message):
         manager.apply_patches()

@@ -200,11 +200,43 @@ found = [__name__, sys.argv, hasattr(ColumnParallelLinear.forward, "__wrapped__"
         assert argv == [str(tmp_path / "pretrain.py"), "--seq-length", "64", *options]
         assert fused == bool(options)
 
-    @pytest.mark.parametrize("arguments", [[], ["--use-commfuse", "pretrain_gpt.py"]])
-    def test_the_script_comes_first(self, arguments: list[str]) -> None:
-        with pytest.raises(SystemExit, match=r"usage: torchrun .* SCRIPT"):
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], r"usage: torchrun .* SCRIPT"),
+            (["--use-commfuse", "pretrain_gpt.py"], r"usage: torchrun .* SCRIPT"),
+            (["absent.py"], r"there is no script absent\.py in .*; run it"),
+        ],
+    )
+    def test_the_script_comes_first(self, arguments: list[str], message: str) -> None:
+        with pytest.raises(SystemExit, match=message):
             launch.main(arguments)
 
-    def test_a_missing_script(self) -> None:
-        with pytest.raises(SystemExit, match=r"there is no script absent\.py in .*; run it"):
-            launch.main(["absent.py"])
+    @pytest.mark.parametrize(
+        ("word", "meant"),
+        [
+            ("--commfuse-lane", "--commfuse-lanes"),
+            ("--commfuse_chunks=2", "--commfuse-chunks"),
+            ("--use-commfused", "--use-commfuse"),
+            ("--commfuse-fb-overlaps", "--commfuse-fb-overlap"),
+            ("--no-commfuse-attentions", "--no-commfuse-attention"),
+            ("--use-comfuse", None),  # Megatron's to refuse
+            ("--no-use-commfuse", None),
+            ("--commfuse-chunks=2", None),
+            ("--commfuse-fb-overlap-memory", None),
+        ],
+    )
+    def test_options_that_look_like_ours(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, meant: str | None
+    ) -> None:
+        monkeypatch.setattr(sys, "path", ["replaced by the script's folder", *sys.path])
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        script = tmp_path / "pretrain_gpt.py"
+        script.write_text("started = True\n", "utf-8")
+        words = [str(script), "--num-layers", "2", word, "2"]
+        if meant is None:
+            launch.main(words, prepare=lambda: None)
+            return
+        message = rf"unknown: {word.split('=')[0]}; did you mean {meant}\?"
+        with pytest.raises(SystemExit, match=message):
+            launch.main(words, prepare=lambda: None)

@@ -17,6 +17,7 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.options import DEFAULTS
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
@@ -34,7 +35,7 @@ from commfuse_npu.tools.simulate.step import Layout, Step, StepTime, Training
 from commfuse_npu.tools.simulate.sweep import Options, training
 from commfuse_npu.tools.simulate.variants import Variant, direct, fused
 from commfuse_npu.tools.simulate.written_plan import check_target, planned, write_plan
-from mindspeed_patches.arguments import DEFAULTS, commfuse_options
+from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
 from tests.launchers.launching import dry_run
 

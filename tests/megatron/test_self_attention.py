@@ -1,0 +1,449 @@
+"""Megatron's self-attention, fused: with its projection, and with the exchange of Ulysses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from commfuse_npu import Schedule
+from commfuse_npu.ops import LinearOptions, head_groups
+from mindspeed_patches import LAYERS, ulysses_layer
+from mindspeed_patches.ulysses import rows_to_heads
+from mindspeed_patches.ulysses_layer import (
+    WholePositions,
+    layer_obstacle,
+    proj_obstacle,
+    qkv_obstacle,
+    replaced,
+)
+from tests.megatron.self_attention import (
+    BATCH,
+    DIMENSION,
+    HIDDEN,
+    LENGTH,
+    Case,
+    build,
+    call,
+    close,
+    inputs,
+    lanes,
+    not_split,
+    own_rows,
+    parallel,
+    positions,
+    run,
+    wrapped,
+)
+
+
+def compared(rank: int, cases: list[Case]) -> None:
+    """Over lanes as over collectives, near to unfused and to not split, and each path counted."""
+    size = dist.get_world_size()
+    for case in cases:
+        with parallel(case):
+            results = []
+            for collectives in (False, True):
+                with wrapped(case, collectives) as linears:
+                    results.append(run(case, size))
+                counted(linears.calls, case)
+            fused, plain = results
+            unfused = run(case.unfused, size)
+            assert fused.keys() == plain.keys() == unfused.keys()
+            for name, value in fused.items():
+                assert torch.equal(value, plain[name]), (name, case)
+                # Of a norm per head the ranks have other summands of the same sum.
+                if "layernorm" not in name:
+                    close(value, unfused[name], case, name)
+            if not case.tensor:
+                not_split(fused, case)
+
+
+def counted(calls: Any, case: Case) -> None:
+    assert {name for name, path in calls if path == "fused"} == set(case.fused), (calls, case)
+    reasons = {name: path for name, path in calls if path != "fused"}
+    assert reasons.keys() == case.left.keys(), (calls, case)
+    for name, reason in case.left.items():
+        assert re.match(reason, reasons[name]), (reasons[name], case)
+    if "recompute_granularity" not in case.config:
+        assert set(calls.values()) == {1 + case.recompute}, (calls, case)
+
+
+BIASES = {"add_bias_linear": True}
+ONE_LANE = LinearOptions(Schedule(lanes=1))
+BF16 = torch.bfloat16
+PACKED = Case(documents="packed")
+CORE = Case(
+    layers=(),
+    fused=("ulysses",),
+    left={
+        "qkv of ulysses": "qkv is not in the list of layers to fuse",
+        "proj of ulysses": "proj is not in the list of layers to fuse",
+    },
+)
+SELECTIVE = {"recompute_granularity": "selective"}
+AGAIN = "selective recomputation runs the core attention by itself"
+
+JOINED = [
+    Case(),
+    Case(rotary="none", norms=False, mask="no_mask", options=ONE_LANE),
+    Case(rotary="tuple", groups=4, config=BIASES),
+    Case(recompute=True, config={"add_qkv_bias": True}),
+    Case(dtype=BF16),
+    Case(heads=6, groups=2, options=LinearOptions(Schedule(lanes=1), wgrad="blocks")),
+    Case(config={"gradient_accumulation_fusion": True}, recompute=True),
+    Case(qkv="with norm", config=BIASES),
+    Case(frozen="linear_qkv.weight", config=BIASES),
+    Case(frozen="linear_proj.weight"),
+    Case(eval=True),
+    Case(config={"softmax_scale": 0.2, "rotary_interleaved": True}),
+    PACKED,
+    replace(PACKED, resets=False),
+    replace(PACKED, rotary="tuple", recompute=True),
+    replace(PACKED, qkv="with norm", config=BIASES),
+]
+
+
+def shared(groups: int) -> dict[str, Any]:
+    reason = f"{groups} query groups are not divisible by 2 ranks: key heads are repeated before"
+    return {"fused": ("ulysses", "proj"), "left": {"qkv of ulysses": reason}}
+
+
+PARTLY = [
+    Case(groups=1, **shared(1)),
+    Case(heads=6, groups=3, recompute=True, **shared(3)),
+    replace(
+        CORE,
+        layers=("qkv", "fc1"),
+        fused=("qkv", "ulysses"),
+        left={"proj of ulysses": "proj is not in the list"},
+    ),
+    replace(
+        CORE,
+        layers=("proj",),
+        fused=("ulysses", "proj"),
+        left={"qkv of ulysses": "qkv is not in the list"},
+    ),
+    CORE,
+    replace(CORE, groups=1),  # repeated: one for each of two ranks
+    replace(CORE, heads=6, groups=3),  # repeated although there are more than ranks
+    replace(CORE, documents="packed", groups=1, recompute=True),
+    Case(config=SELECTIVE, fused=("ulysses",), left=dict.fromkeys(CORE.left, AGAIN)),
+]
+
+FOUR = [
+    Case(heads=8, groups=4, options=LinearOptions(Schedule(lanes=3))),
+    Case(heads=4, groups=4, options=ONE_LANE, documents="packed"),
+    replace(CORE, heads=8, groups=2, options=LinearOptions(Schedule(lanes=3))),
+    replace(CORE, groups=1, options=ONE_LANE),
+    replace(CORE, groups=4, options=LinearOptions(Schedule("two_level", lanes=2, node_size=2))),
+]
+
+TENSOR = Case(tensor=True, norms=False, fused=("qkv", "attention", "proj"))
+ALONE = replace(TENSOR, fused=("qkv", "proj"))
+
+TOGETHER = [
+    TENSOR,
+    replace(TENSOR, mask="no_mask"),
+    replace(TENSOR, dtype=BF16),
+    replace(TENSOR, recompute=True),
+    replace(TENSOR, config={"softmax_scale": 0.2}),
+    replace(TENSOR, groups=4, config=BIASES),
+    replace(TENSOR, config={"attention_dropout": 0.1}, eval=True),
+    replace(TENSOR, general=True, recompute=True),
+    replace(ALONE, config=SELECTIVE, left={"attention": AGAIN}),
+    replace(
+        ALONE,
+        mask="padding",
+        left={"attention": "its mask is padding; only causal and no_mask can be split by queries"},
+    ),
+    replace(
+        ALONE,
+        config={"sequence_parallel": False},
+        fused=("proj",),
+        left={
+            "attention": "without sequence parallelism nothing is split",
+            "qkv": "without sequence parallelism the forward has no transfer",
+        },
+    ),
+    replace(
+        ALONE,
+        layers=("qkv",),
+        fused=("qkv",),
+        left=dict.fromkeys(("attention", "proj"), "proj is not in the list of layers to fuse"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [(2, JOINED), (2, PARTLY), (4, FOUR), (2, TOGETHER)],
+    ids=["joined", "partly joined", "four ranks", "with its projection"],
+)
+def test_fused_plain_unfused_and_not_split(ranks, size: int, cases: list[Case]) -> None:
+    ranks(size).run(compared, cases)
+
+
+def dropped_out(rank: int, case: Case) -> None:
+    with parallel(case), wrapped(case) as linears:
+        assert all(torch.isfinite(tensor).all() for tensor in run(case, 2).values())
+        counted(linears.calls, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(ALONE, left={"attention": "attention dropout is 0.1"}),
+        Case(fused=(), left={"ulysses": "attention dropout is 0.1"}),
+    ],
+    ids=["projection", "exchange"],
+)
+def test_dropout_keeps_megatrons_attention(ranks, case: Case) -> None:
+    ranks(2).run(dropped_out, replace(case, config={"attention_dropout": 0.1}))
+
+
+def reasons(rank: int) -> None:
+    """Each reason of a layer, on a real one."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention
+
+    class OwnQkv(SelfAttention):
+        def get_query_key_value_tensors(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    def said(given: dict[str, Any], **expected: str) -> None:
+        found = {
+            "layer": layer_obstacle(layer, given),
+            "qkv": qkv_obstacle(layer, 8, 2, given, LAYERS),
+            "proj": proj_obstacle(layer, LAYERS),
+        }
+        assert {name for name, reason in found.items() if reason} == set(expected), found
+        assert all(re.search(words, str(found[name])) for name, words in expected.items()), found
+
+    rotary = torch.zeros(8, 1, 1, 8)
+    learned = rotary.clone().requires_grad_()
+    with parallel(Case()):
+        layer = build(Case(), 2)
+        linear, proj = layer.linear_qkv, layer.linear_proj
+        good = {"attention_mask": None, "rotary_pos_emb": (rotary, None)}
+        said(good)
+        for name in ("inference_context", "inference_params"):
+            said({name: object()}, layer="inference keeps keys of other calls")
+        said({"rotary_pos_cos": rotary}, qkv="cosine and sine of the positions are given apart")
+        said({"rotary_pos_emb": rotary[:3]}, qkv="embedding has 3 positions for 8 rows")
+        for wrong in ([rotary], (None, learned)):
+            said({"rotary_pos_emb": wrong}, qkv="its positional embedding is no constant")
+        with replaced(layer.config, tensor_model_parallel_size=2):
+            said(good, layer="a tensor-parallel group of 2 shares the weights")
+        with replaced(layer.config, cpu_offloading=True):
+            said(good, layer="cpu_offloading needs")
+        with replaced(linear, gather_output=True):
+            said(good, qkv="its output or its bias is wanted apart")
+        with replaced(proj, input_is_parallel=False):
+            said(good, proj="the input has to be scattered first")
+        someone = "its forward was replaced by someone else"
+        with replaced(layer.core_attention, forward=print):
+            said(good, layer=someone)
+        with replaced(linear, forward=print), replaced(proj, forward=print):
+            said(good, qkv=someone, proj=someone)
+        weights, linear.weight, proj.weight = (
+            (linear.weight, proj.weight),
+            torch.nn.Parameter(linear.weight[1:]),
+            torch.nn.Parameter(torch.zeros(HIDDEN, 7)),
+        )
+        said(good, qkv="its weight has not 64 rows for q, k and v", proj="has not 32 columns")
+        linear.weight, proj.weight = weights
+        linear.__class__ = proj.__class__ = Adapted
+        said(
+            good,
+            qkv="Adapted is not a column-parallel layer that is known",
+            proj="Adapted is not Megatron's row-parallel layer",
+        )
+        linear.__class__, proj.__class__ = ColumnParallelLinear, RowParallelLinear
+        layer.k_layernorm.weight = torch.nn.Parameter(torch.ones(2 * DIMENSION))
+        said(good, qkv="queries or keys are normalized over several heads")
+        layer.__class__ = OwnQkv
+        said(good, qkv="OwnQkv makes q, k and v in its own way")
+
+
+def test_reasons_of_a_layer(ranks) -> None:
+    ranks(2).run(reasons)
+
+
+def a_mask_that_changes_between(rank: int) -> None:
+    """The heads are exchanged, and only then is attention more than can be fused."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    case = Case(fused=("qkv",), left={"ulysses": "its mask is padding; only causal and no_mask"})
+    with parallel(case):
+        with wrapped(case) as linears:
+            layer, (x, _, rows) = build(case, 2), inputs(case, 2)
+            layer.linear_qkv.register_forward_hook(
+                lambda *_: setattr(layer, "attn_mask_type", AttnMaskType.padding)
+            )
+            y = call(case, layer, x, rows)
+        # The same rows, as megatron-core masks by the mask that it is given.
+        close(y, run(replace(case, eval=True), 1)["y"][rows], case, "y")
+        counted(linears.calls, case)
+
+
+def test_attention_that_turns_out_to_be_more(ranks) -> None:
+    ranks(2).run(a_mask_that_changes_between)
+
+
+def hooks_and_what_is_left_behind(rank: int) -> None:
+    case, seen, names = Case(), [], ("linear_qkv", "core_attention", "linear_proj")
+    with parallel(case), wrapped(case) as linears:
+        layer, (x, _, rows) = build(case, 2), inputs(case, 2)
+        for name in names:
+            hook = lambda *_, name=name: seen.append(name)  # noqa: E731
+            getattr(layer, name).register_forward_pre_hook(hook)
+        modules = (layer, *(getattr(layer, name) for name in names))
+        before = [dict(vars(module)) for module in modules]
+        call(case, layer, x, rows)
+        assert seen == list(names)
+        assert [dict(vars(module)) for module in modules] == before
+        with pytest.raises(ValueError, match="features"):
+            call(case, layer, x[..., 1:], rows)
+        assert [dict(vars(module)) for module in modules] == before
+        assert ("proj", "fused") in linears.calls
+
+
+def test_hooks_run_and_nothing_stays_replaced(ranks) -> None:
+    ranks(2).run(hooks_and_what_is_left_behind)
+
+
+def on_either_side(rank: int, dtype: torch.dtype) -> None:
+    """Norms and rotary embedding before the exchange, and after it."""
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    size = dist.get_world_size()
+    for case in (Case(dtype=dtype), Case(dtype=dtype, config={"rotary_interleaved": True})):
+        with parallel(case):
+            group, layer, rows = lanes(size).group, build(case, size), own_rows(size)
+            generator = torch.Generator().manual_seed(rank)
+            shape = (LENGTH // size, BATCH, 3 * size, DIMENSION)
+            q, k = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+
+            def per_head(
+                q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, layer: Any = layer
+            ) -> list[torch.Tensor]:
+                normed = layer.q_layernorm(q), layer.k_layernorm(k)
+                return [apply_rotary_pos_emb(x, angles, config=layer.config) for x in normed]
+
+            angles, whole = positions(case, rows), positions(case, slice(None))
+            before = rows_to_heads(*per_head(q, k, angles), q, group)[:2]
+            plain = rows_to_heads(q, k, q, group)[:2]
+            after = per_head(*plain, whole)
+            assert all(map(torch.equal, before, after))
+            assert not any(map(torch.equal, before, plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_positions_are_the_same_bits_on_either_side(ranks, dtype: torch.dtype) -> None:
+    ranks(2).run(on_either_side, dtype)
+
+
+def counted_gathers() -> Any:
+    original = ulysses_layer.all_gather_rows
+    return mock.patch.object(ulysses_layer, "all_gather_rows", side_effect=original)
+
+
+def gathers(rank: int) -> None:
+    with parallel(Case()), counted_gathers() as gather:
+        group, known = dist.group.WORLD, WholePositions()
+
+        def expect(part: torch.Tensor, total: int) -> None:
+            whole = known.of(part, group)
+            assert gather.call_count == total
+            assert torch.equal(whole[2 * rank : 2 * rank + 2], part)
+            assert not whole.requires_grad
+
+        part = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + rank
+        expect(part, 1)
+        expect(part, 1)
+        expect(part.detach(), 1)  # as recomputation passes it
+        expect(part.t(), 2)  # the same memory, read otherwise
+        expect(part.bfloat16(), 3)
+        part += 1
+        expect(part, 4)
+        expect(part.detach(), 4)
+        for number in range(5, 8):
+            expect(torch.full((2, 2), float(number)), number)
+        expect(part, 7)
+        for number in range(8, 12):  # freed memory that another tensor gets
+            expect(torch.full((2, 2), float(number)), number)
+        expect(part, 12)  # forgotten
+        known.of((part, None), dist.new_group([0, 1]))
+        assert gather.call_count == 13  # of another group
+        with torch.inference_mode():
+            unseen = torch.ones(2, 2)
+            expect(unseen, 14)
+            expect(unseen.add_(1), 15)
+
+
+def test_positions_are_gathered_once_per_tensor(ranks) -> None:
+    ranks(2).run(gathers)
+
+
+def gathers_of_layers(rank: int) -> int:
+    """Three layers, one of them recomputed, two iterations."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    case = Case()
+    with parallel(case), wrapped(case), counted_gathers() as gather:
+        layer, rows = build(case, 2), own_rows(2)
+        angles = positions(case, rows)
+        for _ in range(2):
+            x = torch.randn(LENGTH // 2, BATCH, HIDDEN).requires_grad_()
+            x = call(case, layer, call(case, layer, x, rows, angles), rows, angles)
+
+            def forward(hidden: torch.Tensor, emb: torch.Tensor) -> torch.Tensor:
+                return call(case, layer, hidden, rows, emb)
+
+            checkpoint(forward, False, x, angles).sum().backward()
+        return int(gather.call_count)
+
+
+def test_all_layers_and_recomputation_share_what_is_gathered(ranks) -> None:
+    assert ranks(2).run(gathers_of_layers) == [1, 1]
+
+
+def planted(rank: int, owner: Any, name: str, fault: Any) -> None:
+    case = Case()
+    with parallel(case):
+        with pytest.MonkeyPatch.context() as patch, wrapped(case):
+            patch.setattr(owner, name, fault(getattr(owner, name)))
+            found = run(case, 2)
+        with pytest.raises(AssertionError):
+            not_split(found, case)
+
+
+def of_the_own_rows(of: Any) -> Any:
+    return lambda self, part, group: torch.cat([part] * group.size())
+
+
+def of_the_wrong_rank(take: Any) -> Any:
+    return lambda self, weight, group: take(self, weight, 1 - group)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (WholePositions, "of", of_the_own_rows),
+        (head_groups.HeadRows, "take", of_the_wrong_rank),
+    ],
+    ids=["positions", "heads"],
+)
+def test_faults_are_noticed(ranks, owner: Any, name: str, fault: Any) -> None:
+    ranks(2).run(planted, owner, name, fault)

@@ -1,0 +1,218 @@
+"""What the options of a launch ask for, typed or early, and what is registered for them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_npu import Schedule
+from commfuse_npu.ops import BucketOptions
+from commfuse_npu.options import DEFAULTS
+from mindspeed_patches.arguments import CommFuseOptions, commfuse_options
+from mindspeed_patches.feature import CommFuseFeature
+from mindspeed_patches.patching import PatchManager
+from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
+from mindspeed_patches.wrappers import LAYERS
+from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, early, real_arguments
+
+
+def asked(options: CommFuseOptions, attribute: str) -> Any:
+    """``ulysses.schedule.node_size`` of the options."""
+    found: Any = options
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
+
+
+TP8 = {"tensor_model_parallel_size": 8, "micro_batch_size": 1}
+LONG = {"seq_length": 8192, **TP8}
+SHORT = {"seq_length": 4096, **TP8}
+CP = {"tensor_model_parallel_size": 2, **ULYSSES}
+DP = {"tensor_model_parallel_size": 2, "world_size": 8, **DATA_PARALLEL}
+PP = {"pipeline_model_parallel_size": 2, **DP}
+MAPPED = {"use_tp_pp_dp_mapping": True, **PP}
+LEAST, DIMENSIONS = "linear.collectives_from", ("rows", "hidden", "min_rows")
+CHUNKS, UNDER, OVER = "linear.schedule.chunks", "ulysses.schedule", "data_parallel"
+FP32 = torch.float32
+
+
+def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptions:
+    return BucketOptions(Schedule(shape, lanes=lanes, node_size=node_size), last_first=True)
+
+
+CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    # options, other arguments, processes of a node, what is asked for
+    ("", {}, "8", {"layers": LAYERS, **dict.fromkeys(DIMENSIONS)}),
+    ("", {}, "8", {"linear.schedule": Schedule("shifted", lanes=1, chunks=1)}),
+    ("", {}, "8", {"linear.reduce_dtype": None, "linear.tuning": None, "allow_nothing": False}),
+    ("", {}, "8", {"ulysses": None, "data_parallel": None, "attention": False}),
+    ("--commfuse-allow-nothing", {}, "8", {"allow_nothing": True}),
+    ("--commfuse-layers qkv,fc1", {}, "8", {"layers": ("qkv", "fc1")}),
+    ("--commfuse-reduce-dtype float32", {}, "8", {"linear.reduce_dtype": FP32}),
+    ("--commfuse-wgrad blocks", {}, "8", {"linear.wgrad": "blocks"}),
+    ("--commfuse-keep-gathered", {}, "8", {"linear.keep_gathered": True}),
+    ("--commfuse-order-log folder", {}, "8", {"order_log": "folder"}),
+    (
+        "--commfuse-schedule shifted --commfuse-lanes 3 --commfuse-chunks 4 --commfuse-taper 1.5",
+        {"tensor_model_parallel_size": 4},
+        "8",
+        {"linear.schedule": Schedule("shifted", lanes=3, chunks=4, taper=1.5)},
+    ),
+    # Lanes that nothing would use are not made.
+    ("--commfuse-lanes 7", {"tensor_model_parallel_size": 4}, "8", {"linear.schedule.lanes": 3}),
+    # Small blocks stay whole.
+    ("", LONG, "8", {CHUNKS: 2, "linear.schedule.lanes": 7}),
+    ("", SHORT, "8", {CHUNKS: 1}),
+    ("", {**SHORT, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
+    ("", {**LONG, "micro_batch_size": 2}, "8", {CHUNKS: 2}),
+    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 1, "rows": 512}),
+    ("--commfuse-tuning on", LONG, "8", {CHUNKS: 1}),
+    ("--commfuse-chunks 4", SHORT, "8", {CHUNKS: 4}),
+    # The machine says which layers stay Megatron's, unless chunks are chosen.
+    ("", SHORT, "8", {"rows": 512, "min_rows": None}),
+    ("--commfuse-min-rows auto", {}, "8", {"min_rows": None}),
+    ("--commfuse-min-rows 0", {}, "8", {"min_rows": 0}),
+    ("--commfuse-min-rows 256 --commfuse-chunks 4", {}, "8", {"min_rows": 256}),
+    ("--commfuse-chunks 1", {}, "8", {"min_rows": 0}),
+    ("--commfuse-tuning on", {}, "8", {"min_rows": 0}),
+    ("", {}, "8", {LEAST: None, "described": True}),
+    ("--commfuse-collectives-from auto", {}, "8", {LEAST: None, "described": True}),
+    ("--commfuse-collectives-from never", {}, "8", {LEAST: None, "described": False}),
+    ("--commfuse-collectives-from 1734", {}, "8", {LEAST: 1734, "described": False}),
+    # Two-level where a group spans nodes.
+    ("", TP8, "8", {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
+    ("", TP8, "4", {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
+    ("", TP8, "3", {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
+    # The ranks of a context-parallel group are as far apart as tensor parallelism is wide.
+    (
+        "--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2 --commfuse-wgrad blocks",
+        CP,
+        "8",
+        {UNDER: Schedule("shifted", lanes=3, chunks=2), "ulysses.wgrad": "blocks"},
+    ),
+    *(
+        ("--commfuse-ulysses", CP, local, {f"{UNDER}.node_size": size})
+        for local, size in (("8", None), ("4", 2), ("2", 1), ("1", None), ("3", None))
+    ),
+    # Those of a data-parallel group too, or as far as a whole pipeline.
+    ("--commfuse-dp", DP, "8", {OVER: buckets("shifted", 2)}),
+    ("--commfuse-dp", DP, "2", {OVER: buckets("two_level", 2, 1)}),
+    ("--commfuse-dp", DP, "4", {OVER: buckets("two_level", 2, 2)}),
+    ("--commfuse-dp", PP, "8", {OVER: buckets("shifted", 1)}),
+    ("--commfuse-dp", MAPPED, "4", {OVER: buckets("two_level", 1, 1)}),
+    ("--commfuse-dp", {**DP, **TP8}, "8", {OVER: buckets("shifted", 1)}),
+    ("--commfuse-dp --commfuse-reduce-dtype float32", DP, "8", {f"{OVER}.reduce_dtype": None}),
+    (
+        "--commfuse-dp --commfuse-dp-reduce-dtype float32",
+        DP,
+        "8",
+        {f"{OVER}.reduce_dtype": FP32, "linear.reduce_dtype": None},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parsed", [real_arguments, early])
+@pytest.mark.parametrize(("options", "others", "local", "expected"), CASES)
+def test_what_options_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    others: dict[str, Any],
+    local: str,
+    expected: dict[str, Any],
+    parsed: Any,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    found = commfuse_options(parsed(*options.split(), **others))
+    assert {name: asked(found, name) for name in expected} == expected
+
+
+def test_before_the_job_has_a_size_the_launcher_knows_it(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    found = commfuse_options(early("--commfuse-dp", **DATA_PARALLEL))
+    assert found.data_parallel == buckets("shifted", 2)
+
+
+def test_tuning_keeps_what_it_finds_in_the_users_cache(monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    tuning = commfuse_options(early("--commfuse-tuning", "on")).linear.tuning
+    assert tuning is not None
+    assert tuning.folder == "/somewhere/commfuse_npu"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
+        ("--commfuse-min-rows -1", "--commfuse-min-rows: -1 is less than 0"),
+        ("--commfuse-lanes two", "--commfuse-lanes: .*two"),
+        ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
+        ("--commfuse-schedule star", "--commfuse-schedule: 'star' is not one of auto"),
+        ("--commfuse-collectives-from some", "'some' is neither a whole number nor one of auto"),
+        ("--commfuse-taper 0.1", r"taper is 0\.1; from 1/8 to 8"),
+        ("--commfuse-tuning on --commfuse-chunks 4", "--commfuse-chunks 4 .* leave one or the oth"),
+        (
+            "--commfuse-attention --commfuse-layers qkv,fc1",
+            "--commfuse-attention needs proj among --commfuse-layers qkv,fc1: .*; add it",
+        ),
+    ],
+)
+def test_a_senseless_value_names_its_option(options: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CommFuseFeature().register_patches(PatchManager(), early(*options.split()))
+
+
+def test_the_parser_refuses_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        real_arguments("--commfuse-chunks", "0")
+    assert "--commfuse-chunks: 0 is less than 1" in capsys.readouterr().err
+
+
+def test_the_defaults_are_those_of_the_table() -> None:
+    args, feature = real_arguments(), CommFuseFeature()
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS | {"use_commfuse": True}
+    for _ in range(2):  # stateless
+        feature.register_args(argparse.ArgumentParser())
+    assert feature.feature_name == "use_commfuse"
+    assert not feature.is_need_apply(real_arguments(optimization_level=1))
+
+
+INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
+ROW = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
+EXCHANGE = f"{MINDSPEED_ULYSSES}.forward"
+LAYER = "megatron.core.transformer.attention.Attention.forward"
+SELF_ATTENTION = "megatron.core.transformer.attention.SelfAttention.__init__"
+GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+BUCKETS = [
+    *(f"{GROUPS}.start_grad_sync", f"{GROUPS}.start_param_sync"),
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.finish_grad_sync",
+]
+PATHS = ROW, SELF_ATTENTION, EXCHANGE, LAYER, *BUCKETS
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "wrapped", "lanes"),
+    [
+        ("", 2, [ROW], 1),
+        ("", None, [ROW], 1),
+        ("--commfuse-attention", 2, [ROW, SELF_ATTENTION], 1),
+        ("--commfuse-ulysses", 2, [ROW, EXCHANGE, LAYER], 2),
+        ("--commfuse-ulysses", 1, [EXCHANGE, LAYER], 1),
+        ("--commfuse-ulysses", None, [EXCHANGE, LAYER], 1),
+        # Lanes of layers, of gradients and of parameters.
+        ("--commfuse-dp", 2, [ROW, *BUCKETS], 3),
+        ("--commfuse-dp", 1, BUCKETS, 2),
+    ],
+)
+def test_what_is_wrapped(options: str, size: int | None, wrapped: list[str], lanes: int) -> None:
+    layout = ULYSSES if "ulysses" in options else {"attention_dropout": 0.0, **DATA_PARALLEL}
+    args = real_arguments(
+        *options.split(), transformer_impl="local", **layout, tensor_model_parallel_size=size
+    )
+    found = Registered(args)
+    assert [path for path in PATHS if found.times(path)] == wrapped
+    assert all(found.times(path) == 1 for path in wrapped)
+    assert found.times(INITIALIZE) == lanes
