@@ -23,14 +23,13 @@ from torch.utils._pytree import tree_map
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.ops.call import AnyTransport
+from mindspeed_patches.patching import around
 from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall
 
 if TYPE_CHECKING:
     from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["AttentionWrappers", "DeferredAttention"]
-
-CoreAttention = Callable[..., torch.Tensor]
 
 _NEEDS_NO_VALUE = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
@@ -134,39 +133,36 @@ class AttentionWrappers:
             self.self_attention_init_wrapper,
         )
 
-    def self_attention_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def self_attention_init_wrapper(
+        self, init: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Let the core attention of the new layer wait for the projection."""
+        init(layer, *args, **kwargs)
+        core = layer.core_attention
+        core.forward = functools.wraps(core.forward)(
+            functools.partial(self._wait, layer, core.forward)
+        )
 
-        @functools.wraps(init)
-        def self_attention_init(layer: Any, *args: Any, **kwargs: Any) -> None:
-            init(layer, *args, **kwargs)
-            core = layer.core_attention
-            core.forward = self._waiting(layer, core.forward)
-
-        return self_attention_init
-
-    def _waiting(self, layer: Any, attend: CoreAttention) -> CoreAttention:
-        @functools.wraps(attend)
-        def forward(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *args: Any,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            def attention() -> torch.Tensor:
-                return attend(query, key, value, *args, **kwargs)
-
-            call = AttentionCall.of(layer, layer.training, args, kwargs)
-            reason = call.tensor_obstacle(query, key, value) or _cannot_wait(layer)
-            seen = reason or call.mask(*query.shape[:2])
-            if isinstance(seen, str):
-                self._linears.leave("attention", seen)
-                return attention()
-            scale = getattr(layer.config, "softmax_scale", None)
-            return DeferredAttention.of(query, key, value, mask=seen, scale=scale, attend=attention)
-
-        return forward
+    def _wait(
+        self,
+        layer: Any,
+        attend: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        attention = functools.partial(attend, query, key, value, *args, **kwargs)
+        call = AttentionCall.of(layer, layer.training, args, kwargs)
+        reason = call.tensor_obstacle(query, key, value) or _cannot_wait(layer)
+        seen = reason or call.mask(*query.shape[:2])
+        if isinstance(seen, str):
+            self._linears.leave("attention", seen)
+            return attention()
+        scale = getattr(layer.config, "softmax_scale", None)
+        return DeferredAttention.of(query, key, value, mask=seen, scale=scale, attend=attention)
 
 
 def _cannot_wait(layer: Any) -> str | None:

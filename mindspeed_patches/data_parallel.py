@@ -28,7 +28,6 @@ all later work; the optimizer's state is complete by then on every rank.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
@@ -38,6 +37,7 @@ import torch.distributed as dist
 from commfuse_npu.ops.buckets import BucketOptions, Buckets
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.patching import around
 from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["OPTIONS", "BucketWrappers", "Direction"]
@@ -113,7 +113,10 @@ class BucketWrappers:
         manager.register_patch(f"{_GROUPS}.start_param_sync", self.start_param_sync_wrapper)
         manager.register_patch(f"{_MODEL}.finish_grad_sync", self.finish_grad_sync_wrapper)
 
-    def start_grad_sync_wrapper(self, start: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def start_grad_sync_wrapper(
+        self, start: Callable[..., None], group: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """``start_grad_sync()`` of a bucket group.
 
         Equals, for each bucket::
@@ -121,73 +124,59 @@ class BucketWrappers:
             grad_data *= gradient_scaling_factor
             reduce_scatter(shard of grad_data, grad_data)      # the sum, or the average
         """
-
-        @functools.wraps(start)
-        def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> None:
-            if self._left(group, self.gradients):
-                return start(group, *args, **kwargs)
-            config = group.ddp_config
-            if group.grad_reduce_handle is not None:
-                raise _under_way("gradients", "finish_grad_sync")
-            check_nan = getattr(config, "check_for_nan_in_grad", False)
-            check_large = getattr(config, "check_for_large_grads", False)
-            if check_nan or check_large:
-                group.check_grads(check_for_nan_or_inf=check_nan, check_for_large=check_large)
-            average = getattr(config, "average_in_collective", False)
-            buckets = self.gradients.buckets()
-            group.grad_reduce_handle = self._started(
-                self.gradients,
-                (
-                    buckets.reduce_scatter(
-                        one.grad_data, average=average, scale=one.gradient_scaling_factor
-                    )
-                    for one in group.buckets
-                ),
-                config.overlap_grad_reduce,
+        if self._left(group, self.gradients):
+            return start(group, *args, **kwargs)
+        config = group.ddp_config
+        if group.grad_reduce_handle is not None:
+            raise _under_way("gradients", "finish_grad_sync")
+        check_nan = getattr(config, "check_for_nan_in_grad", False)
+        check_large = getattr(config, "check_for_large_grads", False)
+        if check_nan or check_large:
+            group.check_grads(check_for_nan_or_inf=check_nan, check_for_large=check_large)
+        average, buckets = getattr(config, "average_in_collective", False), self.gradients.buckets()
+        exchanges = (
+            buckets.reduce_scatter(
+                one.grad_data, average=average, scale=one.gradient_scaling_factor
             )
-            return None
+            for one in group.buckets
+        )
+        overlap = config.overlap_grad_reduce
+        group.grad_reduce_handle = self._started(self.gradients, exchanges, overlap)
+        return None
 
-        return start_grad_sync
-
-    def start_param_sync_wrapper(self, start: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def start_param_sync_wrapper(
+        self, start: Callable[..., None], group: Any, force_sync: bool = False
+    ) -> None:
         """``start_param_sync(force_sync=False)`` of a bucket group.
 
         Equals, for each bucket::
 
             all_gather(param_data, shard of param_data)
         """
-
-        @functools.wraps(start)
-        def start_param_sync(group: Any, force_sync: bool = False) -> None:
-            if self._left(group, self.parameters):
-                return start(group, force_sync=force_sync)
-            if group.param_gather_handle is not None:
-                if not force_sync:
-                    raise _under_way("parameters", "finish_param_sync")
-                group.param_gather_handle.wait()
-                group.param_gather_handle = None
-                return None
-            buckets = self.parameters.buckets()
-            group.param_gather_handle = self._started(
-                self.parameters,
-                (buckets.all_gather(one.param_data) for one in group.buckets),
-                group.ddp_config.overlap_param_gather and not force_sync,
-            )
-            group.param_gather_dispatched = True
+        if self._left(group, self.parameters):
+            return start(group, force_sync=force_sync)
+        if group.param_gather_handle is not None:
+            if not force_sync:
+                raise _under_way("parameters", "finish_param_sync")
+            group.param_gather_handle.wait()
+            group.param_gather_handle = None
             return None
+        buckets = self.parameters.buckets()
+        exchanges = (buckets.all_gather(one.param_data) for one in group.buckets)
+        overlap = group.ddp_config.overlap_param_gather and not force_sync
+        group.param_gather_handle = self._started(self.parameters, exchanges, overlap)
+        group.param_gather_dispatched = True
+        return None
 
-        return start_param_sync
-
-    def finish_grad_sync_wrapper(self, finish: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def finish_grad_sync_wrapper(
+        self, finish: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """``finish_grad_sync()`` of a model chunk: nobody leaves it before all ranks are there."""
-
-        @functools.wraps(finish)
-        def finish_grad_sync(model: Any, *args: Any, **kwargs: Any) -> None:
-            finish(model, *args, **kwargs)
-            if model.ddp_config.use_distributed_optimizer:
-                self._meet()
-
-        return finish_grad_sync
+        finish(model, *args, **kwargs)
+        if model.ddp_config.use_distributed_optimizer:
+            self._meet()
 
     def obstacle(self, group: Any, direction: Direction) -> str | None:
         """Why a bucket group keeps its own transfers, or ``None``.

@@ -8,7 +8,6 @@ lanes come right after ``initialize_model_parallel``, and go before ``destroy_mo
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.runtime.second_stream import second_stream
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options, of_blocks, of_buckets, of_heads
+from mindspeed_patches.patching import around
 
 __all__ = [
     "CONTEXT_PARALLEL",
@@ -134,28 +134,22 @@ class Lanes:
         for name in ("initialize_model_parallel", "destroy_model_parallel"):
             manager.register_patch(f"{_MODULE}.{name}", getattr(self, f"{name}_wrapper"))
 
+    @around
     def initialize_model_parallel_wrapper(
-        self, initialize: Callable[..., None]
-    ) -> Callable[..., None]:
+        self, initialize: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
         """Make the lanes when all of Megatron's groups are made."""
+        initialize(*args, **kwargs)
+        self.close()
+        self.open(kwargs.get("distributed_timeout_minutes", 30))
 
-        @functools.wraps(initialize)
-        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-            initialize(*args, **kwargs)
-            self.close()
-            self.open(kwargs.get("distributed_timeout_minutes", 30))
-
-        return initialize_model_parallel
-
-    def destroy_model_parallel_wrapper(self, destroy: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def destroy_model_parallel_wrapper(
+        self, destroy: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
         """Give the lanes up with the groups that they belong to."""
-
-        @functools.wraps(destroy)
-        def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
-            self.close()
-            destroy(*args, **kwargs)
-
-        return destroy_model_parallel
+        self.close()
+        destroy(*args, **kwargs)
 
     def open(self, timeout_minutes: float) -> None:
         """Make the lanes; a collective of all processes, when Megatron's groups exist."""

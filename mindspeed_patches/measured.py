@@ -19,7 +19,7 @@ Rehearsed on CPU with MindSpeed-LLM and stand-ins, never run on an NPU.
 
 from __future__ import annotations
 
-import functools
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from commfuse_npu.runtime.child_process import die_with_parent
 from mindspeed_patches import launch
+from mindspeed_patches.patching import around
 from mindspeed_patches.registration import install
 from mindspeed_patches.state_hashes import hash_over_ranks
 
@@ -46,91 +47,83 @@ def main(command: Sequence[str] | None = None) -> None:
     """Run ``command``, a script and its arguments, by default those of this process."""
     die_with_parent()
     words = list(sys.argv[1:] if command is None else command)
-    blocking = words[:1] == ["--blocking"]
-    state: list[Any] = []
-    waited: list[str] = []
+    run = _Run(blocking=words[:1] == ["--blocking"], fused="--use-commfuse" in words)
+    launch.main(words[1:] if run.blocking else words, run.prepare)
+    run.tell()
 
-    def prepare() -> None:
-        if "--use-commfuse" in words:
+
+class _Run:
+    """A training that is measured.
+
+    Args:
+        blocking: wait for collectives at once.
+        fused: with CommFuse.
+    """
+
+    def __init__(self, *, blocking: bool = False, fused: bool = False) -> None:
+        self.blocking, self._fused = blocking, fused
+        self.waited: list[str] = []
+        self._state: tuple[Any, Any] | None = None
+
+    def prepare(self) -> None:
+        """Before the script runs, and Megatron is imported, whose layers take the functions then."""
+        if self._fused:
             install()
-        if blocking:
-            _wait_at_once(waited)
-        _note_state(state)
+        for name in _POSTED if self.blocking else ():
+            setattr(dist, name, self.posted_wrapper(getattr(dist, name)))
+        manager = importlib.import_module("mindspeed.features_manager.features_manager")
+        features = manager.MindSpeedFeaturesManager
+        # After all of its features: whatever they do to the set-up, its result is noted.
+        apply = self.apply_features_patches_wrapper(features.apply_features_patches)
+        features.apply_features_patches = staticmethod(apply)
 
-    launch.main(words[1:] if blocking else words, prepare)
-    _tell(state, waited if blocking else None)
-
-
-def _note_state(state: list[Any]) -> None:
-    """Have model and optimizer noted, whatever MindSpeed's features do to their set-up."""
-    from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-    from mindspeed.patch_utils import MindSpeedPatchesManager
-
-    apply = MindSpeedFeaturesManager.apply_features_patches
-
-    def wrapper(setup: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(setup)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            result = setup(*args, **kwargs)
-            state[:] = result[:2]
-            return result
-
-        return setup_model_and_optimizer
-
-    @functools.wraps(apply)
-    def apply_features_patches(args: Any) -> None:
+    @around
+    def apply_features_patches_wrapper(self, apply: Callable[..., None], args: Any) -> None:
         apply(args)
-        MindSpeedPatchesManager.register_patch(_SETUP, wrapper)
-        MindSpeedPatchesManager.apply_patches()
+        manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
+        manager.register_patch(_SETUP, self.setup_wrapper)
+        manager.apply_patches()
 
-    MindSpeedFeaturesManager.apply_features_patches = staticmethod(apply_features_patches)
+    @around
+    def setup_wrapper(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        self._state = result[:2]
+        return result
 
-
-def _wait_at_once(waited: list[str]) -> None:
-    """Install before Megatron is imported, whose layers take the functions as they are then."""
-    for name in _POSTED:
-        setattr(dist, name, _waiting(getattr(dist, name), waited))
-
-
-def _waiting(collective: Callable[..., Any], waited: list[str]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def posted(*args: Any, **kwargs: Any) -> Any:
+    @around
+    def posted_wrapper(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         work = collective(*args, **kwargs)
         group = kwargs.get("group")
         if kwargs.get("async_op") and group is not None and group is _tensor_parallel_group():
             work.wait()
-            waited.append(collective.__name__)
+            self.waited.append(collective.__name__)
         return work
 
-    return posted
+    def tell(self) -> None:
+        """Print what the training ended with, on rank 0.
+
+        Raises:
+            RuntimeError: the script did not train.
+        """
+        if self._state is None:
+            raise RuntimeError(
+                f"the script never called {_SETUP}; is it a pretraining script of MindSpeed-LLM?"
+            )
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        taken = (total - free) / 2**20  # the NPU's, where MindSpeed runs
+        bits = hash_over_ranks(*self._state)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, taken)
+        if dist.get_rank() == 0:
+            if self.blocking:
+                print(f"collectives waited for at once: {len(self.waited)}", flush=True)
+            print(f"most memory taken of a device (MB): {max(everyone)}", flush=True)
+            print(f"sha256 of all weights: {bits}", flush=True)
 
 
 def _tensor_parallel_group() -> Any:
     state = sys.modules["megatron.core.parallel_state"]
     return state.get_tensor_model_parallel_group(check_initialized=False)
-
-
-def _tell(state: list[Any], waited: list[str] | None) -> None:
-    """Print what the training ended with, on rank 0.
-
-    Raises:
-        RuntimeError: the script did not train.
-    """
-    if not state:
-        raise RuntimeError(
-            f"the script never called {_SETUP}; is it a pretraining script of MindSpeed-LLM?"
-        )
-    model, optimizer = state
-    free, whole = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    taken = (whole - free) / 2**20  # the NPU's, where MindSpeed runs
-    together = hash_over_ranks(model, optimizer)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, taken)
-    if dist.get_rank() == 0:
-        if waited is not None:
-            print(f"collectives waited for at once: {len(waited)}", flush=True)
-        print(f"most memory taken of a device (MB): {max(everyone)}", flush=True)
-        print(f"sha256 of all weights: {together}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,54 +11,41 @@ the branch ``master``), as far as wrappers need them.  Of the patch manager:
   function it was given and never import the original.
 
 Unlike MindSpeed's, a manager is an object of its own, removing its patches puts back exactly what
-it changed, and a function that does not exist is an error.
+it changed, and a function that does not exist is an error.  :func:`around` writes wrappers for
+either manager.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import functools
+import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Feature", "PatchManager"]
+__all__ = ["Feature", "PatchManager", "around"]
 
 Function = Callable[..., Any]
 
 _INHERITED = object()
 
 
-class _Patch:
-    """What is registered for one path, and what was changed for it."""
+def around(method: Function) -> Function:
+    """A wrapper for patch managers, of a method ``name_wrapper(self, original, *args, **kwargs)``.
 
-    def __init__(self) -> None:
-        self.replacement: Function | None = None
-        self.wrappers: list[Function] = []
-        self._changed: list[tuple[Any, str, Any]] = []
-        self._installed: Any = None
+    The method runs in place of the original, with the arguments of its call.
+    """
 
-    def apply(self, path: str) -> None:
-        owner, name = _find(path)
-        original = getattr(owner, name)
-        new = self.replacement or original
-        for wrapper in self.wrappers:
-            new = wrapper(new)
-        self._installed = new
-        for holder in (owner, *_holders(name, original)):
-            self._changed.append((holder, name, vars(holder).get(name, _INHERITED)))
-            setattr(holder, name, new)
+    @functools.wraps(method)
+    def wrapper(self: Any, original: Function) -> Function:
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return method(self, original, *args, **kwargs)
 
-    def undo(self) -> None:
-        """Put back what was there, also in modules that imported the patched function since."""
-        for owner, name, before in reversed(self._changed):
-            if before is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-                for module in _holders(name, self._installed):
-                    setattr(module, name, before)
-        self._changed.clear()
+        return wrapped
+
+    return wrapper
 
 
 def _holders(name: str, value: Any) -> list[Any]:
@@ -67,33 +54,13 @@ def _holders(name: str, value: Any) -> list[Any]:
     return [module for module in modules if getattr(module, "__dict__", {}).get(name) is value]
 
 
-def _find(path: str) -> tuple[Any, str]:
-    """The module or class that holds the last name of a dotted path, and that name."""
-    *parents, name = path.split(".")
-    owner: Any = None
-    for depth, part in enumerate(parents, 1):
-        module = ".".join(parents[:depth])
-        try:
-            owner = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            missing = str(error.name)
-            # Else the module is there; what it imports is not.
-            its_own = missing == module or missing.startswith(f"{module}.")
-            if not its_own or not hasattr(owner, part):
-                raise
-            owner = getattr(owner, part)
-    if owner is None:
-        raise ValueError(f"{path!r} names no module; give the full dotted path of a function")
-    if not hasattr(owner, name):
-        raise AttributeError(f"{'.'.join(parents)} has no {name}; it cannot be patched")
-    return owner, name
-
-
 class PatchManager:
     """Collects patches and applies them together."""
 
     def __init__(self) -> None:
-        self._patches: dict[str, _Patch] = {}
+        self._replacements: dict[str, Function | None] = {}
+        self._wrappers: dict[str, list[Function]] = {}
+        self._changed: list[tuple[Any, str, Any, Function]] = []
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
         """Note a wrapper or a replacement for the function at a dotted path.
@@ -105,32 +72,52 @@ class PatchManager:
         Raises:
             RuntimeError: the function is replaced already.
         """
-        patch = self._patches.setdefault(orig_func_name, _Patch())
+        replacement = self._replacements.setdefault(orig_func_name, None)
+        wrappers = self._wrappers.setdefault(orig_func_name, [])
         if getattr(new_func, "__name__", "").endswith(("wrapper", "decorator")):
-            if new_func not in patch.wrappers:
-                patch.wrappers.append(new_func)
-        elif patch.replacement is not None:
+            if new_func not in wrappers:
+                wrappers.append(new_func)
+        elif replacement is not None:
             raise RuntimeError(
                 f"{orig_func_name} is replaced already; wrap it instead (a name that ends in "
                 "_wrapper)"
             )
         else:
-            patch.replacement = new_func
+            self._replacements[orig_func_name] = new_func
 
     def apply_patches(self) -> None:
-        """Put all patches in force, those registered since among them."""
+        """Put all patches in force, those registered since among them.
+
+        Raises:
+            AttributeError, ModuleNotFoundError: a function does not exist.
+        """
         self._undo()
-        for path, patch in self._patches.items():
-            patch.apply(path)
+        for path, replacement in self._replacements.items():
+            owner_path, _, name = path.rpartition(".")
+            owner = pkgutil.resolve_name(owner_path)
+            original = getattr(owner, name)
+            new = replacement or original
+            for wrapper in self._wrappers[path]:
+                new = wrapper(new)
+            for holder in (owner, *_holders(name, original)):
+                self._changed.append((holder, name, vars(holder).get(name, _INHERITED), new))
+                setattr(holder, name, new)
 
     def remove_patches(self) -> None:
         """Put back what was there, and forget everything."""
         self._undo()
-        self._patches.clear()
+        self._replacements.clear()
+        self._wrappers.clear()
 
     def _undo(self) -> None:
-        for patch in reversed(self._patches.values()):
-            patch.undo()
+        """Put back what was there, also in modules that imported a patched function since."""
+        while self._changed:
+            owner, name, before, new = self._changed.pop()
+            if before is _INHERITED:
+                delattr(owner, name)
+                continue
+            for holder in (owner, *_holders(name, new)):
+                setattr(holder, name, before)
 
 
 class Feature:

@@ -27,7 +27,6 @@ parameters
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ import torch.distributed as dist
 
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
+from mindspeed_patches.patching import around
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.softmax_attention import RECOMPUTED
 from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_way_out
@@ -75,18 +75,16 @@ class StartReport:
         """Register with MindSpeed's patch manager, where Megatron makes the model to train."""
         manager.register_patch(_GET_MODEL, self.get_model_wrapper)
 
-    def get_model_wrapper(self, get_model: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def get_model_wrapper(
+        self, get_model: Callable[..., Any], provider: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """``get_model(provider, model_type, wrap_with_ddp=True)``, a list of model chunks."""
-
-        @functools.wraps(get_model)
-        def get_model_and_report(provider: Any, *args: Any, **kwargs: Any) -> Any:
-            model = get_model(provider, *args, **kwargs)
-            # Without, it is a model that is not trained.
-            if kwargs.get("wrap_with_ddp", args[1] if len(args) > 1 else True):
-                self.tell(model)
-            return model
-
-        return get_model_and_report
+        model = get_model(provider, *args, **kwargs)
+        # Without, it is a model that is not trained.
+        if kwargs.get("wrap_with_ddp", args[1] if len(args) > 1 else True):
+            self.tell(model)
+        return model
 
     def tell(self, model: Sequence[torch.nn.Module]) -> None:
         """Print what is fused; the first model only.

@@ -57,6 +57,7 @@ from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import DeferredAttention
 from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.patching import around
 from mindspeed_patches.softmax_attention import AttentionCall
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
@@ -68,7 +69,7 @@ from mindspeed_patches.ulysses_layer import (
     qkv_obstacle,
     replaced,
 )
-from mindspeed_patches.wrappers import PARTNER, LinearWrappers, by_fusion, trained_bias
+from mindspeed_patches.wrappers import PARTNER, LinearWrappers, Output, by_fusion, trained_bias
 
 __all__ = [
     "MINDSPEED_ULYSSES",
@@ -86,8 +87,6 @@ MINDSPEED_ULYSSES = (
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v: ``[S, B, heads of this rank, D]``."""
-
-LayerForward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _ATTENTION = "megatron.core.transformer.attention.Attention.forward"
 _HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
@@ -141,7 +140,10 @@ class UlyssesWrappers(LaneUser):
         # Of the base class: there others of MindSpeed's features register theirs.
         manager.register_patch(_ATTENTION, self.attention_forward_wrapper)
 
-    def ulysses_forward_wrapper(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def ulysses_forward_wrapper(
+        self, forward: Callable[..., Any], attention: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """``forward(query, key, value, mask, ...)``, from ``[s, B, A, D]`` to ``[s, B, A * D]``.
 
         Equals, but for rounding::
@@ -150,48 +152,43 @@ class UlyssesWrappers(LaneUser):
             o_SBAD = local_attn(q_SBAD, k_SBGD, v_SBGD)
             o_sBAD = all_to_all(o_SBAD)                                            # own rows
         """
+        own = functools.partial(forward, attention)
+        return self._exchange(attention, own, None, *args, **kwargs)
 
-        @functools.wraps(forward)
-        def ulysses_forward(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            own = functools.partial(forward, attention)
-            return self._exchange(attention, own, None, *args, **kwargs)
-
-        return ulysses_forward
-
-    def attention_forward_wrapper(self, forward: LayerForward) -> LayerForward:
+    @around
+    def attention_forward_wrapper(
+        self,
+        forward: Callable[..., Output],
+        layer: Any,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Output:
         """``forward(hidden_states, mask, ...)``, from ``[s, B, H]`` to ``[s, B, H]`` and a bias.
 
         While it lasts, projections that can join the exchange have another ``forward``, and the
         core attention does its part for them.
         """
-
-        @functools.wraps(forward)
-        def attention_forward(
-            layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            given = forward_arguments(args, kwargs)
-            local = getattr(layer.core_attention, "local_attn", None)
-            exchanges = getattr(local, "ulysses_comm_para", None) is not None
-            if not exchanges or not hasattr(layer, "linear_qkv"):
-                return forward(layer, hidden_states, *args, **kwargs)
-            training = layer.core_attention.training
-            call = AttentionCall.of(layer, training, (), given)
-            call = call._replace(config=innermost(local).config)
-            # Else the exchange itself says why.
-            if call.obstacle() or self._obstacle(
-                layer.core_attention,
-                hidden_states.shape[0],
-                layer.num_attention_heads_per_partition,
-                layer.num_query_groups_per_partition,
-                (call.of_data,),
-                {},
-            ):
-                return forward(layer, hidden_states, *args, **kwargs)
-            with ExitStack() as stack:
-                given = self._join(layer, hidden_states, call, stack)
-                return forward(layer, hidden_states, **given)
-
-        return attention_forward
+        given = forward_arguments(args, kwargs)
+        local = getattr(layer.core_attention, "local_attn", None)
+        exchanges = getattr(local, "ulysses_comm_para", None) is not None
+        if not exchanges or not hasattr(layer, "linear_qkv"):
+            return forward(layer, hidden_states, *args, **kwargs)
+        call = AttentionCall.of(layer, layer.core_attention.training, (), given)
+        call = call._replace(config=innermost(local).config)
+        # Else the exchange itself says why.
+        if call.obstacle() or self._obstacle(
+            layer.core_attention,
+            hidden_states.shape[0],
+            layer.num_attention_heads_per_partition,
+            layer.num_query_groups_per_partition,
+            (call.of_data,),
+            {},
+        ):
+            return forward(layer, hidden_states, *args, **kwargs)
+        with ExitStack() as stack:
+            given = self._join(layer, hidden_states, call, stack)
+            return forward(layer, hidden_states, **given)
 
     def _join(
         self, layer: Any, hidden: torch.Tensor, call: AttentionCall, stack: ExitStack
@@ -255,11 +252,11 @@ class UlyssesWrappers(LaneUser):
         assert method is not None
         return method, column_forward if method == "forward" else product
 
-    def _projection_of_heads(self, linear: Any) -> LayerForward:
+    def _projection_of_heads(self, linear: Any) -> Callable[..., Output]:
         """The row-parallel layer with the attention in front of it, ``[s, B, H]`` and a bias."""
         own, options = linear.forward, self._options[linear.gradient_accumulation_fusion]
 
-        def forward(input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def forward(input_: torch.Tensor) -> Output:
             if not isinstance(input_, DeferredAttention):
                 return own(input_)
             self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})

@@ -18,7 +18,6 @@ everything else                                      Megatron's own
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -43,6 +42,7 @@ from commfuse_npu.plan import least_rows
 from mindspeed_patches.attention import DeferredAttention
 from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
+from mindspeed_patches.patching import around
 
 __all__ = [
     "EXPERTS",
@@ -69,8 +69,6 @@ _OPTIONS = (
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """Of a layer: the product, and the bias if somebody else adds it."""
-
-Forward = Callable[..., Output]
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.tensor_parallel.layers"
@@ -191,51 +189,46 @@ class LinearWrappers(LaneUser):
         if transformer_engine:
             manager.register_patch(f"{_NORM_COLUMN}.__init__", self.norm_column_init_wrapper)
 
-    def norm_column_init_wrapper(self, init: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def norm_column_init_wrapper(
+        self, init: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Remember which layer this is, and take over its linear part; its norm stays."""
-        init_and_name = named_init_wrapper(init)
+        named_init_wrapper(init)(layer, *args, **kwargs)
+        linear = layer._linear_forward_impl
 
-        @functools.wraps(init)
-        def norm_column_init(layer: Any, *args: Any, **kwargs: Any) -> None:
-            init_and_name(layer, *args, **kwargs)
-            linear = layer._linear_forward_impl
-
-            def linear_forward(
-                *,
-                input: torch.Tensor,
-                weight: torch.Tensor,
-                bias: torch.Tensor | None,
-                **keywords: Any,
-            ) -> torch.Tensor:
-                output = self._column(layer, input, weight, bias, layer.gather_output)
-                if output is None:
-                    return linear(input=input, weight=weight, bias=bias, **keywords)
-                return output
-
-            layer._linear_forward_impl = linear_forward
-            layer.commfuse_linear_forward = True
-
-        return norm_column_init
-
-    def column_forward_wrapper(self, forward: Forward) -> Forward:
-        """``forward(input_, weight=None, runtime_gather_output=None) -> (output, bias)``."""
-
-        @functools.wraps(forward)
-        def column_forward(
-            layer: Any,
-            input_: torch.Tensor,
-            weight: torch.Tensor | None = None,
-            runtime_gather_output: bool | None = None,
-        ) -> Output:
-            used = layer.weight if weight is None else weight
-            gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
-            added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-            output = self._column(layer, input_, used, added, gather)
+        def linear_forward(
+            *,
+            input: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            **keywords: Any,
+        ) -> torch.Tensor:
+            output = self._column(layer, input, weight, bias, layer.gather_output)
             if output is None:
-                return forward(layer, input_, weight, runtime_gather_output)
-            return output, apart
+                return linear(input=input, weight=weight, bias=bias, **keywords)
+            return output
 
-        return column_forward
+        layer._linear_forward_impl = linear_forward
+        layer.commfuse_linear_forward = True
+
+    @around
+    def column_forward_wrapper(
+        self,
+        forward: Callable[..., Output],
+        layer: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> Output:
+        """``forward(input_, weight=None, runtime_gather_output=None) -> (output, bias)``."""
+        used = layer.weight if weight is None else weight
+        gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
+        added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
+        output = self._column(layer, input_, used, added, gather)
+        if output is None:
+            return forward(layer, input_, weight, runtime_gather_output)
+        return output, apart
 
     def _column(
         self,
@@ -261,32 +254,30 @@ class LinearWrappers(LaneUser):
         bias = trained_bias(bias, weight)
         return all_gather_linear(input_, weight, bias, transport=self.lanes(), options=options)
 
-    def row_forward_wrapper(self, forward: Forward) -> Forward:
+    @around
+    def row_forward_wrapper(
+        self, forward: Callable[..., Output], layer: Any, input_: torch.Tensor
+    ) -> Output:
         """``forward(input_) -> (output, bias)``."""
-
-        @functools.wraps(forward)
-        def row_forward(layer: Any, input_: torch.Tensor) -> Output:
-            name, lanes = layer_name(layer), self.lanes()
-            length, rows = input_.shape[0], input_.shape[:-1].numel()
-            reason: str | None = self._obstacle(layer, column=False, rows=rows // lanes.size)
-            if reason is None and layer.sequence_parallel and length % lanes.size:
-                reason = f"sequence length {length} is not divisible by {lanes.size}"
-            options = self._options[layer.gradient_accumulation_fusion]
-            if isinstance(input_, DeferredAttention):
-                if reason is None and layer.sequence_parallel:
-                    self.calls.update({(name, "fused"): 1, ("attention", "fused"): 1})
-                    return input_.project(attention_linear_reduce_scatter, layer, options, lanes)
-                self.leave("attention", reason or "without sequence parallelism nothing is split")
-                input_ = input_.value()
-            if reason is not None:
-                self.leave(name, reason)
-                return forward(layer, input_)
-            self.calls[name, "fused"] += 1
-            added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-            fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
-            return fused(input_, layer.weight, added, transport=lanes, options=options), apart
-
-        return row_forward
+        name, lanes = layer_name(layer), self.lanes()
+        length, rows = input_.shape[0], input_.shape[:-1].numel()
+        reason: str | None = self._obstacle(layer, column=False, rows=rows // lanes.size)
+        if reason is None and layer.sequence_parallel and length % lanes.size:
+            reason = f"sequence length {length} is not divisible by {lanes.size}"
+        options = self._options[layer.gradient_accumulation_fusion]
+        if isinstance(input_, DeferredAttention):
+            if reason is None and layer.sequence_parallel:
+                self.calls.update({(name, "fused"): 1, ("attention", "fused"): 1})
+                return input_.project(attention_linear_reduce_scatter, layer, options, lanes)
+            self.leave("attention", reason or "without sequence parallelism nothing is split")
+            input_ = input_.value()
+        if reason is not None:
+            self.leave(name, reason)
+            return forward(layer, input_)
+        self.calls[name, "fused"] += 1
+        added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
+        fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
+        return fused(input_, layer.weight, added, transport=lanes, options=options), apart
 
     def standing_obstacle(self, layer: Any) -> str | None:
         """Why no call of a tensor-parallel layer is fused in this launch, or ``None``.

@@ -16,10 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from mindspeed_patches import PatchManager
 from tests.distributed.ranks import Ranks
 
-__all__ = ["TINY", "Finished", "asked", "losses", "megatron", "patched", "pretrained"]
+__all__ = [
+    *("TINY", "Finished", "NormColumn", "asked", "losses", "megatron", "patched"),
+    "pretrained",
+]
 
 TINY = (
     "--fp32 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
@@ -75,6 +80,33 @@ def patched(manager: PatchManager) -> Iterator[None]:
         yield
     finally:
         manager.remove_patches()
+
+
+class NormColumn(torch.nn.Module):
+    """What MindSpeed's column-parallel layer with norm does, as far as the wrappers see it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.tensor_parallel import layers
+
+        super().__init__()
+        column = layers.ColumnParallelLinear(*args, **kwargs)
+        vars(self).update({k: v for k, v in vars(column).items() if not k.startswith("_")})
+        self.weight, self.bias = column.weight, column.bias
+        self.norm_weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, column.input_size))
+        self._linear_forward_impl = layers.linear_with_grad_accumulation_and_async_allreduce
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        y = self._linear_forward_impl(
+            input=torch.nn.functional.rms_norm(x, x.shape[-1:], self.norm_weight),
+            weight=self.weight,
+            bias=self.bias,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            allreduce_dgrad=self.allreduce_dgrad,
+            sequence_parallel=self.sequence_parallel,
+            grad_output_buffer=None,
+            wgrad_deferral_limit=None,
+        )
+        return y, None
 
 
 @dataclass(frozen=True)

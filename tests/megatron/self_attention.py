@@ -20,7 +20,7 @@ from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.ulysses import UlyssesWrappers
 from tests.attention_masks import ends_of, seen
 from tests.limits import PATIENT
-from tests.megatron.in_ranks import megatron, patched
+from tests.megatron.in_ranks import NormColumn, megatron, patched
 
 __all__ = [
     *("BATCH", "DIMENSION", "HIDDEN", "LENGTH", "Case", "build", "call", "close", "inputs"),
@@ -68,33 +68,6 @@ class Case:
     def unfused(self) -> Case:
         """The same documents, for Megatron's own attention."""
         return replace(self, documents="mask") if self.documents else self
-
-
-class NormColumn(torch.nn.Module):
-    """What MindSpeed's layer with the norm in front does, as far as the wrappers see it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        from megatron.core.tensor_parallel import layers
-
-        super().__init__()
-        column = layers.ColumnParallelLinear(*args, **kwargs)
-        self.weight, self.bias = column.weight, column.bias
-        self.gradient_accumulation_fusion = column.gradient_accumulation_fusion
-        self.norm_weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
-        self._linear_forward_impl = layers.linear_with_grad_accumulation_and_async_allreduce
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        y = self._linear_forward_impl(
-            input=torch.nn.functional.rms_norm(x, (HIDDEN,), self.norm_weight),
-            weight=self.weight,
-            bias=self.bias,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            grad_output_buffer=None,
-            wgrad_deferral_limit=None,
-        )
-        return y, None
 
 
 def parallel(case: Case) -> AbstractContextManager[None]:
@@ -227,9 +200,9 @@ def call(case: Case, layer: Any, x: torch.Tensor, rows: slice, angles: Any = Non
         angles, number = positions(case, slice(None)), _numbered(case)[rows].contiguous()
         if case.documents == "packed":
             ends = torch.tensor(ends_of("documents", LENGTH, BATCH))
-            packed = SimpleNamespace(cu_seqlens_q=ends, position_ids=number)
+            packed = SimpleNamespace(cu_seqlens_q=ends, position_ids=number, qkv_format="sbhd")
             given = {"rotary_pos_emb": angles, "packed_seq_params": packed}
-        else:
+        elif angles is not None:
             both = angles if isinstance(angles, tuple) else (angles, angles)
             given["rotary_pos_emb"] = tuple(
                 part[number.flatten()].view(-1, BATCH, 1, DIMENSION) for part in both

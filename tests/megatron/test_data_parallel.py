@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 from tests.limits import BRIEF, PATIENT
 from tests.megatron.in_ranks import megatron, patched
 
-GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 IMPATIENT = 6 * BRIEF
 """Limits of transports: where nothing goes wrong, and where somebody is waited for in vain."""
 
@@ -70,24 +68,17 @@ class Net(torch.nn.Module):
 
 @contextmanager
 def wrapped(
-    case: Case,
-    before: tuple[Callable[..., None], ...] = (),
-    *,
-    fails: bool = False,
-    collectives: bool = False,
+    case: Case, *, fails: bool = False, collectives: bool = False
 ) -> Iterator[LinearWrappers]:
     """The wrappers in force.
 
     Args:
-        before: what other features put in the place of a bucket group's methods, earlier.
         fails: the lanes will be broken: they cannot be given up at the end.
         collectives: exchange buckets by them.
     """
     from megatron.core import parallel_state
 
     linears, manager = LinearWrappers(), PatchManager()
-    for function in before:
-        manager.register_patch(f"{GROUPS}.{function.__name__}", function)
     buckets = BucketWrappers(linears, replace(OPTIONS, schedule=case.schedule))
     buckets.register(manager)
     group = parallel_state.get_data_parallel_group(
@@ -267,50 +258,6 @@ def test_four_ranks_as_replicas_and_as_two_halves_of_two(ranks) -> None:
     ranks(4).run(compared, cases)
 
 
-# ---------------------------------------------------- on top of what MindSpeed puts there
-
-
-def start_grad_sync(group: Any) -> None:
-    raise AssertionError("the replacement was called, although the wrapper stands before it")
-
-
-def finish_grad_sync(group: Any) -> None:
-    """As MindSpeed's: the handle is a list."""
-    group.param_gather_dispatched = False
-    if not group.ddp_config.overlap_grad_reduce:
-        group.start_grad_sync()
-        return
-    for handle in group.grad_reduce_handle:
-        handle.wait()
-    group.grad_reduce_handle = None
-
-
-def finish_param_sync(group: Any, skip_next_bucket_dispatch: bool = False) -> None:
-    if not group.param_gather_dispatched:
-        group.start_param_sync()
-    if group.param_gather_handle is not None:
-        for handle in group.param_gather_handle:
-            handle.wait()
-        group.param_gather_handle = None
-        following = group.next_param_gather_bucket_group
-        if following is not None and not skip_next_bucket_dispatch:
-            following.start_param_sync()
-
-
-def on_mindspeed(rank: int) -> None:
-    before = start_grad_sync, finish_grad_sync, finish_param_sync
-    for case in (Case(**BOTH, iterations=4), Case(iterations=4)):
-        with megatron():
-            expected = train(case)
-            with wrapped(case, before) as linears:
-                assert train(case) == expected
-            assert {path for _, path in linears.calls} == {"fused"}
-
-
-def test_handles_that_are_lists_are_waited_for_one_by_one(ranks) -> None:
-    ranks(2).run(on_mindspeed)
-
-
 # ------------------------------------------------------------------- one rank that fails
 
 
@@ -378,45 +325,33 @@ def failing(rank: int, failure: Failure) -> tuple[str, bool, int]:
 
 NO_OVERLAP = Case(clip=0.0)
 OVERLAP = replace(NO_OVERLAP, **BOTH)
-
-
+HALVES = replace(OVERLAP, tensor_parallel=2)
 long = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("case", "where"),
+    ("size", "failure"),
     [
-        (OVERLAP, fail_after_all),
-        pytest.param(OVERLAP, fail_in_backward, marks=long),
-        pytest.param(OVERLAP, fail_in_a_bucket, marks=long),
-        pytest.param(NO_OVERLAP, fail_after_all, marks=long),
+        (2, Failure(OVERLAP, fail_after_all, raise_it, 1)),
+        (3, Failure(OVERLAP, fail_in_a_bucket, die, 1)),
+        pytest.param(2, Failure(OVERLAP, fail_in_backward, raise_it, 1), marks=long),
+        pytest.param(2, Failure(OVERLAP, fail_in_a_bucket, raise_it, 1), marks=long),
+        pytest.param(2, Failure(NO_OVERLAP, fail_after_all, raise_it, 1), marks=long),
+        # Ranks 1 and 3 sum over a group of their own, in which nothing is amiss.
+        pytest.param(4, Failure(HALVES, fail_after_all, raise_it, 2), marks=long),
     ],
 )
-def test_a_rank_that_raises_keeps_the_others_from_their_step(
-    ranks, case: Case, where: Callable[..., None]
+def test_a_rank_that_fails_keeps_the_others_from_their_step(
+    ranks, size: int, failure: Failure
 ) -> None:
     try:
-        found = ranks(2).run(failing, Failure(case, where, raise_it, 1))
+        outcomes = ranks(size).outcomes(failing, failure, may_die=failure.how is die)
     finally:
-        ranks(2).kill()
-    assert found == [("TransportError", True, 2), ("PlantedError", True, 2)]
-
-
-@long
-def test_the_error_reaches_the_other_halves_of_the_replicas(ranks) -> None:
-    """Ranks 1 and 3 sum over a group of their own, in which nothing is amiss."""
-    failure = Failure(replace(OVERLAP, tensor_parallel=2), fail_after_all, raise_it, 2)
-    try:
-        found = ranks(4).run(failing, failure)
-    finally:
-        ranks(4).kill()
-    kinds = ["TransportError", "TransportError", "PlantedError", "TransportError"]
-    assert found == [(kind, True, 2) for kind in kinds]
-
-
-def test_a_rank_that_dies_keeps_the_others_from_their_step(ranks) -> None:
-    failure = Failure(OVERLAP, fail_in_a_bucket, die, 1)
-    outcomes = ranks(3).outcomes(failing, failure, may_die=True)
-    assert isinstance(outcomes[1].error, EOFError)
-    for survivor in (0, 2):
-        assert outcomes[survivor].value == ("TransportError", True, 2), outcomes
+        ranks(size).kill()
+    culprit = outcomes.pop(failure.culprit)
+    if failure.how is die:
+        assert isinstance(culprit.error, EOFError)
+    else:
+        assert culprit.value == ("PlantedError", True, 2), culprit
+    for outcome in outcomes:
+        assert outcome.value == ("TransportError", True, 2), outcomes

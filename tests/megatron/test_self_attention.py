@@ -134,7 +134,7 @@ PARTLY = [
     CORE,
     replace(CORE, groups=1),  # repeated: one for each of two ranks
     replace(CORE, heads=6, groups=3),  # repeated although there are more than ranks
-    replace(CORE, documents="packed", groups=1, recompute=True),
+    replace(CORE, documents="packed", rotary="none", groups=1, recompute=True),
     Case(config=SELECTIVE, fused=("ulysses",), left=dict.fromkeys(CORE.left, AGAIN)),
 ]
 

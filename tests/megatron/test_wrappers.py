@@ -20,7 +20,7 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
 from tests.limits import PATIENT
-from tests.megatron.in_ranks import megatron, patched
+from tests.megatron.in_ranks import NormColumn, megatron, patched
 
 SIZES = {"hidden": 64, "ffn": 128, "length": 32, "batch": 2}
 
@@ -46,7 +46,7 @@ class Knobs:
     layers: tuple[str, ...] = LAYERS
 
 
-def build(knobs: Knobs) -> torch.nn.Module:
+def build(knobs: Knobs, column: type[torch.nn.Module] | None = None) -> Any:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
@@ -72,7 +72,8 @@ def build(knobs: Knobs) -> torch.nn.Module:
     torch.manual_seed(5)
     if knobs.kind == "column":
         common |= knobs.init
-        layer = layers.ColumnParallelLinear(SIZES["hidden"], SIZES["ffn"], **common)
+        made = column or layers.ColumnParallelLinear
+        layer = made(SIZES["hidden"], SIZES["ffn"], **common)
     else:
         common |= {"input_is_parallel": True} | knobs.init
         layer = layers.RowParallelLinear(SIZES["ffn"], SIZES["hidden"], **common)
@@ -332,35 +333,8 @@ def test_megatrons_own_errors_stay_and_lanes_have_to_exist(ranks) -> None:
     ranks(2).run(refused_like_megatron)
 
 
-class NormColumn(torch.nn.Module):
-    """What MindSpeed's column-parallel layer with norm does, as far as its linear part goes."""
-
-    def __init__(self, column: Any, *, tp_comm_buffer_name: str | None = None) -> None:
-        from megatron.core.tensor_parallel import layers
-
-        super().__init__()
-        vars(self).update({k: v for k, v in vars(column).items() if not k.startswith("_")})
-        self.weight, self.bias = column.weight, column.bias
-        self.norm_weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, column.input_size))
-        self._linear_forward_impl = layers.linear_with_grad_accumulation_and_async_allreduce
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y = self._linear_forward_impl(
-            input=torch.nn.functional.rms_norm(x, (self.input_size,), self.norm_weight),
-            weight=self.weight,
-            bias=self.bias,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            allreduce_dgrad=self.allreduce_dgrad,
-            sequence_parallel=self.sequence_parallel,
-            grad_output_buffer=None,
-            wgrad_deferral_limit=None,
-        )
-        return y, None
-
-
 def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any:
     with megatron(2):
-        config = {"sequence_parallel": sequence_parallel}
         results, calls = [], None
         for fused in (False, True):
             wrappers = LinearWrappers()
@@ -368,7 +342,8 @@ def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any
             init = NormColumn.__init__
             wrapper = wrappers.norm_column_init_wrapper
             with mock.patch.object(NormColumn, "__init__", wrapper(init) if fused else init):
-                layer = NormColumn(build(replace(COLUMN, config=config)), tp_comm_buffer_name=name)
+                config = {"sequence_parallel": sequence_parallel}
+                layer = build(replace(COLUMN, name=name, config=config), NormColumn)
             x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(rank))
             x.requires_grad_()
             y, _ = layer(x)

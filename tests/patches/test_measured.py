@@ -82,30 +82,23 @@ def test_a_script_that_does_not_train_is_told(script: Path) -> None:
         measured.main([str(script)])
 
 
-class Work:
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-
-
 def test_collectives_of_the_tensor_parallel_group_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group, other, waited = object(), object(), list[str]()
+    group, other, run, waits = object(), object(), measured._Run(), []
     state = SimpleNamespace(get_tensor_model_parallel_group=lambda check_initialized: group)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
 
-    def all_gather_into_tensor(**given: Any) -> Work:
-        return Work()
+    def all_gather_into_tensor(**given: Any) -> Any:
+        return SimpleNamespace(wait=lambda: waits.append(given))
 
-    posted = measured._waiting(all_gather_into_tensor, waited)
-    assert posted(group=group, async_op=True).waits == 1
-    assert waited == ["all_gather_into_tensor"]
+    posted = run.posted_wrapper(all_gather_into_tensor)
+    posted(group=group, async_op=True)
+    assert waits == [{"group": group, "async_op": True}]
+    assert run.waited == ["all_gather_into_tensor"]
     for given in ({"group": other, "async_op": True}, {"group": group}, {"async_op": True}):
-        assert posted(**given).waits == 0
+        posted(**given)
     # Before there are groups.
     state.get_tensor_model_parallel_group = lambda check_initialized: None
-    assert posted(async_op=True).waits == 0
-    assert len(waited) == 1
+    posted(async_op=True)
+    assert len(waits) == len(run.waited) == 1

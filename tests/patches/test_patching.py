@@ -104,9 +104,8 @@ def test_a_second_replacement_is_refused(module) -> None:
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [
-        ("patched_module.absent", AttributeError, "patched_module has no absent; it cannot be"),
+        ("patched_module.absent", AttributeError, "has no attribute .absent."),
         ("no_such_package.function", ModuleNotFoundError, "no_such_package"),
-        ("function", ValueError, "'function' names no module; give the full dotted path"),
     ],
 )
 def test_what_is_missing_is_named(module, path: str, error, message: str) -> None:

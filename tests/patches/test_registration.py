@@ -88,18 +88,6 @@ def test_a_megatron_that_others_adapt_is_refused(command, monkeypatch, version: 
     assert "use MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master" in str(error.value)
 
 
-def test_mindspeed_llm_wipes_what_was_appended_before(command) -> None:
-    """Why the call that replaces the list is wrapped."""
-    manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
-    from mindspeed_patches.feature import CommFuseFeature
-
-    manager.FEATURES_LIST.append(CommFuseFeature())
-    assert features() == ["own_of_mindspeed", "use_commfuse"]
-    importlib.import_module("mindspeed_llm")
-    assert features() == ["own_of_llm"]
-    assert wrapped() == 0
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_mindspeed_alone(command, late: bool) -> None:
     """Without MindSpeed-LLM; late, the options were parsed before anybody declared them."""
