@@ -139,10 +139,13 @@ class AttentionWrappers:
     ) -> None:
         """Let the core attention of the new layer wait for the projection."""
         init(layer, *args, **kwargs)
-        core = layer.core_attention
-        core.forward = functools.wraps(core.forward)(
-            functools.partial(self._wait, layer, core.forward)
-        )
+        attend = layer.core_attention.forward
+
+        @functools.wraps(attend)
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._wait(layer, attend, *args, **kwargs)
+
+        layer.core_attention.forward = forward
 
     def _wait(
         self,

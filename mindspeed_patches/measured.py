@@ -66,7 +66,7 @@ class _Run:
         self._state: tuple[Any, Any] | None = None
 
     def prepare(self) -> None:
-        """Before the script runs, and Megatron is imported, whose layers take the functions then."""
+        """Before Megatron is imported, whose layers take the functions as they are then."""
         if self._fused:
             install()
         for name in _POSTED if self.blocking else ():
