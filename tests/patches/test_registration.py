@@ -64,17 +64,26 @@ def wrapped() -> int:
     return count
 
 
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize(
+    ("package", "own"),
+    [("mindspeed_llm", "own_of_llm"), ("mindspeed.megatron_adaptor", "own_of_mindspeed")],
+)
 @pytest.mark.parametrize("when", ["before", "after", "before and after", "twice after"])
-def test_installed_before_or_after_mindspeed_llm(command, when: str) -> None:
+def test_installed_before_or_after_mindspeed(command, when: str, package, own, on: bool) -> None:
+    """After, the options were parsed before anybody declared them."""
+    command(*("--use-commfuse", "--commfuse-layers", "qkv,fc1")[: 3 * on])
     if "before" in when:
-        first = registration.install()
-    importlib.import_module("mindspeed_llm")
-    assert wrapped() == ("before" in when)
+        feature = registration.install()
+    importlib.import_module(package)
+    assert wrapped() == (on and "before" in when)
     for _ in range(when.count("after") + when.count("twice")):
-        first = registration.install()
-    assert wrapped() == 1
-    assert features() == ["own_of_llm", "use_commfuse", "commfuse_fb_overlap"]
-    assert registration.install() is first
+        feature = registration.install()
+    assert wrapped() == on
+    assert features() == [own, "use_commfuse", "commfuse_fb_overlap"]
+    assert registration.install() is feature
+    found = feature.wrappers
+    assert found.layers == {"qkv", "fc1"} if found is not None else not on
 
 
 @pytest.mark.parametrize("version", ["0.17.0", "0.18.0rc1", "1.0"])
@@ -86,32 +95,6 @@ def test_a_megatron_that_others_adapt_is_refused(command, monkeypatch, version: 
     assert str(error.value).startswith(f"Megatron core {version} in /megatron: from 0.17 on its ")
     assert "MegatronAdaptor and TransformerEngineNPU" in str(error.value)
     assert "use MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master" in str(error.value)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_mindspeed_alone(command, late: bool) -> None:
-    """Without MindSpeed-LLM; late, the options were parsed before anybody declared them."""
-    command("--use-commfuse", "--commfuse-lanes", "3", "--commfuse-layers", "qkv,fc1")
-    if late:
-        importlib.import_module("mindspeed.megatron_adaptor")
-    feature = registration.install()
-    importlib.import_module("mindspeed.megatron_adaptor")
-    assert wrapped() == 1
-    assert features() == ["own_of_mindspeed", "use_commfuse", "commfuse_fb_overlap"]
-    assert feature.wrappers is not None
-    assert feature.wrappers.layers == {"qkv", "fc1"}
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_nothing_is_patched_without_the_flag(command, late: bool) -> None:
-    command()
-    if late:
-        importlib.import_module("mindspeed_llm")
-    feature = registration.install()
-    importlib.import_module("mindspeed_llm")
-    assert wrapped() == 0
-    assert feature.wrappers is None
-    assert features() == ["own_of_llm", "use_commfuse", "commfuse_fb_overlap"]
 
 
 @pytest.mark.parametrize("late", [False, True])
