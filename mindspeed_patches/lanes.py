@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.ops.call import AnyTransport
-from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
+from commfuse_npu.runtime.collectives import device_backend
+from commfuse_npu.runtime.device_streams import second_stream
 from commfuse_npu.runtime.order_log import shared_order_log
-from commfuse_npu.runtime.second_stream import second_stream
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options, of_blocks, of_buckets, of_heads
 

@@ -28,7 +28,7 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.plan.rules import RULES
-from commfuse_npu.runtime.executor import Running, _flat
+from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.scratch import ScratchPool
 from tests.limits import LIMIT, PATIENT
 
@@ -83,7 +83,6 @@ def held() -> dict[str, int]:
     """
     for rule in RULES.values():
         rule.cache_clear()
-    _flat.cache_clear()
     link()._begun.clear()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's: gives freed memory back

@@ -54,14 +54,14 @@ def test_views_are_made_once_per_program_and_lie_apart() -> None:
     program = rules.gemm_scatter(Place(Schedule(), 1, 4, True), 8, 16, 16)
     arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
     found = arena.views(program, Stretch(wide=False, late=False))
-    views = dict(found)
+    views = found
     assert arena.views(program, Stretch(wide=False, late=False)) is found
-    assert arena.views(program, Stretch(wide=True, late=False)) == [], "it has no wide scratch"
-    for number, view in views.items():
-        assert view.shape == (program.spans[number].rows, 16)
+    assert arena.views(program, Stretch(wide=True, late=False)) == {}, "it has no wide scratch"
+    for span, view in views.items():
+        assert view.shape == (span.rows, 16)
         assert view.is_contiguous()
     product, partials = (
-        next(views[n] for n in program.spans_of[name] if program.spans[n].start == 0)
+        next(views[span] for span in program.spans[name] if span.start == 0)
         for name in ("product 0", "partials 0")
     )
     arena.memory.zero_()
