@@ -133,7 +133,9 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             for span in spans
         ]
         for touch in ours:
-            other = next((o for o in touches[touch.place.home] if touch.clashes(o, mine)), None)
+            clashing = [one for one in touches[touch.place.home] if touch.clashes(one, mine)]
+            # A race is the better reason.
+            other = min(clashing, key=lambda one: one.end is not None, default=None)
             if other is not None:
                 yield f"{instruction(program, at)}: {_clash(program, touch, other)}"
                 if other.done:

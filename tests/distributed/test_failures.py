@@ -143,24 +143,6 @@ def test_a_rank_that_does_not_come_becomes_an_error_that_names_it(ranks) -> None
         assert part in message
 
 
-def broken_stays_broken(rank: int) -> str:
-    transport = link()
-    if rank == 1:
-        return "left"
-    transport.timeout = BRIEF
-    try:
-        all_gather_linear(*layer(4), transport=transport)
-    except TransportError:
-        # No second wait: the transport says at once that it is of no use any more.
-        all_gather_linear(*layer(4), transport=transport)
-    return "never"
-
-
-def test_a_broken_transport_refuses_further_work(ranks) -> None:
-    waiting, _ = ranks(2).outcomes(broken_stays_broken)
-    assert "This transport cannot be used any more" in str(waiting.error)
-
-
 def dies_and_others_go_on(rank: int) -> list[str]:
     transport = link()
     all_gather_linear(*layer(4), transport=transport)
@@ -182,6 +164,7 @@ def test_every_later_call_says_why_the_transport_is_broken(ranks) -> None:
     assert waiting.error is None, waiting.trace
     assert len(set(waiting.value)) == 1
     assert "rank 0 of 2" in waiting.value[0]
+    assert "This transport cannot be used any more" in waiting.value[0]
 
 
 def dies_before_a_backward_by_collectives(rank: int) -> str:
@@ -536,56 +519,38 @@ def test_every_group_of_a_job_gets_lanes(ranks) -> None:
     ranks(4).run(groups_of_a_job)
 
 
-def met(rank: int) -> int:
+def confirms(rank: int, case: str) -> int:
     transport = link()
-    for _ in range(2):
-        transport.confirm("the end")
+    if case == "somewhere else" and rank == 1:
+        all_gather_linear(*layer(4), transport=transport)
+    if case == "broken":
+        transport.fail("planted")
+    transport.confirm("the end")
+    if case == "not there":
+        if rank == 1:
+            return -1
+        transport.timeout = BRIEF
+    transport.confirm("the end")
     all_gather_linear(*layer(4), transport=transport)
     transport.confirm("the end")
     return transport.operations
 
 
 def test_ranks_that_meet_go_on(ranks) -> None:
-    assert ranks(2).run(met) == [1, 1]
+    assert ranks(2).run(confirms, "all there") == [1, 1]
 
 
-def not_there(rank: int) -> None:
-    transport = link()
-    transport.confirm("the end")
-    if rank == 0:
-        transport.timeout = BRIEF
-        transport.confirm("the end")
-
-
-def test_a_rank_that_is_not_there_is_missed_every_time(ranks) -> None:
-    """Unlike a comparison, which the ranks make once."""
-    outcomes = ranks(2).outcomes(not_there)
-    assert outcomes[1].error is None
-    assert isinstance(outcomes[0].error, TransportError)
-    assert "comparing the end with the other ranks" in str(outcomes[0].error)
-
-
-def somewhere_else(rank: int) -> None:
-    transport = link()
-    if rank == 0:
-        transport.confirm("the end")
-    else:
-        all_gather_linear(*layer(4), transport=transport)
-
-
-def test_a_rank_that_is_somewhere_else_is_told_apart(ranks) -> None:
-    for outcome in ranks(2).outcomes(somewhere_else):
-        assert isinstance(outcome.error, MismatchError)
-        assert "operation: " in str(outcome.error)
-
-
-def after_a_failure(rank: int) -> None:
-    transport = link()
-    transport.fail("planted")
-    transport.confirm("the end")
-
-
-def test_a_broken_transport_meets_nobody(ranks) -> None:
-    for outcome in ranks(2).outcomes(after_a_failure):
-        assert isinstance(outcome.error, TransportError)
-        assert "planted" in str(outcome.error)
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        # Every time, unlike a comparison, which the ranks make once.
+        ("not there", TransportError, "comparing the end with the other ranks"),
+        ("somewhere else", MismatchError, "operation: "),
+        ("broken", TransportError, "planted"),
+    ],
+)
+def test_a_rank_that_does_not_meet_the_others_is_named(ranks, case: str, kind, words: str) -> None:
+    for outcome in ranks(2).outcomes(confirms, case):
+        if outcome.value != -1:
+            assert isinstance(outcome.error, kind), outcome
+            assert words in str(outcome.error)

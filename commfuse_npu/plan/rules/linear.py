@@ -59,7 +59,7 @@ def gather_gemm(
     runs, n, r = b.runs(rows, "first"), place.size, place.rank
     own, peers, chunks = block_of(r, rows), peers_of(place), len(runs)
     # Chunks of several blocks are no run of rows.
-    in_place, filled = chunks == 1 or b.peers == 1, keep or wgrad == "whole"
+    in_place, filled = chunks == 1 or b.peers <= 1, keep or wgrad == "whole"
     if (in_place or filled) and not keep:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
