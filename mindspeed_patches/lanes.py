@@ -20,7 +20,7 @@ import torch.distributed as dist
 from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import device_backend
-from commfuse_npu.runtime.device_streams import second_stream
+from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options, of_blocks, of_buckets, of_heads
@@ -133,7 +133,7 @@ class Lanes:
     def open(self, timeout_minutes: float) -> None:
         """Make the lanes; a collective of all processes, when Megatron's groups exist."""
         group = self._group()
-        _take_second_stream(group)
+        _take_side_stream(group)
         log = None
         if self.order_log is not None:
             log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
@@ -159,12 +159,12 @@ class Lanes:
             transport.close()
 
 
-def _take_second_stream(group: dist.ProcessGroup) -> None:
+def _take_side_stream(group: dist.ProcessGroup) -> None:
     """Before the lanes draw from torch_npu's pool: of 32 streams the 33rd is the first again."""
     device, _ = device_backend(dist.get_backend(group))
     if device != "cpu":
         module = torch.get_device_module(device)
-        second_stream(torch.device(device, module.current_device()))
+        side_stream(torch.device(device, module.current_device()))
 
 
 class TensorParallelLanes(Lanes):

@@ -6,7 +6,7 @@ wrote, or writes what it used.
 
 A stream knows that the other one is done by an event, or by a transfer that it waited for: that
 began when the stream that posted it had come to it.  Of what comes before the program, or before
-its mark, the second stream knows nothing; and everything on it is done when the program is.
+its mark, the side stream knows nothing; and everything on it is done when the program is.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ rank and one set of shapes, and read by everybody: :mod:`commfuse_npu.runtime.ex
 :mod:`commfuse_npu.tools.simulate` times it, and a recorded run is compared with it.  None of them
 knows a rule of its own about what is posted when.
 
-Instructions are in the order of the host.  Sums and copies may be *aside*, on a second stream of
+Instructions are in the order of the host.  Sums and copies may be *aside*, on a side stream of
 the device, beside the work of the first; a pair of :class:`Record` and :class:`Hold` is where one
 stream waits for the other.
 
@@ -347,7 +347,7 @@ class Program:
 
 
 def is_aside(one: Instruction) -> bool:
-    """Whether an instruction is for the second stream."""
+    """Whether an instruction is for the side stream."""
     return isinstance(one, Wait | Add | Copy | Record | Hold) and one.aside
 
 

@@ -4,7 +4,7 @@ An instruction is done for a stream that comes after it: by the stream's own ord
 is held for, or by a transfer that is waited for, which begins when the stream that posted it has
 come to it.  A transfer is done for a stream that comes after a wait for it.  Two of them that touch
 the same memory, one of which writes it, are a fault unless the earlier one is done for the later.
-What came before the program, or before its mark, is as unknown to the second stream as what the
+What came before the program, or before its mark, is as unknown to the side stream as what the
 first one did.
 """
 

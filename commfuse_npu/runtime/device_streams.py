@@ -1,7 +1,7 @@
 """The streams of a device beside the one that an operation is called on.
 
 On an NPU vector cores add while the cube cores multiply, if they are given the two on different
-streams [read in CANN's documentation]: :class:`SecondStream`.  Which instruction is on which
+streams [read in CANN's documentation]: :class:`SideStream`.  Which instruction is on which
 stream, and where one waits for the other, is in the program.
 
 Each lane of HCCL has a stream, too, and torch_npu marks what a batch sends and receives as used on
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["LaneStreams", "SecondStream", "second_stream"]
+__all__ = ["LaneStreams", "SideStream", "side_stream"]
 
 
-class SecondStream:
+class SideStream:
     """For the sums and copies of operations on one device.
 
     Args:
@@ -55,11 +55,11 @@ class SecondStream:
 
 
 @lru_cache(maxsize=16)
-def second_stream(device: torch.device) -> SecondStream | None:
+def side_stream(device: torch.device) -> SideStream | None:
     """The one of a device; a CPU has none, there the host does everything in its order."""
     if device.type == "cpu":
         return None
-    return SecondStream(torch.get_device_module(device.type), device)
+    return SideStream(torch.get_device_module(device.type), device)
 
 
 class LaneStreams:

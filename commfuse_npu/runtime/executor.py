@@ -27,7 +27,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan.program import Add, Compute, Copy, Hold, Post, Program, Record, Span, Wait
-from commfuse_npu.runtime.device_streams import second_stream
+from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.scratch import Arena, view_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Running:
         self._views: dict[Span, torch.Tensor] = {}
         self._arenas: list[Arena] = []
         self.transferred: dict[int, torch.Tensor] = {}
-        self._second = second_stream(device)
+        self._second = side_stream(device)
         self._events: dict[int, Any] = {}
         # By identity of what is waited for: a batch is one thing, sent and received.
         self._waited: set[tuple[int, bool]] = set()

@@ -1,4 +1,4 @@
-"""Transfers and second streams whose results are there at the ``wait()``, and not before."""
+"""Transfers and side streams whose results are there at the ``wait()``, and not before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from commfuse_npu.runtime import collectives, executor
-from commfuse_npu.runtime.device_streams import SecondStream
+from commfuse_npu.runtime.device_streams import SideStream
 from commfuse_npu.runtime.transport import Transport
 from tests.late_transfers.race_detector import Module
 
@@ -51,7 +51,7 @@ def install() -> None:
     dist.P2POp = lambda op, *args: _operation(own.get(op, op), *args)  # type: ignore[assignment, misc]
     collectives._all_gather = _late_collective(collectives._all_gather)
     collectives._reduce_scatter = _late_collective(collectives._reduce_scatter)
-    executor.second_stream = _second_stream
+    executor.side_stream = _side_stream
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -186,11 +186,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-# ---------------------------------------------------------------------- second streams
+# ---------------------------------------------------------------------- side streams
 
 
-class LateStream(SecondStream):
-    """The second stream of an operation, whose first one is the host: it does nothing by itself."""
+class LateStream(SideStream):
+    """The side stream of an operation, whose first one is the host: it does nothing by itself."""
 
     def __init__(self) -> None:
         self._given = self._done = 0
@@ -215,12 +215,12 @@ class LateStream(SecondStream):
         self.hold(self._given, aside=False)
 
 
-def _second_stream(device: torch.device) -> SecondStream:
-    return LateStream() if _module is None else SecondStream(_module, device)
+def _side_stream(device: torch.device) -> SideStream:
+    return LateStream() if _module is None else SideStream(_module, device)
 
 
 def finish() -> None:
-    """Let second streams do what nobody held for, and transfers end that nobody waited for."""
+    """Let side streams do what nobody held for, and transfers end that nobody waited for."""
     streams, _put_off[:] = _put_off[:], []
     for stream in streams:
         stream.finish()

@@ -67,7 +67,7 @@ def event_of_the_wrong_stream(code: Code) -> Code:
 
 
 def wait_on_the_wrong_stream(code: Code) -> Code:
-    """The second stream waits for what the first one reads."""
+    """The side stream waits for what the first one reads."""
     return [one._replace(aside=True) if isinstance(one, Wait) else one for one in code]
 
 
