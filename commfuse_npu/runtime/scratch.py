@@ -56,11 +56,6 @@ class Arena:
         self.elements, self.nbytes = elements, self.memory.nbytes
         self._views: OrderedDict[tuple[Program, Stretch], _Views] = OrderedDict()
 
-    @property
-    def tensors(self) -> int:
-        """How many there are: the memory, and views of it."""
-        return 1 + sum(map(len, self._views.values()))
-
     def views(self, program: Program, stretch: Stretch) -> _Views:
         """The program's spans of a stretch of scratch."""
         found = self._views.get((program, stretch))
@@ -123,18 +118,10 @@ class ScratchPool:
             _, freed = self._idle.popitem(last=False)
             self.idle_bytes -= freed.nbytes
 
-    @property
-    def tensors(self) -> int:
-        """How many tensors are kept: idle arenas, and views of them."""
-        return sum(arena.tensors for arena in self._idle.values())
-
     def clear(self) -> None:
         """Free all idle memory."""
         self._idle.clear()
         self.idle_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._idle)
 
 
 def _stream(device: torch.device) -> Hashable:

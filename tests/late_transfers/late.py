@@ -64,9 +64,6 @@ def poison(tensor: torch.Tensor) -> None:
 
 # ---------------------------------------------------------------------- transfers
 
-_Transfer = tuple[bool, torch.Tensor, torch.Tensor]
-"""Whether it is a send, the caller's tensor, and what gloo sends or fills."""
-
 
 class _LateWork:
     """The handle of what was posted together.
@@ -89,7 +86,9 @@ class _LateWork:
             self._stream.wait_event(_module.recorded())
         # Those that change in place are left to the collective.
         alone = not any(_share(one, other) for one in sent for other in received)
-        self._checked, self._sent, self._received = alone, sent, received
+        # For the race detector the product itself has to hold what is sent.
+        self._sent = sent if alone and _module is None else ()
+        self._received = received
         with self._on_lane():
             self._read = [one.detach().clone() for one in sent]
             self._arrived = [one.detach().clone() for one in received]
@@ -113,8 +112,8 @@ class _LateWork:
                 for tensor, other in zip(self._received, self._arrived, strict=True):
                     tensor.data.copy_(other)
             with _disable_current_modes():
-                for tensor, other in zip(self._sent, self._read, strict=True):
-                    if self._checked and not torch.equal(_bytes(tensor), _bytes(other)):
+                for tensor, other in zip(self._sent, self._read, strict=False):
+                    if not torch.equal(_bytes(tensor), _bytes(other)):
                         shape = tuple(tensor.shape)
                         raise LateTransferError(
                             f"a send buffer of shape {shape} changed before its wait()"
@@ -172,7 +171,9 @@ def _late_collective(call: Callable[..., Any]) -> Callable[..., Any]:
             return [call(arrived[0], read[0], group=group, async_op=True)]
 
         work = _LateWork(post, [given], [out], group)
-        return work if async_op else work.wait() and None
+        if not async_op:
+            work.wait()
+        return work
 
     return late
 

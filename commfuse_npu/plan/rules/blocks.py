@@ -258,8 +258,10 @@ def exchange(
         b.copy(rows_of("received", own), mine)
     if uses:
         b.compute("use", [], [mine], own)
-        for there in used_pieces(place, rows, order)[1:]:
-            b.compute("use", [], [rows_of("received", there)], there)
+        for run in runs:
+            for hop in b.hops(order):
+                there = inside(hop.source, rows, run)
+                b.compute("use", [], [rows_of("received", there)], there)
     return b
 
 
