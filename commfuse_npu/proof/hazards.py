@@ -57,7 +57,7 @@ class _Clock(NamedTuple):
         return one.at < (self.aside if one.aside else self.first)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _Touch:
     """Rows that an instruction, or a transfer, is at work on.
 
@@ -74,8 +74,11 @@ class _Touch:
 
     def clashes(self, earlier: _Touch, clock: _Clock) -> bool:
         """Whether it may not be there before the earlier one is done, which it is not."""
-        if not (self.writes or earlier.writes) or any(map(clock.knows, earlier.done)):
+        if not (self.writes or earlier.writes):
             return False
+        for at, aside in earlier.done:
+            if at < (clock.aside if aside else clock.first):
+                return False
         return self.place.meets(earlier.place)
 
 
