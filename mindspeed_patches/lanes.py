@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.ops.call import AnyTransport
-from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.collectives import device_backend
+from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.order_log import shared_order_log
-from commfuse_npu.runtime.second_stream import second_stream
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.hccl_buffer import lane_options, of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import around
@@ -156,11 +156,7 @@ class Lanes:
         from megatron.core import parallel_state
 
         group = self.group.of(parallel_state)
-        device, _ = device_backend(dist.get_backend(group))
-        if device != "cpu":
-            # Before the lanes draw from torch_npu's pool: of 32 streams the 33rd is the first.
-            module = torch.get_device_module(device)
-            second_stream(torch.device(device, module.current_device()))
+        _take_side_stream(group)
         log = None
         if self.order_log is not None:
             log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
@@ -184,3 +180,11 @@ class Lanes:
         transport, self._transport, self.user.transport = self._transport, None, None
         if transport is not None:
             transport.close()
+
+
+def _take_side_stream(group: dist.ProcessGroup) -> None:
+    """Before the lanes draw from torch_npu's pool: of 32 streams the 33rd is the first again."""
+    device, _ = device_backend(dist.get_backend(group))
+    if device != "cpu":
+        module = torch.get_device_module(device)
+        side_stream(torch.device(device, module.current_device()))

@@ -17,8 +17,7 @@ _MOST_RANKS = {
     "test_programs": 3,
     "test_buckets": 3,
     "test_schedules": 3,
-    "test_alone": 3,
-    "test_faults": 3,
+    "test_streams": 3,
 }
 """In the short tier a test has one size of group: 2 ranks, or 3 where orders of additions are made.
 
@@ -40,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sized = {
         item: item.callspec.params["size"]
         for item in items
-        if item.path.parent.name in ("distributed", "late_transfers", "one_device")
+        if item.path.parent.name in ("distributed", "late_transfers")
         and "size" in getattr(getattr(item, "callspec", None), "params", {})
     }
     for item, size in sized.items():

@@ -26,7 +26,7 @@ same order, so the numbers are the same on all of them.  A rank waits for a tran
    too little scratch memory for a whole bucket, a step is posted when an earlier one is added;
 2. before the ranks compare options that are new to them: they finish everything under way first,
    so that nobody waits in the comparison who is still needed.  For the digests of what was begun
-   (:mod:`commfuse_npu.runtime.ledger`) a rank waits only with nothing under way.
+   (:mod:`commfuse_npu.runtime.agreement`) a rank waits only with nothing under way.
 
 So take the transfer with the lowest number that is not finished.  Everything below it is, so both
 of its ends have been posted, or will be as soon as their ranks come to a wait: for a lower one they

@@ -18,7 +18,7 @@ from commfuse_npu.overlap.states import RandomState, SideState
 from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Recording, Turns
 from commfuse_npu.plan.turn_order import Order, Place, best_order
-from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.order_log import OrderLog, TransportLog
 
 __all__ = ["ForwardBackwardOverlap"]

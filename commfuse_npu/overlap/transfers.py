@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap.turns import FORWARD, NAMES, Turns
-from commfuse_npu.runtime.order_log import CollectiveLog, TransportLog
+from commfuse_npu.runtime.order_log import SlotLog, TransportLog
 
 __all__ = ["active_turns", "take_turns_at_transfers"]
 
@@ -88,9 +88,7 @@ def take_turns_at_transfers(turns: Turns, groups: Groups) -> Iterator[None]:
 class _Transfer:
     """A ``Work`` whose ``wait()`` is a hand-over place while the pair runs that started it."""
 
-    def __init__(
-        self, work: Any, turns: Turns, hands_over: bool, log: CollectiveLog | None
-    ) -> None:
+    def __init__(self, work: Any, turns: Turns, hands_over: bool, log: SlotLog | None) -> None:
         self._work, self._began_in, self._hands_over = work, turns, hands_over
         self._log = log
 
@@ -140,7 +138,7 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
 
 def _recorded(
     name: str, group: dist.ProcessGroup | None, side: int, given: tuple[Any, ...]
-) -> CollectiveLog | None:
+) -> SlotLog | None:
     """The entry of the order log for a collective that is about to start."""
     log = _groups[group]
     if log is None:

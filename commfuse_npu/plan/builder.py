@@ -3,13 +3,17 @@
 The waits of a program are where its data need them and nowhere else: before an instruction reads
 rows that arrive, or writes rows that arrive or leave; and where one stream reads what the other
 wrote, or writes what it used.
+
+A stream knows that the other one is done by an event, or by a transfer that it waited for: that
+began when the stream that posted it had come to it.  Of what comes before the program, or before
+its mark, the side stream knows nothing; and everything on it is done when the program is.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,10 +22,12 @@ from commfuse_npu.plan.program import (
     Compute,
     Copy,
     End,
+    Hold,
     Instruction,
     Mark,
     Post,
     Program,
+    Record,
     Scratch,
     Span,
     Transfer,
@@ -31,7 +37,6 @@ from commfuse_npu.plan.program import (
     overlap,
 )
 from commfuse_npu.plan.schedule import Hop, Own, Place
-from commfuse_npu.plan.streams import with_events
 
 __all__ = ["Builder"]
 
@@ -66,10 +71,9 @@ class Builder:
 
     def scratch(
         self, name: str, rows: int, columns: int, *, slot: str | None = None, wide: bool = False
-    ) -> str:
+    ) -> None:
         """Take scratch memory; buffers with one ``slot`` have it one after the other."""
         self._scratch[name] = Scratch(name, slot or name, rows, columns, wide)
-        return name
 
     def post(
         self, hop: Hop, send: Span, receive: Span, piece: str, chunk: int = 0, chunks: int = 1
@@ -124,13 +128,13 @@ class Builder:
             self.rank,
             self.size,
             self.place.batched,
-            tuple(with_events(self._with_waits(code), self._clash)),
+            tuple(self._in_order(code)),
             tuple(self._scratch.values()),
         )
 
-    def _slot(self, span: Span) -> str:
-        scratch = self._scratch.get(span.buffer)
-        return span.buffer if scratch is None else scratch.slot
+    def _slot(self, buffer: str) -> str:
+        scratch = self._scratch.get(buffer)
+        return buffer if scratch is None else scratch.slot
 
     def _receives_first(self) -> list[Instruction]:
         """Every receive as soon as its rows are free.
@@ -138,97 +142,146 @@ class Builder:
         On gloo the notice that a receive is ready shares the socket with bulk data.
         """
         code: list[Instruction] = []
-        # What came after the last receive, numbered; and which of it touched a span last, by slot.
+        # What came after the last receive, numbered; and which of it touched what.
         behind: deque[tuple[int, Instruction]] = deque()
-        touched: defaultdict[str, dict[Span, int]] = defaultdict(dict)
+        touched = _Touched(self._slot)
         marked = -1
         for at, one in enumerate(self._code):
             rest = one
             if isinstance(one, Post) and one.receive is not None:
-                into, rest = one.receive.span, Post(one.send, None)
-                there = touched[self._slot(into)].items()
-                after = max((n for span, n in there if _clash(into, span)), default=-1)
+                rest = Post(one.send, None)
+                after = max(touched.take([one.receive.span]), default=-1)
                 while behind and behind[0][0] <= max(after, marked):
-                    number, passed = behind.popleft()
-                    code.append(passed)
-                    for span in chain(*accesses(passed)):
-                        if touched[self._slot(span)].get(span) == number:
-                            del touched[self._slot(span)][span]
+                    code.append(behind.popleft()[1])
                 code.append(Post(None, one.receive))
             behind.append((at, rest))
             if isinstance(one, Mark):
                 marked = at
-            for span in chain(*accesses(rest)):
-                touched[self._slot(span)][span] = at
+            touched.add(at, *chain(*accesses(rest)))
         return [*code, *(one for _, one in behind)]
 
-    def _with_waits(self, code: Sequence[Instruction]) -> list[Instruction]:
-        found: list[Instruction] = []
-        receives, sends = _UnderWay(self._slot), _UnderWay(self._slot)
+    def _in_order(self, code: Sequence[Instruction]) -> list[Instruction]:
+        """With waits, and events between two streams, wherever they are needed."""
+        arriving, leaving = _Touched(self._slot), _Touched(self._slot)
+        streams = {aside: _Stream(self._slot, aside) for aside in (False, True)}
+        two = any(map(is_aside, code))
+        posted: dict[int, tuple[int, Post]] = {}
+        done: list[Instruction] = []
+        # By the place in front of which they are recorded.
+        events: dict[int, int] = {}
         for one in (*code, _SETTLE):
             reads, writes = accesses(one)
-            arrived, left = receives.take((*reads, *writes)), sends.take(writes)
-            if one is _SETTLE:
-                arrived, left = receives.take_all(), sends.take_all()
-            if arrived or left:
-                found.append(Wait(arrived, left, is_aside(one)))
-            if one is not _SETTLE:
-                found.append(one)
+            stream, other = streams[is_aside(one)], streams[not is_aside(one)]
+            every = one is _SETTLE
+            received = arriving.take((*reads, *writes), every)
+            sent = leaving.take(writes, every)
+            if received or sent:
+                if two:
+                    stream.waits(
+                        len(done), [posted[s] for s in received], [posted[s] for s in sent]
+                    )
+                done.append(Wait(tuple(received), tuple(sent), stream.aside))
+            if every:
+                continue
+            if two and stream.needs(other, reads, writes):
+                done.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
             if isinstance(one, Post):
+                posted[one.transfer.step] = len(done), one
                 for way, end in one.ends:
-                    (sends if way == "send" else receives).add(end)
+                    (leaving if way == "send" else arriving).add(end.transfer.step, end.span)
+            elif two:
+                stream.touches(len(done), reads, writes, isinstance(one, Mark))
+            done.append(one)
+        if streams[True].last >= streams[False].known:
+            done.append(Hold(events.setdefault(streams[True].last + 1, len(events))))
+        found: list[Instruction] = []
+        for at, one in enumerate(done):
+            if at in events:
+                # Of the stream of what it comes after.
+                found.append(Record(events[at], at > 0 and is_aside(done[at - 1])))
+            found.append(one)
         return found
 
-    def _clash(self, one: Span, other: Span) -> bool:
-        """Whether two spans are the same memory in part."""
-        return self._slot(one) == self._slot(other) and _clash(one, other)
+
+class _Stream:
+    """One of the two streams, as far as the other one may have to wait for it.
+
+    Attributes:
+        known: before this place in the code it knows the other stream's instructions to be done.
+        last: the place of its last instruction.
+    """
+
+    def __init__(self, slot: Callable[[str], str], aside: bool) -> None:
+        self.aside = aside
+        self.known, self.last = (-1, -1) if aside else (0, -1)
+        self._read, self._written, self._marked = _Touched(slot), _Touched(slot), -1
+
+    def touches(
+        self, at: int, reads: Iterable[Span], writes: Iterable[Span], mark: bool = False
+    ) -> None:
+        """It was given an instruction."""
+        self._read.add(at, *reads)
+        self._written.add(at, *writes)
+        self.last = at
+        if mark:
+            self._marked = at
+
+    def waits(
+        self, at: int, received: list[tuple[int, Post]], sent: list[tuple[int, Post]]
+    ) -> None:
+        """What arrives is written by the stream that waits for it."""
+        if self.aside:
+            self.known = max(self.known, *(posted + 1 for posted, _ in (*received, *sent)))
+        left = [post.send.span for _, post in sent if post.send is not None]
+        self.touches(at, left, [post.receive.span for _, post in received if post.receive])
+
+    def needs(self, other: _Stream, reads: Sequence[Span], writes: Sequence[Span]) -> bool:
+        """Whether it has to hold for what the other one was given, which it then knows."""
+        touched = other._written.take((*reads, *writes)) + other._read.take(writes)
+        latest = max((*touched, other._marked))
+        if latest < self.known and self.known >= 0:
+            return False
+        self.known = latest + 1
+        return True
 
 
-class _UnderWay:
-    """Ends of transfers that were not waited for, by the slot of their memory."""
+class _Touched:
+    """Which instruction, or step, touched which memory."""
 
-    def __init__(self, slot: Callable[[Span], str]) -> None:
+    def __init__(self, slot: Callable[[str], str]) -> None:
         self._slot = slot
         # By slot and buffer, in the order of first rows; and the rows that the widest one spans.
-        self._ends: defaultdict[str, dict[str, list[tuple[int, int, Span]]]] = defaultdict(dict)
+        self._spans: defaultdict[str, dict[str, list[tuple[int, int, Span]]]] = defaultdict(dict)
         self._widest = 0
 
-    def add(self, end: End) -> None:
-        span = end.span
-        there = self._ends[self._slot(span)].setdefault(span.buffer, [])
-        insort(there, (span.start, end.transfer.step, span))
-        self._widest = max(self._widest, _last_row(span) - span.start)
+    def add(self, number: int, *spans: Span) -> None:
+        for span in spans:
+            there = self._spans[self._slot(span.buffer)].setdefault(span.buffer, [])
+            insort(there, (span.start, number, span))
+            self._widest = max(self._widest, span.end - span.start)
 
-    def take(self, touched: Sequence[Span]) -> tuple[int, ...]:
-        """The steps that have memory in common with a span."""
+    def take(self, touched: Sequence[Span], every: bool = False) -> list[int]:
+        """Forget those that have memory in common with a span, or all; their numbers, in order."""
         taken = []
         for span in touched:
-            slot = self._ends.get(self._slot(span), {})
+            slot = self._spans.get(self._slot(span.buffer), {})
             for buffer, there in list(slot.items()):
+                # Other buffers of a slot are the same memory.
                 low, high = 0, len(there)
                 if buffer == span.buffer:
                     low = bisect_left(there, (span.start - self._widest,))
-                    high = bisect_left(there, (_last_row(span),))
-                found = [one for one in there[low:high] if _clash(span, one[2])]
-                if found:
-                    there[low:high] = [one for one in there[low:high] if not _clash(span, one[2])]
-                    taken += [step for _, step, _ in found]
-                    if not there:
-                        del slot[buffer]
-        return tuple(sorted(taken))
-
-    def take_all(self) -> tuple[int, ...]:
-        buffers = (there for slot in self._ends.values() for there in slot.values())
-        taken = tuple(sorted(step for there in buffers for _, step, _ in there))
-        self._ends.clear()
-        return taken
-
-
-def _last_row(span: Span) -> int:
-    """The row after the last one of a span."""
-    return span.stop + (span.times - 1) * span.stride
-
-
-def _clash(one: Span, other: Span) -> bool:
-    """Whether two spans of one slot are the same memory in part."""
-    return one.buffer != other.buffer or overlap(one, other)
+                    high = bisect_left(there, (span.end,))
+                kept = []
+                for one in there[low:high]:
+                    if buffer == span.buffer and not overlap(span, one[2]):
+                        kept.append(one)
+                    else:
+                        taken.append(one[1])
+                there[low:high] = kept
+                if not there:
+                    del slot[buffer]
+        if every:
+            left = (there for slot in self._spans.values() for there in slot.values())
+            taken += [number for there in left for _, number, _ in there]
+            self._spans.clear()
+        return sorted(taken)

@@ -6,7 +6,7 @@ rank and one set of shapes, and read by everybody: :mod:`commfuse_npu.runtime.ex
 :mod:`commfuse_npu.tools.simulate` times it, and a recorded run is compared with it.  None of them
 knows a rule of its own about what is posted when.
 
-Instructions are in the order of the host.  Sums and copies may be *aside*, on a second stream of
+Instructions are in the order of the host.  Sums and copies may be *aside*, on a side stream of
 the device, beside the work of the first; a pair of :class:`Record` and :class:`Hold` is where one
 stream waits for the other.
 
@@ -16,6 +16,7 @@ or scratch that the program brings along.  A :class:`Span` is a run of rows of o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +40,7 @@ __all__ = [
     "Wait",
     "accesses",
     "aligned",
+    "common",
     "is_aside",
     "line",
     "overlap",
@@ -58,9 +60,19 @@ class Span(NamedTuple):
     times: int = 1
     stride: int = 0
 
+    def __str__(self) -> str:
+        columns = "" if self.columns is None else f", {self.columns[0]}:{self.columns[1]}"
+        runs = "" if self.times == 1 else f" and {self.times - 1} more, {self.stride} apart"
+        return f"{self.buffer}[{self.start}:{self.stop}{columns}{runs}]"
+
     @property
     def rows(self) -> int:
         return self.times * (self.stop - self.start)
+
+    @property
+    def end(self) -> int:
+        """The row after the last one."""
+        return self.stop + (self.times - 1) * self.stride
 
     def runs(self) -> list[tuple[int, int]]:
         """The first row of each run, and the one after its last."""
@@ -251,18 +263,13 @@ class Program:
         return (one for one in self.code if isinstance(one, Post))
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """Every span that it names, once."""
+    def spans(self) -> dict[str, list[Span]]:
+        """Every span that it names, once, by buffer."""
+        found: dict[str, list[Span]] = {}
         named = (span for one in self.code for of in accesses(one) for span in of)
-        return tuple(dict.fromkeys(named))
-
-    @cached_property
-    def spans_of(self) -> dict[str, tuple[int, ...]]:
-        """The numbers of the spans of a buffer."""
-        numbers: dict[str, list[int]] = {}
-        for number, span in enumerate(self.spans):
-            numbers.setdefault(span.buffer, []).append(number)
-        return {buffer: tuple(found) for buffer, found in numbers.items()}
+        for span in dict.fromkeys(named):
+            found.setdefault(span.buffer, []).append(span)
+        return found
 
     @cached_property
     def messages(self) -> frozenset[str]:
@@ -286,36 +293,41 @@ class Program:
         return max((at for at, one in enumerate(self.code) if isinstance(one, Post)), default=-1)
 
     @cached_property
+    def last_of(self) -> dict[str, int]:
+        """Place of the last :class:`Compute` of each work."""
+        return {one.work: at for at, one in enumerate(self.code) if isinstance(one, Compute)}
+
+    @cached_property
     def layout(self) -> dict[str, tuple[Stretch, int, int, int]]:
         """``(stretch, offset, rows, columns)`` of each scratch buffer; the offset in elements."""
-        ahead = [span for one in self.code[: self.mark] for of in accesses(one) for span in of]
-        touched = {span.buffer for span in ahead}
-        early = {one.slot for one in self.scratch if one.name in touched}
+        ahead = {
+            span.buffer for one in self.code[: self.mark] for of in accesses(one) for span in of
+        }
+        early = {one.slot for one in self.scratch if one.name in ahead}
         slots = {one: (Stretch(one.wide, one.slot not in early), one.slot) for one in self.scratch}
-        longest: dict[tuple[Stretch, str], int] = {}
+        longest: Counter[tuple[Stretch, str]] = Counter()
         for one, key in slots.items():
-            longest[key] = max(longest.get(key, 0), one.rows * one.columns)
-        offsets: dict[tuple[Stretch, str], int] = {}
-        ends: dict[Stretch, int] = {}
+            longest[key] = max(longest[key], one.rows * one.columns)
+        offsets, ends = {}, Counter[Stretch]()
         for (stretch, slot), elements in longest.items():
-            offsets[stretch, slot] = ends.get(stretch, 0)
-            ends[stretch] = offsets[stretch, slot] + aligned(elements)
+            offsets[stretch, slot] = ends[stretch]
+            ends[stretch] += aligned(elements)
         return {
             one.name: (key[0], offsets[key], one.rows, one.columns) for one, key in slots.items()
         }
 
     @cached_property
+    def stretches(self) -> dict[Stretch, int]:
+        """How many elements of scratch memory it takes."""
+        ends = Counter[Stretch]()
+        for stretch, offset, rows, columns in self.layout.values():
+            ends[stretch] = max(ends[stretch], offset + aligned(rows * columns))
+        return dict(ends)
+
+    @cached_property
     def late(self) -> bool:
         """Whether some scratch is lent from the mark on."""
         return any(stretch.late for stretch in self.stretches)
-
-    @cached_property
-    def stretches(self) -> dict[Stretch, int]:
-        """How many elements of scratch memory it takes."""
-        ends: dict[Stretch, int] = {}
-        for stretch, offset, rows, columns in self.layout.values():
-            ends[stretch] = max(ends.get(stretch, 0), offset + aligned(rows * columns))
-        return ends
 
     def scratch_elements(self, wide: bool = False) -> int:
         """How many elements of scratch memory it takes."""
@@ -330,57 +342,46 @@ class Program:
 
     def __str__(self) -> str:
         """The program as text, a line per instruction."""
-        lines = [f"{self.rule[0]}, rank {self.rank} of {self.size}"]
-        lines += [f"{place:>4}  {line(one)}" for place, one in enumerate(self.code)]
-        return "\n".join(lines)
+        lines = (f"{place:>4}  {line(one)}" for place, one in enumerate(self.code))
+        return "\n".join([f"{self.rule[0]}, rank {self.rank} of {self.size}", *lines])
 
 
 def is_aside(one: Instruction) -> bool:
-    """Whether an instruction is for the second stream."""
+    """Whether an instruction is for the side stream."""
     return isinstance(one, Wait | Add | Copy | Record | Hold) and one.aside
 
 
 def line(one: Instruction) -> str:
     """An instruction in words."""
-    return f"aside: {_words(one)}" if is_aside(one) else _words(one)
-
-
-def _words(one: Instruction) -> str:
-    if isinstance(one, Post):
-        parts = []
-        if one.send is not None:
-            sent = one.send.transfer
-            parts.append(f"{sent.piece} -> rank {sent.target}")
-        if one.receive is not None:
-            got = one.receive.transfer
-            parts.append(f"{got.piece} <- rank {got.source}")
-        return f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(parts)}"
-    if isinstance(one, Wait):
-        parts = [f"received {', '.join(map(str, one.receives))}"] if one.receives else []
-        parts += [f"sent {', '.join(map(str, one.sends))}"] if one.sends else []
-        return f"wait until {'; '.join(parts)}"
-    if isinstance(one, Compute):
-        outs, ins = ", ".join(map(_place, one.outs)), [*map(_place, one.ins)]
-        ins += [f"rows {one.run.start}:{one.run.stop}"] if one.run is not None else []
-        return f"{outs}{' = ' if outs else ''}{one.work}({', '.join(ins)})"
-    if isinstance(one, Add):
-        terms = (
-            _place(span) + (f" in {parts} parts" if parts > 1 else "") for span, parts in one.terms
-        )
-        return f"{_place(one.out)} = {' + '.join(terms)}"
-    if isinstance(one, Copy):
-        return f"{_place(one.out)} = {_place(one.source)}"
-    if isinstance(one, Record):
-        return f"record event {one.event}"
-    if isinstance(one, Hold):
-        return f"hold for event {one.event}"
-    return "mark"
-
-
-def _place(span: Span) -> str:
-    columns = "" if span.columns is None else f", {span.columns[0]}:{span.columns[1]}"
-    runs = "" if span.times == 1 else f" and {span.times - 1} more, {span.stride} apart"
-    return f"{span.buffer}[{span.start}:{span.stop}{columns}{runs}]"
+    match one:
+        case Post():
+            ends = [
+                f"{to.piece} -> rank {to.target}"
+                if way == "send"
+                else f"{to.piece} <- rank {to.source}"
+                for way, (to, _) in one.ends
+            ]
+            text = f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(ends)}"
+        case Wait(receives, sends):
+            steps = [("received", receives), ("sent", sends)]
+            done = [f"{verb} {', '.join(map(str, some))}" for verb, some in steps if some]
+            text = f"wait until {'; '.join(done)}"
+        case Compute(work, outs, ins, run):
+            given = [*map(str, ins), *([] if run is None else [f"rows {run.start}:{run.stop}"])]
+            text = f"{', '.join(map(str, outs))} = " if outs else ""
+            text += f"{work}({', '.join(given)})"
+        case Add(out, terms):
+            parts = (f"{span} in {k} parts" if k > 1 else str(span) for span, k in terms)
+            text = f"{out} = {' + '.join(parts)}"
+        case Copy(out, source):
+            text = f"{out} = {source}"
+        case Record(event):
+            text = f"record event {event}"
+        case Hold(event):
+            text = f"hold for event {event}"
+        case Mark():
+            text = "mark"
+    return f"aside: {text}" if is_aside(one) else text
 
 
 def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
@@ -398,13 +399,13 @@ def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
 
 def overlap(one: Span, other: Span) -> bool:
     """Whether two spans of the same buffer have an element in common."""
-    beside = (
-        one.columns
-        and other.columns
-        and (one.columns[1] <= other.columns[0] or other.columns[1] <= one.columns[0])
-    )
-    if beside:
+    if one.columns and other.columns and not common(one.columns, other.columns):
         return False
     if one.times == other.times == 1:
         return one.start < other.stop and other.start < one.stop
-    return any(a < d and c < b for a, b in one.runs() for c, d in other.runs())
+    return any(common(a, b) for a in one.runs() for b in other.runs())
+
+
+def common(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two runs ``(first, after the last)`` have something in common."""
+    return one[0] < other[1] and other[0] < one[1]

@@ -50,13 +50,6 @@ class Case(NamedTuple):
         ]
 
 
-class _Choice(NamedTuple):
-    chunks: int
-    taper: float
-    lanes: int | None
-    rows: int
-
-
 def cases(
     size: int,
     chunks: Sequence[int] = CHUNKS,
@@ -72,25 +65,26 @@ def cases(
     Args:
         every: multiply everything.
     """
+    # Per number of chunks: taper, lanes, rows.
     choices = [
-        _Choice(count, taper, number, rows)
+        [
+            (count, *choice)
+            for choice in product(
+                _TAPERS if count > 1 else (1.0,), lanes, sorted({1, count, 2 * count + 1})
+            )
+        ]
         for count in chunks
-        for taper in (_TAPERS if count > 1 else (1.0,))
-        for number in lanes
-        for rows in sorted({1, count, 2 * count + 1})
     ]
-    by_chunks = [[choice for choice in choices if choice.chunks == count] for count in chunks]
-    some = [_turns(one) for one in (by_chunks if size <= _ALL_CHUNKS_UP_TO else [choices])]
+    together = [choice for some in choices for choice in some]
+    some = [_turns(one) for one in (choices if size <= _ALL_CHUNKS_UP_TO else [together])]
     for name in RULES:
         numbers = range(len(arguments(name, 1, size)))
         turns = _turns(numbers)
         for shape, batched in product(_shapes(size), (True, False)):
             for number in numbers if every or size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
-                for choice in choices if every else map(next, some):
-                    schedule = replace(
-                        shape, lanes=choice.lanes, chunks=choice.chunks, taper=choice.taper
-                    )
-                    given = arguments(name, choice.rows, size)[number]
+                for count, taper, lane, rows in together if every else map(next, some):
+                    schedule = replace(shape, lanes=lane, chunks=count, taper=taper)
+                    given = arguments(name, rows, size)[number]
                     yield Case(name, given, schedule, size, batched)
 
 

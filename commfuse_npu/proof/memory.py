@@ -1,15 +1,15 @@
-"""Where the rows of a program are, and that nobody touches rows that are on their way."""
+"""Where the rows of a program are."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
-from commfuse_npu.plan.program import End, Post, Program, Span, Stretch, Wait, accesses, line
+from commfuse_npu.plan.program import Program, Span, Stretch, common, line
 
-__all__ = ["Memory", "Shape", "common", "instruction", "memory_faults"]
+__all__ = ["Memory", "Place", "Shape", "instruction"]
 
 Shape = tuple[int, int]
 """Rows and columns."""
@@ -18,12 +18,20 @@ _Home = tuple[str, int]
 """Memory that overlaps: a buffer of the operation, or scratch of one slot."""
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Runs of rows of an operation's buffer, or of elements of scratch memory."""
 
     home: _Home
     columns: tuple[int, int]
     runs: list[tuple[int, int]]
+
+    def meets(self, other: Place) -> bool:
+        """Whether the two have something in common."""
+        return (
+            self.home == other.home
+            and common(self.columns, other.columns)
+            and any(common(one, its) for one in self.runs for its in other.runs)
+        )
 
 
 class Memory:
@@ -39,7 +47,7 @@ class Memory:
         self._offsets: dict[str, int] = {}
         self._homes: dict[str, _Home] = {buffer: (buffer, 0) for buffer in shapes}
         self._buffers: defaultdict[_Home, list[str]] = defaultdict(list)
-        self._places: dict[Span, _Place] = {}
+        self._places: dict[Span, Place] = {}
         end, home = defaultdict[Stretch, int](lambda: -1), ("", 0)
         in_order = sorted(program.layout.items(), key=lambda item: item[1][:2])
         for buffer, (stretch, offset, rows, columns) in in_order:
@@ -76,19 +84,19 @@ class Memory:
             return f"the runs of {span.buffer} overlap"
         return None
 
-    def place(self, span: Span) -> _Place:
+    def place(self, span: Span) -> Place:
         """Where the rows are, as far as there are such rows."""
         found = self._places.get(span)
         if found is None:
             found = self._places[span] = self._place(span)
         return found
 
-    def _place(self, span: Span) -> _Place:
+    def _place(self, span: Span) -> Place:
         home, runs = self._homes[span.buffer], span.runs()
         if span.buffer not in self._offsets:
-            return _Place(home, self.columns(span), runs)
+            return Place(home, self.columns(span), runs)
         offset, width = self._offsets[span.buffer], self.shapes[span.buffer][1]
-        return _Place(home, (0, 1), [(offset + a * width, offset + b * width) for a, b in runs])
+        return Place(home, (0, 1), [(offset + a * width, offset + b * width) for a, b in runs])
 
     def shared(self, span: Span) -> Iterator[tuple[str, int, int]]:
         """The rows of other scratch buffers that are the same memory in part."""
@@ -106,102 +114,3 @@ class Memory:
 def instruction(program: Program, at: int) -> str:
     """Which instruction, in words."""
     return f"rank {program.rank}, instruction {at} ({line(program.code[at])})"
-
-
-def memory_faults(program: Program, memory: Memory) -> Iterator[str]:
-    """Where a program takes rows that do not exist, or that are on their way.
-
-    Nothing may be read or written where a message arrives, nor written where one leaves, before it
-    was waited for; messages are whole contiguous rows; in the end everything was waited for.  What
-    is computed is not written over what it is computed from, but element by element in place.
-    """
-    under_way = {"receive": (arriving := _UnderWay()), "send": (leaving := _UnderWay())}
-    known: set[Span] = set()
-    for at, one in enumerate(program.code):
-        reads, writes = accesses(one)
-        for span in (*reads, *writes):
-            wrong = None if span in known else memory.wrong(span)
-            if wrong is not None:
-                yield f"{instruction(program, at)}: {wrong}"
-                return
-            known.add(span)
-        found = [
-            *_touched("reads", reads, "arrives", arriving, memory),
-            *_touched("writes", writes, "arrives", arriving, memory),
-            *_touched("writes", writes, "leaves", leaving, memory),
-        ]
-        in_place = not isinstance(one, Post) and getattr(one, "work", None) != "gemm"
-        for read, written in product(map(memory.place, reads), map(memory.place, writes)):
-            if common(read, written) and not (in_place and read == written):
-                found.append("it writes over what it reads")
-        if isinstance(one, Post):
-            for way, end in one.ends:
-                found += _unfit(end, memory)
-                under_way[way].add(end, memory.place(end.span))
-        elif isinstance(one, Wait):
-            found += [
-                f"it has posted no {way} of step {step}"
-                for way, step in one.ends
-                if not under_way[way].waited(step)
-            ]
-        for fault in found:
-            yield f"{instruction(program, at)}: {fault}"
-    for what, ends in (("arrives", arriving), ("leaves", leaving)):
-        for end in ends.left():
-            yield f"rank {program.rank} never waits for what {what}: {end.transfer}"
-
-
-def _touched(
-    verb: str, spans: Sequence[Span], what: str, ends: _UnderWay, memory: Memory
-) -> Iterator[str]:
-    for span in spans:
-        end = ends.hit(memory.place(span))
-        if end is not None:
-            yield f"it {verb} {span.buffer} where {end.transfer} {what}, and has not waited for it"
-
-
-def _unfit(end: End, memory: Memory) -> Iterator[str]:
-    if end.span.columns is not None or end.span.times != 1:
-        yield f"{end.transfer} is not rows one below the other"
-    if end.span.buffer in memory.wide:
-        yield f"{end.transfer} has the dtype of sums, a message that of the operation"
-
-
-def common(one: _Place, other: _Place) -> bool:
-    """Whether two places have something in common."""
-    if one.home != other.home:
-        return False
-    if one.columns[0] >= other.columns[1] or other.columns[0] >= one.columns[1]:
-        return False
-    for a, b in one.runs:
-        for c, d in other.runs:
-            if (a if a > c else c) < (b if b < d else d):
-                return True
-    return False
-
-
-class _UnderWay:
-    """Messages that were not waited for."""
-
-    def __init__(self) -> None:
-        self._ends: defaultdict[_Home, dict[int, tuple[End, _Place]]] = defaultdict(dict)
-        self._posted: dict[int, _Home] = {}
-
-    def add(self, end: End, place: _Place) -> None:
-        self._ends[place.home][end.transfer.step] = end, place
-        self._posted[end.transfer.step] = place.home
-
-    def hit(self, here: _Place) -> End | None:
-        """A message that has memory in common with this."""
-        there = self._ends.get(here.home, {}).values()
-        return next((end for end, place in there if common(here, place)), None)
-
-    def waited(self, step: int) -> bool:
-        """Whether it was posted; then it is not under way any more."""
-        home = self._posted.get(step)
-        if home is not None:
-            self._ends[home].pop(step, None)
-        return home is not None
-
-    def left(self) -> list[End]:
-        return [end for there in self._ends.values() for end, _ in there.values()]

@@ -12,13 +12,13 @@ from typing import NamedTuple
 from commfuse_npu.plan import Place, PlanError, Schedule
 from commfuse_npu.plan.program import Program, Wait
 from commfuse_npu.plan.rules import RULES, Piece
-from commfuse_npu.proof.data_flow import Call, Columns, Contents, Held
+from commfuse_npu.proof.data_flow import Columns, Contents, Held
 from commfuse_npu.proof.memory import Shape
 
 __all__ = ["Outcome", "outcome_faults", "outcome_of"]
 
-Taken = tuple[int, ...]
-"""Contents, or the numbers of rows, that work takes together."""
+_Call = tuple[slice | None, list[list[int]]]
+"""The run of rows that work is called with, and the rows that it takes of each input."""
 
 
 class _Matrix(NamedTuple):
@@ -34,10 +34,7 @@ class Outcome:
     Attributes:
         shapes: of the buffers that it brings along.
         results: what has to be in each row of those that it gets back, given the columns.
-        taken: what work without results has to take: pairs of rows, each once; an empty one for
-            a call that takes nothing.
-        whole: such work that has to take all of them in this order, in one call.
-        pieces: the runs of rows that work has to be called with, in order.
+        calls: those of work that makes, or takes, rows of its own accord, in order.
         first: work, and the rows that its first call has to take, before anything is waited for.
         last: work, and the rows that its last call has to take.
     """
@@ -48,9 +45,7 @@ class Outcome:
         self._weights: dict[tuple[int, _Matrix, Columns], int] = {}
         self.shapes: dict[str, Shape] = {}
         self.results: dict[str, Callable[[int, Columns], int]] = {}
-        self.taken: dict[str, list[Taken]] = {}
-        self.whole: set[str] = set()
-        self.pieces: dict[str, list[slice]] = {}
+        self.calls: dict[str, list[_Call]] = {}
         self.first: tuple[str, list[int]] | None = None
         self.last: tuple[str, list[int]] | None = None
 
@@ -158,7 +153,7 @@ class Outcome:
 
     def make(self, rows: int, columns: int, pieces: Sequence[slice], *, out: str | None) -> _Matrix:
         contents = self._contents
-        self.pieces["make"] = list(pieces)
+        self.calls["make"] = [(run, []) for run in pieces]
 
         def at(rank: int, i: int, _: Columns) -> int:
             return contents.made("make", rank, contents.run(i))
@@ -166,8 +161,8 @@ class Outcome:
         return self._result(out, _Matrix(rows, columns, at))
 
     def use(self, matrix: _Matrix, pieces: Sequence[slice], *, first: slice | None = None) -> None:
-        self.pieces["use"] = list(pieces)
-        self.taken["use"] = list(enumerate(self._rows(matrix, slice(0, matrix.rows))))
+        rows = self._rows(matrix, slice(0, matrix.rows))
+        self.calls["use"] = [(run, [rows[run]]) for run in pieces]
         if first is not None:
             self.first = "use", self._rows(matrix, first)
 
@@ -178,9 +173,10 @@ class Outcome:
         first: slice | None = None,
     ) -> None:
         rows = [self._rows(factor, slice(0, factor.rows)) for factor in factors]
-        self.taken["wgrad"] = list(zip(*rows, strict=True)) if rows else [()]
-        if rows and pieces is None:
-            self.whole.add("wgrad")
+        pieces = [[slice(0, len(rows[0]))]] if pieces is None and rows else pieces or [[]]
+        self.calls["wgrad"] = [
+            (None, [[row for run in runs for row in its[run]] for its in rows]) for runs in pieces
+        ]
         if first is not None and self.first is None:
             self.first = "wgrad", self._rows(factors[0], first)
 
@@ -243,7 +239,21 @@ def outcome_faults(
                     place = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
                     yield f"{where}: {place} {_difference(content, due, contents)}"
                     break
-    yield from _work_faults(program, outcome, held.calls, contents)
+    unmade = {call.work for call in held.calls if not call.makes}
+    for work in sorted(unmade | outcome.calls.keys()):
+        made = [(call.run, call.taken) for call in held.calls if call.work == work]
+        yield from _call_faults(where, work, made, outcome.calls.get(work, []), contents)
+    for which, at, own in (("first", 0, outcome.first), ("last", -1, outcome.last)):
+        calls = [call for call in held.calls if own is not None and call.work == own[0]]
+        if own is None or not calls:
+            continue
+        if calls[at].taken[0] != own[1]:
+            yield (
+                f"{where}: its {which} {own[0]} is not that of its own block: that transfer has "
+                "nothing to hide behind"
+            )
+        elif which == "first" and any(isinstance(o, Wait) for o in program.code[: calls[0].at]):
+            yield f"{where}: it waits before the {own[0]} of its own block"
 
 
 def _difference(got: int, due: int, contents: Contents) -> str:
@@ -262,77 +272,28 @@ def _difference(got: int, due: int, contents: Contents) -> str:
     )
 
 
-def _work_faults(
-    program: Program, outcome: Outcome, calls: Sequence[Call], contents: Contents
+def _call_faults(
+    where: str, work: str, got: list[_Call], due: list[_Call], contents: Contents
 ) -> Iterator[str]:
-    where = f"rank {program.rank}"
-    by_work: dict[str, list[Call]] = {}
-    for call in calls:
-        by_work.setdefault(call.work, []).append(call)
-    for work, pieces in outcome.pieces.items():
-        runs = [call.run for call in by_work.get(work, ())]
-        if runs != pieces:
-            at = next(
-                (k for k, (a, b) in enumerate(zip(runs, pieces, strict=False)) if a != b),
-                min(len(runs), len(pieces)),
-            )
-            yield (
-                f"{where}: call {at} of {work} is for rows {_run(runs, at)}, it has to be for "
-                f"{_run(pieces, at)}"
-            )
-    for work in sorted(by_work.keys() | outcome.taken.keys()):
-        calls_of = by_work.get(work, [])
-        if work in outcome.taken or not all(call.makes for call in calls_of):
-            yield from _taken_faults(where, work, calls_of, outcome, contents)
-    for which, at, due in (("first", 0, outcome.first), ("last", -1, outcome.last)):
-        if due is not None and by_work.get(due[0]):
-            work, rows = due
-            if by_work[work][at].taken[0] != rows:
-                yield (
-                    f"{where}: its {which} {work} is not that of its own block: that transfer has "
-                    "nothing to hide behind"
-                )
-            elif which == "first" and _waits_before(program, by_work[work][0].at):
-                yield f"{where}: it waits before the {work} of its own block"
-
-
-def _waits_before(program: Program, at: int) -> bool:
-    return any(isinstance(one, Wait) for one in program.code[:at])
-
-
-def _run(runs: Sequence[slice | None], at: int) -> str:
-    run = runs[at] if at < len(runs) else None
-    return "none" if run is None else f"{run.start}:{run.stop}"
-
-
-def _taken_faults(
-    where: str, work: str, calls: Sequence[Call], outcome: Outcome, contents: Contents
-) -> Iterator[str]:
-    got: list[Taken] = []
-    for call in calls:
-        taken: list[Sequence[int]] = list(call.taken)
-        if call.run is not None:
-            taken.insert(0, range(call.run.start, call.run.stop))
-        if len({len(rows) for rows in taken}) > 1:
-            yield f"{where}: {work} takes {' and '.join(str(len(rows)) for rows in taken)} rows"
-            return
-        got += zip(*taken, strict=True) if taken else [()]
-    due = outcome.taken.get(work, [])
-    if work in outcome.whole and len(calls) > 1:
-        yield f"{where}: {work} takes the whole in {len(calls)} pieces"
-    if got == due:
+    """The first call that is not what it has to be."""
+    if len(got) != len(due):
+        yield f"{where}: {work} is called {len(got)} times, it has to be {len(due)} times"
+    for at, ((run, taken), (due_run, needed)) in enumerate(zip(got, due, strict=False)):
+        call = f"{where}: call {at} of {work}"
+        if run != due_run:
+            yield f"{call} is for rows {_rows(run)}, it has to be for {_rows(due_run)}"
+        elif [*map(len, taken)] != [*map(len, needed)]:
+            counts = (" and ".join(str(len(rows)) for rows in one) for one in (taken, needed))
+            yield "{} takes {} rows, it has to take {}".format(call, *counts)
+        elif taken != needed:
+            pairs = zip(zip(*taken, strict=True), zip(*needed, strict=True), strict=True)
+            pair = next(pair for pair in pairs if pair[0] != pair[1])
+            words = (" with ".join(map(contents.words, rows)) for rows in pair)
+            yield "{} takes {}, it has to take {}".format(call, *words)
+        else:
+            continue
         return
-    counts, needed = Counter(got), Counter(due)
-    for pair in needed - counts:
-        yield f"{where}: {work} never takes {_pair(pair, contents, work)}"
-    for pair in counts - needed:
-        times = f"{counts[pair]} times instead of {needed[pair]}"
-        yield f"{where}: {work} takes {_pair(pair, contents, work)} {times}"
-    if counts == needed and work in outcome.whole:
-        yield f"{where}: {work} takes the rows of the whole in another order"
 
 
-def _pair(pair: Taken, contents: Contents, work: str) -> str:
-    if work == "use":
-        return f"{contents.words(pair[1])} as row {pair[0]}"
-    return " with ".join(contents.words(one) for one in pair) or "nothing"
+def _rows(run: slice | None) -> str:
+    return "none" if run is None else f"{run.start}:{run.stop}"

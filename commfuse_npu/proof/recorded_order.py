@@ -20,7 +20,7 @@ from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof.rendezvous import Group
 from commfuse_npu.runtime.order_log import VERSION
 
-__all__ = ["Collective", "Event", "LogError", "Operation", "RankLog"]
+__all__ = ["Begun", "Event", "LogError", "RankLog"]
 
 _LONGEST_LINE = 1 << 20
 _MOST_RANKS = 1 << 16
@@ -33,25 +33,23 @@ class LogError(ValueError):
     """A file that is none of an order log, or files that do not belong together."""
 
 
-class Operation(NamedTuple):
-    """A program as a rank began it.
+class Begun(NamedTuple):
+    """A program, or a collective of a group, as a rank began it.
 
-    ``batched`` is what HCCL would run in its place, ``facts`` what the ranks have in common.
+    Attributes:
+        facts: what the ranks have in common.
+        program, batched: as it was compiled, and what HCCL would run in its place.
     """
 
     group: Group
     name: str
-    program: Program
-    batched: Program
-    facts: dict[str, object]
+    facts: dict[str, Any]
+    program: Program | None = None
+    batched: Program | None = None
 
-
-class Collective(NamedTuple):
-    """A collective of a group as a rank began it."""
-
-    group: Group
-    name: str
-    facts: dict[str, object]
+    @property
+    def kind(self) -> str:
+        return "operation" if self.program else "collective"
 
 
 class Event(NamedTuple):
@@ -61,7 +59,7 @@ class Event(NamedTuple):
     number: int = 0
     more: tuple[int, ...] = ()
     text: str = ""
-    begun: Operation | Collective | None = None
+    begun: Begun | None = None
 
 
 _EVENTS = {
@@ -70,10 +68,14 @@ _EVENTS = {
 }  # fmt: skip
 """What follows each verb: numbers and texts."""
 
-_DEFINED = {"begin": ("program", Operation), "issue": ("collective", Collective)}
+_DEFINED = {"begin": "program", "issue": "collective"}
 """What a verb begins."""
 _LASTS = {"at": "begin", "rows": "begin", "finish": "begin", "await": "issue"}
 """By what that is under way was begun which a verb is about."""
+_OF_PROGRAM = {"transport": int, "schedule": dict, "arguments": list, "name": str, "rule": str,
+               "dtype": str, "sum_dtype": str, "options": str}  # fmt: skip
+_OF_COLLECTIVE = {"transport": int, "name": str, "kind": str, "bytes": int, "dtype": str}
+"""What defines one, and of which type that is; the ranks have it all in common but the first."""
 
 
 class RankLog:
@@ -106,7 +108,7 @@ class RankLog:
         self.failures: list[str] = []
         self.generation = 0
         self._batched: dict[int, bool] = {}
-        self._defined: dict[int, Operation | Collective] = {}
+        self._defined: dict[int, Begun] = {}
         # What a line says; the same lines come again and again.
         self.event = lru_cache(_MOST_KNOWN)(self._event)
         self._number = self._thread = 0
@@ -122,7 +124,7 @@ class RankLog:
                 f"{path} is an order log of version {header['order_log']!r}, this reads {VERSION}; "
                 "use the version of commfuse-npu that wrote it"
             )
-        self.size, self.rank = self._fields(header, size=int, rank=int)
+        self.size, self.rank = self._fields(header, {"size": int, "rank": int})
         if not 0 <= self.rank < self.size <= _MOST_RANKS:
             raise self._wrong(f"there is no rank {self.rank} of {self.size}")
 
@@ -159,7 +161,7 @@ class RankLog:
                 if number in self.under_way:
                     raise self._wrong(f"slot {number} is in use")
                 self.under_way[number] = verb
-                self.counts[begun.group, type(begun).__name__.lower()] += 1
+                self.counts[begun.group, begun.kind] += 1
             elif verb == "meet":
                 self.counts[self.groups[number], "meeting"] += 1
             elif verb == "thread":
@@ -214,15 +216,14 @@ class RankLog:
             raise self._wrong(f"transport {rest[0]} is not defined")
         begun = None
         if verb in _DEFINED:
-            what, kind = _DEFINED[verb]
             begun = self._defined.get(rest[1])
-            if not isinstance(begun, kind):
-                raise self._wrong(f"{what} {rest[1]} is not defined")
+            if begun is None or (begun.kind == "operation") != (verb == "begin"):
+                raise self._wrong(f"{_DEFINED[verb]} {rest[1]} is not defined")
         return Event(verb, rest[0] if rest else 0, tuple(rest[1:]), text, begun)
 
     # ------------------------------------------------------------------ definitions
 
-    def _fields(self, fields: dict[str, Any], **kinds: type) -> list[Any]:
+    def _fields(self, fields: dict[str, Any], kinds: dict[str, type]) -> list[Any]:
         """Values, each of the type that it has to have."""
         for name, kind in kinds.items():
             if type(fields.get(name)) is not kind:
@@ -230,43 +231,39 @@ class RankLog:
         return [fields[name] for name in kinds]
 
     def _define(self, fields: dict[str, Any]) -> None:
-        for what, _ in _DEFINED.values():
-            if what in fields:
-                (number,) = self._fields(fields, **{what: int})
-                if number in self._defined:
-                    raise self._wrong(f"{what} {number} is defined already")
-                make = self._operation if what == "program" else self._collective
-                self._defined[number] = make(fields)
-                return
-        number, ranks, batched = self._fields(fields, transport=int, ranks=list, batched=bool)
-        fits = all(type(rank) is int and 0 <= rank < self.size for rank in ranks)
-        fits = fits and self.rank in ranks and len({*ranks}) == len(ranks)
-        if number in self.groups or not fits:
-            raise self._wrong(f"transport {number} of ranks {ranks} cannot be rank {self.rank}'s")
-        self.groups[number], self._batched[number] = Group(number, tuple(ranks)), batched
+        what = next((what for what in _DEFINED.values() if what in fields), None)
+        if what is None:
+            kinds = {"transport": int, "ranks": list, "batched": bool}
+            number, ranks, batched = self._fields(fields, kinds)
+            fits = all(type(rank) is int and 0 <= rank < self.size for rank in ranks)
+            fits = fits and self.rank in ranks and len({*ranks}) == len(ranks)
+            if number in self.groups or not fits:
+                raise self._wrong(
+                    f"transport {number} of ranks {ranks} cannot be rank {self.rank}'s"
+                )
+            self.groups[number], self._batched[number] = Group(number, tuple(ranks)), batched
+            return
+        (number,) = self._fields(fields, {what: int})
+        if number in self._defined:
+            raise self._wrong(f"{what} {number} is defined already")
+        kinds = _OF_PROGRAM if what == "program" else _OF_COLLECTIVE
+        transport, *_ = self._fields(fields, kinds)
+        if transport not in self.groups:
+            raise self._wrong(f"transport {transport} is not defined")
+        facts = {fact: fields[fact] for fact in kinds if fact != "transport"}
+        begun = Begun(self.groups[transport], fields["name"], facts)
+        if what == "program":
+            begun = self._compiled(begun, self._batched[transport])
+        self._defined[number] = begun
 
-    def _collective(self, fields: dict[str, Any]) -> Collective:
-        number, name, *_ = self._fields(
-            fields, transport=int, name=str, kind=str, bytes=int, dtype=str
-        )
-        if number not in self.groups:
-            raise self._wrong(f"transport {number} is not defined")
-        facts = {fact: fields[fact] for fact in ("name", "kind", "bytes", "dtype")}
-        return Collective(self.groups[number], name, facts)
-
-    def _operation(self, fields: dict[str, Any]) -> Operation:
-        number, asked, given = self._fields(fields, transport=int, schedule=dict, arguments=list)
-        name, rule, *_ = self._fields(
-            fields, name=str, rule=str, dtype=str, sum_dtype=str, options=str
-        )
-        if number not in self.groups:
-            raise self._wrong(f"transport {number} is not defined")
-        group, batched = self.groups[number], self._batched[number]
+    def _compiled(self, begun: Begun, batched: bool) -> Begun:
+        size, facts = len(begun.group.ranks), begun.facts
+        rule, asked, given = facts["rule"], facts["schedule"], facts["arguments"]
         try:
             schedule = Schedule(**{option: _frozen(value) for option, value in asked.items()})
-            if len(group.ranks) * schedule.chunks > _MOST_TRANSFERS:
+            if size * schedule.chunks > _MOST_TRANSFERS:
                 raise ValueError(f"it would have more than {_MOST_TRANSFERS} transfers")
-            place = Place(schedule, group.ranks.index(self.rank), len(group.ranks), batched)
+            place = Place(schedule, begun.group.ranks.index(self.rank), size, batched)
             program, as_batched = (
                 RULES[rule](place._replace(batched=way), *_frozen(given)) for way in (batched, True)
             )
@@ -274,9 +271,8 @@ class RankLog:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise self._wrong(f"no {rule} ({why}) can be made of {asked}, {given}") from error
-        alike = ("name", "rule", "schedule", "arguments", "dtype", "sum_dtype", "options")
-        facts = {"batched": batched, **{fact: fields[fact] for fact in alike}}
-        return Operation(group, name, program, as_batched, facts)
+        facts = {"batched": batched, **facts}
+        return begun._replace(facts=facts, program=program, batched=as_batched)
 
 
 def _frozen(value: Any) -> Any:

@@ -104,14 +104,6 @@ _Place = tuple[int, _Lane | None]
 """A lane of a rank, or its host."""
 
 
-class _WaitOf(NamedTuple):
-    """What waits, the words for it, and for whom."""
-
-    place: _Place
-    words: str
-    peer: _Place
-
-
 class Rendezvous:
     """A play of programmes.
 
@@ -251,16 +243,15 @@ class Rendezvous:
         return next((chain for chain in found if chain.certain), found[0])
 
     def _chain(self, start: _Place) -> Stuck:
-        words: dict[_Place, str] = {}
+        waits: dict[_Place, str] = {}
         place, wait = start, self._wait_of(start)
-        while wait is not None and wait.place not in words:
-            words[wait.place] = wait.words
-            place = wait.peer
+        while wait is not None and wait[0] not in waits:
+            waits[wait[0]], place = wait[1:]
             wait = self._wait_of(place)
-        texts, certain = list(words.values()), True
+        texts, certain = list(waits.values()), True
         if wait is not None:
-            texts = texts[list(words).index(wait.place) :]
-            end = f"and so round to rank {wait.place[0]}"
+            texts = texts[list(waits).index(wait[0]) :]
+            end = f"and so round to rank {wait[0][0]}"
         elif any(p.open_ended for p in self._programmes if p.rank == place[0]):
             certain, end = False, f"and nothing more is known of rank {place[0]}"
         else:
@@ -268,45 +259,44 @@ class Rendezvous:
         how = "cold" if self._cold else "warm"
         return Stuck(f"deadlock ({how}): {'; '.join(texts)}; {end}", certain)
 
-    def _wait_of(self, place: _Place) -> _WaitOf | None:
-        """What a lane of a rank waits for; what its host does, if there is nothing on the lane."""
+    def _wait_of(self, place: _Place) -> tuple[_Place, str, _Place] | None:
+        """What waits there, in words, and for whom: the head of the lane, or else the host."""
         rank, lane = place
-        if lane is not None and self._queues.get((rank, lane)):
-            return self._wait_at_head((rank, lane))
-        held = (p for p in self._programmes if p.rank == rank and p.at < len(p.actions))
-        programme = next(held, None)
-        if programme is None:
-            return None
-        action = programme.actions[programme.at]
-        if isinstance(action, Meet):
-            met = self._met[action.group, action.number]
-            absent = next(r for r in action.group.ranks if r not in met)
-            words = f"rank {rank} waits for rank {absent} to come to {action.name}"
-            return _WaitOf((rank, None), words, (absent, None))
-        if isinstance(action, Post):
-            absent = next(
-                (r for link, pair in self._closed(action) for r in pair - self._came[link]), rank
-            )
-            words = f"rank {rank} waits for rank {absent} to open lane {action.lane} between them"
-            return _WaitOf((rank, None), words, (absent, None))
-        end = next(end for end in action.ends if (rank, end) not in self._done)
-        queue = self._where.get((rank, end))
-        if queue is None:
-            words = f"rank {rank} waits for {end}, which it has not posted"
-            return _WaitOf((rank, None), words, (rank, None))
-        return self._wait_at_head(queue, end)
-
-    def _wait_at_head(self, queue: _Queue, wanted: End | None = None) -> _WaitOf:
-        rank, (group, lane) = queue
+        queue, wanted = None if lane is None else (rank, lane), None
+        if queue is None or not self._queues.get(queue):
+            here = rank, None
+            held = (p for p in self._programmes if p.rank == rank and p.at < len(p.actions))
+            programme = next(held, None)
+            if programme is None:
+                return None
+            action = programme.actions[programme.at]
+            if isinstance(action, Meet):
+                met = self._met[action.group, action.number]
+                absent = next(r for r in action.group.ranks if r not in met)
+                words = f"rank {rank} waits for rank {absent} to come to {action.name}"
+                return here, words, (absent, None)
+            if isinstance(action, Post):
+                closed = (pair - self._came[link] for link, pair in self._closed(action))
+                absent = next((r for absent in closed for r in absent), rank)
+                lane_of = f"lane {action.lane} between them"
+                return (
+                    here,
+                    f"rank {rank} waits for rank {absent} to open {lane_of}",
+                    (absent, None),
+                )
+            wanted = next(end for end in action.ends if (rank, end) not in self._done)
+            queue = self._where.get((rank, wanted))
+            if queue is None:
+                return here, f"rank {rank} waits for {wanted}, which it has not posted", here
+        group, number = queue[1]
         head = self._queues[queue][0]
-        end = wanted if wanted in head else head[0]
-        assert end is not None
+        end = head[0] if wanted is None or wanted not in head else wanted
         source, target = group.ranks[end.transfer.source], group.ranks[end.transfer.target]
         verb, peer = ("send", target) if source == rank else ("receive", source)
-        words = f"rank {rank} waits on lane {lane} to {verb} {end}"
+        words = f"rank {rank} waits on lane {number} to {verb} {end}"
         if wanted is not None and wanted is not end:
             words += f", before {wanted}"
-        return _WaitOf(queue, words, (peer, queue[1]))
+        return queue, words, (peer, queue[1])
 
 
 def _same_way(one: End, other: End) -> bool:

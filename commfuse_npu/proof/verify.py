@@ -6,8 +6,8 @@ running a program proves little about it.  What is read here is the object that 
 1. *pairing*: each send has exactly one receive, of the same step, lane, size and piece;
 2. *one global order*: every rank posts its steps in rising order, and waits for none before its own
    ends of it and of all steps below are posted;
-3. *memory*: nobody touches rows that are on their way (:mod:`commfuse_npu.proof.memory`), and what
-   two streams of a device do with the same rows has an order (:mod:`commfuse_npu.proof.streams`);
+3. *memory*: nobody touches rows that are on their way, and what two streams of a device do with the
+   same rows has an order (:mod:`commfuse_npu.proof.hazards`);
 4. *data*: what comes out is what the rule's lines say, row by row, every partial sum added once and
    in the order of the peers, own block first or last (:mod:`commfuse_npu.proof.data_flow`,
    :mod:`commfuse_npu.proof.outcomes`).
@@ -30,9 +30,9 @@ from commfuse_npu.plan import PlanError, Schedule
 from commfuse_npu.plan.program import End, Post, Program, Transfer, Wait
 from commfuse_npu.proof import rendezvous as play
 from commfuse_npu.proof.data_flow import Contents, carry_out
-from commfuse_npu.proof.memory import Memory, instruction, memory_faults
+from commfuse_npu.proof.hazards import hazards
+from commfuse_npu.proof.memory import Memory, instruction
 from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
-from commfuse_npu.proof.streams import stream_faults
 
 __all__ = ["counter_examples", "rendezvous", "verify"]
 
@@ -70,10 +70,7 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
     if found:
         return found[:limit]
     for program, memory in zip(programs, memories, strict=True):
-        found += memory_faults(program, memory)
-    if not found:
-        for program, memory in zip(programs, memories, strict=True):
-            found += stream_faults(program, memory)
+        found += hazards(program, memory)
     found = found or [*_pairing(programs, memories)]
     found += [fault for program in programs for fault in _order(program)]
     stuck = rendezvous([programs], cold=True)

@@ -31,9 +31,9 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from commfuse_npu.plan.program import End, Instruction, Post, Transfer, Wait, line
+from commfuse_npu.plan.program import End, Instruction, Post, Program, Transfer, Wait, line
 from commfuse_npu.proof import rendezvous as play
-from commfuse_npu.proof.recorded_order import Collective, Event, LogError, Operation, RankLog
+from commfuse_npu.proof.recorded_order import Event, LogError, RankLog
 
 __all__ = ["Verdict", "files_of", "verify_logs"]
 
@@ -260,7 +260,7 @@ class _Name(NamedTuple):
 
 
 class _Running:
-    """An operation of a rank, as it goes on.
+    """A program of a rank, as it goes on.
 
     Attributes:
         left: the places of the posts and waits that are to come.
@@ -268,16 +268,15 @@ class _Running:
         at, posted, due: where the batched program is; its batches so far, and that it may post.
     """
 
-    def __init__(self, of: Operation, name: _Name) -> None:
-        self.of = of
-        self.name = name
-        places = (at for at, one in enumerate(of.program.code) if isinstance(one, Post | Wait))
+    def __init__(self, name: _Name, program: Program, batched: Program) -> None:
+        self.name, self.program, self.batched = name, program, batched
+        places = (at for at, one in enumerate(program.code) if isinstance(one, Post | Wait))
         self.left = dict.fromkeys(places)
         self.ends: dict[tuple[_Rules, str, int], tuple[play.End, ...]] = {}
         self.at = self.posted = self.due = 0
 
     def line(self, place: int) -> str:
-        code = self.of.program.code
+        code = self.program.code
         return repr(line(code[place])) if place < len(code) else "its end"
 
 
@@ -319,14 +318,14 @@ class _Rank:
 
     def _take(self, event: Event) -> None:
         verb, number, more, text, begun = event
-        if isinstance(begun, Collective):
-            self._issue(number, begun)
+        if begun is not None:
+            name = self._name(begun.kind, begun.group, begun.name, begun.facts)
             self.operations += 1
-        elif begun is not None:
-            name = self._name("operation", begun.group, begun.name, begun.facts)
-            self._slots[number] = _Running(begun, name)
-            self.gloo |= not begun.program.batched
-            self.operations += 1
+            if begun.program is None or begun.batched is None:
+                self._issue(number, name, begun.facts)
+            else:
+                self._slots[number] = _Running(name, begun.program, begun.batched)
+                self.gloo |= not begun.program.batched
         elif verb == "await":
             _, ends = self._collectives.pop(number)
             for threads in self.actions.values():
@@ -346,26 +345,32 @@ class _Rank:
             running = self._slots[number]
             for place in running.left:
                 self._fault(running, f"finishes where its program has {running.line(place)}")
-            if not running.of.program.batched:
+            if not running.program.batched:
                 self._go_on(running, _ALL, in_line=False)
             del self._slots[number]
             for other in self._slots.values():
                 self._go_on(other)
 
-    def _issue(self, slot: int, begun: Collective) -> None:
+    def _issue(self, slot: int, name: _Name, facts: dict[str, Any]) -> None:
         """Play it as a message to and from every other rank, which it waits for, on a lane of its
         own: in order, and of one size."""
-        group = begun.group
-        name = self._name("collective", group, begun.name, begun.facts)
+        group = name.group
         me, peers = group.ranks.index(self.rank), range(len(group.ranks))
-        piece = "{kind} ({bytes} bytes)".format(**begun.facts)
+        piece = "{kind} ({bytes} bytes)".format(**facts)
         pairs = [pair for peer in peers if peer != me for pair in ((me, peer), (peer, me))]
         ends = tuple(play.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
         self._collectives[slot] = name, ends
-        for rules, threads in self.actions.items():
-            at = self._posted[rules, group]
-            threads[self._thread].append(play.Post(group, "of collectives", ends, at))
-            self._posted[rules, group] += 1
+        for rules in self.actions:
+            self._post(rules, group, "of collectives", ends)
+
+    def _post(
+        self, rules: _Rules, group: play.Group, lane: Hashable, ends: tuple[play.End, ...]
+    ) -> None:
+        before, self._posted[rules, group] = (
+            self._posted[rules, group],
+            self._posted[rules, group] + 1,
+        )
+        self.actions[rules][self._thread].append(play.Post(group, lane, ends, before))
 
     def _name(self, what: str, group: play.Group, text: str, facts: dict[str, Any]) -> _Name:
         did = self.did[group, what]
@@ -373,7 +378,7 @@ class _Rank:
         return did[-1][0]
 
     def _at(self, running: _Running, place: int) -> None:
-        program = running.of.program
+        program = running.program
         due = next(iter(running.left), len(program.code))
         if place != due:
             here, there = running.line(place), running.line(due)
@@ -390,7 +395,7 @@ class _Rank:
     def _go_on(self, running: _Running, due: int = 0, *, in_line: bool = True) -> None:
         """Play the batched program of a run on gloo, as far as it has come and may."""
         running.due = max(running.due, due)
-        code = running.of.batched.code
+        code = running.batched.code
         if in_line and self._held(running):
             return
         while running.at < len(code) and running.posted < running.due:
@@ -402,19 +407,20 @@ class _Rank:
         earlier = takewhile(lambda one: one is not running, self._slots.values())
         return any(
             one.name.group == running.name.group
-            and {one.of.program.rule[0], running.of.program.rule[0]} <= _IN_LINE
-            and one.posted < len(one.of.batched.transfers)
+            and {one.program.rule[0], running.program.rule[0]} <= _IN_LINE
+            and one.posted < len(one.batched.transfers)
             for one in earlier
         )
 
     def _play(self, rules: _Rules, running: _Running, one: Instruction) -> None:
-        name, actions = running.name, self.actions[rules][self._thread]
+        name = running.name
         if isinstance(one, Wait):
             wanted = [(rules, way, step) for way, step in one.ends]
             for _, way, step in (key for key in wanted if key not in running.ends):
                 self._fault(running, f"waits for what step {step} {way}s, which is not posted")
             found = (running.ends.get(key, ()) for key in wanted)
-            actions.append(play.Wait(tuple(end for together in found for end in together)))
+            wait = play.Wait(tuple(end for together in found for end in together))
+            self.actions[rules][self._thread].append(wait)
         elif isinstance(one, Post):
             posted = tuple(_end(name, end) for _, end in one.ends)
             running.ends |= {(rules, way, end.transfer.step): posted for way, end in one.ends}
@@ -426,10 +432,9 @@ class _Rank:
                     self._fault(running, "posts before an earlier bucket has posted all of its own")
             step, lane, source, *_ = posted[0].transfer
             # On gloo tags tell messages apart: each has a lane of its own.
-            tagged = rules == "recorded" and not running.of.program.batched
+            tagged = rules == "recorded" and not running.program.batched
             on = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
-            actions.append(play.Post(name.group, on, posted, self._posted[rules, name.group]))
-            self._posted[rules, name.group] += 1
+            self._post(rules, name.group, on, posted)
 
 
 def _end(name: _Name, end: End) -> play.End:

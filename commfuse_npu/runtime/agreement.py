@@ -4,11 +4,23 @@ Every rank runs the same operations in the same order.  A combination of operati
 compared before anything of its first use is sent; all that was begun, with its sizes, before an
 optimizer changes weights.  A failure names rank, peer, operation and step, and it is for good: the
 transfers that are left over can no longer be matched.
+
+What is begun enters a digest.  On gloo the digest of every stretch of operations is sent to the
+other ranks, and looked at when the next stretch is over, so that it has arrived long before.  While
+transfers are under way it is not looked at: another rank may need them before it sends its own::
+
+    begun    | stretch 0      | stretch 1      | stretch 2      | step of the optimizer
+    sent     |                | 0              | 1              | 2, and the last operations
+    compared |                |                | 0              | 1, 2, and the last operations
+
+The last operations are kept in full, to say in what the ranks differ.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,16 +28,19 @@ from functools import cache
 from itertools import count
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commfuse_npu.runtime.ledger import Ledger, Signature, mismatch
+from commfuse_npu.runtime.gather_objects import MissingRankError, Swap, gather_objects
 from commfuse_npu.runtime.order_log import TransportLog
-from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
 
-__all__ = ["Agreement", "Check", "MismatchError", "TransportError", "of_every_rank"]
+__all__ = ["Agreement", "Check", "MismatchError", "TransportError"]
 
 Check = Literal["first", "always"]
+
+Signature = tuple[tuple[str, Hashable], ...]
+"""An operation: ``("operation", name)``, then whatever else has to be the same on all ranks."""
 
 _MOST_AGREED = 4096
 """Combinations of operation and options, about 1 KiB each, that are remembered."""
@@ -36,8 +51,10 @@ _MOST_BEGUN = 512
 _EXPLAINING = timedelta(seconds=2)
 """How long others whose wait failed as well are waited for, to say in what they differ."""
 
-_HISTORIES = 2
-"""The tag of what was begun, in full."""
+_STRETCH = 64
+_KEPT = 4 * _STRETCH
+_DIGESTS, _HISTORIES = 1, 2
+"""Tags of digests, and of what was begun, in full; other comparisons have 0."""
 
 _numbers = count()
 _unsettled: set[Agreement] = set()
@@ -77,20 +94,6 @@ class MismatchError(TransportError):
     """
 
 
-def of_every_rank(
-    value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int = 0
-) -> list[Any]:
-    """What every rank of the group gives here, by rank; on gloo an error says whose is missing.
-
-    HCCL would open a communicator per pair of ranks for that, in an order that hangs.
-    """
-    if dist.get_backend(group) == "gloo":
-        return roll_call(value, group, timeout, tag)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
-
-
 class Agreement:
     """What the ranks of one group have agreed on, and whether they still can.
 
@@ -123,9 +126,14 @@ class Agreement:
         self._agreed: set[Hashable] = set()
         # What Transport.begin agreed on, so that it is not put together anew: to number and words.
         self._begun: dict[Hashable, tuple[int, Signature]] = {}
-        self._ledger: Ledger | None = None
-        if self.size > 1 and check == "first":
-            self._ledger = Ledger(control)
+        # What is begun is compared later: how many operations, and all of them, below 2^63.
+        self._keeps = self.size > 1 and check == "first"
+        self._entered = self._digest = 0
+        self._kept: deque[Signature] = deque(maxlen=_KEPT)
+        # Single messages of HCCL open communicators of their own, in the middle of a forward.
+        self._sends = dist.get_backend(control) == "gloo"
+        self._sent: deque[Swap] = deque()
+        if self._keeps:
             _settle_before_steps()
         self._number, self._world = next(_numbers), dist.group.WORLD
         self._broken: str | None = None
@@ -164,8 +172,8 @@ class Agreement:
             raise self.error()
         sizes = sizes or {}
         identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
-        if self._ledger is not None:
-            self._enter(self._ledger, identity, signature)
+        if self._keeps:
+            self._enter(identity, signature)
         return identity
 
     def _agreed_on(
@@ -187,16 +195,34 @@ class Agreement:
         self._agreed.add(kind)
         return zlib.crc32(repr(signature).encode()), signature
 
-    def _enter(self, ledger: Ledger, identity: int, signature: Signature) -> None:
+    def _enter(self, identity: int, signature: Signature) -> None:
         """Write down what is begun, to be compared later."""
         _unsettled.add(self)
-        if ledger.enter(identity, signature):
-            with self._with_others("what was begun"):
-                ledger.send()
-                # A rank that needs what is under way here may not have sent its digest.
-                same = self.under_way or ledger.compare(self.timeout, newest=False)
-            if not same:
-                self._went_apart(ledger)
+        self._entered += 1
+        self._digest = (self._digest * 6364136223846793005 + identity) & 0x7FFFFFFFFFFFFFFF
+        self._kept.append(signature)
+        is_over = not self._entered % _STRETCH
+        if not self._sends or not (is_over or len(self._sent) > 1):
+            return
+        with self._with_others("what was begun"):
+            if is_over:
+                mine = torch.tensor([self._entered, self._digest])
+                peers = (peer for peer in range(self.size) if peer != self.rank)
+                theirs = {peer: torch.empty_like(mine) for peer in peers}
+                self._sent.append(Swap(mine, theirs, self._control, _DIGESTS))
+            # A rank that needs what is under way here may not have sent its digest.
+            same = self.under_way or self._same_digests(but=1)
+        if not same:
+            self._diverged()
+
+    def _same_digests(self, but: int = 0) -> bool:
+        """Wait for the other ranks' digests, ``but`` those sent last; whether all are the same."""
+        end = time.monotonic() + self.timeout.total_seconds()
+        while len(self._sent) > but:
+            sent = self._sent.popleft()
+            if any(not torch.equal(sent.mine, other) for other in sent.wait(end).values()):
+                return False
+        return True
 
     def _remember(self, key: Hashable, agreed: tuple[int, Signature]) -> None:
         if len(self._begun) >= _MOST_BEGUN:
@@ -222,38 +248,63 @@ class Agreement:
         """
         if self._broken is not None:
             raise self.error()
-        ledger = self._ledger
-        if ledger is None or self not in _unsettled:
+        if self not in _unsettled:
             return
-        state = ledger.entered, ledger.digest
+        state = self._entered, self._digest
         if any(other != state for other in self.share("what was begun", state)):
-            self._went_apart(ledger)
+            self._diverged()
         with self._with_others("what was begun"):
-            ledger.compare(self.timeout)
-        ledger.settled()
+            self._same_digests()
+        self._kept.clear()
         _unsettled.discard(self)
 
-    def _went_apart(self, ledger: Ledger) -> None:
+    def _diverged(self) -> None:
         """Raise, with the first operation that is not the same on all ranks."""
         with self._with_others("what was begun"):
-            everyone = of_every_rank(ledger.kept, self._control, self.timeout, _HISTORIES)
+            difference = self._difference(self.timeout, all_begun=True)
         self.fail(
-            ledger.difference(everyone, all_begun=True)
-            or "the ranks began different operations, longer ago than they keep them"
+            difference or "the ranks began different operations, longer ago than they keep them"
         )
         raise self.error(MismatchError)
 
     def gave_up(self, why: str, *left_over: object) -> TransportError:
         """A wait failed: break the transport, and say so if the ranks differ."""
         difference = None
-        if self._ledger is not None and self._broken is None:
+        if self._keeps and self._broken is None:
             try:
-                everyone = of_every_rank(self._ledger.kept, self._control, _EXPLAINING, _HISTORIES)
-                difference = self._ledger.difference(everyone, all_begun=False)
+                difference = self._difference(_EXPLAINING, all_begun=False)
             except MissingRankError as error:
                 left_over = *left_over, error.left_over
         self.fail(why if difference is None else f"{why}. {difference}", *left_over)
         return self.error(TransportError if difference is None else MismatchError)
+
+    def _difference(self, timeout: timedelta, *, all_begun: bool) -> str | None:
+        """The first operation that is another one on another rank, as far as they are kept.
+
+        Args:
+            all_begun: whether a rank that began less than another differs from it.
+        """
+        mine = self._entered - len(self._kept), list(self._kept)
+        found = []
+        everyone = gather_objects(mine, self._control, timeout, _HISTORIES)
+        for peer, theirs in enumerate(everyone):
+            ends = [first + len(kept) for first, kept in (mine, theirs)]
+            start, end = max(mine[0], theirs[0]), max(ends) if all_begun else min(ends)
+            for number in range(start, end):
+                here, there = (
+                    kept[number - first] if number < first + len(kept) else ()
+                    for first, kept in (mine, theirs)
+                )
+                if here != there:
+                    found.append((number, peer, _mismatch(self.rank, here, peer, there)))
+                    break
+        if not found:
+            return None
+        number, _, words = min(found)
+        return (
+            f"{words}. This was operation {number} of the transport, and what came since then is "
+            "wrong; call it alike on all ranks"
+        )
 
     def share(self, name: str, value: Any) -> list[Any]:
         """What every rank gives here, in the order of the ranks; small things, by pickle.
@@ -268,7 +319,7 @@ class Agreement:
         if self.order_log is not None:
             self.order_log.meet(name)
         with self._with_others(name):
-            return of_every_rank(value, self._control, self.timeout)
+            return gather_objects(value, self._control, self.timeout)
 
     @contextmanager
     def _with_others(self, name: str) -> Iterator[None]:
@@ -284,7 +335,7 @@ class Agreement:
         for rank, other in enumerate(everyone):
             if other != signature:
                 self.fail(
-                    f"{mismatch(self.rank, signature, rank, other)}. Nothing was sent; call it "
+                    f"{_mismatch(self.rank, signature, rank, other)}. Nothing was sent; call it "
                     "alike on all ranks"
                 )
                 raise self.error(MismatchError)
@@ -309,3 +360,17 @@ class Agreement:
         _unsettled.discard(self)
         if self.order_log is not None:
             self.order_log.close()
+
+
+def _mismatch(rank: int, here: Signature, peer: int, there: Signature) -> str:
+    """In what two operations differ."""
+    mine, theirs = dict(here), dict(there)
+    differing = "; ".join(
+        f"{what}: {mine.get(what)} here, {theirs.get(what)} there"
+        for what in mine | theirs
+        if mine.get(what) != theirs.get(what)
+    )
+    return (
+        f"{(mine or theirs)['operation']}: rank {rank} and peer {peer} of the group do not call "
+        f"the same: {differing}"
+    )

@@ -6,9 +6,9 @@ falls back to where there is nothing to hide, in a group of one or for an empty 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,13 +18,13 @@ from torch._C._profiler import _RecordFunctionFast
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.rules import Piece, Rule
-from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.collectives import (
     Begun,
     all_gather_rows,
     all_to_all_rows,
     begin_all_gather,
     begin_reduce_scatter,
+    device_backend,
     reduce_scatter_rows,
     sum_rows_in_order,
 )
@@ -110,20 +110,17 @@ class CollectiveTransport:
         """Wait for a collective."""
         work.wait() if self._lanes is None else self._lanes.wait_for(work)
 
-    @contextmanager
-    def collective(self, name: str) -> Iterator[None]:
+    def collectives(self, name: str) -> AbstractContextManager[None]:
         """What fails in this block breaks the transport, if these are its operations."""
-        if self._lanes is None:
-            yield
-        else:
-            with self._lanes.collectives(name):
-                yield
+        return nullcontext() if self._lanes is None else self._lanes.collectives(name)
 
 
 class CollectiveRun:
     """An operation under way, as :class:`~commfuse_npu.runtime.executor.Running` is one.
 
-    Nothing of it is begun ahead of its work: what is handed in ahead is kept.
+    Nothing of it is begun ahead of its work: what is handed in ahead is kept.  It carries the lines
+    of its rule out by itself (a :class:`~commfuse_npu.plan.rules.Carrier` of tensors): an
+    all-gather is waited for when it is read, a reduce-scatter at the end.
     """
 
     def __init__(
@@ -136,10 +133,16 @@ class CollectiveRun:
     ) -> None:
         self.name = name
         self.program = program
-        self._transport = transport
+        self.place = program.place
+        self._transport, self._group = transport, transport.group
         self._like = like
         self._sum_dtype = sum_dtype
+        self._kernels = kernels_for(like.device)
+        self._works: Mapping[str, Work] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        # By identity of the result, which is held so that nothing else gets it.
+        self._under_way: dict[int, Begun] = {}
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(
         self,
@@ -152,47 +155,16 @@ class CollectiveRun:
         self._tensors |= tensors
         if ahead:
             return
-        rule, place, arguments = self.program
-        carrier = _Collectives(
-            self._transport, place, self.name, self._like, self._sum_dtype, works or {},
-            self._tensors,
-        )  # fmt: skip
+        self._works = works or {}
         with _RecordFunctionFast(f"CommFuse: {self.name}"):
-            rule.lines(carrier, *arguments)
-            carrier.finish()
+            self.program.rule.lines(self, *self.program.arguments)
+            for result, _ in list(self._under_way.values()):
+                self._read(result)
+            for into, total in self._sums:
+                into.copy_(total)
 
     def drain(self, **tensors: torch.Tensor) -> None:
         """Nothing was begun."""
-
-
-@dataclass
-class _Collectives:
-    """A :class:`~commfuse_npu.plan.rules.Carrier` of tensors.
-
-    An all-gather is waited for when it is read, a reduce-scatter at the end.
-    """
-
-    transport: CollectiveTransport
-    place: Place
-    name: str
-    like: torch.Tensor
-    sum_dtype: torch.dtype | None
-    works: Mapping[str, Work]
-    tensors: dict[str, torch.Tensor]
-
-    def __post_init__(self) -> None:
-        self._group = self.transport.group
-        self._kernels = kernels_for(self.like.device)
-        # By identity of the result, which is held so that nothing else gets it.
-        self._under_way: dict[int, Begun] = {}
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def finish(self) -> None:
-        """Wait for what nobody read, and bring the sums to their place."""
-        for result, _ in list(self._under_way.values()):
-            self._read(result)
-        for into, total in self._sums:
-            into.copy_(total)
 
     def _begun(self, begun: Begun) -> torch.Tensor:
         self._under_way[id(begun[0])] = begun
@@ -201,15 +173,15 @@ class _Collectives:
     def _read(self, matrix: torch.Tensor) -> torch.Tensor:
         """The matrix, once it is there."""
         if id(matrix) in self._under_way:
-            with self.transport.collective(self.name):
-                self.transport.wait_for(self._under_way.pop(id(matrix))[1])
+            with self._transport.collectives(self.name):
+                self._transport.wait_for(self._under_way.pop(id(matrix))[1])
         return matrix
 
     def _out(self, out: str | None, rows: int, columns: int) -> torch.Tensor:
-        return self.like.new_empty((rows, columns)) if out is None else self.tensors[out]
+        return self._like.new_empty((rows, columns)) if out is None else self._tensors[out]
 
     def given(self, buffer: str, rows: int, columns: int) -> torch.Tensor:
-        return self.tensors[buffer]
+        return self._tensors[buffer]
 
     def own_block(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self.place.size)[self.place.rank]
@@ -217,39 +189,39 @@ class _Collectives:
     # ------------------------------------------------------------------ transfers
 
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
-        into = None if out is None else self.tensors[out]
+        into = None if out is None else self._tensors[out]
         if self.place.size == 1:
             return shard if into is None else into.copy_(shard)
-        with self.transport.collective(self.name):
+        with self._transport.collectives(self.name):
             return self._begun(begin_all_gather(shard, self._group, into))
 
     def all_to_all(self, blocks: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
         received = blocks
         if self.place.size > 1:
-            with self.transport.collective(self.name):
+            with self._transport.collectives(self.name):
                 received = all_to_all_rows(blocks, self._group)
-        return received if out is None else self.tensors[out].copy_(received)
+        return received if out is None else self._tensors[out].copy_(received)
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
-        into, rows = self.tensors[out], whole.shape[0] // self.place.size
+        into, rows = self._tensors[out], whole.shape[0] // self.place.size
         if into.shape[0] > rows:
             into = self.own_block(into)
         if self.place.size == 1:
             into.copy_(whole)
             return
-        wide = whole.to(self.sum_dtype or whole.dtype)
+        wide = whole.to(self._sum_dtype or whole.dtype)
         hops = self.place.schedule.hops(self.place.rank, self.place.size, "last")
         order = [hop.source for hop in hops]
         if finish:
-            with self.transport.collective(self.name):
+            with self._transport.collectives(self.name):
                 total = sum_rows_in_order(wide, self._group, order)
-            self.works["finish"](into, total, self.own_block(whole))
-        elif self.transport.same_pieces and not self._in_the_order_of_collectives():
-            with self.transport.collective(self.name):
+            self._works["finish"](into, total, self.own_block(whole))
+        elif self._transport.same_pieces and not self._in_the_order_of_collectives():
+            with self._transport.collectives(self.name):
                 total = sum_rows_in_order(wide, self._group, [*order, self.place.rank])
             into.copy_(total)
         else:
-            with self.transport.collective(self.name):
+            with self._transport.collectives(self.name):
                 self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
 
     def _in_the_order_of_collectives(self) -> bool:
@@ -257,13 +229,13 @@ class _Collectives:
         return schedule.shape == "shifted" and schedule.costs is None
 
     def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
-        total = whole.to(self.sum_dtype or whole.dtype)
+        total = whole.to(self._sum_dtype or whole.dtype)
         if self.place.size > 1 and len(whole):
-            with self.transport.collective(self.name):
+            with self._transport.collectives(self.name):
                 for part in parts:
                     sums = reduce_scatter_rows(total[part], self._group).to(whole.dtype)
                     total[part] = all_gather_rows(sums, self._group).to(total.dtype)
-        self.tensors[out].copy_(total)
+        self._tensors[out].copy_(total)
 
     # ------------------------------------------------------------------ work
 
@@ -279,7 +251,7 @@ class _Collectives:
     ) -> torch.Tensor:
         a = self._read(a)
         product = self._out(out, a.shape[0], b.shape[1])
-        if not self.transport.same_pieces:
+        if not self._transport.same_pieces:
             self._kernels.gemm_into(product, a, b)
             return product
         for runs, columns in pieces:
@@ -297,7 +269,7 @@ class _Collectives:
     ) -> torch.Tensor:
         whole = self._out(out, rows, columns)
         for run in pieces if whole.numel() else ():
-            self.works["make"](whole[run], run)
+            self._works["make"](whole[run], run)
         return whole
 
     def use(
@@ -305,7 +277,7 @@ class _Collectives:
     ) -> None:
         whole = self._read(matrix)
         for run in pieces if whole.numel() else ():
-            self.works["use"](whole[run], run)
+            self._works["use"](whole[run], run)
 
     def wgrad(
         self,
@@ -314,11 +286,11 @@ class _Collectives:
         first: slice | None = None,
     ) -> None:
         whole = [self._read(factor) for factor in factors]
-        if pieces is None or not self.transport.same_pieces:
-            self.works["wgrad"](*whole)
+        if pieces is None or not self._transport.same_pieces:
+            self._works["wgrad"](*whole)
             return
         for runs in pieces:
-            self.works["wgrad"](*(_rows(factor, runs) for factor in whole))
+            self._works["wgrad"](*(_rows(factor, runs) for factor in whole))
 
 
 def _rows(matrix: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:

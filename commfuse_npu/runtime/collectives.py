@@ -1,4 +1,4 @@
-"""The plain collectives, under whichever name this torch has.
+"""The plain collectives, under whichever name this torch has, and where a group's tensors are.
 
 torch 2.13 calls them ``all_gather_single`` and ``reduce_scatter_single`` and warns about the names
 that torch 2.7 (MindSpeed's) has.
@@ -20,6 +20,7 @@ __all__ = [
     "all_to_all_rows",
     "begin_all_gather",
     "begin_reduce_scatter",
+    "device_backend",
     "reduce_scatter_rows",
     "sum_rows_in_order",
 ]
@@ -89,6 +90,29 @@ def sum_rows_in_order(
     for source in sources[1:]:
         total += blocks[source]
     return total
+
+
+def device_backend(backend: str) -> tuple[str, str]:
+    """``(device type, name)`` of a group's backend; of ``cpu:gloo,npu:hccl`` the device's is meant.
+
+    What torch.distributed was told about a backend when it was registered says where its tensors
+    are.  gloo carries those of CUDA devices too, through the host: its own are on the CPU.
+
+    Raises:
+        ValueError: torch.distributed does not know the backend.
+    """
+    found = []
+    for part in backend.split(","):
+        device, _, name = part.strip().rpartition(":")
+        devices = [device] if device else dist.Backend.backend_capability.get(name, [])
+        if not devices:
+            known = ", ".join(sorted(dist.Backend.backend_capability))
+            raise ValueError(
+                f"backend {backend!r} is unknown to torch.distributed, which has {known}; make the "
+                "group with hccl or gloo"
+            )
+        found.append((devices[0], name))
+    return next((one for one in found if one[0] != "cpu"), found[0])
 
 
 class _AllToAll(torch.autograd.Function):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,23 +26,12 @@ import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.plan.program import (
-    Add,
-    Compute,
-    Copy,
-    Instruction,
-    Mark,
-    Post,
-    Program,
-    Record,
-    Span,
-    Wait,
-)
+from commfuse_npu.plan.program import Add, Compute, Copy, Hold, Post, Program, Record, Span, Wait
+from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.scratch import Arena, view_of
-from commfuse_npu.runtime.second_stream import SecondStream
 
 if TYPE_CHECKING:
-    from commfuse_npu.runtime.order_log import OperationLog
+    from commfuse_npu.runtime.order_log import SlotLog
     from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["Running", "Work"]
@@ -51,44 +39,6 @@ __all__ = ["Running", "Work"]
 Work = Callable[..., object]
 """What a program's :class:`~commfuse_npu.plan.program.Compute` calls, by its name: with the tensors
 that it writes, then those that it reads, then the run of rows if it has one."""
-
-_BATCH, _SEND, _RECEIVE, _COMPUTE, _WAIT, _ADD, _COPY, _RECORD, _HOLD, _MARK = range(10)
-
-
-@lru_cache(maxsize=4096)
-def _flat(program: Program) -> tuple[tuple[Any, ...], ...]:
-    """The code with nothing left to look up: tuples of numbers, those of spans among them."""
-    numbers = {span: number for number, span in enumerate(program.spans)}
-    # Of each work the last place wins.
-    last = {one.work: at for at, one in enumerate(program.code) if isinstance(one, Compute)}
-    return tuple(
-        _flat_instruction(one, numbers, at in last.values()) for at, one in enumerate(program.code)
-    )
-
-
-def _flat_instruction(one: Instruction, numbers: Mapping[Span, int], last: bool) -> tuple[Any, ...]:
-    if isinstance(one, Post):
-        ends = [end for end in (one.send, one.receive) if end is not None]
-        step, lane = ends[0].transfer.step, ends[0].transfer.lane
-        spans = [numbers[end.span] for end in ends]
-        if one.receive is None:
-            return _SEND, step, lane, ends[0].transfer.target, *spans
-        if one.send is None:
-            return _RECEIVE, step, lane, ends[0].transfer.source, *spans
-        return _BATCH, step, lane, one.send.transfer.target, one.receive.transfer.source, *spans
-    if isinstance(one, Compute):
-        touched = tuple(numbers[span] for span in (*one.outs, *one.ins))
-        return _COMPUTE, one.work, touched, one.run, last
-    if isinstance(one, Mark):
-        return (_MARK,)
-    if isinstance(one, Wait):
-        return _WAIT, one.aside, one.receives, one.sends
-    if isinstance(one, Add):
-        terms = tuple((numbers[span], parts) for span, parts in one.terms)
-        return _ADD, one.aside, numbers[one.out], terms
-    if isinstance(one, Copy):
-        return _COPY, one.aside, numbers[one.out], numbers[one.source]
-    return (_RECORD if isinstance(one, Record) else _HOLD), one.aside, one.event
 
 
 class Running:
@@ -114,7 +64,7 @@ class Running:
         dtype: torch.dtype,
         device: torch.device,
         tag: int,
-        log: OperationLog | None,
+        log: SlotLog | None,
         sum_dtype: torch.dtype | None,
     ) -> None:
         self.name = name
@@ -129,10 +79,10 @@ class Running:
         self._sum_dtype = None if sum_dtype == dtype else sum_dtype
         self._kernels = kernels_for(device)
         self._at = 0
-        self._views: list[Any] = [None] * len(program.spans)
+        self._views: dict[Span, torch.Tensor] = {}
         self._arenas: list[Arena] = []
         self.transferred: dict[int, torch.Tensor] = {}
-        self._second = transport.second_stream(device)
+        self._second = side_stream(device)
         self._events: dict[int, Any] = {}
         # By identity of what is waited for: a batch is one thing, sent and received.
         self._waited: set[tuple[int, bool]] = set()
@@ -228,67 +178,67 @@ class Running:
     # ------------------------------------------------------------------ the loop
 
     def _go_on(self, works: Mapping[str, Work], end: int) -> None:
-        transport, views, log = self._transport, self._views, self._log
-        ranks, lanes = transport.ranks, transport.lane_groups
+        ranks, lanes = self._transport.ranks, self._transport.lane_groups
         batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
-        code, sends, receives = _flat(self.program), self._sends, self._receives
-        view, second = views.__getitem__, self._second
+        views, sends, receives = self._views, self._sends, self._receives
+        view, second, log = views.__getitem__, self._second, self._log
         # What may be aside, and is then called later.
-        light: dict[int, Callable[..., None]] = {
-            _WAIT: self._wait,
-            _ADD: self._add,
-            _COPY: self._copy,
+        light: dict[type, Callable[..., None]] = {
+            Wait: self._wait,
+            Add: self._add,
+            Copy: self._copy,
         }
+        code: Sequence[Any] = self.program.code
         for at in range(self._at, end):
             self._at = at
             one = code[at]
-            kind = one[0]
-            if log is not None and (kind <= _RECEIVE or kind == _WAIT):
+            kind = type(one)
+            if log is not None and (kind is Post or kind is Wait):
                 log.at(at)
-            if kind == _BATCH:
-                _, step, lane, target, source, sent, got = one
-                out, into, group = views[sent], views[got], lanes[lane]
-                posted = batch(
-                    [
-                        operation(isend, out, ranks[target], group),
-                        operation(irecv, into, ranks[source], group),
-                    ]
-                )
-                sends[step] = receives[step] = [posted, out, into]
-            elif kind == _SEND:
-                _, step, lane, target, sent = one
-                tag = (self._tag + step) & 0x7FFFFFFF
-                work = isend(views[sent], ranks[target], lanes[lane], tag)
-                sends[step] = [[work], views[sent]]
-            elif kind == _RECEIVE:
-                _, step, lane, source, got = one
-                tag = (self._tag + step) & 0x7FFFFFFF
-                work = irecv(views[got], ranks[source], lanes[lane], tag)
-                receives[step] = [[work], views[got]]
-            elif kind == _COMPUTE:
-                _, work, spans, run, last = one
-                if last and work in self.before_last:
+            if kind is Post:
+                send, receive = one
+                (step, lane, *_), _ = send or receive
+                group, tag = lanes[lane], (self._tag + step) & 0x7FFFFFFF
+                if receive is None:
+                    out = views[send.span]
+                    sends[step] = [[isend(out, ranks[send.transfer.target], group, tag)], out]
+                elif send is None:
+                    into = views[receive.span]
+                    work = irecv(into, ranks[receive.transfer.source], group, tag)
+                    receives[step] = [[work], into]
+                else:
+                    out, into = views[send.span], views[receive.span]
+                    posted = batch(
+                        [
+                            operation(isend, out, ranks[send.transfer.target], group),
+                            operation(irecv, into, ranks[receive.transfer.source], group),
+                        ]
+                    )
+                    sends[step] = receives[step] = [posted, out, into]
+            elif kind is Compute:
+                work, outs, ins, run = one
+                if work in self.before_last and self.program.last_of[work] == at:
                     self.before_last[work]()
-                if run is None:
-                    works[work](*map(view, spans))
+                rows = () if run is None else (run,)
+                works[work](*map(view, outs), *map(view, ins), *rows)
+            elif kind in light:
+                if one.aside and second is not None:
+                    second.do(light[kind], *one)
                 else:
-                    works[work](*map(view, spans), run)
-            elif kind < _RECORD:
-                _, aside, *operands = one
-                do = light[kind]
-                if aside and second is not None:
-                    second.do(do, *operands)
-                else:
-                    do(*operands)
-            elif kind != _MARK and second is not None:
-                self._meet(one, second)
+                    light[kind](*one[:2])
+            elif second is not None and kind is Record:
+                self._events[one.event] = second.record(aside=one.aside)
+            elif second is not None and kind is Hold:
+                start = time.perf_counter()
+                second.hold(self._events[one.event], aside=one.aside)
+                self._transport.blocked_seconds += time.perf_counter() - start
         self._at = max(self._at, end)
 
-    def _add(self, out: int, terms: Sequence[tuple[int, int]]) -> None:
+    def _add(self, out: Span, terms: Sequence[tuple[Span, int]], aside: bool = False) -> None:
         parts = [(self._views[span], parts) for span, parts in terms]
         self._kernels.sum_parts(self._views[out], parts, dtype=self._sum_dtype)
 
-    def _copy(self, out: int, source: int) -> None:
+    def _copy(self, out: Span, source: Span, aside: bool = False) -> None:
         """Row by row, where one of them may be runs of rows."""
         into, what = self._views[out], self._views[source]
         if into.shape != what.shape:
@@ -296,23 +246,12 @@ class Running:
             into, what = into.view(shape), what.view(shape)
         into.copy_(what)
 
-    def _meet(self, one: tuple[Any, ...], second: SecondStream) -> None:
-        """Where one stream waits for the other."""
-        kind, aside, event = one
-        if kind == _RECORD:
-            self._events[event] = second.record(aside=aside)
-        else:
-            start = time.perf_counter()
-            second.hold(self._events[event], aside=aside)
-            self._transport.blocked_seconds += time.perf_counter() - start
-
-    def _wait(self, receives: Sequence[int], sends: Sequence[int]) -> None:
+    def _wait(self, receives: Sequence[int], sends: Sequence[int], aside: bool = False) -> None:
         """Wait for each once; a batch is done with its receive or its send, whichever is first.
 
         Where there are two streams each of them waits for itself.
         """
         transport, step, posted = self._transport, -1, self._receives
-        aside = self._second is not None and self._second.entered
         timeout = None if transport.batched else transport.timeout
         start = time.perf_counter()
         try:
@@ -364,8 +303,8 @@ class Running:
                     )
                 if self._transport.lane_streams is not None:
                     self.transferred[tensor.untyped_storage().data_ptr()] = tensor
-            for number in program.spans_of.get(buffer, ()):
-                self._views[number] = view_of(tensor, program.spans[number])
+            for span in program.spans.get(buffer, ()):
+                self._views[span] = view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
         for stretch, elements in self.program.stretches.items():
@@ -373,14 +312,13 @@ class Running:
                 dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
                 arena = self._transport.scratch.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                for number, view in arena.views(self.program, stretch):
-                    self._views[number] = view
+                self._views.update(arena.views(self.program, stretch))
 
     def _finish(self) -> None:
         self.done = True
         for arena in self._arenas:
             self._transport.scratch.give_back(arena)
-        self._arenas, self._views, self._events = [], [], {}
+        self._arenas, self._views, self._events = [], {}, {}
         self._receives, self._sends = {}, {}
         if self._log is not None:
             self._log.finish()
@@ -398,7 +336,7 @@ class Running:
                     continue
                 one = end.transfer
                 peer = one.target if verb == "sending" else one.source
-                elements = self._views[self.program.spans.index(end.span)].numel()
+                elements = self._views[end.span].numel()
                 parts.append(
                     f"{verb} {one.piece} ({elements} x {self._dtype}), peer {peer}, step {step} of "
                     f"{len(self.program.transfers) - 1}, lane {one.lane}"

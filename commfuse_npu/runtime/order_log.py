@@ -41,6 +41,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -48,8 +49,7 @@ from typing import Any, cast
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
 
-__all__ = ["VERSION", "CollectiveLog", "OperationLog", "OrderLog", "TransportLog",
-           "shared_order_log"]  # fmt: skip
+__all__ = ["VERSION", "OrderLog", "SlotLog", "TransportLog", "shared_order_log"]
 
 VERSION = 3
 
@@ -149,7 +149,7 @@ class TransportLog:
         dtype: Hashable,
         sum_dtype: Hashable = None,
         options: Hashable = (),
-    ) -> OperationLog:
+    ) -> SlotLog:
         """A program begins; the arguments are those of :meth:`Transport.begin`."""
 
         def definition() -> dict[str, object]:
@@ -164,9 +164,9 @@ class TransportLog:
             }
 
         key = program, name, dtype, sum_dtype, options
-        return OperationLog(self._log, self._begun("begin", "program", name, key, definition))
+        return self._begun("begin", "program", name, key, definition)
 
-    def collective(self, kind: str, name: str, size: int, dtype: Hashable) -> CollectiveLog:
+    def collective(self, kind: str, name: str, size: int, dtype: Hashable) -> SlotLog:
         """This rank is about to begin a collective of the group.
 
         Args:
@@ -174,12 +174,8 @@ class TransportLog:
             name: what is transferred.
             size: bytes that this rank gives or gets.
         """
-
-        def definition() -> dict[str, object]:
-            return {"kind": kind, "bytes": size, "dtype": str(dtype)}
-
-        key = kind, name, size, dtype
-        return CollectiveLog(self._log, self._begun("issue", "collective", name, key, definition))
+        facts: dict[str, object] = {"kind": kind, "bytes": size, "dtype": str(dtype)}
+        return self._begun("issue", "collective", name, (kind, name, size, dtype), lambda: facts)
 
     def _begun(
         self,
@@ -188,7 +184,7 @@ class TransportLog:
         name: str,
         key: Hashable,
         definition: Callable[[], dict[str, object]],
-    ) -> int:
+    ) -> SlotLog:
         """Take a slot for what begins, which is defined before if it is not yet."""
         log = self._log
         with log._lock:
@@ -196,17 +192,16 @@ class TransportLog:
             if len(log._defined) >= _MOST_DEFINED and not log._in_use:
                 log._defined.clear()
                 log._line(["forget"])
-            whole = self._transport, key
-            number = log._defined.get(whole)
+            number = log._defined.get((self._transport, key))
             if number is None:
-                number = log._defined[whole] = len(log._defined)
+                number = log._defined[self._transport, key] = len(log._defined)
                 about = {what: number, "transport": self._transport, "name": name}
                 log._line(about | definition())
             # The lowest free one, so that what repeats itself leaves the same lines.
             slot = next(slot for slot in count() if slot not in log._in_use)
             log._in_use.add(slot)
             log._write(verb, slot, number)
-        return slot
+        return SlotLog(log, slot)
 
     def meet(self, name: str) -> None:
         """This rank is about to wait for the others of its group."""
@@ -219,30 +214,12 @@ class TransportLog:
         self._log._write("close", self._transport)
 
 
-class _SlotLog:
-    """What one thing under way does."""
+class SlotLog:
+    """What a program, or a collective, under way does."""
 
     def __init__(self, log: OrderLog, slot: int) -> None:
         self._log = log
         self._slot = slot
-
-    def _end(self, verb: str) -> None:
-        """Its last line: the slot is free."""
-        with self._log._lock:
-            self._log._in_use.discard(self._slot)
-            self._log._write(verb, self._slot)
-
-
-class CollectiveLog(_SlotLog):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """This rank is about to wait for it."""
-        self._end("await")
-
-
-class OperationLog(_SlotLog):
-    """A program under way."""
 
     def at(self, place: int) -> None:
         """It is about to carry out the post or the wait in this place of its code."""
@@ -253,11 +230,18 @@ class OperationLog(_SlotLog):
         self._log._write("rows", self._slot, *steps)
 
     def finish(self) -> None:
-        """It came to its end."""
+        """The program came to its end."""
         self._end("finish")
 
+    def wait(self) -> None:
+        """This rank is about to wait for the collective."""
+        self._end("await")
 
-_shared: dict[Path, OrderLog] = {}
+    def _end(self, verb: str) -> None:
+        """Its last line: the slot is free."""
+        with self._log._lock:
+            self._log._in_use.discard(self._slot)
+            self._log._write(verb, self._slot)
 
 
 def shared_order_log(folder: str | Path, rank: int, size: int) -> OrderLog:
@@ -266,8 +250,11 @@ def shared_order_log(folder: str | Path, rank: int, size: int) -> OrderLog:
     Raises:
         OSError: the file cannot be made.
     """
-    path = Path(folder).absolute()
-    if path not in _shared:
-        _shared[path] = OrderLog(path, rank, size)
-        atexit.register(_shared[path].close)
-    return _shared[path]
+    return _shared(Path(folder).absolute(), rank, size)
+
+
+@cache
+def _shared(folder: Path, rank: int, size: int) -> OrderLog:
+    log = OrderLog(folder, rank, size)
+    atexit.register(log.close)
+    return log

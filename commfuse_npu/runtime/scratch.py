@@ -20,7 +20,7 @@ __all__ = ["Arena", "ScratchPool", "view_of"]
 _MOST_VIEWS = 64
 """Programs whose views are kept per arena."""
 
-_Views = list[tuple[int, torch.Tensor]]
+_Views = dict[Span, torch.Tensor]
 
 
 def view_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
@@ -56,28 +56,21 @@ class Arena:
         self.elements, self.nbytes = elements, self.memory.nbytes
         self._views: OrderedDict[tuple[Program, Stretch], _Views] = OrderedDict()
 
-    @property
-    def tensors(self) -> int:
-        """How many there are: the memory, and views of it."""
-        return 1 + sum(map(len, self._views.values()))
-
     def views(self, program: Program, stretch: Stretch) -> _Views:
-        """The program's spans of a stretch of scratch, by number (:attr:`Program.spans`)."""
+        """The program's spans of a stretch of scratch."""
         found = self._views.get((program, stretch))
         if found is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.popitem(last=False)
+            found = {}
             with torch.inference_mode(False):
-                found = self._views[program, stretch] = self._made(program, stretch)
-        return found
-
-    def _made(self, program: Program, stretch: Stretch) -> _Views:
-        found = []
-        for name, (its, offset, rows, columns) in program.layout.items():
-            if its == stretch:
-                whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
-                for number in program.spans_of.get(name, ()):
-                    found.append((number, view_of(whole, program.spans[number])))
+                for name, (its, offset, rows, columns) in program.layout.items():
+                    if its == stretch:
+                        whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
+                        found |= {
+                            span: view_of(whole, span) for span in program.spans.get(name, ())
+                        }
+            self._views[program, stretch] = found
         return found
 
 
@@ -125,18 +118,10 @@ class ScratchPool:
             _, freed = self._idle.popitem(last=False)
             self.idle_bytes -= freed.nbytes
 
-    @property
-    def tensors(self) -> int:
-        """How many tensors are kept: idle arenas, and views of them."""
-        return sum(arena.tensors for arena in self._idle.values())
-
     def clear(self) -> None:
         """Free all idle memory."""
         self._idle.clear()
         self.idle_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._idle)
 
 
 def _stream(device: torch.device) -> Hashable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -29,15 +29,14 @@ from commfuse_npu.runtime.agreement import (
     MismatchError,
     TransportError,
     expect_check,
-    of_every_rank,
 )
-from commfuse_npu.runtime.backends import device_backend
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
+from commfuse_npu.runtime.collectives import device_backend
+from commfuse_npu.runtime.device_streams import LaneStreams
 from commfuse_npu.runtime.executor import Running
-from commfuse_npu.runtime.lane_streams import LaneStreams
+from commfuse_npu.runtime.gather_objects import gather_objects
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
-from commfuse_npu.runtime.second_stream import SecondStream, second_stream
 
 __all__ = ["Transport", "post_swap"]
 
@@ -84,7 +83,7 @@ def _expect_all_made(
     the others wait that long for them here.
     """
     try:
-        problems = of_every_rank(None if problem is None else str(problem), world, 2 * timeout)
+        problems = gather_objects(None if problem is None else str(problem), world, 2 * timeout)
     except RuntimeError as error:
         here = "" if problem is None else f"{problem}; "
         raise TransportError(f"Transport.create: {here}{error}") from error
@@ -116,7 +115,6 @@ class Transport(Agreement):
             stream, not the host, so there this counts next to nothing; profile the device instead.
         operations: how many programs were begun.
         remembered: what higher rooms keep per group of ranks; nothing here uses it.
-        second_stream: the one beside the current stream of a device, if there are two.
         lane_streams: where what was transferred is erased from; ``None`` for nowhere.
     """
 
@@ -139,10 +137,6 @@ class Transport(Agreement):
         self.remembered: dict[Hashable, Any] = {}
         self._by_collectives: CollectiveTransport | None = None
         self.lane_streams: LaneStreams | None = None
-        # A group whose device is made up brings the streams of it (tests.one_device).
-        self.second_stream: Callable[[torch.device], SecondStream | None] = getattr(
-            lanes[0], "second_stream", second_stream
-        )
         self.device_type, _ = device_backend(dist.get_backend(lanes[0]))
         self.lanes = len(lanes)
         self.lane_groups = tuple(lanes)
@@ -210,7 +204,7 @@ class Transport(Agreement):
             batched = device_backend(backend)[1] != "gloo"
         mine = (tuple(dist.get_process_group_ranks(group)), lanes)
         with _making("Transport.create, before lane 0: comparing with the other processes"):
-            everyone = of_every_rank(mine, world, timeout)
+            everyone = gather_objects(mine, world, timeout)
         if len({count for _, count in everyone}) > 1:
             counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
             raise MismatchError(
@@ -333,8 +327,8 @@ class Transport(Agreement):
             known = self._agreed_on(name, facts, sizes)
             self._remember(key, known)
         identity, signature = known
-        if self._ledger is not None:
-            self._enter(self._ledger, identity, signature)
+        if self._keeps:
+            self._enter(identity, signature)
         log = None
         if self.order_log is not None:
             log = self.order_log.begin(program, name, like.dtype, sum_dtype, options)

@@ -35,58 +35,40 @@ def layer(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, 
     return torch.ones(rows, 4, dtype=dtype), torch.ones(3, 4, dtype=dtype)
 
 
-def other_rows(rank: int) -> None:
-    all_gather_linear(*layer(4 + rank), transport=link())
-
-
-def other_dtype(rank: int) -> None:
-    dtype = torch.bfloat16 if rank else torch.float32
-    all_gather_linear(*layer(4, dtype), transport=link())
-
-
-def other_op(rank: int) -> None:
-    op = all_gather_linear if rank else linear_reduce_scatter
-    op(*layer(4), transport=link())
-
-
-def other_schedule(rank: int) -> None:
-    options = LinearOptions(Schedule(chunks=1 + rank))
-    all_gather_linear(*layer(4), transport=link(), options=options)
-
-
-def other_wgrad(rank: int) -> None:
-    """It changes when transfers are posted, and on HCCL messages match by order."""
-    options = LinearOptions(wgrad="blocks" if rank else "whole")
-    linear_reduce_scatter(*layer(4), transport=link(), options=options)
-
-
-def other_needs(rank: int) -> None:
-    x, weight = layer(4)
-    y = all_gather_linear(x.requires_grad_(), weight.requires_grad_(rank == 0), transport=link())
-    y.sum().backward()
-
-
-def nothing_on_one_rank(rank: int) -> None:
-    all_gather_linear(*layer(4 * rank), transport=link())
+def disagrees(rank: int, what: str) -> None:
+    """Rank 1 does something else."""
+    other = what if rank else ""
+    x, weight = layer(
+        {"rows": 5, "path": 0}.get(other, 4), torch.bfloat16 if other == "dtype" else torch.float32
+    )
+    # "blocks" changes when transfers are posted, and on HCCL messages match by order.
+    wgrad: Any = "blocks" if other == "options" else "whole"
+    options = LinearOptions(Schedule(chunks=2 if other == "schedule" else 1), wgrad=wgrad)
+    scatters = what == "options" or other == "operation"
+    op = linear_reduce_scatter if scatters else all_gather_linear
+    if what == "wgrad":
+        x, weight = x.requires_grad_(), weight.requires_grad_(rank == 0)
+    y = op(x, weight, transport=link(), options=options)
+    if what == "wgrad":
+        y.sum().backward()
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("what", "words"),
     [
-        (other_rows, r"rows: . here, . there"),
-        (other_dtype, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-        (other_op, "operation: .*linear.* here, .*linear.* there"),
-        (other_schedule, "schedule: .* chunks here, .* chunks there"),
-        (other_wgrad, "options: .*(whole|blocks).* here, .*(whole|blocks).* there"),
-        (other_needs, "wgrad: .* here, .* there"),
-        (nothing_on_one_rank, "path: .* here, .* there"),
+        ("rows", ". here, . there"),
+        ("dtype", "torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        ("operation", ".*linear.* here, .*linear.* there"),
+        ("schedule", ".* chunks here, .* chunks there"),
+        ("options", ".*(whole|blocks).* here, .*(whole|blocks).* there"),
+        ("wgrad", ".* here, .* there"),
+        ("path", ".* here, .* there"),
     ],
 )
-def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) -> None:
-    for outcome in ranks(2).outcomes(function):
+def test_ranks_that_disagree_are_told_what_about(ranks, what: str, words: str) -> None:
+    for outcome in ranks(2).outcomes(disagrees, what):
         assert isinstance(outcome.error, MismatchError), outcome
-        with pytest.raises(MismatchError, match=words):
-            raise outcome.error
+        assert re.search(f"{what}: {words}", str(outcome.error))
         named = r"linear\S*( \S+)?: rank (.) and peer (?!\2). of the group do not call the same"
         assert re.search(named, str(outcome.error))
         assert "Nothing was sent; call it alike on all ranks" in str(outcome.error)
@@ -143,24 +125,6 @@ def test_a_rank_that_does_not_come_becomes_an_error_that_names_it(ranks) -> None
         assert part in message
 
 
-def broken_stays_broken(rank: int) -> str:
-    transport = link()
-    if rank == 1:
-        return "left"
-    transport.timeout = BRIEF
-    try:
-        all_gather_linear(*layer(4), transport=transport)
-    except TransportError:
-        # No second wait: the transport says at once that it is of no use any more.
-        all_gather_linear(*layer(4), transport=transport)
-    return "never"
-
-
-def test_a_broken_transport_refuses_further_work(ranks) -> None:
-    waiting, _ = ranks(2).outcomes(broken_stays_broken)
-    assert "This transport cannot be used any more" in str(waiting.error)
-
-
 def dies_and_others_go_on(rank: int) -> list[str]:
     transport = link()
     all_gather_linear(*layer(4), transport=transport)
@@ -182,6 +146,7 @@ def test_every_later_call_says_why_the_transport_is_broken(ranks) -> None:
     assert waiting.error is None, waiting.trace
     assert len(set(waiting.value)) == 1
     assert "rank 0 of 2" in waiting.value[0]
+    assert "This transport cannot be used any more" in waiting.value[0]
 
 
 def dies_before_a_backward_by_collectives(rank: int) -> str:
@@ -536,56 +501,38 @@ def test_every_group_of_a_job_gets_lanes(ranks) -> None:
     ranks(4).run(groups_of_a_job)
 
 
-def met(rank: int) -> int:
+def confirms(rank: int, case: str) -> int:
     transport = link()
-    for _ in range(2):
-        transport.confirm("the end")
+    if case == "somewhere else" and rank == 1:
+        all_gather_linear(*layer(4), transport=transport)
+    if case == "broken":
+        transport.fail("planted")
+    transport.confirm("the end")
+    if case == "not there":
+        if rank == 1:
+            return -1
+        transport.timeout = BRIEF
+    transport.confirm("the end")
     all_gather_linear(*layer(4), transport=transport)
     transport.confirm("the end")
     return transport.operations
 
 
 def test_ranks_that_meet_go_on(ranks) -> None:
-    assert ranks(2).run(met) == [1, 1]
+    assert ranks(2).run(confirms, "all there") == [1, 1]
 
 
-def not_there(rank: int) -> None:
-    transport = link()
-    transport.confirm("the end")
-    if rank == 0:
-        transport.timeout = BRIEF
-        transport.confirm("the end")
-
-
-def test_a_rank_that_is_not_there_is_missed_every_time(ranks) -> None:
-    """Unlike a comparison, which the ranks make once."""
-    outcomes = ranks(2).outcomes(not_there)
-    assert outcomes[1].error is None
-    assert isinstance(outcomes[0].error, TransportError)
-    assert "comparing the end with the other ranks" in str(outcomes[0].error)
-
-
-def somewhere_else(rank: int) -> None:
-    transport = link()
-    if rank == 0:
-        transport.confirm("the end")
-    else:
-        all_gather_linear(*layer(4), transport=transport)
-
-
-def test_a_rank_that_is_somewhere_else_is_told_apart(ranks) -> None:
-    for outcome in ranks(2).outcomes(somewhere_else):
-        assert isinstance(outcome.error, MismatchError)
-        assert "operation: " in str(outcome.error)
-
-
-def after_a_failure(rank: int) -> None:
-    transport = link()
-    transport.fail("planted")
-    transport.confirm("the end")
-
-
-def test_a_broken_transport_meets_nobody(ranks) -> None:
-    for outcome in ranks(2).outcomes(after_a_failure):
-        assert isinstance(outcome.error, TransportError)
-        assert "planted" in str(outcome.error)
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        # Every time, unlike a comparison, which the ranks make once.
+        ("not there", TransportError, "comparing the end with the other ranks"),
+        ("somewhere else", MismatchError, "operation: "),
+        ("broken", TransportError, "planted"),
+    ],
+)
+def test_a_rank_that_does_not_meet_the_others_is_named(ranks, case: str, kind, words: str) -> None:
+    for outcome in ranks(2).outcomes(confirms, case):
+        if outcome.value != -1:
+            assert isinstance(outcome.error, kind), outcome
+            assert words in str(outcome.error)

@@ -28,7 +28,7 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.plan.rules import RULES
-from commfuse_npu.runtime.executor import Running, _flat
+from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.scratch import ScratchPool
 from tests.limits import LIMIT, PATIENT
 
@@ -83,13 +83,15 @@ def held() -> dict[str, int]:
     """
     for rule in RULES.values():
         rule.cache_clear()
-    _flat.cache_clear()
     link()._begun.clear()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's: gives freed memory back
     kinds = [type(one) for one in gc.get_objects()]
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    pool, pages = link().scratch, int(Path("/proc/self/statm").read_text().split()[1])
+    pool = link().scratch
+    # Of idle memory, and views of it.
+    idle = sum(1 + sum(map(len, one._views.values())) for one in pool._idle.values())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = pages * os.sysconf("SC_PAGESIZE") // 1024
     return {
         "sockets": sum(Path(f).is_symlink() and "socket:" in os.readlink(f) for f in files),
@@ -97,7 +99,7 @@ def held() -> dict[str, int]:
         "in flight": len(link()._in_flight),
         "handles": kinds.count(Running),
         "lent": pool.lent,
-        "tensors": sum(issubclass(kind, torch.Tensor) for kind in kinds) - pool.tensors,
+        "tensors": sum(issubclass(kind, torch.Tensor) for kind in kinds) - idle,
         "memory": resident - (pool.idle_bytes >> 10) - AGREED_KIB * len(link()._agreed),
     }
 

@@ -7,6 +7,7 @@ have to say the same, post by post and wait by wait.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def planned(program: Program) -> list[Event]:
     """What a program says that is posted."""
     rule, given = program.rule[0], program.arguments
     usual = 1 if rule.startswith("bucket") else given.get("columns", 8)
-    width = {span.buffer: usual for span in program.spans}
+    width = {span.buffer: usual for span in chain(*program.spans.values())}
     width |= {one.name: one.columns for one in program.scratch}
     found = []
     for post in program.posts:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import exchange
-from commfuse_npu.plan.rules.pieces import made_pieces, swapped_pieces, used_pieces
+from commfuse_npu.plan.rules.pieces import made_pieces, used_pieces
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import gather_and_use, make_and_scatter
@@ -104,7 +104,7 @@ def swap(rank: int, link: Transport, schedule: Schedule, dtype: torch.dtype) -> 
         link.begin(program, "swap", blocks).run({"make": make, "use": use}, **tensors)
         makes = kind != "given"
         assert made == (made_pieces(place, ROWS) if makes else [])
-        assert used == (swapped_pieces(place, ROWS, "last" if makes else "first") if uses else [])
+        assert used == (used_pieces(place, ROWS, "last" if makes else "first") if uses else [])
         assert not uses or torch.equal(got, whole)
         assert not keep or torch.equal(received, whole)
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
-from commfuse_npu.runtime import agreement, ledger
-from commfuse_npu.runtime.roll_call import Swap
+from commfuse_npu.runtime import agreement
+from commfuse_npu.runtime.gather_objects import Swap
 from tests.limits import BRIEF, PATIENT
 
 
@@ -145,12 +145,12 @@ class Counted:
     """How often the ranks were compared, and what was sent and waited for there."""
 
     def __enter__(self) -> Counted:
-        self.roll_calls = mock.Mock(side_effect=agreement.roll_call)
+        self.gathers = mock.Mock(side_effect=agreement.gather_objects)
         self.swaps = mock.Mock(side_effect=Swap)
         self.waits = mock.Mock(side_effect=Swap.wait)
         self._patches = ExitStack()
-        self._patches.enter_context(mock.patch.object(agreement, "roll_call", self.roll_calls))
-        self._patches.enter_context(mock.patch.object(ledger, "Swap", self.swaps))
+        self._patches.enter_context(mock.patch.object(agreement, "gather_objects", self.gathers))
+        self._patches.enter_context(mock.patch.object(agreement, "Swap", self.swaps))
 
         def wait(swap: Swap, end: float) -> Any:
             return self.waits(swap, end)
@@ -163,7 +163,7 @@ class Counted:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        return self.roll_calls.call_count, self.swaps.call_count, self.waits.call_count
+        return self.gathers.call_count, self.swaps.call_count, self.waits.call_count
 
 
 def new_lengths(rank: int) -> None:
@@ -186,8 +186,7 @@ def new_lengths(rank: int) -> None:
         made.settle()
         assert counted.counts == (1, 8, 10)
     assert len(made._agreed) == 2
-    assert made._ledger is not None
-    assert made._ledger.kept == (512, [])
+    assert (made._entered, list(made._kept)) == (512, [])
 
 
 def test_a_new_length_waits_for_nobody(ranks) -> None:

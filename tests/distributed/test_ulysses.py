@@ -796,8 +796,8 @@ def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
 
 def another_order_of_arrivals(patch: pytest.MonkeyPatch) -> None:
     """The projection adds what arrived in another order: the same but for rounding."""
-    pieces = blocks.swapped_pieces
-    patch.setattr(blocks, "swapped_pieces", lambda place, rows, own: pieces(place, rows, own)[::-1])
+    pieces = blocks.used_pieces
+    patch.setattr(blocks, "used_pieces", lambda *given: pieces(*given)[::-1])
 
 
 def backward_exchanges_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.ranks import Gloo, Ranks
-from tests.late_transfers import late
 
 
 class _Late(Gloo):
     backward_apart = False  # so that the caller's thread is tested, too
 
     def join(self, size: int) -> None:
+        from tests.late_transfers import late
+
         late.install()
         super().join(size)
 

@@ -1,21 +1,35 @@
-"""Batches of torch.distributed whose data arrive at the ``wait()``, and not before."""
+"""Transfers and side streams whose results are there at the ``wait()``, and not before."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
+from commfuse_npu.runtime import collectives, executor
+from commfuse_npu.runtime.device_streams import SideStream
 from commfuse_npu.runtime.transport import Transport
+from tests.late_transfers.race_detector import Module
 
-__all__ = ["LateTransferError", "install", "poison"]
+__all__ = ["LateTransferError", "finish", "install", "poison", "streams_of"]
 
+_isend, _irecv, _operation = dist.isend, dist.irecv, dist.P2POp
 _batch_isend_irecv = dist.batch_isend_irecv
 _BYTE = 0x7F
 """What a buffer of whole numbers is filled with; others with NaN."""
+
+_module: Module | None = None
+"""What stands in for ``torch.cuda``, if kernels are checked for races."""
+_put_off: list[LateStream] = []
+_posted: dict[int, _LateWork] = {}
+"""What was not waited for, by identity."""
 
 
 class LateTransferError(AssertionError):
@@ -23,15 +37,21 @@ class LateTransferError(AssertionError):
 
 
 def install() -> None:
-    """In this process, from now on: every transport posts batches, and they are late."""
+    """In this process, from now on: transfers are late, and in batches unless it is asked."""
     create = Transport.create.__func__  # type: ignore[attr-defined]
 
     @wraps(create)
     def batched(cls: type[Transport], *args: Any, **options: Any) -> Transport:
-        return create(cls, *args, **{**options, "batched": True})
+        return create(cls, *args, **{**options, "batched": options.get("batched", True)})
 
     Transport.create = classmethod(batched)  # type: ignore[assignment, method-assign]
     dist.batch_isend_irecv = _late_batch
+    dist.isend, dist.irecv = partial(_late_single, True), partial(_late_single, False)
+    own = {dist.isend: _isend, dist.irecv: _irecv}
+    dist.P2POp = lambda op, *args: _operation(own.get(op, op), *args)  # type: ignore[assignment, misc]
+    collectives._all_gather = _late_collective(collectives._all_gather)
+    collectives._reduce_scatter = _late_collective(collectives._reduce_scatter)
+    executor.side_stream = _side_stream
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -42,64 +62,179 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.data.view(torch.uint8).fill_(_BYTE)
 
 
-def _late_batch(operations: list[dist.P2POp]) -> list[_LateBatch]:
+# ---------------------------------------------------------------------- transfers
+
+
+class _LateWork:
+    """The handle of what was posted together.
+
+    Args:
+        post: posts it, given the tensors in place of the caller's.
+        sent, received: the caller's.
+        lane: whose order it keeps.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[Any]],
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        lane: object,
+    ) -> None:
+        self._stream = None if _module is None else _module.lane(lane)
+        if _module is not None:
+            self._stream.wait_event(_module.recorded())
+        # Those that change in place are left to the collective.
+        alone = not any(_share(one, other) for one in sent for other in received)
+        # For the race detector the product itself has to hold what is sent.
+        self._sent = sent if alone and _module is None else ()
+        self._received = received
+        with self._on_lane():
+            self._read = [one.detach().clone() for one in sent]
+            self._arrived = [one.detach().clone() for one in received]
+            for one in received if alone else ():
+                poison(one)
+        with _disable_current_modes():
+            self._works = post(self._read, self._arrived)
+        _posted[id(self)] = self
+
+    def _on_lane(self) -> Any:
+        return nullcontext() if _module is None else _module.stream(self._stream)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """A second call returns at once, as on HCCL, where a stream waits each time."""
+        works, self._works = self._works, []
+        _posted.pop(id(self), None)
+        for work in works:
+            work.wait() if timeout is None else work.wait(timeout)
+        if works:
+            with self._on_lane():
+                for tensor, other in zip(self._received, self._arrived, strict=True):
+                    tensor.data.copy_(other)
+            with _disable_current_modes():
+                for tensor, other in zip(self._sent, self._read, strict=False):
+                    if not torch.equal(_bytes(tensor), _bytes(other)):
+                        shape = tuple(tensor.shape)
+                        raise LateTransferError(
+                            f"a send buffer of shape {shape} changed before its wait()"
+                        )
+            if self._stream is not None:
+                self._over = self._stream.clock.copy()
+        if _module is not None:
+            _module.current.clock |= self._over
+        return True
+
+    def is_completed(self) -> bool:
+        return not self._works
+
+
+def _late_single(
+    sends: bool, tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0
+) -> _LateWork:
+    def post(read: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> list[Any]:
+        call, (other,) = (_isend, read) if sends else (_irecv, arrived)
+        return [call(other, peer, group, tag)]
+
+    lane = group, sends, peer
+    return _LateWork(post, [tensor] if sends else [], [] if sends else [tensor], lane)
+
+
+def _late_batch(operations: list[dist.P2POp]) -> list[_LateWork]:
     """In place of ``dist.batch_isend_irecv``: one handle for all, as torch_npu returns it."""
-    for way in (dist.isend, dist.irecv):
+    for way in (_isend, _irecv):
         peers = [one.peer for one in operations if one.op is way]
         if len(set(peers)) < len(peers):
             raise LateTransferError(
                 f"a batch with two {way.__name__} of one rank ({peers}): older versions of CANN "
                 "take one each"
             )
-    posted = []
-    transfers = []
     for one in operations:
         if not one.tensor.is_contiguous():
             raise LateTransferError(
                 f"a tensor of shape {tuple(one.tensor.shape)} and strides {one.tensor.stride()} "
                 "is not contiguous"
             )
-        other = one.tensor.detach().clone()
-        if one.op is dist.isend:
-            posted.append(dist.P2POp(dist.isend, other, one.peer, one.group))
-        else:
-            poison(one.tensor)
-            posted.append(dist.P2POp(dist.irecv, other, one.peer, one.group))
-        transfers.append((one.op is dist.isend, one.tensor, other))
-    return [_LateBatch(_batch_isend_irecv(posted), transfers)]
+
+    def post(read: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> list[Any]:
+        others = {_isend: iter(read), _irecv: iter(arrived)}
+        return _batch_isend_irecv(
+            [_operation(one.op, next(others[one.op]), one.peer, one.group) for one in operations]
+        )
+
+    sent, received = ([one.tensor for one in operations if one.op is op] for op in (_isend, _irecv))
+    return [_LateWork(post, sent, received, operations[0].group)]
 
 
-class _LateBatch:
-    """The handle of a batch.
+def _late_collective(call: Callable[..., Any]) -> Callable[..., Any]:
+    def late(out: torch.Tensor, given: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
+        def post(read: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> list[Any]:
+            return [call(arrived[0], read[0], group=group, async_op=True)]
 
-    Args:
-        transfers: whether it is a send, the caller's tensor, and what gloo sends or fills.
-    """
+        work = _LateWork(post, [given], [out], group)
+        if not async_op:
+            work.wait()
+        return work
 
-    def __init__(
-        self, works: list[Any], transfers: list[tuple[bool, torch.Tensor, torch.Tensor]]
-    ) -> None:
-        self._works, self._transfers = works, transfers
+    return late
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """A second call returns at once, as on HCCL."""
-        transfers, self._transfers = self._transfers, []
-        if not transfers:
-            return True
-        for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
-        for sent, tensor, other in transfers:
-            if not sent:
-                tensor.data.copy_(other)
-            elif not torch.equal(_bytes(tensor), _bytes(other)):
-                raise LateTransferError(
-                    f"a send buffer of shape {tuple(tensor.shape)} changed before its wait()"
-                )
-        return True
 
-    def is_completed(self) -> bool:
-        return not self._transfers
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    start, of_other = one.data_ptr(), other.data_ptr()
+    return start < of_other + other.nbytes and of_other < start + one.nbytes
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+# ---------------------------------------------------------------------- side streams
+
+
+class LateStream(SideStream):
+    """The side stream of an operation, whose first one is the host: it does nothing by itself."""
+
+    def __init__(self) -> None:
+        self._given = self._done = 0
+        self._works: deque[Callable[[], None]] = deque()
+        _put_off.append(self)
+
+    def do(self, work: Callable[..., None], *args: object) -> None:
+        self._given += 1
+        self._works.append(partial(work, *args))
+
+    def record(self, *, aside: bool) -> int:
+        return self._given if aside else 0
+
+    def hold(self, event: int, *, aside: bool) -> None:
+        while self._done < event and not aside:
+            self._done += 1
+            # Whatever the mode of the caller is: nothing on this stream is differentiated.
+            with torch.inference_mode():
+                self._works.popleft()()
+
+    def finish(self) -> None:
+        self.hold(self._given, aside=False)
+
+
+def _side_stream(device: torch.device) -> SideStream:
+    return LateStream() if _module is None else SideStream(_module, device)
+
+
+def finish() -> None:
+    """Let side streams do what nobody held for, and transfers end that nobody waited for."""
+    streams, _put_off[:] = _put_off[:], []
+    for stream in streams:
+        stream.finish()
+    for work in list(_posted.values()):
+        work.wait()
+
+
+@contextmanager
+def streams_of(module: Module) -> Iterator[None]:
+    """In this block streams are those of a module that stands in for ``torch.cuda``."""
+    global _module
+    _module = module
+    try:
+        yield
+    finally:
+        _module = None

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
-from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed import test_attention, test_ulysses
 from tests.distributed.programs import gather_and_use
 from tests.distributed.test_linear import COLUMN, FULL, ROW, Case, inputs, run
 from tests.late_transfers.late import LateTransferError
@@ -66,72 +64,6 @@ def test_linears(ranks: Any, size: int) -> None:
 
 def test_linears_in_bf16(ranks: Any) -> None:
     ranks(4).run(linears, 4, list(schedules(4))[::3], torch.bfloat16)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_attention_and_its_projection(ranks: Any, size: int) -> None:
-    cases = [
-        test_attention.Case(heads, options=LinearOptions(Schedule(shape, lanes, chunks)))
-        for heads, shape, lanes, chunks in (
-            ("GQA", "shifted", 1, 1),
-            ("MHA", "shifted", 3, 2),
-            ("MQA", "shifted", 2, 2),
-        )
-    ]
-    ranks(size).run(test_attention.compared, cases)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ulysses_layers(ranks: Any, size: int) -> None:
-    cases = [
-        test_ulysses.Case(op, options=LinearOptions(Schedule(shape, lanes, chunks)))
-        for op, shape, lanes, chunks in (
-            ("a-bc", "shifted", 2, 2),
-            ("a-b-c", "shifted", 3, 1),
-            ("a-bc", "shifted", 1, 2),
-        )
-    ]
-    ranks(size).run(test_ulysses.compared, cases)
-
-
-# ---------------------------------------------------------------------- faults that have to show
-
-
-def gathered(rank: int, fault: str) -> tuple[str, list[float]]:
-    """The error of a gather with a fault in it, and what was consumed."""
-    link = Transport.create(lanes=2, timeout=PATIENT)
-    got = torch.zeros(2 * link.size, 1)
-    shard = torch.full((2, 1), float(rank))
-
-    def use(piece: torch.Tensor, rows: slice) -> None:
-        got[rows].copy_(piece)
-        if fault == "overwritten":
-            shard.fill_(-1.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if fault == "early":
-            patch.setattr(Running, "_wait", lambda self, receives, sends: None)
-        try:
-            gather_and_use(link, shard, use, Schedule(lanes=2))
-        except LateTransferError as error:
-            return str(error), got[:, 0].tolist()
-    return "", got[:, 0].tolist()
-
-
-def test_without_a_fault(ranks: Any) -> None:
-    assert ranks(3).run(gathered, "") == [("", [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])] * 3
-
-
-def test_data_used_before_their_arrival_are_wrong(ranks: Any) -> None:
-    for outcome in ranks(3).outcomes(gathered, "early"):
-        _, got = outcome.value
-        assert torch.tensor(got).isnan().sum() == 4, "the blocks of the others are not there yet"
-
-
-def test_a_send_buffer_that_changes_before_its_wait_is_an_error(ranks: Any) -> None:
-    for outcome in ranks(3).outcomes(gathered, "overwritten"):
-        error, _ = outcome.value
-        assert error == "a send buffer of shape (2, 1) changed before its wait()"
 
 
 def refused(rank: int, size: int) -> list[str]:

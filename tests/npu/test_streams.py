@@ -1,4 +1,4 @@
-"""What the second stream and those of lanes ask of torch_npu, held against the wheel."""
+"""What the side stream and those of lanes ask of torch_npu, held against the wheel."""
 
 from __future__ import annotations
 

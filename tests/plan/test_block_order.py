@@ -49,14 +49,6 @@ def test_every_order_of_distances_holds(size: int) -> None:
             hold(schedule, size)
 
 
-@pytest.mark.parametrize(
-    "size", [2, 6, 8, *(pytest.param(size, marks=pytest.mark.long) for size in (9, 16, 24))]
-)
-def test_the_orders_that_are_chosen_hold(size: int) -> None:
-    for lanes, chunks in product((1, 2, 7), (1, 2)):
-        hold(Schedule(lanes=lanes, chunks=chunks, costs=causal_costs(size)), size)
-
-
 def hold(schedule: Schedule, size: int) -> None:
     """What attention runs by is proved, compiled anew."""
     plan_module._hops.cache_clear()

@@ -16,7 +16,7 @@ from commfuse_npu.plan.program import Post, Program, Wait
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof import verify_log
-from commfuse_npu.runtime.order_log import CollectiveLog, OperationLog, OrderLog, TransportLog
+from commfuse_npu.runtime.order_log import OrderLog, SlotLog, TransportLog
 from commfuse_npu.tools import cli
 
 HEADER = {"order_log": 3, "rank": 0, "size": 1}
@@ -281,12 +281,12 @@ class Host:
         program = RULES[rule](self._place, *arguments)
         return Begun(program, self._transport.begin(program, rule, "torch.float32"))
 
-    def issue(self, kind: str, name: str, size: int = 64) -> CollectiveLog:
+    def issue(self, kind: str, name: str, size: int = 64) -> SlotLog:
         return self._transport.collective(kind, name, size, "torch.float32")
 
 
 class Begun:
-    def __init__(self, program: Program, log: OperationLog) -> None:
+    def __init__(self, program: Program, log: SlotLog) -> None:
         self._program, self._log, self._at = program, log, 0
 
     def _go_on(self, end: int) -> None:

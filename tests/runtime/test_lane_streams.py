@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.runtime.lane_streams import LaneStreams
+from commfuse_npu.runtime.device_streams import LaneStreams
 
 NPU: Any = SimpleNamespace(type="npu", index=3)
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_an_arena_comes_back_and_serves_who_needs_less() -> None:
     pool = ScratchPool()
     long = pool.take(1000, torch.float32, CPU)
-    assert (pool.lent, len(pool)) == (1, 0)
+    assert (pool.lent, len(pool._idle)) == (1, 0)
     pool.give_back(long)
     assert pool.take(1000, torch.float32, CPU) is long
     other = pool.take(600, torch.float32, CPU)
@@ -38,7 +38,7 @@ def test_nothing_else_serves(elements: int, dtype: torch.dtype) -> None:
     given = pool.take(1000, torch.float32, CPU)
     pool.give_back(given)
     assert pool.take(elements, dtype, CPU) is not given
-    assert len(pool) == 1
+    assert len(pool._idle) == 1
 
 
 def test_what_is_kept_is_limited() -> None:
@@ -46,7 +46,7 @@ def test_what_is_kept_is_limited() -> None:
     first, second = (pool.take(n, torch.float32, CPU) for n in (128, 200))
     pool.give_back(first)
     pool.give_back(second)
-    assert len(pool) == 1
+    assert len(pool._idle) == 1
     assert pool.take(200, torch.float32, CPU) is second
 
 
@@ -54,14 +54,14 @@ def test_views_are_made_once_per_program_and_lie_apart() -> None:
     program = rules.gemm_scatter(Place(Schedule(), 1, 4, True), 8, 16, 16)
     arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
     found = arena.views(program, Stretch(wide=False, late=False))
-    views = dict(found)
+    views = found
     assert arena.views(program, Stretch(wide=False, late=False)) is found
-    assert arena.views(program, Stretch(wide=True, late=False)) == [], "it has no wide scratch"
-    for number, view in views.items():
-        assert view.shape == (program.spans[number].rows, 16)
+    assert arena.views(program, Stretch(wide=True, late=False)) == {}, "it has no wide scratch"
+    for span, view in views.items():
+        assert view.shape == (span.rows, 16)
         assert view.is_contiguous()
     product, partials = (
-        next(views[n] for n in program.spans_of[name] if program.spans[n].start == 0)
+        next(views[span] for span in program.spans[name] if span.start == 0)
         for name in ("product 0", "partials 0")
     )
     arena.memory.zero_()

@@ -17,8 +17,16 @@ as their first dimension; a block is the ``s`` rows of one rank in a matrix of `
 
 from __future__ import annotations
 
-from commfuse_npu.plan.rules.blocks import Blocks, exchange, gather_use, produce_scatter
-from commfuse_npu.plan.rules.buckets import bucket_gather, bucket_scatter
+from commfuse_npu.plan.rules.blocks import (
+    Blocks,
+    bucket_gather,
+    bucket_scatter,
+    exchange,
+    gather_use,
+    produce_scatter,
+    sharded_backward,
+    sharded_forward,
+)
 from commfuse_npu.plan.rules.linear import (
     Wgrad,
     column_backward,
@@ -28,7 +36,6 @@ from commfuse_npu.plan.rules.linear import (
 )
 from commfuse_npu.plan.rules.pieces import Piece
 from commfuse_npu.plan.rules.rule import RULES, Carrier, Rule
-from commfuse_npu.plan.rules.sharded import sharded_backward, sharded_forward
 
 __all__ = [
     "RULES",

@@ -1,4 +1,4 @@
-"""Blocks that are made, or used, piece by piece: attention, Ulysses."""
+"""Blocks that are made, or used, piece by piece: attention, Ulysses, sharded weights, buckets."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.rules.pieces import (
-    block_of,
-    inside,
-    made_pieces,
-    rows_of,
-    stacks_of,
-    swapped_pieces,
-    used_pieces,
-)
+from commfuse_npu.plan.rules.pieces import block_of, inside, made_pieces, rows_of, used_pieces
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
 from commfuse_npu.plan.schedule import Own, Place
 
 __all__ = [
     "Blocks",
-    "GatherPieces",
-    "ScatterPieces",
+    "bucket_gather",
+    "bucket_scatter",
     "exchange",
     "gather_use",
     "produce_scatter",
+    "sharded_backward",
+    "sharded_forward",
 ]
 
 Blocks = Literal["given", "made", "made and kept"]
@@ -35,121 +29,149 @@ made in place, in a buffer that the operation brings along.
 """
 
 
-class GatherPieces:
-    """Blocks on their way to a consumer that takes them one by one, the own block first.
+class _Gather:
+    """Blocks of ``shard`` on their way to work that takes them one by one, the own block first.
 
     Args:
-        whole: the buffer of all blocks, ``[n * s, columns]``; ``None`` for ``window`` pieces of
-            scratch, each used again when its piece is.
+        window: how many pieces have memory, each used again when its piece is; ``None`` for the
+            ``whole`` matrix, ``[n * s, columns]``.
     """
 
-    def __init__(
-        self, b: Builder, rows: int, columns: int, shard: str, whole: str | None, window: int
-    ) -> None:
-        self._b, self._rows, self._shard, self._whole = b, rows, shard, whole
-        chunks = b.runs(rows, "first")
-        self._pieces = [(run, j, hop) for j, run in enumerate(chunks) for hop in b.hops("first")]
-        self._chunks = len(chunks)
-        self._window = len(self._pieces) if whole else min(window, len(self._pieces))
-        self._posted = 0
-        if whole is None:
-            longest = max(run.stop - run.start for run in chunks)
+    def __init__(self, b: Builder, rows: int, columns: int, window: int | None = None) -> None:
+        self._b, self._rows, self._in_place = b, rows, window is None
+        runs = b.runs(rows, "first")
+        self._pieces = [(run, j, hop) for j, run in enumerate(runs) for hop in b.hops("first")]
+        self._chunks, self._posted = len(runs), 0
+        many = len(self._pieces)
+        self._window = many if window is None else min(window, many)
+        if window is None:
+            b.scratch("whole", b.size * rows, columns)
+        else:
+            longest = max(run.stop - run.start for run in runs)
             for slot in range(self._window):
                 b.scratch(f"arriving {slot}", longest, columns)
 
     def post(self, upto: int | None = None) -> None:
-        """Post so many, all for which there is memory if ``None``."""
-        upto = self._window if upto is None else min(upto, self._window)
-        while self._posted < upto:
-            self._post()
-
-    def _post(self) -> None:
-        run, j, hop = self._pieces[self._posted]
-        there = self._there(self._posted)
-        self._b.post(hop, rows_of(self._shard, run), there, "block {source}", j, self._chunks)
-        self._posted += 1
+        """Post so many in all; those for which there is memory if ``None``."""
+        end = min(self._window if upto is None else upto, len(self._pieces))
+        for at in range(self._posted, end):
+            run, j, hop = self._pieces[at]
+            sent = rows_of("shard", run)
+            self._b.post(hop, sent, self._there(at), "block {source}", j, self._chunks)
+        self._posted = max(self._posted, end)
 
     def _there(self, at: int) -> Span:
         run, _, hop = self._pieces[at]
-        if self._whole:
-            return rows_of(self._whole, inside(hop.source, self._rows, run))
+        if self._in_place:
+            return rows_of("whole", inside(hop.source, self._rows, run))
         return Span(f"arriving {at % self._window}", 0, run.stop - run.start)
 
-    def use(self, work: str = "use") -> None:
-        """``work(piece, run)`` for the own block and then for every piece in its order."""
+    def use(self) -> None:
+        """``use(piece, run)`` for the own block and then for every piece in its order."""
         b, rows = self._b, self._rows
-        b.compute(work, [], [Span(self._shard, 0, rows)], block_of(b.rank, rows))
+        b.compute("use", [], [Span("shard", 0, rows)], block_of(b.rank, rows))
         for at, (run, _, hop) in enumerate(self._pieces):
-            b.compute(work, [], [self._there(at)], inside(hop.source, rows, run))
-            if self._posted < len(self._pieces):
-                self._post()
+            b.compute("use", [], [self._there(at)], inside(hop.source, rows, run))
+            self.post(at + 1 + self._window)
 
 
-class ScatterPieces:
-    """Pieces that are made one by one, the own block last, and summed by the ranks of their rows.
+class _Scatter:
+    """Pieces of a matrix that are sent one by one and summed by the ranks of their rows.
+
+    They are made before they are sent, the own block last, and summed into ``out``; or they are
+    those of ``bucket``, of which the own block becomes the sum.
 
     Args:
-        stack: how many partials are added at once, two stacks being under way.
+        stack: how many partials of a chunk are added at once.
+        in_flight: how many stacks have memory; the others are sent when one of them is added.
         finish: let the operation end the sum with ``finish(out, total, own)``, a wide total; not
             for one rank, which has nothing to sum.
     """
 
     def __init__(
-        self, b: Builder, rows: int, columns: int, stack: int, finish: bool, out: str = "out"
+        self,
+        b: Builder,
+        rows: int,
+        columns: int,
+        stack: int,
+        *,
+        in_flight: int = IN_FLIGHT,
+        finish: bool = False,
+        bucket: bool = False,
     ) -> None:
-        self._b, self._rows, self._out = b, rows, out
-        self._chunks = b.runs(rows, "last")
-        stack = max(1, min(stack, b.peers))
-        self._finish = finish
+        self._b, self._rows, self._in_flight, self._bucket = b, rows, in_flight, bucket
+        runs, hops, stack = b.runs(rows, "last"), b.hops("last"), max(1, min(stack, b.peers))
+        self._chunks = len(runs)
+        self._stacks = [
+            (j, run, hops[at : at + stack], at)
+            for j, run in enumerate(runs)
+            for at in range(0, len(hops), stack)
+        ]
+        self._finish = finish and b.peers > 0
         # Added before the own block is made, or in more than one go.
-        many = stack < b.peers or len(self._chunks) > IN_FLIGHT
-        self._total = b.peers > 0 and (finish or many)
-        self._stacks = stacks_of(self._chunks, b.hops("last"), stack)
+        many = stack < b.peers or len(runs) > IN_FLIGHT
+        self._total = self._finish or (many and b.peers > 0)
+        mine = rows_of("bucket", block_of(b.rank, rows))
+        self._out, self._own = (
+            (mine, mine) if bucket else (Span("out", 0, rows), Span("own", 0, rows))
+        )
         for t, (_, run, some, _) in enumerate(self._stacks):
             length = len(some) * (run.stop - run.start)
-            b.scratch(f"made {t}", length, columns, slot=f"made {t % IN_FLIGHT}")
-            b.scratch(f"partials {t}", length, columns, slot=f"partials {t % IN_FLIGHT}")
-        b.scratch("own", rows, columns)
+            for what in ("partials",) if bucket else ("made", "partials"):
+                b.scratch(f"{what} {t}", length, columns, slot=f"{what} {t % in_flight}")
+        if not bucket:
+            b.scratch("own", rows, columns)
         if self._total:
             b.scratch("total", rows, columns, wide=True)
-        self._added = 0
+        self._sent = self._added = 0
 
-    def make(self, work: str = "make") -> None:
-        """``work(out, run)`` for every piece, sent as soon as it is made, and for the own block."""
+    def send(self, upto: int | None = None) -> None:
+        """Make, with ``make(out, run)``, and send so many stacks, or all and make the own block."""
         b, rows = self._b, self._rows
-        for t, (j, run, some, _) in enumerate(self._stacks):
-            if t >= IN_FLIGHT:
+        many = len(self._stacks)
+        for t in range(self._sent, many if upto is None else min(upto, many)):
+            j, run, some, _ = self._stacks[t]
+            if t >= self._in_flight:
                 self._add()
             for at, hop in enumerate(some):
+                there = inside(hop.target, rows, run)
                 place = block_of(at, run.stop - run.start)
-                made, partial = (rows_of(f"{what} {t}", place) for what in ("made", "partials"))
-                b.compute(work, [made], [], inside(hop.target, rows, run))
-                b.post(hop, made, partial, "partial for {target}", j, len(self._chunks))
-        b.compute(work, [Span("own", 0, rows)], [], block_of(b.rank, rows))
+                sent = rows_of("bucket", there) if self._bucket else rows_of(f"made {t}", place)
+                if not self._bucket:
+                    b.compute("make", [sent], [], there)
+                into = rows_of(f"partials {t}", place)
+                b.post(hop, sent, into, "partial for {target}", j, self._chunks)
+            self._sent = t + 1
+        if upto is None and not self._bucket:
+            b.compute("make", [self._own], [], block_of(b.rank, rows))
 
     def _add(self) -> None:
         t, self._added = self._added, self._added + 1
         _, run, some, at = self._stacks[t]
         partials = Span(f"partials {t}", 0, len(some) * (run.stop - run.start)), len(some)
-        if not self._total:
-            self._b.add(rows_of(self._out, run), partials, (rows_of("own", run), 1))
-        elif at == 0:
-            self._b.add(rows_of("total", run), partials, aside=True)
+        if self._total:
+            total = rows_of("total", run)
+            so_far = [(total, 1)] if at else []
+            self._b.add(total, *so_far, partials, aside=not self._bucket)
         else:
-            so_far = rows_of("total", run), 1
-            self._b.add(rows_of("total", run), so_far, partials, aside=True)
+            self._b.add(rows_of("out", run), partials, (rows_of("own", run), 1))
 
     def finish(self) -> None:
         """Add what has not been added."""
+        b, total = self._b, Span("total", 0, self._rows)
         while self._added < len(self._stacks):
             self._add()
-        out, total, own = (Span(name, 0, self._rows) for name in (self._out, "total", "own"))
-        if not self._stacks:
-            self._b.copy(out, own)
-        elif self._finish:
-            self._b.compute("finish", [out], [total, own])
+        if self._bucket:
+            b.settle()
+        if self._finish:
+            b.compute("finish", [self._out], [total, self._own])
         elif self._total:
-            self._b.add(out, (total, 1), (own, 1))
+            b.add(self._out, (total, 1), (self._own, 1))
+        elif not self._stacks and not self._bucket:
+            b.copy(self._out, self._own)
+
+
+# ---------------------------------------------------------------------- attention, Ulysses
 
 
 @rule
@@ -159,8 +181,8 @@ def produce_scatter(place: Place, rows: int, columns: int) -> Builder:
     Work: ``make(out, run)``.
     """
     b = Builder(place)
-    scatter = ScatterPieces(b, rows, columns, b.peers, finish=False)
-    scatter.make()
+    scatter = _Scatter(b, rows, columns, b.peers)
+    scatter.send()
     scatter.finish()
     return b
 
@@ -178,8 +200,7 @@ def gather_use(place: Place, rows: int, columns: int, keep: bool) -> Builder:
     Work: ``use(piece, run)``; ``wgrad(whole)``.
     """
     b = Builder(place)
-    b.scratch("whole", place.size * rows, columns)
-    gather = GatherPieces(b, rows, columns, "shard", "whole", 0)
+    gather = _Gather(b, rows, columns)
     gather.post()
     gather.use()
     if keep:
@@ -258,4 +279,127 @@ def _(
     if wgrad:
         c.wgrad()
     if uses:
-        c.use(received, swapped_pieces(c.place, rows, "last" if makes else "first"))
+        c.use(received, used_pieces(c.place, rows, "last" if makes else "first"))
+
+
+# ---------------------------------------------------------------------- sharded weights
+
+
+def _under_way(b: Builder, rows: int, own: Own) -> int:
+    """How many pieces of a sharded weight have memory: two blocks, or one more than lanes."""
+    longest = max(run.stop - run.start for run in b.runs(rows, own))
+    return max(2 * rows // longest, b.place.schedule.lanes_for(b.size) + 1)
+
+
+@rule
+def sharded_forward(place: Place, rows: int, columns: int) -> Builder:
+    """Gather a weight, ``shard`` of which is here, and use it block by block; it is never whole.
+
+    Work: ``use(piece, run)``.  Begun ahead, it has its first transfer under way.
+    """
+    b = Builder(place)
+    gather = _Gather(b, rows, columns, _under_way(b, rows, "first"))
+    gather.post(1)
+    b.mark()
+    gather.post()
+    gather.use()
+    return b
+
+
+@sharded_forward.equals
+def _(c: Carrier, rows: int, columns: int) -> None:
+    whole = c.all_gather(c.given("shard", rows, columns))
+    c.use(whole, used_pieces(c.place, rows), first=block_of(c.place.rank, rows))
+
+
+@rule
+def sharded_backward(
+    place: Place, rows: int, columns: int, gathers: bool, scatters: bool
+) -> Builder:
+    """Make the gradient of a sharded weight and reduce-scatter it; gather the weight and use it.
+
+    Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.  Begun ahead, it has
+    the first transfer of the weight under way.
+    """
+    b = Builder(place)
+    gather = _Gather(b, rows, columns, _under_way(b, rows, "first")) if gathers else None
+    if gather is not None:
+        gather.post(1)
+    b.mark()
+    if gather is not None:
+        gather.post()
+    scatter = None
+    if scatters:
+        stack = -(-_under_way(b, rows, "last") // IN_FLIGHT)
+        scatter = _Scatter(b, rows, columns, stack, finish=True)
+        scatter.send()
+    if gather is not None:
+        gather.use()
+    if scatter is not None:
+        scatter.finish()
+    return b
+
+
+@sharded_backward.equals
+def _(c: Carrier, rows: int, columns: int, gathers: bool, scatters: bool) -> None:
+    if scatters:
+        gradient = c.make(c.place.size * rows, columns, made_pieces(c.place, rows), out=None)
+        c.reduce_scatter(gradient, out="out", finish=True)
+    if gathers:
+        whole = c.all_gather(c.given("shard", rows, columns))
+        first = None if scatters else block_of(c.place.rank, rows)
+        c.use(whole, used_pieces(c.place, rows), first=first)
+
+
+# ---------------------------------------------------------------------- buckets
+
+
+@rule
+def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Builder:
+    """Sum the shards of ``bucket``, of gradients, over their ranks, behind the work of others.
+
+    Args:
+        rows: elements of a shard.
+        stack, in_flight: see :class:`_Scatter`.
+
+    Work: ``finish(out, total, own)``.  Begun ahead, it has everything under way that has memory.
+    """
+    b = Builder(place)
+    scatter = _Scatter(b, rows, 1, stack, in_flight=in_flight, finish=True, bucket=True)
+    scatter.send(in_flight)
+    b.mark()
+    scatter.send()
+    scatter.finish()
+    return b
+
+
+@bucket_scatter.equals
+def _(c: Carrier, rows: int, stack: int, in_flight: int) -> None:
+    c.reduce_scatter(c.given("bucket", c.place.size * rows, 1), out="bucket", finish=True)
+
+
+@rule
+def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
+    """Fetch the other ranks' shards of ``bucket``, of parameters, in place.
+
+    Args:
+        rows: elements of a shard.
+        last_first: the chunks of a shard travel from its end to its start.
+
+    Begun ahead, it has everything under way.
+    """
+    b = Builder(place)
+    runs = b.runs(rows, "first")
+    for j, run in enumerate(reversed(runs) if last_first else runs):
+        for hop in b.hops("first"):
+            mine, theirs = (inside(rank, rows, run) for rank in (place.rank, hop.source))
+            sent, into = rows_of("bucket", mine), rows_of("bucket", theirs)
+            b.post(hop, sent, into, "block {source}", j, len(runs))
+    b.mark()
+    return b
+
+
+@bucket_gather.equals
+def _(c: Carrier, rows: int, last_first: bool) -> None:
+    bucket = c.given("bucket", c.place.size * rows, 1)
+    c.all_gather(c.own_block(bucket), out="bucket")

@@ -59,27 +59,25 @@ def gather_gemm(
     runs, n, r = b.runs(rows, "first"), place.size, place.rank
     own, peers, chunks = block_of(r, rows), peers_of(place), len(runs)
     # Chunks of several blocks are no run of rows.
-    in_place, filled = chunks == 1 or b.peers == 1, keep or wgrad == "whole"
+    in_place, filled = chunks == 1 or b.peers <= 1, keep or wgrad == "whole"
     if (in_place or filled) and not keep:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
         for j, run in enumerate(runs):
             b.scratch(f"staged {j}", b.peers * (run.stop - run.start), inputs)
-    posted = 0
+    ahead = max(1, _AHEAD // max(1, b.peers)) if place.batched else chunks
 
-    def post(upto: int) -> None:
-        """Post the chunks before this one."""
-        nonlocal posted
-        for j in range(posted, min(upto, chunks)):
+    def post(j: int) -> None:
+        if j < chunks:
             for hop in b.hops("first"):
                 into = rows_of("whole", inside(hop.source, rows, runs[j]))
                 if not in_place:
                     place_of = block_of(peers.index(hop.source), runs[j].stop - runs[j].start)
                     into = rows_of(f"staged {j}", place_of)
                 b.post(hop, rows_of("shard", runs[j]), into, "block {source}", j, chunks)
-        posted = max(posted, upto)
 
-    post(max(1, _AHEAD // max(1, b.peers)) if place.batched else chunks)
+    for j in range(ahead):
+        post(j)
     weight = Span("weight", 0, inputs)
 
     def use(piece: Span, out: Span, factor: Span | None) -> None:
@@ -90,11 +88,13 @@ def gather_gemm(
 
     by_blocks = wgrad == "blocks"
     use(Span("shard", 0, rows), rows_of("out", own), rows_of("other", own) if by_blocks else None)
-    post(2)
+    if ahead < 2:
+        post(1)
     if filled:
         b.copy(rows_of("whole", own), Span("shard", 0, rows), aside=True)
     for j, run in enumerate(runs):
-        post(j + 2)
+        if j + 1 >= max(2, ahead):
+            post(j + 1)
         length = run.stop - run.start
         if in_place:
             for side in arrivals_of(place):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from commfuse_npu.plan.program import Span
-from commfuse_npu.plan.schedule import Hop, Own, Place, split
+from commfuse_npu.plan.schedule import Own, Place, split
 
 __all__ = [
     "Piece",
@@ -25,9 +25,7 @@ __all__ = [
     "rows_of",
     "scatter_pieces",
     "sides_of",
-    "stacks_of",
     "sum_pieces",
-    "swapped_pieces",
     "used_pieces",
 ]
 
@@ -76,31 +74,24 @@ def parts_of(place: Place, rows: int) -> list[slice]:
     return [slice(place.size * a, place.size * b) for a, b in pairwise(bounds)]
 
 
-def used_pieces(place: Place, rows: int) -> list[slice]:
-    """The rows of the whole matrix that are used one by one as blocks arrive, in order."""
-    return swapped_pieces(place, rows, "first")
+def used_pieces(place: Place, rows: int, own: Own = "first") -> list[slice]:
+    """The rows of a whole matrix that are used one by one as blocks arrive, in order.
+
+    Args:
+        own: ``last`` if what is sent was made piece by piece.
+    """
+    hops = place.schedule.hops(place.rank, place.size, own)
+    runs = place.schedule.runs(rows, own)
+    pieces = [inside(hop.source, rows, run) for run in runs for hop in hops]
+    return [block_of(place.rank, rows), *pieces]
 
 
 def made_pieces(place: Place, rows: int) -> list[slice]:
-    """The rows of the whole matrix that are made one by one before they are sent, in order."""
+    """The rows of a whole matrix that are made one by one before they are sent, in order."""
     hops = place.schedule.hops(place.rank, place.size, "last")
-    pieces = [
-        inside(hop.target, rows, run) for run in place.schedule.runs(rows, "last") for hop in hops
-    ]
+    runs = place.schedule.runs(rows, "last")
+    pieces = [inside(hop.target, rows, run) for run in runs for hop in hops]
     return [*pieces, block_of(place.rank, rows)]
-
-
-def swapped_pieces(place: Place, rows: int, own: Own) -> list[slice]:
-    """The rows of what an :func:`exchange` receives that are used one by one, in order.
-
-    Args:
-        own: ``last`` if the exchange makes what it sends.
-    """
-    hops = place.schedule.hops(place.rank, place.size, own)
-    pieces = [
-        inside(hop.source, rows, run) for run in place.schedule.runs(rows, own) for hop in hops
-    ]
-    return [block_of(place.rank, rows), *pieces]
 
 
 def arrivals_of(place: Place) -> list[range]:
@@ -145,18 +136,3 @@ def inside(block: int, rows: int, run: slice) -> slice:
 
 def rows_of(buffer: str, run: slice) -> Span:
     return Span(buffer, run.start, run.stop)
-
-
-def stacks_of(
-    runs: Sequence[slice], hops: Sequence[Hop], most: int
-) -> list[tuple[int, slice, Sequence[Hop], int]]:
-    """The peers' partials as they are added: ``(chunk, its run, peers, place of the first)``.
-
-    Args:
-        most: how many partials of a chunk are added at once.
-    """
-    return [
-        (j, run, hops[at : at + most], at)
-        for j, run in enumerate(runs)
-        for at in range(0, len(hops), most)
-    ]

@@ -1,4 +1,4 @@
-"""Every rank hears every other, or learns which one is missing; on gloo.
+"""Gathers small objects from all ranks, and names the rank that is missing; on gloo.
 
 ``dist.all_gather_object`` says that something failed, not whose part.  Here each rank sends what it
 has to every other by itself, so that the transfer that fails has a rank at its other end::
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["MissingRankError", "Swap", "roll_call"]
+__all__ = ["MissingRankError", "Swap", "gather_objects"]
 
 
 class MissingRankError(RuntimeError):
@@ -84,7 +84,9 @@ class Swap:
         return self._theirs
 
 
-def roll_call(value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int = 0) -> list[Any]:
+def gather_objects(
+    value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int = 0
+) -> list[Any]:
     """``value`` of every rank, in the order of the ranks; small things, by pickle.
 
     Equals::
@@ -92,16 +94,21 @@ def roll_call(value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int
         everyone = [None] * n
         dist.all_gather_object(everyone, value, group=group)
 
-    A collective of a gloo group.  It sends two messages to every other rank.
+    A collective, which on gloo sends two messages to every other rank.  On HCCL it is the lines
+    above: messages would open a communicator per pair of ranks, in an order that hangs.
 
     Args:
-        timeout: for all of it.
+        timeout: for all of it, on gloo.
         tag: keeps it apart from what else is under way in the group.
 
     Raises:
         MissingRankError: a rank did not come in time, or its connection is gone.
     """
     rank, size = group.rank(), group.size()
+    if dist.get_backend(group) != "gloo":
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, value, group=group)
+        return everyone
     end = time.monotonic() + timeout.total_seconds()
     # Each begins with the next rank, so that not all of them talk to rank 0 first.
     peers = [(rank + distance) % size for distance in range(1, size)]

@@ -44,13 +44,14 @@ class Module:
 
     def __init__(self) -> None:
         self.main = self.current = Stream("main")
-        self._streams = [self.main]
+        self._made = 0
+        self._lanes: dict[object, Stream] = {}
 
-    def Stream(self, device: torch.device | None = None, priority: int = 0) -> Stream:
-        self._streams.append(Stream(f"stream {len(self._streams)}"))
-        return self._streams[-1]
+    def Stream(self, device: torch.device | None = None) -> Stream:
+        self._made += 1
+        return Stream(f"stream {self._made}")
 
-    def Event(self, enable_timing: bool = False) -> Event:
+    def Event(self) -> Event:
         return Event(self)
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
@@ -64,12 +65,15 @@ class Module:
         finally:
             self.current = before
 
-    def synchronize(self) -> None:
-        """What any stream is given from now on comes after all."""
-        for stream in self._streams:
-            self.main.clock |= stream.clock
-        for stream in self._streams:
-            stream.clock |= self.main.clock
+    def lane(self, lane: object) -> Stream:
+        """The stream of a lane."""
+        return self._lanes.setdefault(lane, Stream(f"lane {len(self._lanes)}"))
+
+    def recorded(self) -> Event:
+        """An event of the current stream."""
+        event = Event(self)
+        event.record()
+        return event
 
 
 class _Memory:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.runtime.roll_call import MissingRankError, roll_call
+from commfuse_npu.runtime.gather_objects import MissingRankError, gather_objects
 from tests.limits import BRIEF, PATIENT
 
 
@@ -21,7 +21,7 @@ def heard(rank: int) -> list[list[Any]]:
     group = dist.new_group()
     # Without numpy, which torch does not require.
     with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("no numpy")):
-        return [roll_call(value, group, PATIENT) for value in (said(rank), None)]
+        return [gather_objects(value, group, PATIENT) for value in (said(rank), None)]
 
 
 def test_everyone_hears_everyone(ranks) -> None:
@@ -31,7 +31,7 @@ def test_everyone_hears_everyone(ranks) -> None:
 
 def heard_in_a_part(rank: int) -> list[Any]:
     group = dist.new_group([2, 0])
-    return roll_call(rank, group, PATIENT) if rank != 1 else []
+    return gather_objects(rank, group, PATIENT) if rank != 1 else []
 
 
 def test_answers_are_in_the_order_of_the_group(ranks) -> None:
@@ -44,7 +44,7 @@ def missed(rank: int) -> tuple[int, str] | None:
     if rank == 1:
         return None
     with pytest.raises(MissingRankError) as caught:
-        roll_call(said(rank), group, BRIEF)
+        gather_objects(said(rank), group, BRIEF)
     return caught.value.peer, str(caught.value)
 
 

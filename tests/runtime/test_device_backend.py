@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from commfuse_npu.runtime.backends import device_backend
+from commfuse_npu.runtime.collectives import device_backend
 
 
 @pytest.fixture

@@ -1,0 +1,190 @@
+"""Proves that nobody touches memory that a transfer or the other stream is at work on.
+
+An instruction is done for a stream that comes after it: by the stream's own order, by an event that
+is held for, or by a transfer that is waited for, which begins when the stream that posted it has
+come to it.  A transfer is done for a stream that comes after a wait for it.  Two of them that touch
+the same memory, one of which writes it, are a fault unless the earlier one is done for the later.
+What came before the program, or before its mark, is as unknown to the side stream as what the
+first one did.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from commfuse_npu.plan.program import (
+    End,
+    Hold,
+    Mark,
+    Post,
+    Program,
+    Record,
+    Span,
+    Wait,
+    accesses,
+    is_aside,
+)
+from commfuse_npu.proof.memory import Memory, Place, instruction
+
+__all__ = ["hazards"]
+
+
+class _At(NamedTuple):
+    """Of an instruction: its place in the code, and on which stream."""
+
+    at: int
+    aside: bool
+
+
+class _Clock(NamedTuple):
+    """As far as here the instructions of the two streams are done, by place in the code."""
+
+    first: int
+    aside: int
+
+    def now(self, at: int, aside: bool) -> _Clock:
+        """That of a stream which has come to a place in the code."""
+        return _Clock(self.first, at) if aside else _Clock(at, self.aside)
+
+    def after(self, other: _Clock) -> _Clock:
+        return _Clock(max(self.first, other.first), max(self.aside, other.aside))
+
+    def knows(self, one: _At) -> bool:
+        return one.at < (self.aside if one.aside else self.first)
+
+
+@dataclass(eq=False, slots=True)
+class _Touch:
+    """Rows that an instruction, or a transfer, is at work on.
+
+    Attributes:
+        done: the instructions after which it is not: itself, or the waits for the transfer.
+        end: of the transfer.
+    """
+
+    span: Span
+    place: Place
+    writes: bool
+    done: list[_At]
+    end: End | None = None
+
+    def clashes(self, earlier: _Touch, clock: _Clock) -> bool:
+        """Whether it may not be there before the earlier one is done, which it is not."""
+        if not (self.writes or earlier.writes):
+            return False
+        for at, aside in earlier.done:
+            if at < (clock.aside if aside else clock.first):
+                return False
+        return self.place.meets(earlier.place)
+
+
+def hazards(program: Program, memory: Memory) -> Iterator[str]:
+    """Where a program touches rows that do not exist, that are on their way, or in a race.
+
+    Nothing may be read or written where a message arrives, nor written where one leaves, before it
+    was waited for; messages are whole contiguous rows; in the end everything was waited for.  What
+    is computed is not written over what it is computed from, but element by element in place.
+    """
+    two = any(map(is_aside, program.code))
+    clocks = {False: _Clock(0, 0), True: _Clock(-1, 0)}
+    events: dict[int, _Clock] = {}
+    begun: dict[int, _Clock] = {}
+    touches: defaultdict[object, list[_Touch]] = defaultdict(list)
+    transfers: dict[tuple[str, int], _Touch] = {}
+    known: set[Span] = set()
+    marked, last_aside = 0, _At(-1, True)
+    for at, one in enumerate(program.code):
+        here = _At(at, is_aside(one))
+        mine = clocks[here.aside].now(*here)
+        reads, writes = accesses(one)
+        for span in (*reads, *writes):
+            wrong = None if span in known else memory.wrong(span)
+            if wrong is not None:
+                yield f"{instruction(program, at)}: {wrong}"
+                return
+            known.add(span)
+        if isinstance(one, Mark):
+            marked = at + 1
+        elif isinstance(one, Record):
+            events[one.event] = mine
+        elif isinstance(one, Hold):
+            if one.event not in events:
+                yield f"{instruction(program, at)}: nobody has recorded this event"
+                return
+            clocks[here.aside] = mine.after(events[one.event])
+        elif isinstance(one, Wait):
+            for way, step in one.ends:
+                transfer = transfers.get((way, step))
+                if transfer is None:
+                    yield f"{instruction(program, at)}: it has posted no {way} of step {step}"
+                    continue
+                mine = mine.after(begun[step])
+                transfer.done.append(here)
+                if not two and transfer in touches[transfer.place.home]:
+                    touches[transfer.place.home].remove(transfer)
+            clocks[here.aside] = mine
+        elif (reads or writes) and mine.first < marked:
+            yield f"{instruction(program, at)}: it does not hold for what came before"
+            return
+        ours = [
+            _Touch(span, memory.place(span), spans is writes, [here])
+            for spans in (reads, writes)
+            for span in spans
+        ]
+        for touch in ours:
+            clashing = [one for one in touches[touch.place.home] if touch.clashes(one, mine)]
+            # A race is the better reason.
+            other = min(clashing, key=lambda one: one.end is not None, default=None)
+            if other is not None:
+                yield f"{instruction(program, at)}: {_clash(program, touch, other)}"
+                if other.done:
+                    return  # what follows from a race is noise
+        in_place = not isinstance(one, Post) and getattr(one, "work", None) != "gemm"
+        for read, written in product(ours[: len(reads)], ours[len(reads) :]):
+            same = in_place and read.place == written.place
+            if read.place.meets(written.place) and not same:
+                yield f"{instruction(program, at)}: it writes over what it reads"
+        if isinstance(one, Post):
+            begun[one.transfer.step] = mine
+            for way, end in one.ends:
+                yield from (f"{instruction(program, at)}: {wrong}" for wrong in _unfit(end, memory))
+                touch = _Touch(end.span, memory.place(end.span), way == "receive", [], end)
+                transfers[way, end.transfer.step] = touch
+                touches[touch.place.home].append(touch)
+        elif two:
+            last_aside = here if here.aside and ours else last_aside
+            for touch in ours:
+                touches[touch.place.home].append(touch)
+    for touch in sorted(transfers.values(), key=lambda one: not one.writes):
+        if not touch.done and touch.end is not None:
+            yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"
+    if last_aside.at >= 0 and not clocks[False].knows(last_aside):
+        yield f"rank {program.rank} ends without holding for what is aside"
+
+
+def _clash(program: Program, touch: _Touch, other: _Touch) -> str:
+    if other.end is None:
+        return f"it races with {instruction(program, other.done[0].at)}"
+    transfer = other.end.transfer
+    if other.done:
+        way = "receive" if other.writes else "send"
+        return f"only the other stream has waited for the {way} of step {transfer.step}"
+    does = "writes" if touch.writes else "reads"
+    return (
+        f"it {does} {touch.span.buffer} where {transfer} {_ways(other)}, and has not waited for it"
+    )
+
+
+def _ways(transfer: _Touch) -> str:
+    return "arrives" if transfer.writes else "leaves"
+
+
+def _unfit(end: End, memory: Memory) -> Iterator[str]:
+    if end.span.columns is not None or end.span.times != 1:
+        yield f"{end.transfer} is not rows one below the other"
+    if end.span.buffer in memory.wide:
+        yield f"{end.transfer} has the dtype of sums, a message that of the operation"
