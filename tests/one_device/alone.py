@@ -22,18 +22,18 @@ def complaints_alone(rank: int, case: Case) -> list[str]:
     with quiet():
         if isinstance(case, BucketRun):
             # What is new to the ranks is compared with nothing under way: an order of its own.
-            run_case(case, fused=True)
+            run_case(case, "fused")
         with device.recording() as recording:
-            together = run_case(case, fused=True)
+            together = run_case(case, "fused")
         at_rest_or_raise(case)
         found, alone = [], None
         try:
             with device.replaying(recording):
-                alone = run_case(case, fused=True)
+                alone = run_case(case, "fused")
         except ReplayError as error:
             found.append(str(error))
         at_rest_or_raise(case)
-        plain = run_case(case, fused=False)
+        plain = run_case(case, "plain")
     found += [f"together, {line}" for line in differences(together, plain)]
     if alone is not None:
         found += [f"alone, {line}" for line in differences(alone, plain)]

@@ -13,7 +13,7 @@ from tests.one_device.device_streams import DeviceStreams
 from tests.one_device.race_detector import Module, RaceDetector
 from tests.one_device.recording import ReplayError
 from tests.random_networks import compare
-from tests.random_networks.case import BucketRun, Case, Layer, Network
+from tests.random_networks.case import BucketRun, Case, Form, Layer, Network
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found
 
@@ -26,11 +26,11 @@ def test_alone_is_plain(random_cases: Any, size: int, cases: int) -> None:
 def what_ends_a_run(rank: int, case: Case) -> list[str]:
     runs = []
 
-    def run_case(case: Case, fused: bool) -> Found:
-        runs.append(fused)
-        if runs == [True, True]:
+    def run_case(case: Case, form: Form) -> Found:
+        runs.append(form)
+        if runs == ["fused", "fused"]:
             raise ReplayError("not what was recorded")
-        return compare.run_case(case, fused)
+        return compare.run_case(case, form)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alone, "run_case", run_case)
@@ -47,13 +47,13 @@ def races(rank: int, case: Case) -> list[str]:
     transport_of(case)
     with compare.quiet(), pytest.MonkeyPatch.context() as patch:
         if isinstance(case, BucketRun):
-            compare.run_case(case, fused=True)
+            compare.run_case(case, "fused")
         with device.recording() as recording:
-            compare.run_case(case, fused=True)
+            compare.run_case(case, "fused")
         compare.at_rest_or_raise(case)
         patch.setattr(device, "new_streams", partial(DeviceStreams, module))
         with RaceDetector(module) as detector, device.replaying(recording):
-            compare.run_case(case, fused=True)
+            compare.run_case(case, "fused")
     compare.at_rest_or_raise(case)
     return list(dict.fromkeys(detector.races))
 
