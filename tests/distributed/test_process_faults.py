@@ -52,7 +52,7 @@ def case_of(op: str, size: int) -> Case:
     if op in LINEARS:
         layer = Layer(op, inputs=12, outputs=12, schedule=cut)
     else:
-        layer = Layer(op, inputs=6 * HEAD_FEATURES, outputs=32, schedule=cut, causal=True)
+        layer = Layer(op, inputs=6 * HEAD_FEATURES, outputs=32, schedule=cut, mask="causal")
     return Network(size, (layer,), rows=8, batch=2, lanes=2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed import test_attention, test_ulysses
 from tests.distributed.programs import gather_and_use
-from tests.distributed.test_linear import COLUMN, FULL, ROW, Case, inputs, run
 from tests.late_transfers.late import LateTransferError
 from tests.limits import PATIENT
+from tests.random_networks.case import one_layer
+from tests.random_networks.compare import complaints, in_full
+
+LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
 
 
 @lru_cache
@@ -42,21 +42,14 @@ def schedules(size: int) -> Iterator[Schedule]:
 
 
 def linears(rank: int, size: int, chosen: list[Schedule], dtype: torch.dtype) -> None:
-    link = transport(size)
-    for schedule, op in product(chosen, (COLUMN, ROW, FULL)):
-        options = LinearOptions(schedule)
+    for schedule, op in product(chosen, LINEARS):
         # Two levels add in an order of their own: whole numbers, which are not rounded.
-        whole = schedule.shape == "two_level"
-        case = Case(op, shape=(4 * size, 32), dtype=dtype, options=options, ones=whole)
-        fused = partial(getattr(linear, op), transport=link, options=options)
-        collectives = CollectiveTransport(link.group, same_pieces=True)
-        plain = partial(getattr(linear, op), transport=collectives, options=options)
-        ours = run(case, inputs(rank, size, case), fused)
-        reference = run(case, inputs(rank, size, case), plain)
-        assert ours.keys() == reference.keys()
-        for name, value in reference.items():
-            assert torch.equal(ours[name], value), (case, name)
-    assert not link._in_flight
+        rounded = schedule.shape != "two_level"
+        case = one_layer(
+            op, size, dtype=dtype, schedule=schedule, rounded=rounded, rows=4, batch=None
+        )
+        found = complaints(rank, case, transport(size))
+        assert not found, found
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -68,30 +61,24 @@ def test_linears_in_bf16(ranks: Any) -> None:
     ranks(4).run(linears, 4, list(schedules(4))[::3], torch.bfloat16)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_attention_and_its_projection(ranks: Any, size: int) -> None:
-    cases = [
-        test_attention.Case(heads, options=LinearOptions(Schedule(shape, lanes, chunks)))
-        for heads, shape, lanes, chunks in (
-            ("GQA", "shifted", 1, 1),
-            ("MHA", "shifted", 3, 2),
-            ("MQA", "shifted", 2, 2),
-        )
-    ]
-    ranks(size).run(test_attention.compared, cases)
+HEADS = {
+    "attention_linear_reduce_scatter": ((1, 1), (3, 2), (2, 2)),
+    "attention_all_to_all": ((3, 1),),
+    "attention_all_to_all_linear": ((2, 2), (1, 2)),
+    "linear_all_to_all": ((2, 2), (3, 1)),
+    "all_to_all_linear": ((3, 1),),
+}
+"""Lanes and chunks of the schedules with which an op runs."""
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ulysses_layers(ranks: Any, size: int) -> None:
+def test_attention_and_its_projections(ranks: Any, size: int) -> None:
     cases = [
-        test_ulysses.Case(op, options=LinearOptions(Schedule(shape, lanes, chunks)))
-        for op, shape, lanes, chunks in (
-            ("a-bc", "shifted", 2, 2),
-            ("a-b-c", "shifted", 3, 1),
-            ("a-bc", "shifted", 1, 2),
-        )
+        one_layer(op, size, schedule=Schedule("shifted", *of))
+        for op, schedules in HEADS.items()
+        for of in schedules
     ]
-    ranks(size).run(test_ulysses.compared, cases)
+    assert not any(ranks(size).run(in_full, cases))
 
 
 # ---------------------------------------------------------------------- faults that have to show
