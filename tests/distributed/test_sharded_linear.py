@@ -34,7 +34,7 @@ module = import_module("commfuse_npu.ops.sharded_linear")
 
 def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Faults planted in the product, one after the other, alike on all ranks."""
-    ending, add = module.sum_ending, module.InputGradient.add
+    ending, add = module.sum_ending, module.add_dgrad
     columns, wgrad = module.columns_into, module.wgrad_into
 
     def not_divided(divisor: int) -> Any:
@@ -44,9 +44,9 @@ def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
         columns(y, x, block, None, run)
         y[:, run].add_(bias[: run.stop - run.start])
 
-    def last_block_missing(self: Any, block: Any, run: slice) -> None:
-        if run.stop != self._grad.shape[1]:
-            add(self, block, run)
+    def last_block_missing(total: Any, grad: Any, block: Any, run: slice) -> None:
+        if run.stop != grad.shape[1]:
+            add(total, grad, block, run)
 
     def for_another_rank(out: Any, grad: Any, x: Any, run: slice) -> None:
         wgrad(out, grad.roll(out.shape[0], 1), x, run)
@@ -54,7 +54,7 @@ def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name, fault in (
         (module, "sum_ending", not_divided),
         (module, "columns_into", bias_of_the_first_block),
-        (module.InputGradient, "add", last_block_missing),
+        (module, "add_dgrad", last_block_missing),
         (module, "wgrad_into", for_another_rank),
     ):
         patch.setattr(owner, name, fault)
@@ -101,7 +101,7 @@ def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
 
         watch_posts(patch, posted)
         patch.setattr(Running, "_wait", waits)
-        calls = ((module, "wgrad_into", "make"), (module.InputGradient, "add", "dgrad"))
+        calls = ((module, "wgrad_into", "make"), (module, "add_dgrad", "dgrad"))
         watch_calls(patch, calls, lambda word, _: events.append(word))
         y.sum().backward()
     return link.batched, events

@@ -218,8 +218,8 @@ def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
     note(Running, "_wait", lambda self, receives, sends: "wait" if receives else "")
     note(AttentionRuns, "forward", lambda *args: "attend")
     note(AttentionRuns, "backward", lambda *args: "attend")
-    note(head_groups._Grouped, "_split", lambda *args: "gemm")
-    note(head_groups._Grouped, "_collect", lambda *args: "gemm")
+    note(head_groups.HeadGroups, "split", lambda *args: "gemm")
+    note(head_groups.HeadGroups, "collect", lambda *args: "gemm")
     note(WeightGradient, "add", lambda *args: "wgrad")
 
 
@@ -301,19 +301,19 @@ def changed_use(
 
 
 def columns_of_the_next_group(patch: pytest.MonkeyPatch) -> None:
-    matrix = head_groups.LinearOfHeads._matrix
-    patch.setattr(
-        head_groups.LinearOfHeads,
-        "_matrix",
-        lambda self, group: matrix(self, (group + 1) % self._size),
-    )
+    matrix = head_groups.HeadGroups._matrix
+
+    def next_group(self: Any, group: int) -> torch.Tensor:
+        if self._heads is None:
+            group = (group + 1) % (self._weight.shape[1] // self.features)
+        return matrix(self, group)
+
+    patch.setattr(head_groups.HeadGroups, "_matrix", next_group)
 
 
 def a_block_rounded_before_it_is_added(patch: pytest.MonkeyPatch) -> None:
     """The sums in the dtype of the weight, also in the plain form."""
-    patch.setattr(
-        head_groups._Grouped, "_zeros", lambda self, shape: self._weight.new_zeros(tuple(shape))
-    )
+    patch.setattr(head_groups, "_zeros", lambda like, *shape: like.new_zeros(shape))
 
 
 def rows_of_the_last_rank_win(patch: pytest.MonkeyPatch) -> None:
@@ -393,8 +393,12 @@ def no_weight_gradient_of_the_last_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_bias(patch: pytest.MonkeyPatch) -> None:
-    begin = head_groups.LinearOfHeads.begin_forward
-    patch.setattr(head_groups.LinearOfHeads, "begin_forward", lambda self, bias: begin(self, None))
+    forward = head_groups.HeadsToRows.forward
+    patch.setattr(
+        head_groups.HeadsToRows,
+        "forward",
+        lambda self, weight, bias, *heads: forward(self, weight, None, *heads),
+    )
 
 
 def heads_side_by_side_in_reverse(patch: pytest.MonkeyPatch) -> None:
