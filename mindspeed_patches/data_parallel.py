@@ -47,8 +47,9 @@ from commfuse_npu.ops.buckets import (
     BucketExchange,
     BucketOptions,
     Buckets,
+    plain_all_gather_bucket,
+    plain_reduce_scatter_bucket,
 )
-from commfuse_npu.ops.plain_buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.lanes import Form, OverLanes
 from mindspeed_patches.wrappers import LinearWrappers

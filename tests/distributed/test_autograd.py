@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from commfuse_npu import ops
 from tests.random_networks.case import OPS, one_layer
 from tests.random_networks.compare import differences, run_case
 from tests.random_networks.network_run import Call, input_of
@@ -69,9 +72,11 @@ def under_autocast(rank: int, op: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         ours, plain = (run_case(case, form) for form in ("fused", "plain"))
     assert not differences(ours, plain)
-    kinds = {name: value.dtype for name, value in ours.items() if value is not None}
-    assert kinds.pop("micro-batch 0, layer 0 y") == torch.bfloat16
-    assert set(kinds.values()) == {torch.float32}
+    low = run_case(replace(case, dtype=torch.bfloat16), "fused")
+    for name, value in ours.items():
+        if value is not None:
+            assert value.dtype == (torch.bfloat16 if name.endswith(" y") else torch.float32)
+            assert torch.equal(value, low[name].to(value.dtype)), f"{op}: {name}, not of bf16"
 
 
 def flagged(rank: int, op: str) -> None:
@@ -99,6 +104,19 @@ def no_main_grad(rank: int, op: str) -> None:
         y.backward(torch.ones_like(y))
 
 
+def mistaken(rank: int, op: str) -> None:
+    """A group in the place of a transport, and a mapping in that of options."""
+    call = Call(one_layer(op, 2))
+    x = input_of(call.case)
+    keywords = {"transport": call.link, "options": call.keywords["options"]}
+    call.keywords = keywords | {"transport": call.link.group}
+    with pytest.raises(TypeError, match=rf"{op}: transport is a ProcessGroup.*; pass what Trans"):
+        call(x)
+    call.keywords = keywords | {"options": {"chunks": 2}}
+    with pytest.raises(TypeError, match=rf"{op}: options is a dict; pass LinearOptions\("):
+        call(x)
+
+
 MAIN_GRAD = [op for op in WEIGHTED if op != "sharded_linear"]
 CHECKS: dict[Callable[[int, str], None], Any] = {
     twice: OPS,
@@ -107,6 +125,7 @@ CHECKS: dict[Callable[[int, str], None], Any] = {
     under_autocast: OPS,
     flagged: MAIN_GRAD,
     no_main_grad: MAIN_GRAD,
+    mistaken: ("all_gather_linear", "linear_reduce_scatter"),
 }
 
 
@@ -118,3 +137,26 @@ def every_op(rank: int, check: Callable[[int, str], None]) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_op(ranks, check: Callable[[int, str], None]) -> None:
     ranks(2).run(every_op, check)
+
+
+def test_every_op_on_activations_is_here() -> None:
+    functions = {name: getattr(ops, name) for name in ops.__all__}
+    takes = {
+        name: inspect.signature(one).parameters
+        for name, one in functions.items()
+        if inspect.isfunction(one)
+    }
+    assert {name for name, of in takes.items() if {"x", "q"} & set(of)} == set(OPS)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        ops.Buckets,
+        lambda given: ops.shard_linears(torch.nn.Linear(4, 4), transport=given),
+        lambda given: ops.ShardedLinear.from_linear(torch.nn.Linear(4, 4), transport=given),
+    ],
+)
+def test_a_group_is_not_taken_for_a_transport(take: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match=r"transport is a str; pass what Transport\.create"):
+        take("a group")

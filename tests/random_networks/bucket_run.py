@@ -7,7 +7,7 @@ import random
 import torch
 
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.ops.plain_buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from tests.random_networks.case import Bucket, BucketRun, Form
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
