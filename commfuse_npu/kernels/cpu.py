@@ -250,13 +250,14 @@ def check_attention(
             f"attention: {q.shape[0]} causal queries end with the last of {k.shape[0]} keys, so "
             f"the first {q.shape[0] - k.shape[0]} see none; pass the keys up to the last query"
         )
-    one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
-    if hidden is not None and (hidden.dtype != torch.bool or hidden.shape not in (one, whole)):
-        raise ValueError(
-            f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be torch.bool "
-            f"{whole} or {one}, True where a query does not see a key"
-        )
-    if any(of.shape != k.shape for of in sums):
+    if hidden is not None:
+        one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
+        if hidden.dtype != torch.bool or hidden.shape not in (one, whole):
+            raise ValueError(
+                f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be "
+                f"torch.bool {whole} or {one}, True where a query does not see a key"
+            )
+    if sums and not sums[0].shape == sums[1].shape == k.shape:
         grad_k, grad_v = (tuple(of.shape) for of in sums)
         raise ValueError(
             f"attention: grad_k {grad_k} and grad_v {grad_v} have to be {tuple(k.shape)}, like k; "

@@ -96,7 +96,8 @@ class AttentionRuns:
         found.attended, found._statistics, found._where = attended, statistics, where
         # Keys and values sum their gradients in fp32.
         wide = torch.promote_types(k.dtype, torch.float32)
-        found._grads = [torch.empty_like(q), *(torch.zeros_like(of, dtype=wide) for of in (k, v))]
+        sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        found._grads = [torch.empty_like(q), *sums]
         return found
 
     def _kept(self, run: slice) -> Sequence[torch.Tensor]:

@@ -114,7 +114,7 @@ def all_gather_linear(
     call = _AllGatherLinear(name, transport, options, x, rows=flat.shape[0])
     if options.tuning is not None and isinstance(call.transport, Transport):
         _tune(call, flat, weight, bias)
-    elif options.by_collectives(weight.shape[0]):
+    elif options.collectives_from is not None and weight.shape[0] >= options.collectives_from:
         call.backward_schedule = None
     y = call(flat, weight, bias)
     return y.view(x.shape[0] * transport.size, *x.shape[1:-1], weight.shape[0])

@@ -47,12 +47,13 @@ class WeightGradient:
         if blocks and (self._total is None or self._total.dtype != torch.float32):
             self._total = torch.zeros_like(weight, dtype=torch.float32)
         self._grad: torch.Tensor | None = None
+        if self._total is not None:
+            self._accumulate = kernels_for(weight.device).accumulate_weight_gradient
 
     def add(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
         """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
         if self._total is not None:
-            kernels = kernels_for(self._total.device)
-            kernels.accumulate_weight_gradient(self._total, grad_output, total_input)
+            self._accumulate(self._total, grad_output, total_input)
         elif self._grad is None:
             self._grad = grad_output.t().matmul(total_input)
         else:
