@@ -207,6 +207,7 @@ class _Exchange(Call):
         tensors = {"blocks": blocks, "received": received}
         self.begin(exchange, *arguments, like=like, backward=backward).run(
             {name: work for name, work in works.items() if work is not None},
+            ahead=False,
             **{name: tensor for name, tensor in tensors.items() if tensor is not None},
         )
 
@@ -289,11 +290,14 @@ class HeadsToRows(_Exchange):
     ) -> tuple[torch.Tensor, Tensors]:
         x, size, keep = heads[0], self.transport.size, any(self.needs[2:])
         attention, make, use = None, None, None
+        blocks: torch.Tensor | None
+        received: torch.Tensor | None
         if self.mask is None:
             columns, blocks = x.shape[1], x.contiguous()
         else:
-            self.batch, columns = x.shape[1], math.prod(x.shape[1:])
-            attention = AttentionRuns(*heads, self.mask, self.scale, keep=keep)
+            q, k, v = heads
+            self.batch, columns = q.shape[1], math.prod(q.shape[1:])
+            attention = AttentionRuns(q, k, v, self.mask, self.scale, keep=keep)
             blocks = None if attention.attended is None else _by_sequence(attention.attended)
             make = _maker(attention)
         rows, whole = x.shape[0] // size, (x.shape[0], columns)

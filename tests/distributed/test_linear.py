@@ -17,7 +17,8 @@ from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.random_networks import formulas
-from tests.random_networks.case import one_layer
+from tests.random_networks.case import Network, one_layer
+from tests.random_networks.compare import in_full
 from tests.random_networks.network_run import Call, input_of, run_network
 from tests.random_networks.values import drawn
 
@@ -25,6 +26,29 @@ from tests.random_networks.values import drawn
 @lru_cache
 def transport() -> Transport:
     return Transport.create(lanes=3, timeout=PATIENT)
+
+
+LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "sharded_linear")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def correct(rank: int, cases: list[Network]) -> None:
+    found = in_full(rank, cases)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bits_and_distance_from_fp64(ranks, size: int) -> None:
+    cases = [
+        one_layer(op, size, dtype=dtype, wgrad=wgrad)
+        for op, dtype, wgrad in product(LINEARS, DTYPES, ("whole", "blocks"))
+        if op != "sharded_linear" or wgrad == "whole"
+    ]
+    cases += [
+        one_layer(op, size, dtype=torch.bfloat16, main_grad=torch.float32, wgrad=wgrad)
+        for op, wgrad in product(LINEARS[:3], ("whole", "blocks"))
+    ]
+    ranks(size).run(correct, cases)
 
 
 def all_reduce_any_rows(rank: int) -> None:
