@@ -65,6 +65,7 @@ import torch.distributed as dist
 
 from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
 from commfuse_npu.ops.call import check_transport, sum_ending
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program, aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
@@ -109,10 +110,7 @@ class BucketOptions:
     last_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
-            )
+        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # it checks them
         size = self.scratch_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"scratch_bytes is {size!r}; it must be a whole number from 0")
