@@ -276,7 +276,7 @@ class HeadsToRows(_Exchange):
     """Heads, or with a mask attention of them, to rows; with a weight projected there.
 
     ``weight`` ``[H, N * F]`` and ``bias`` ``[H]``, or neither; ``x`` ``[N * n, F]``, or q, k and v.
-    To ``[n, H]``, or ``[N * s, B * F]``; of attention ``n`` is ``s * B``.
+    To ``[n, H]``, or ``[s, B, N * F]``; of attention ``n`` is ``s * B``.
     """
 
     weight_at = 0
@@ -289,7 +289,8 @@ class HeadsToRows(_Exchange):
         self, weight: torch.Tensor | None, bias: torch.Tensor | None, *heads: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors]:
         x, size, keep = heads[0], self.transport.size, any(self.needs[2:])
-        attention, make, use = None, None, None
+        attention, make = None, None
+        use: Work
         blocks: torch.Tensor | None
         received: torch.Tensor | None
         if self.mask is None:
@@ -302,7 +303,8 @@ class HeadsToRows(_Exchange):
             make = _maker(attention)
         rows, whole = x.shape[0] // size, (x.shape[0], columns)
         if weight is None:
-            received = y = x.new_empty(whole)
+            received, y = None, x.new_empty((rows, self.batch, size, math.prod(x.shape[2:])))
+            use = partial(_put_beside, y)
         else:
             received = x.new_empty(whole) if self.needs[0] else None
             y = _zeros(weight, rows * self.batch, weight.shape[0])
@@ -313,14 +315,17 @@ class HeadsToRows(_Exchange):
         saved: Tensors = ()
         if attention is not None and keep:
             saved, self.state = attention.saved()
-        return y.to(x.dtype), (None if weight is None else received, *saved)
+        y = y.flatten(2) if weight is None else y.to(x.dtype)
+        return y, (received, *saved)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         (received, *saved), size, weight = self.saved(), self.transport.size, self.weight
         _, needs_bias, *needs_heads = self.needs
         attention, grad_x, make, later = None, None, None, None
         if weight is None:
-            rows, columns, blocks = grad.shape[0] // size, grad.shape[1], grad
+            by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
+            blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
+            rows, columns = grad.shape[0], blocks.shape[1]
         else:
             groups = HeadGroups(weight, size, len(grad))
             rows, columns, blocks = len(grad) // self.batch, self.batch * groups.features, None
@@ -383,6 +388,12 @@ def _maker(attention: AttentionRuns) -> Work:
             out.copy_(_by_sequence(attended))
 
     return make
+
+
+def _put_beside(y: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
+    """Into ``[s, B, N, F]``: early blocks find their place while later ones travel."""
+    group, start = divmod(run.start, len(y))
+    y[start : start + len(piece), :, group] = piece.view(-1, y.shape[1], y.shape[3])
 
 
 def _by_sequence(attended: torch.Tensor) -> torch.Tensor:

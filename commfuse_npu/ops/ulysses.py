@@ -235,11 +235,9 @@ def attention_all_to_all(
     if torch.is_autocast_enabled(device):
         q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
     options = options_for_attention(options, transport.size, mask.costs_rise)
-    (length, batch), features = q.shape[:2], q.shape[2] * q.shape[3]
-    call = HeadsToRows(name, transport, options, q, rows=length * batch)
+    call = HeadsToRows(name, transport, options, q, rows=q.shape[0] * q.shape[1])
     call.mask, call.scale = mask, scale
-    by_rank = call(None, None, q, k, v).view(transport.size, -1, batch, features)
-    return by_rank.permute(1, 2, 0, 3).flatten(2)
+    return call(None, None, q, k, v)
 
 
 def attention_all_to_all_linear(
