@@ -101,7 +101,7 @@ def tuned(
     A collective over the group at the first call for a problem; later ones look it up.
 
     Args:
-        schedule: see :func:`~commfuse_npu.tuning.candidates.candidates`.
+        schedule: its lanes are the most that may be used.
         run: does the work once, with a schedule or by torch's collectives (``None``), on numbers
             of its own.
 
@@ -109,10 +109,39 @@ def tuned(
         MismatchError, TransportError: see :meth:`Transport.begin`.
     """
     answers = decisions(transport)
-    key = problem, schedule
-    if key not in answers:
-        answers[key] = _answer(transport, problem, schedule, tuning, run)
-    return answers[key]
+    if (problem, schedule) in answers:
+        return answers[problem, schedule]
+    name = f"tuning the {problem.half} of a {problem.layer} layer, {problem.block_rows} rows"
+    transport.agree(name, path="tuning", problem=problem, schedule=schedule)
+    folder = None if tuning.folder is None else Path(tuning.folder)
+    question = _question(transport, problem, schedule)
+    choices: list[Schedule | None] = [
+        None,
+        *candidates(schedule, transport.size, problem.block_rows),
+    ]
+    known = None
+    if transport.rank == 0 and folder is not None:
+        known = remembered(folder, question, choices)
+    known = transport.share(name, known)[0]
+    if known is None:
+
+        def run_round(order: Sequence[int]) -> list[float]:
+            mine = [_timed(transport, name, partial(run, choices[n])) for n in order]
+            # A work is done when the last rank is done.
+            return [max(times) for times in zip(*transport.share(name, mine), strict=True)]
+
+        usual = choices.index(schedule) if schedule in choices else 1
+        chosen, medians = fastest(len(choices), run_round, usual=usual)
+        known = transport.share(name, chosen)[0]
+        names = (str(choice or "plain") for choice in choices)
+        seconds = {of: one for of, one in zip(names, medians, strict=True) if one is not None}
+        if transport.rank == 0:
+            listed = ", ".join(f"{what}: {1e3 * median:.2f} ms" for what, median in seconds.items())
+            _logger.info("%s: %s (%s)", problem, choices[known] or "plain", listed)
+            if folder is not None:
+                remember(folder, question, choices[known], seconds)
+    answers[problem, schedule] = choices[known]
+    return choices[known]
 
 
 def decisions(transport: Transport) -> dict[tuple[Problem, Schedule], Schedule | None]:
@@ -120,47 +149,6 @@ def decisions(transport: Transport) -> dict[tuple[Problem, Schedule], Schedule |
     answers: dict[tuple[Problem, Schedule], Schedule | None]
     answers = transport.remembered.setdefault(__name__, {})
     return answers
-
-
-def _answer(
-    transport: Transport,
-    problem: Problem,
-    schedule: Schedule,
-    tuning: Tuning,
-    run: Callable[[Schedule | None], object],
-) -> Schedule | None:
-    name = f"tuning the {problem.half} of a {problem.layer} layer, {problem.block_rows} rows"
-    transport.agree(name, path="tuning", problem=problem, schedule=schedule)
-    folder = None if tuning.folder is None else Path(tuning.folder)
-    question = _question(transport, problem, schedule)
-    alternatives: list[Schedule | None] = [
-        None,
-        *candidates(schedule, transport.size, problem.block_rows),
-    ]
-    known = None
-    if transport.rank == 0 and folder is not None:
-        known = remembered(folder, question, alternatives)
-    known = transport.share(name, known)[0]
-    if known is not None:
-        return alternatives[known]
-
-    def run_round(order: Sequence[int]) -> list[float]:
-        mine = [_timed(transport, name, partial(run, alternatives[n])) for n in order]
-        # A work is done when the last rank is done.
-        return [max(times) for times in zip(*transport.share(name, mine), strict=True)]
-
-    usual = alternatives.index(schedule) if schedule in alternatives else 1
-    chosen, medians = fastest(len(alternatives), run_round, usual=usual)
-    answer = alternatives[transport.share(name, chosen)[0]]
-    seconds = {
-        _name(alternatives[n]): median for n, median in enumerate(medians) if median is not None
-    }
-    if transport.rank == 0:
-        listed = ", ".join(f"{what}: {1e3 * median:.2f} ms" for what, median in seconds.items())
-        _logger.info("%s: %s (%s)", problem, _name(answer), listed)
-        if folder is not None:
-            remember(folder, question, answer, seconds)
-    return answer
 
 
 def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float:
@@ -171,26 +159,18 @@ def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float
     return time.perf_counter() - start
 
 
-def _name(schedule: Schedule | None) -> str:
-    return "plain" if schedule is None else str(schedule)
-
-
 def _question(transport: Transport, problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """Everything that the answer depends on, as JSON would give it back."""
+    device = transport.device_type
+    processor = "cpu" if device == "cpu" else str(torch.get_device_module(device).get_device_name())
     return {
-        "machine": [platform.node(), platform.machine(), _processor(transport.device_type)],
+        "machine": [platform.node(), platform.machine(), processor],
         "versions": {name: _version(name) for name in ("commfuse-npu", "torch", "torch-npu")},
         "group": list(transport.ranks),
         "threads": torch.get_num_threads(),
         "problem": {**asdict(problem), "dtype": str(problem.dtype)},
         "schedule": asdict(schedule),
     }
-
-
-def _processor(device_type: str) -> str:
-    if device_type == "cpu":
-        return "cpu"
-    return str(torch.get_device_module(device_type).get_device_name())
 
 
 def _version(package: str) -> str | None:
@@ -277,16 +257,12 @@ def fastest(
     medians = {one: statistics.median(times[one]) for one in left}
     limit = min(medians.values()) * (1 + simplest_within)
     chosen = min(one for one, seconds in medians.items() if seconds <= limit)
-    spread = max(_spread(times[one]) for one in (chosen, usual))
-    if medians[usual] - medians[chosen] <= spread:
+    quartiles = (
+        statistics.quantiles(times[one], n=4, method="inclusive") for one in (chosen, usual)
+    )
+    if medians[usual] - medians[chosen] <= max(high - low for low, _, high in quartiles):
         chosen = usual
     return chosen, [medians.get(one) for one in range(count)]
-
-
-def _spread(times: Sequence[float]) -> float:
-    """Between the quartiles."""
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return high - low
 
 
 # --------------------------------------------------------- remembered on disk
@@ -311,25 +287,22 @@ def remembered(
     """
     path = _path(folder, question)
     try:
-        return _answer_in(json.loads(path.read_text(encoding="utf-8")), question, alternatives)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("format") != _FORMAT:
+            raise ValueError(f"it is not of format {_FORMAT}")
+        if found.get("question") != _as_json(question):
+            raise ValueError("it is about another machine, other versions or another shape")
+        known = [_as_json(choice and asdict(choice)) for choice in alternatives]
+        if "answer" not in found or found["answer"] not in known:
+            raise ValueError(
+                f"its answer {found.get('answer')} is none of the {len(known)} choices"
+            )
+        return known.index(found["answer"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:  # broken UTF-8 or JSON: ValueErrors
         _logger.warning("%s is passed over: %s. It is measured again", path, error)
         return None
-
-
-def _answer_in(
-    found: Any, question: Mapping[str, Any], alternatives: Sequence[Schedule | None]
-) -> int:
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise ValueError(f"it is not of format {_FORMAT}")
-    if found.get("question") != _as_json(question):
-        raise ValueError("it is about another machine, other versions or another shape")
-    for number, alternative in enumerate(alternatives):
-        if "answer" in found and _as_json(_described(alternative)) == found["answer"]:
-            return number
-    raise ValueError(f"its answer {found.get('answer')} is none of the {len(alternatives)} choices")
 
 
 def remember(
@@ -344,7 +317,7 @@ def remember(
     content = {
         "format": _FORMAT,
         "question": dict(question),
-        "answer": _described(answer),
+        "answer": answer and asdict(answer),
         "seconds": dict(seconds),
     }
     try:
@@ -356,10 +329,6 @@ def remember(
 def _path(folder: Path, question: Mapping[str, Any]) -> Path:
     name = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
     return folder / f"schedule-{name}.json"
-
-
-def _described(schedule: Schedule | None) -> dict[str, Any] | None:
-    return None if schedule is None else asdict(schedule)
 
 
 def _as_json(value: Any) -> Any:

@@ -35,7 +35,7 @@ def _hidden(length: int, batch: int) -> torch.Tensor:
     """Random, with a query that sees nothing."""
     generator = torch.Generator().manual_seed(length)
     hidden = torch.rand(batch, 1, length, length, generator=generator) < 0.4
-    hidden[-1, 0, length // 2] = True
+    hidden[-1:, :, length // 2 : length // 2 + 1] = True
     return hidden
 
 

@@ -17,8 +17,6 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "check_attention",
-    "check_hidden",
-    "check_sums",
     "gemm_into",
     "sum_parts",
 ]
@@ -56,16 +54,10 @@ def sum_parts(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Add partial sums, in the order given, and round the result into ``out``.
+    """``out = parts[0] + parts[1] + ...``, the parts of all terms in their order.
 
-    Equals, with ``parts`` those of all terms::
-
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part            # rounded to the dtype of out
-        out.copy_(total)
-
-    With a ``dtype`` the additions are made in it and only the result is rounded.
+    Every addition is rounded to the dtype of ``out``; with a ``dtype`` they are made in that, and
+    only the result is rounded.
 
     Args:
         out: ``[s, columns]``; may be some columns of a wider matrix, or the first term.
@@ -161,8 +153,7 @@ def attention_forward(
     its sum of exponentials above that, both ``[B, G, A/G * Sq, 1]``: their logarithm in one number
     would lose digits to the score.
     """
-    check_attention(q, k, v, causal=causal)
-    check_hidden(q, k, hidden)
+    check_attention(q, k, v, causal=causal, hidden=hidden)
     groups = k.shape[2]
     scores = _scores(q, k, causal, scale, pieces, hidden)
     # No keys, no rows: torch has no largest of nothing.
@@ -208,9 +199,7 @@ def attention_backward(
 
     ``grad_k`` and ``grad_v`` are added to without rounding to the dtype of ``k`` before.
     """
-    check_attention(q, k, v, causal=causal)
-    check_hidden(q, k, hidden)
-    check_sums(k, grad_k, grad_v)
+    check_attention(q, k, v, causal=causal, hidden=hidden, sums=(grad_k, grad_v))
     groups = k.shape[2]
     highest, total = statistics
     weights = _scores(q, k, causal, scale, pieces, hidden).sub_(highest).exp_().div_(total)
@@ -224,11 +213,22 @@ def attention_backward(
     return grad_q
 
 
-def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
-    """``q`` is ``[Sq, B, A, D]``, ``k`` and ``v`` are ``[Sk, B, G, D]``.
+def check_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    hidden: torch.Tensor | None = None,
+    sums: Sequence[torch.Tensor] = (),
+) -> None:
+    """Refuse what :func:`attention_forward` or :func:`attention_backward` do not take.
+
+    Args:
+        sums: ``grad_k`` and ``grad_v``.
 
     Raises:
-        ValueError: they are not, or a causal query would see no key.
+        ValueError: shapes or dtypes do not fit each other, or a causal query would see no key.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.shape != v.shape or (q.shape[1], q.shape[3]) != (k.shape[1], k.shape[3]):
@@ -250,34 +250,18 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal
             f"attention: {q.shape[0]} causal queries end with the last of {k.shape[0]} keys, so "
             f"the first {q.shape[0] - k.shape[0]} see none; pass the keys up to the last query"
         )
-
-
-def check_hidden(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None) -> None:
-    """``hidden`` is ``[B, 1, Sq, Sk]`` or ``[1, 1, Sq, Sk]``, bool, if it is given.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if hidden is None:
-        return
-    one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
-    if hidden.dtype != torch.bool or hidden.shape not in (one, whole):
+    if hidden is not None:
+        one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
+        if hidden.dtype != torch.bool or hidden.shape not in (one, whole):
+            raise ValueError(
+                f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be "
+                f"torch.bool {whole} or {one}, True where a query does not see a key"
+            )
+    if sums and not sums[0].shape == sums[1].shape == k.shape:
+        grad_k, grad_v = (tuple(of.shape) for of in sums)
         raise ValueError(
-            f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be torch.bool "
-            f"{whole} or {one}, True where a query does not see a key"
-        )
-
-
-def check_sums(k: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor) -> None:
-    """``grad_k`` and ``grad_v`` have the shape of ``k``.
-
-    Raises:
-        ValueError: they have not.
-    """
-    if grad_k.shape != k.shape or grad_v.shape != k.shape:
-        raise ValueError(
-            f"attention: grad_k {tuple(grad_k.shape)} and grad_v {tuple(grad_v.shape)} have to be "
-            f"{tuple(k.shape)}, like k; pass the rows of the keys that were used"
+            f"attention: grad_k {grad_k} and grad_v {grad_v} have to be {tuple(k.shape)}, like k; "
+            "pass the rows of the keys that were used"
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,12 +23,9 @@ from commfuse_npu.kernels import cpu
 from commfuse_npu.kernels.cpu import (
     Piece,
     check_attention,
-    check_hidden,
-    check_sums,
     gemm_into,
     sum_parts,
 )
-from commfuse_npu.kernels.npu_layouts import layout_of
 
 if TYPE_CHECKING:
     from commfuse_npu.kernels import MatmulAdd
@@ -111,6 +109,67 @@ def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) ->
     return _Masking(None, _AS_GIVEN, _ALL_BEFORE)
 
 
+class WholeRun:
+    """Queries ``[Sq, B, A * D]`` and keys ``[Sk, B, G * D]``, as the operators take them.
+
+    Attributes:
+        query_ends, key_ends: cumulative lengths, ``actual_seq_qlen`` and ``actual_seq_kvlen``.
+    """
+
+    layout = "SBH"
+    query_ends: list[int] | None = None
+    key_ends: list[int] | None = None
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Of ``[Sq, B, A, D]``."""
+        return x.flatten(2)
+
+    def like_queries(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`queries`, of the shape of ``like``."""
+        return x.view(like.shape)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Of ``[Sk, B, G, D]``."""
+        return x.flatten(2)
+
+    def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add to ``total`` ``[Sk, B, G, D]`` what belongs to :meth:`keys` of it."""
+        total.add_(x.view(total.shape))
+
+
+class PackedRun(WholeRun):
+    """Queries and keys ``[T, A, D]`` of packed documents, those of sample 0 first.
+
+    Only documents of several samples are copied.
+    """
+
+    layout = "TND"
+
+    def __init__(self, pieces: Sequence[Piece], batch: int) -> None:
+        self.query_ends = list(accumulate(of.queries.stop - of.queries.start for of in pieces))
+        self.key_ends = list(accumulate(of.keys.stop - of.keys.start for of in pieces))
+        first: dict[int, int] = {}
+        for piece in pieces:
+            first.setdefault(piece.sample, piece.keys.start)
+        # The keys of a sample that any query sees.
+        self._seen = [slice(first[sample], None) for sample in range(batch)]
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1).flatten(0, 1)
+
+    def like_queries(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (like.shape[1], -1)).transpose(0, 1).contiguous()
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        samples = [x[seen, sample] for sample, seen in enumerate(self._seen)]
+        return samples[0] if len(samples) == 1 else torch.cat(samples)
+
+    def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        samples = [total[seen, sample] for sample, seen in enumerate(self._seen)]
+        for rows, part in zip(samples, x.split([len(rows) for rows in samples]), strict=True):
+            rows.add_(part)
+
+
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -129,9 +188,9 @@ def attention_forward(
     What a device gives for a query that sees nothing was not found in the operator's documentation,
     and MindSpeed asks for it in the same way; the emulation gives zeros.
     """
-    check_attention(q, k, v, causal=causal)
-    check_hidden(q, k, hidden)
-    run, masking = layout_of(pieces, q.shape[1]), _masking(q.device, causal, hidden)
+    check_attention(q, k, v, causal=causal, hidden=hidden)
+    run = WholeRun() if pieces is None else PackedRun(pieces, q.shape[1])
+    masking = _masking(q.device, causal, hidden)
     out, maximum, total, reserved, *_ = torch.ops.npu.npu_fusion_attention(
         run.queries(q),
         run.keys(k),
@@ -170,11 +229,10 @@ def attention_backward(
     The operator returns its gradients in the dtype of ``q``, so that each chunk's part of
     ``grad_k`` and ``grad_v`` is rounded to it before it is added.
     """
-    check_attention(q, k, v, causal=causal)
-    check_hidden(q, k, hidden)
-    check_sums(k, grad_k, grad_v)
+    check_attention(q, k, v, causal=causal, hidden=hidden, sums=(grad_k, grad_v))
     maximum, total, reserved = statistics
-    run, masking = layout_of(pieces, q.shape[1]), _masking(q.device, causal, hidden)
+    run = WholeRun() if pieces is None else PackedRun(pieces, q.shape[1])
+    masking = _masking(q.device, causal, hidden)
     grad_q, new_k, new_v, *_ = torch.ops.npu.npu_fusion_attention_grad(
         run.queries(q),
         run.keys(k),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.ops.attention_mask import Documents
 from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
-from commfuse_npu.ops.head_exchange import all_to_all_linear, linear_all_to_all
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from commfuse_npu.ops.options import LinearOptions, ShardedOptions
 from commfuse_npu.ops.sharded_gradients import (
@@ -18,7 +17,12 @@ from commfuse_npu.ops.sharded_gradients import (
 )
 from commfuse_npu.ops.sharded_linear import sharded_linear
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
-from commfuse_npu.ops.ulysses import attention_all_to_all, attention_all_to_all_linear
+from commfuse_npu.ops.ulysses import (
+    all_to_all_linear,
+    attention_all_to_all,
+    attention_all_to_all_linear,
+    linear_all_to_all,
+)
 
 __all__ = [
     "BucketExchange",

@@ -20,18 +20,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.attention_mask import AttentionMask, Documents
-from commfuse_npu.ops.attention_runs import (
-    AttentionRuns,
-    check_self_attention,
-    options_for_scattered_attention,
-)
-from commfuse_npu.ops.call import AnyTransport, Call, check_and_cast, check_sequence
+from commfuse_npu.ops.attention_runs import AttentionRuns, checked_attention, options_for_attention
+from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.weight import SavedWeight, WeightGradient
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 
 __all__ = ["attention_linear_reduce_scatter"]
@@ -93,80 +87,65 @@ def attention_linear_reduce_scatter(
         MismatchError, TransportError: see :func:`~commfuse_npu.ops.linear.all_gather_linear`.
     """
     name = "attention_linear_reduce_scatter"
-    check_self_attention(name, q, k, v, dropout)
-    mask = AttentionMask(causal, documents, hidden).checked(name, q)
+    mask, instead = AttentionMask(causal, documents, hidden), ", or use linear_all_reduce"
+    mask = checked_attention(name, q, k, v, mask, dropout, transport.size, instead)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    check_sequence(name, q.shape[0], transport.size, ", or use linear_all_reduce")
-    options = options_for_scattered_attention(options, transport.size, mask.costs_rise)
-    call = Call.of(name, transport, options, q, rows=q.shape[0] * q.shape[1])
-    y = call.apply(_AttentionLinearReduceScatter, q, k, v, weight, mask, scale)
+    options = options_for_attention(options, transport.size, mask.costs_rise, scattered=True)
+    call = _AttentionLinear(name, transport, options, q, rows=q.shape[0] * q.shape[1])
+    call.mask, call.scale = mask, scale
+    y = call(q, k, v, weight)
     return y if bias is None else y + bias
 
 
-class _AttentionLinearReduceScatter(torch.autograd.Function):
-    @staticmethod
+class _AttentionLinear(Call):
+    weight_at = 3
+    mask: AttentionMask
+    scale: float | None
+    state: tuple[Any, ...]
+
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        weight: torch.Tensor,
-        mask: AttentionMask,
-        scale: float | None,
-        call: Call,
-    ) -> torch.Tensor:
-        heads = q.contiguous(), k.contiguous(), v.contiguous()
-        attention = AttentionRuns(*heads, mask, scale, keep=any(ctx.needs_input_grad[:4]))
-        rows, batch, hidden = q.shape[0] // call.transport.size, q.shape[1], weight.shape[0]
-        y = weight.new_empty((rows, batch * hidden))
-        transposed = weight.t()
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors]:
+        attention = AttentionRuns(q, k, v, self.mask, self.scale, keep=any(self.needs))
+        rows, batch, hidden = q.shape[0] // self.transport.size, q.shape[1], weight.shape[0]
+        y, transposed = weight.new_empty((rows, batch * hidden)), weight.t()
 
         def make(out: torch.Tensor, run: slice) -> None:
             gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
 
-        sums = call.options.reduce_dtype
-        running = call.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
+        sums = self.options.reduce_dtype
+        running = self.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
         running.run({"make": make}, out=y)
-        if any(ctx.needs_input_grad[:3]):
-            attention.save(ctx)
-        else:
-            ctx.save_for_backward(attention.attended)
-        ctx.weight = SavedWeight(weight)
-        ctx.call = call
-        return y.view(rows, batch, hidden)
+        saved, self.state = attention.saved()
+        # For the weight alone the output is enough.
+        return y.view(rows, batch, hidden), saved if any(self.needs[:3]) else saved[:1]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        weight = ctx.weight.get(call.name)
-        attended, *others = saved = ctx.saved_tensors
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        attended, *others = saved = self.saved()
         rows, batch, hidden = grad.shape
-        keep = ctx.needs_input_grad[3] and call.options.wgrad == "whole"
-        attention = AttentionRuns.saved(ctx, saved) if others else None
-        wgrad = None
-        if ctx.needs_input_grad[3]:
-            wgrad = WeightGradient(weight, main_grad=call.options.main_grad, blocks=not keep)
+        attention = AttentionRuns.again(saved, self.state) if others else None
+        by_blocks = self.options.wgrad == "blocks"
+        wgrad = self.weight_gradient(blocks=by_blocks)
 
         def use(piece: torch.Tensor, run: slice) -> None:
             grad_y, out = piece.view(-1, hidden), attended[run]
             if attention is not None:
                 grad_out = torch.empty_like(out)
-                gemm_into(_flat(grad_out), grad_y, weight)
-                attention.backward(run, grad_out)
-            if wgrad is not None and not keep:
+                gemm_into(_flat(grad_out), grad_y, self.weight)
+                attention.backward(grad_out, run)
+            if wgrad is not None and by_blocks:
                 wgrad.add(grad_y, _flat(out))
 
         def whole_wgrad(whole: torch.Tensor) -> None:
             assert wgrad is not None
             wgrad.add(whole.view(-1, hidden), _flat(attended))
 
-        grad = grad.contiguous().view(rows, batch * hidden)
-        running = call.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
+        keep, grad = wgrad is not None and not by_blocks, grad.view(rows, batch * hidden)
+        running = self.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
         running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
         grads = (None, None, None) if attention is None else attention.gradients()
-        return *grads, None if wgrad is None else wgrad.result(), None, None, None
+        return *grads, None if wgrad is None else wgrad.result()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

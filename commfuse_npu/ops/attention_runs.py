@@ -16,14 +16,13 @@ import torch
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.kernels.cpu import check_attention
 from commfuse_npu.ops.attention_mask import AttentionMask
+from commfuse_npu.ops.call import check_sequence
 from commfuse_npu.ops.options import LinearOptions
 
 __all__ = [
     "AttentionRuns",
-    "check_self_attention",
+    "checked_attention",
     "options_for_attention",
-    "options_for_scattered_attention",
-    "run_of_gemm",
 ]
 
 
@@ -53,13 +52,14 @@ class AttentionRuns:
         *,
         keep: bool = False,
     ) -> None:
-        self._q, self._k, self._v = q, k, v
+        self._q, self._k, self._v = q.contiguous(), k.contiguous(), v.contiguous()
         self._mask, self._scale = mask, scale
         self._kernels = kernels_for(q.device)
-        self.attended = torch.empty_like(q) if keep else None
+        self.attended = torch.empty_like(self._q) if keep else None
         # Of all runs, in the order in which they ran, and where those of a run are, by its start.
         self._statistics: list[torch.Tensor] = []
         self._where: dict[int, slice] = {}
+        self._grads: list[torch.Tensor] = []
 
     def _keys(self, run: slice) -> slice:
         """Which keys a run of queries may see."""
@@ -82,56 +82,49 @@ class AttentionRuns:
             self._statistics += statistics
         return attended
 
-    def save(self, ctx: Any, *others: torch.Tensor | None) -> None:
-        """Save the ``others``, and behind them what the backward needs, ``attended`` first."""
-        ctx.save_for_backward(*others, self.attended, self._q, self._k, self._v, *self._statistics)
-        ctx.attention = self._mask, self._scale, self._where
+    def saved(self) -> tuple[Sequence[torch.Tensor | None], tuple[Any, ...]]:
+        """The tensors that the backward needs, ``attended`` first, and what else it needs."""
+        tensors = self.attended, self._q, self._k, self._v, *self._statistics
+        return tensors, (self._mask, self._scale, self._where)
 
     @classmethod
-    def saved(cls, ctx: Any, tensors: Sequence[torch.Tensor]) -> AttentionRuns:
-        """For the backward; ``tensors`` are what was saved behind the others."""
+    def again(cls, tensors: Sequence[torch.Tensor], state: tuple[Any, ...]) -> AttentionRuns:
+        """For the backward, from what was :meth:`saved`."""
         attended, q, k, v, *statistics = tensors
-        mask, scale, where = ctx.attention
+        mask, scale, where = state
         found = cls(q, k, v, mask, scale)
         found.attended, found._statistics, found._where = attended, statistics, where
-        found._begin_backward()
+        # Keys and values sum their gradients in fp32.
+        wide = torch.promote_types(k.dtype, torch.float32)
+        sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        found._grads = [torch.empty_like(q), *sums]
         return found
-
-    def _begin_backward(self) -> None:
-        """Make room for the gradients; keys and values sum theirs in fp32."""
-        wide = torch.promote_types(self._k.dtype, torch.float32)
-        self._grad_q = torch.empty_like(self._q)
-        self._grad_k = torch.zeros_like(self._k, dtype=wide)
-        self._grad_v = torch.zeros_like(self._v, dtype=wide)
 
     def _kept(self, run: slice) -> Sequence[torch.Tensor]:
         return self._statistics[self._where[run.start]]
 
-    def backward(self, run: slice, grad: torch.Tensor) -> None:
+    def backward(self, grad: torch.Tensor, run: slice) -> None:
         """Use the gradient of these queries' output, of as many elements."""
         assert self.attended is not None
         keys, out = self._keys(run), self.attended[run]
-        self._grad_q[run] = self._kernels.attention_backward(
+        grad_q, grad_k, grad_v = self._grads
+        grad_q[run] = self._kernels.attention_backward(
             grad.view(out.shape),
             self._q[run],
             self._k[keys],
             self._v[keys],
             out,
             self._kept(run),
-            self._grad_k[keys],
-            self._grad_v[keys],
+            grad_k[keys],
+            grad_v[keys],
             scale=self._scale,
             **self._mask.keywords(run),
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of q, k and v, when all runs are through."""
-        return self._grad_q, self._grad_k.to(self._k.dtype), self._grad_v.to(self._v.dtype)
-
-
-def run_of_gemm(run: slice, batch: int) -> slice:
-    """A run of rows of the sequence as one of a GEMM's rows."""
-    return slice(run.start * batch, run.stop * batch)
+        grad_q, grad_k, grad_v = self._grads
+        return grad_q, grad_k.to(self._k.dtype), grad_v.to(self._v.dtype)
 
 
 _TUNED_CHUNKS = 4
@@ -140,34 +133,40 @@ the spread at every ratio."""
 
 
 @lru_cache(maxsize=256)
-def options_for_attention(options: LinearOptions, size: int, costs_rise: bool) -> LinearOptions:
+def options_for_attention(
+    options: LinearOptions, size: int, costs_rise: bool, *, scattered: bool = False
+) -> LinearOptions:
     """Chunks of one length; if later queries see more keys, blocks in the order that waits least.
 
     Attention keeps the statistics of each piece of queries for the backward: that runs the other
     way round, and tapered pieces would have other rows.
+
+    Args:
+        scattered: whether the result is reduce-scattered; then no schedule is tried out.
     """
     schedule = replace(options.schedule, taper=1.0)
+    if scattered and options.tuning is not None:
+        schedule = replace(schedule, chunks=_TUNED_CHUNKS)
+        options = replace(options, tuning=None)
     return replace(options, schedule=schedule.for_causal_blocks(size) if costs_rise else schedule)
 
 
-def options_for_scattered_attention(
-    options: LinearOptions, size: int, costs_rise: bool
-) -> LinearOptions:
-    """:func:`options_for_attention` whose result is reduce-scattered: no schedule is tried out."""
-    if options.tuning is not None:
-        schedule = replace(options.schedule, chunks=_TUNED_CHUNKS)
-        options = replace(options, schedule=schedule, tuning=None)
-    return options_for_attention(options, size, costs_rise)
-
-
-def check_self_attention(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-) -> None:
-    """``q`` is ``[S, B, A, D]``, ``k`` and ``v`` are ``[S, B, G, D]``, and there is no dropout.
+def checked_attention(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: AttentionMask,
+    dropout: float,
+    size: int,
+    instead: str = "",
+) -> AttentionMask:
+    """The mask as it is for ``q_SBAD``, ``k_SBGD`` and ``v_SBGD`` over blocks of ``size`` ranks.
 
     Raises:
         TypeError: they are not floating-point numbers.
-        ValueError: shapes or dtypes do not fit each other, or dropout is asked for.
+        ValueError: shapes, dtypes or the mask do not fit each other, the sequence is not divisible,
+            or dropout is asked for.
     """
     if dropout:
         raise ValueError(
@@ -182,3 +181,6 @@ def check_self_attention(
             f"{name}: {q.shape[0]} queries and {k.shape[0]} keys; self-attention has as many of "
             "one as of the other"
         )
+    mask = mask.checked(name, q)
+    check_sequence(name, q.shape[0], size, instead)
+    return mask

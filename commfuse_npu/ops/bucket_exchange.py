@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -26,14 +25,22 @@ class BucketExchange:
     """
 
     def __init__(
-        self, name: str, elements: int, queue: BucketQueue, running: Running | None, *, sums: bool
+        self,
+        name: str,
+        bucket: torch.Tensor,
+        queue: BucketQueue,
+        running: Running | None,
+        works: Mapping[str, Work],
     ) -> None:
         self._name = name
-        self._elements = elements
+        self._elements = bucket.numel()
         self._queue = queue
-        # None: there is nothing to transfer, in a group of one or for an empty bucket.
-        self._running = running
-        self._sums = sums
+        self.works = works
+        # None when it is finished, or was never under way: in a group of one, or empty.
+        self.running = running
+        self.bucket = None if running is None else bucket
+        if running is not None:
+            queue.add(self)
 
     def wait(self) -> None:
         """Finish this bucket, and before it all that were started earlier on its transport.
@@ -44,9 +51,7 @@ class BucketExchange:
             TransportError: a transfer failed, here or in an earlier wait.  The shard of this rank
                 is as it was if a reduction fails; a gather may have filled some of the others.
         """
-        if self._running is not None:
-            self._queue.finish(self._running)
-            self._running = None
+        self._queue.finish(self)
 
     def wait_rows(self, start: int, stop: int) -> None:
         """Wait until the elements ``start:stop`` of a gathered bucket are there.
@@ -63,28 +68,22 @@ class BucketExchange:
                 f"{self._name}: elements {start}:{stop} are not within the bucket; choose from "
                 f"0:{self._elements}"
             )
-        if self._sums:
+        if self.works:
             raise ValueError(
                 f"{self._name}: the elements of a sum are all there at once, at the end; call "
                 "wait() instead of wait_rows()"
             )
-        if self._running is not None and start < stop:
-            self._queue.finish_before(self._running)
-            if not self._running.done:
-                self._running.wait_rows("bucket", start, stop)
+        if start < stop:
+            self._queue.finish_before(self)
+            if self.running is not None:
+                self.running.wait_rows("bucket", start, stop)
 
     def is_completed(self) -> bool:
         """Whether the bucket is finished.
 
         It never becomes so without a wait, for this bucket or a later one: do not poll it.
         """
-        return self._running is None or self._running.done
-
-
-class _UnderWay(NamedTuple):
-    bucket: torch.Tensor
-    running: Running
-    works: Mapping[str, Work]
+        return self.running is None
 
 
 class BucketQueue:
@@ -96,32 +95,26 @@ class BucketQueue:
 
     def __init__(self, transport: Transport) -> None:
         # A rank that waits for a bucket must not need one that waits in a comparison.
-        transport.before_comparing = self.finish_all
+        transport.before_comparing = self.finish
         self._transport = transport
-        self._under_way: deque[_UnderWay] = deque()
-        self._not_posted: deque[_UnderWay] = deque()
+        self._under_way: deque[BucketExchange] = deque()
+        self._not_posted: deque[BucketExchange] = deque()
         self._last_posted: Running | None = None
 
-    def add(self, bucket: torch.Tensor, running: Running, works: Mapping[str, Work]) -> None:
+    def add(self, exchange: BucketExchange) -> None:
         """Put a bucket at the end and post what may be posted."""
-        one = _UnderWay(bucket, running, works)
-        self._under_way.append(one)
-        self._not_posted.append(one)
+        self._under_way.append(exchange)
+        self._not_posted.append(exchange)
         self._post()
 
-    def finish(self, last: Running) -> None:
-        """Finish the buckets up to ``last``, the oldest first."""
-        self.finish_before(last)
-        if not last.done:
+    def finish(self, last: BucketExchange | None = None) -> None:
+        """Finish the buckets up to ``last``, by default all of them, the oldest first."""
+        while self._under_way and (last is None or last.running is not None):
             self._finish_oldest()
 
-    def finish_before(self, running: Running) -> None:
+    def finish_before(self, exchange: BucketExchange) -> None:
         """Finish the buckets that were started before this one."""
-        while not running.done and self._under_way[0].running is not running:
-            self._finish_oldest()
-
-    def finish_all(self) -> None:
-        while self._under_way:
+        while exchange.running is not None and self._under_way[0] is not exchange:
             self._finish_oldest()
 
     def same_memory(self, bucket: torch.Tensor) -> bool:
@@ -129,27 +122,31 @@ class BucketQueue:
         return any(
             bucket.data_ptr() < other.data_ptr() + other.nbytes
             and other.data_ptr() < bucket.data_ptr() + bucket.nbytes
-            for other, _, _ in self._under_way
+            for other in (one.bucket for one in self._under_way)
+            if other is not None
         )
 
     def _finish_oldest(self) -> None:
         oldest = self._under_way[0]
+        assert oldest.running is not None
         with torch.no_grad():
             # After an error it stays here, and says so in every later wait.
             oldest.running.run(oldest.works)
+            oldest.running = oldest.bucket = None
             self._under_way.popleft()
             self._post()
 
     def _post(self) -> None:
-        # Batches match by order, so no bucket may overtake another.
-        while self._not_posted and (not self._transport.batched or self._all_posted()):
-            bucket, running, works = self._not_posted.popleft()
-            self._last_posted = running
-            running.run(works, ahead=True, bucket=bucket.view(-1, 1))
-
-    def _all_posted(self) -> bool:
-        """Whether the bucket that was posted last has no transfer left to post in its wait."""
-        return self._last_posted is None or self._last_posted.all_posted
+        # Batches match by order, so no bucket may overtake another: one is posted when the one
+        # that was posted last has no transfer left to post in its wait.
+        while self._not_posted and (
+            not self._transport.batched or self._last_posted is None or self._last_posted.all_posted
+        ):
+            one = self._not_posted.popleft()
+            assert one.running is not None
+            assert one.bucket is not None
+            self._last_posted = one.running
+            one.running.run(one.works, ahead=True, bucket=one.bucket.view(-1, 1))
 
 
 def queue_of(transport: Transport) -> BucketQueue:

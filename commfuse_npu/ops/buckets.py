@@ -2,7 +2,7 @@
 
 A *bucket* is a flat tensor ``[n * s]``: a run of Megatron's gradient or parameter buffer.  The
 *shard* of rank r is ``bucket[r * s : (r + 1) * s]``, a view.  Two operations, both in place, both
-asynchronous, with plain forms in :mod:`commfuse_npu.ops.plain_buckets`::
+asynchronous, with plain forms over the collectives of torch.distributed at the end::
 
     Buckets.reduce_scatter   the own shard becomes the sum over the ranks   after the backward of
                                                                             the bucket's layers
@@ -61,16 +61,25 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
 from commfuse_npu.ops.call import check_transport, sum_ending
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program, aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
+from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["BucketExchange", "BucketOptions", "Buckets", "check_bucket", "check_fractions"]
+__all__ = [
+    "BucketExchange",
+    "BucketOptions",
+    "Buckets",
+    "plain_all_gather_bucket",
+    "plain_reduce_scatter_bucket",
+]
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,7 @@ class BucketOptions:
     last_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
-            )
+        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # it checks them
         size = self.scratch_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"scratch_bytes is {size!r}; it must be a whole number from 0")
@@ -181,8 +187,8 @@ class Buckets:
             TransportError: a transfer failed.  Nothing was summed.
         """
         name, options = "reduce_scatter_bucket", self._options
-        check_bucket(name, bucket, self._transport.size)
-        check_fractions(name, bucket, average, scale, options.reduce_dtype)
+        _check_bucket(name, bucket, self._transport.size)
+        _check_fractions(name, bucket, average, scale, options.reduce_dtype)
         total = options.reduce_dtype or bucket.dtype
 
         def program(elements: int) -> Program:
@@ -194,10 +200,8 @@ class Buckets:
             running = self._begin(name, bucket, program, facts, total)
             if scale != 1.0:
                 bucket.mul_(scale)
-            if running is not None:
-                divisor = self._transport.size if average else 1
-                self._queue.add(bucket, running, {"finish": sum_ending(divisor)})
-        return BucketExchange(name, bucket.numel(), self._queue, running, sums=True)
+            works = {"finish": sum_ending(self._transport.size if average else 1)}
+            return BucketExchange(name, bucket, self._queue, running, works)
 
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
         """Begin to fetch the other ranks' shards of a bucket.
@@ -220,16 +224,14 @@ class Buckets:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
         name, last_first = "all_gather_bucket", self._options.last_first
-        check_bucket(name, bucket, self._transport.size)
+        _check_bucket(name, bucket, self._transport.size)
 
         def program(elements: int) -> Program:
             return bucket_gather(self._place, elements, last_first)
 
         with torch.no_grad():
             running = self._begin(name, bucket, program, last_first, None)
-            if running is not None:
-                self._queue.add(bucket, running, {})
-        return BucketExchange(name, bucket.numel(), self._queue, running, sums=False)
+            return BucketExchange(name, bucket, self._queue, running, {})
 
     def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:
         """How many partials are added at once, and how many such stacks have memory.
@@ -277,7 +279,7 @@ class Buckets:
         return transport.begin(program(elements), name, bucket, facts, total)
 
 
-def check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
+def _check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
     if bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(
             f"{name}: the bucket has shape {tuple(bucket.shape)} and strides {bucket.stride()}; it "
@@ -291,7 +293,7 @@ def check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
         )
 
 
-def check_fractions(
+def _check_fractions(
     name: str,
     bucket: torch.Tensor,
     average: bool,
@@ -314,3 +316,52 @@ def check_fractions(
         )
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise TypeError(f"{name}: reduce_dtype is {reduce_dtype}; it has to be floating-point")
+
+
+def plain_reduce_scatter_bucket(
+    bucket: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    average: bool = False,
+    scale: float = 1.0,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """The plain form of :meth:`Buckets.reduce_scatter`, synchronous.
+
+    The average is the sum divided by ``n`` here too, because gloo has no other.  It takes memory
+    for a shard, and for the whole bucket in ``reduce_dtype``, in which partials then travel.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    name, size = "plain_reduce_scatter_bucket", group.size()
+    _check_bucket(name, bucket, size)
+    _check_fractions(name, bucket, average, scale, reduce_dtype)
+    if bucket.numel() == 0:
+        return
+    with torch.no_grad():
+        if scale != 1.0:
+            bucket.mul_(scale)
+        total = reduce_scatter_rows(bucket.to(reduce_dtype or bucket.dtype), group)
+        if average:
+            total.div_(size)
+        _shard_of(bucket, group).copy_(total)
+
+
+def plain_all_gather_bucket(bucket: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    """The plain form of :meth:`Buckets.all_gather`, synchronous.
+
+    It takes memory for another bucket.
+
+    Raises:
+        ValueError: as there.
+    """
+    _check_bucket("plain_all_gather_bucket", bucket, group.size())
+    if bucket.numel():
+        with torch.no_grad():
+            bucket.copy_(all_gather_rows(_shard_of(bucket, group), group))
+
+
+def _shard_of(bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    elements = bucket.numel() // group.size()
+    return bucket[group.rank() * elements : (group.rank() + 1) * elements]

@@ -1,18 +1,19 @@
-"""One call of an op: what its arguments have to be, and where forward and backward run."""
+"""One call of an op: what its arguments have to be, forward and backward, where they run."""
 
 from __future__ import annotations
 
 import logging
-import math
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan import Schedule
+from commfuse_npu.ops.weight import WeightGradient
 from commfuse_npu.plan.rules import Rule
 from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work
@@ -22,20 +23,19 @@ __all__ = [
     "AnyRun",
     "AnyTransport",
     "Call",
-    "autocast_dtype",
+    "Tensors",
     "check_and_cast",
     "check_device",
     "check_sequence",
     "check_transport",
-    "rows_of",
     "sum_ending",
+    "version_of",
 ]
 
 _logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_AS_IS = nullcontext()
 
 AnyTransport = Transport | CollectiveTransport
 """What an op runs on: lanes, or the collectives of torch.distributed."""
@@ -43,23 +43,42 @@ AnyTransport = Transport | CollectiveTransport
 AnyRun = Running | CollectiveRun
 """An operation under way on either."""
 
+Tensors = Sequence[torch.Tensor | None]
 
-class Call(NamedTuple):
-    """One call; forward and backward have the same.
+
+class Call:
+    """One call of an op, on its transport, or on collectives where nothing can be split.
+
+    The ranks agree on which of the two it is, and the reason is logged once.  An op is a subclass:
+    its :meth:`forward` and :meth:`backward` on plain tensors; what autograd, autocast and torch's
+    hooks on saved tensors expect of them is done here.
+
+    Args:
+        name: of the op.
+        options: with a ``schedule`` and a ``reduce_dtype``; the ranks agree on them.
+        like: what the call is about: its shape and dtype have to be the same on every rank.
+        rows: how many rows there are to split.
+        at_least: how many are needed.
 
     Attributes:
-        forward, backward: their schedules; ``None`` for torch's collectives and whole GEMMs.
+        schedule, backward_schedule: of the two halves; ``None`` for torch's collectives and whole
+            GEMMs.
+        needs: which of the tensors need a gradient.
+        weight: the layer's, if it has one, without hooks on saved tensors (activation swapping):
+            they hand back another tensor, without ``main_grad`` and the like of Megatron's weights.
+        saved: returns what the forward saved.  Once per backward: with activation checkpointing
+            twice is an error.
     """
 
-    transport: AnyTransport
-    options: Any
-    name: str
-    forward: Schedule | None
-    backward: Schedule | None
+    weight_at: ClassVar[int] = 1
+    """Which of the tensors is the weight."""
 
-    @classmethod
-    def of(
-        cls,
+    needs: Sequence[bool]
+    weight: Any
+    saved: Callable[[], Any]
+
+    def __init__(
+        self,
         name: str,
         transport: AnyTransport,
         options: Any,
@@ -67,20 +86,32 @@ class Call(NamedTuple):
         *,
         rows: int,
         at_least: int = 1,
-    ) -> Call:
-        """On this transport, or on its collectives where nothing can be split.
-
-        The ranks agree on that, and the reason is logged once.
-
-        Args:
-            options: with a ``schedule`` and a ``reduce_dtype``; the ranks agree on them.
-            like: what the call is about: its shape and dtype have to be the same on every rank.
-            rows: how many rows there are to split.
-            at_least: how many are needed.
-        """
+    ) -> None:
         if transport.size == 1 or rows < at_least:
             transport = _by_collectives(name, like, transport, rows)
-        return cls(transport, options, name, options.schedule, options.schedule)
+        self.name, self.transport, self.options = name, transport, options
+        self.schedule = self.backward_schedule = options.schedule
+
+    def forward(self, *tensors: Any) -> tuple[torch.Tensor, Tensors]:
+        """The result, and what is saved for the backward."""
+        raise NotImplementedError
+
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        """The gradients of the tensors, from a contiguous one of the result."""
+        raise NotImplementedError
+
+    def __call__(self, *tensors: torch.Tensor | None) -> torch.Tensor:
+        """The result, differentiable; under ``torch.no_grad`` no tensor needs a gradient.
+
+        Autocast is off inside: the tensors are cast, and sums in fp32 have to stay so.
+        """
+        if not torch.is_grad_enabled():
+            tensors = tuple(None if one is None else one.detach() for one in tensors)
+        device = self.transport.device_type
+        if not torch.is_autocast_enabled(device):
+            return _Differentiable.apply(self, *tensors)
+        with torch.autocast(device, enabled=False):
+            return _Differentiable.apply(self, *tensors)
 
     def begin(
         self,
@@ -96,25 +127,53 @@ class Call(NamedTuple):
             like: of the dtype and on the device of what is transferred.
             sum_dtype: in which partials are added, by default their own.
         """
-        schedule, name = self.forward, self.name
+        schedule, name = self.schedule, self.name
         if backward:
-            schedule, name = self.backward, f"{self.name} backward"
+            schedule, name = self.backward_schedule, f"{self.name} backward"
         carrier: Any = self.transport if schedule else self.transport.by_collectives
         program = carrier.program(rule, schedule or self.options.schedule, *arguments)
         running: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
         return running
 
-    def apply(self, function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-        """``function.apply(*args, call)``; under ``torch.no_grad`` no argument needs a gradient.
+    def weight_gradient(self, *, blocks: bool = False) -> WeightGradient | None:
+        """Where the gradient of the weight goes, if it needs one."""
+        if not self.needs[self.weight_at]:
+            return None
+        return WeightGradient(self.weight, main_grad=self.options.main_grad, blocks=blocks)
 
-        Autocast is off inside: the arguments are cast, and sums in fp32 have to stay so.
-        """
-        if not torch.is_grad_enabled():
-            args = tuple([a.detach() if isinstance(a, torch.Tensor) else a for a in args])
-        device = self.transport.device_type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IS:
-            result: torch.Tensor = function.apply(*args, self)
-        return result
+
+class _Differentiable(torch.autograd.Function):
+    """The forward of a call, with its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+        call.needs = ctx.needs_input_grad[1:]
+        y, saved = call.forward(*tensors)
+        ctx.save_for_backward(*saved)
+        context: Any = weakref.ref(ctx)
+        ctx.call = call
+        call.saved = lambda: context().saved_tensors
+        call.weight = tensors[call.weight_at]
+        ctx.version = version_of(call.weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        # What a saved tensor does besides.
+        if version_of(call.weight) != ctx.version:
+            raise RuntimeError(
+                f"{call.name}: the weight was modified in place between forward and backward "
+                f"(version {version_of(call.weight)}, expected {ctx.version}); the gradient would "
+                "be that of another layer. Run the backward before the optimizer step"
+            )
+        return None, *call.backward(grad.contiguous())
+
+
+def version_of(weight: torch.Tensor | None) -> int | None:
+    """How often it was modified in place; inference tensors count no versions."""
+    return None if weight is None or weight.is_inference() else weight._version
 
 
 def _by_collectives(
@@ -173,7 +232,7 @@ def check_and_cast(
             "LinearOptions(Schedule(chunks=2))"
         )
     device = transport.device_type
-    dtype = autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     _check(
         name,
         (x.shape, x.dtype, x.device),
@@ -230,7 +289,7 @@ def _check(
     if dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise TypeError(f"{name}: x is {dtype}; choose one of {names}")
-    _check_device(name, "x", device, device_type)
+    check_device(name, "x", device, device_type)
     for other, what in ((weight, "weight"), (bias, "bias")):
         if other is None:
             continue
@@ -248,11 +307,7 @@ def _check(
 
 
 def check_transport(name: str, transport: object) -> None:
-    """Refuse the group itself.
-
-    Raises:
-        TypeError: it is no transport.
-    """
+    """Raise a TypeError if it is no transport, but the group itself."""
     if not isinstance(transport, AnyTransport):
         raise TypeError(
             f"{name}: transport is a {type(transport).__name__}; pass what "
@@ -260,16 +315,8 @@ def check_transport(name: str, transport: object) -> None:
         )
 
 
-def check_device(name: str, what: str, x: torch.Tensor, transport: AnyTransport) -> None:
-    """The group of a transport transfers tensors of one kind of device.
-
-    Raises:
-        ValueError: ``x`` is on another one.
-    """
-    _check_device(name, what, x.device, transport.device_type)
-
-
-def _check_device(name: str, what: str, device: torch.device, device_type: str) -> None:
+def check_device(name: str, what: str, device: torch.device, device_type: str) -> None:
+    """Raise a ValueError if a tensor is on another device than those of the group."""
     if device.type != device_type:
         raise ValueError(
             f"{name}: {what} is on {device}, the group transfers {device_type} tensors; move it "
@@ -278,26 +325,12 @@ def _check_device(name: str, what: str, device: torch.device, device_type: str) 
 
 
 def check_sequence(name: str, rows: int, size: int, instead: str = "") -> None:
-    """The whole sequence has to be cut into one block per rank.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise a ValueError if a sequence cannot be cut into one block per rank."""
     if rows % size:
         raise ValueError(
             f"{name}: sequence length {rows} is not divisible by the group size {size}; pad it to "
             f"{-(-rows // size) * size}{instead}"
         )
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """That of autocast, if it is enabled for this type of device."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def rows_of(x: torch.Tensor) -> int:
-    """``s * B`` rows of a GEMM in a tensor ``[s, B, H]``."""
-    return math.prod(x.shape[:-1])
 
 
 # ------------------------------------------------------------------------ sums

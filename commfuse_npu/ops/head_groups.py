@@ -12,15 +12,22 @@ Legend: ``N`` ranks and head groups, ``n`` rows of a block (sequence times batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from commfuse_npu.kernels import gemm_into, kernels_for
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_runs import AttentionRuns
+from commfuse_npu.ops.call import Call, Tensors
 from commfuse_npu.ops.weight import WeightGradient
+from commfuse_npu.plan.rules import Blocks, exchange
+from commfuse_npu.runtime.executor import Work
 
-__all__ = ["HeadRows", "LinearOfHeads", "LinearToHeads", "beside"]
+__all__ = ["HeadGroups", "HeadRows", "HeadsToRows", "RowsToHeads"]
 
 
 class HeadRows:
@@ -82,22 +89,16 @@ class HeadRows:
         parts = [weight[rows] for rows, _ in self.parts(group)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def columns(self, y: torch.Tensor) -> torch.Tensor:
-        """``[n, R]``, what the whole weight makes, to ``[N * n, O]``; differentiable."""
-        blocks = [
-            torch.cat([y[:, rows] for rows, _ in self.parts(group)], dim=1)
-            for group in range(len(self.bounds))
-        ]
-        return torch.cat(blocks)
-
     def add_up(self, whole: torch.Tensor) -> torch.Tensor:
-        """The adjoint of :meth:`columns`: ``[N * n, O]`` to ``[n, R]``, added in fp32."""
+        """The gradients of all groups, ``[N * n, O]``, as one of the weight's rows, ``[n, R]``.
+
+        Those of rows that are in several groups are added, in fp32.
+        """
         size = len(self.bounds)
         blocks = whole.view(size, whole.shape[0] // size, self.features)
         if size * self.features == self._weight_rows and self._in_order():
-            return beside(whole, size)
-        wide = torch.promote_types(whole.dtype, torch.float32)
-        total = whole.new_zeros((blocks.shape[1], self._weight_rows), dtype=wide)
+            return _beside(whole, size)
+        total = _zeros(whole, blocks.shape[1], self._weight_rows)
         for group, block in enumerate(blocks):
             for rows, columns in self.parts(group):
                 total[:, rows].add_(block[:, columns])
@@ -120,209 +121,281 @@ def _bounds(name: str, part: slice, weight_rows: int) -> tuple[int, int]:
     return start, stop
 
 
-def beside(whole: torch.Tensor, size: int) -> torch.Tensor:
+def _beside(whole: torch.Tensor, size: int) -> torch.Tensor:
     """``[N * n, F]``, blocks one below the other, to ``[n, N * F]``, one beside the other."""
     return whole.view(size, whole.shape[0] // size, whole.shape[-1]).transpose(0, 1).flatten(1)
 
 
-class _Grouped:
-    """A weight as a matrix per head group, ``[F, H]``.
+class HeadGroups:
+    """A weight as a matrix per head group, ``[F, H]``, run of rows by run of rows.
 
     Args:
-        weight: what is cut.
-        block_rows: ``n``.
-    """
-
-    def __init__(self, weight: torch.Tensor, block_rows: int) -> None:
-        self._weight = weight
-        self._block_rows = block_rows
-        self._kernels = kernels_for(weight.device)
-
-    def _matrix(self, group: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _place(self, run: slice) -> tuple[int, slice]:
-        """The head group of a run of rows, and the rows inside its block."""
-        group, start = divmod(run.start, self._block_rows)
-        return group, slice(start, start + run.stop - run.start)
-
-    def _split(self, x: torch.Tensor, run: slice, out: torch.Tensor) -> int:
-        """``[n, H]`` to the features of one group, ``[rows, F]``."""
-        group, inside = self._place(run)
-        gemm_into(out, x[inside], self._matrix(group).t())
-        return group
-
-    def _collect(self, total: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
-        """Add what the features of one group, ``[rows, F]``, give to ``[n, H]``."""
-        group, inside = self._place(run)
-        # total += a @ b is the kernel of the weight gradient with a transposed.
-        self._kernels.accumulate_weight_gradient(total[inside], piece.t(), self._matrix(group))
-
-    def _zeros(self, shape: Sequence[int]) -> torch.Tensor:
-        wide = torch.promote_types(self._weight.dtype, torch.float32)
-        return self._weight.new_zeros(tuple(shape), dtype=wide)
-
-
-class LinearToHeads(_Grouped):
-    """``x @ W_g^T + b_g`` for the rows of every head group g, run by run, and its backward.
-
-    Args:
-        weight: ``[R, H]``.
-        heads: which of its rows make ``W_g``, ``[O, H]``.
-        block_rows: ``n``, rows of ``x``.
-    """
-
-    def __init__(self, weight: torch.Tensor, heads: HeadRows, block_rows: int) -> None:
-        super().__init__(weight, block_rows)
-        self._heads = heads
-        # Chunks of a group come one by one; what has to be copied of a weight is copied once per
-        # call.  Never longer: the optimizer changes the weight.
-        self._matrices: dict[int, torch.Tensor] = {}
-
-    def _matrix(self, group: int) -> torch.Tensor:
-        if group not in self._matrices:
-            self._matrices[group] = self._heads.take(self._weight, group)
-        return self._matrices[group]
-
-    def forward(
-        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, run: slice
-    ) -> None:
-        """Write the run ``[rows, O]`` of the whole ``[N * n, O]``.
-
-        Args:
-            x: ``[n, H]``.
-            bias: ``[R]``.
-        """
-        group = self._split(x, run, out)
-        if bias is not None:
-            out.add_(self._heads.take(bias, group))
-
-    def begin_backward(
-        self, x: torch.Tensor | None, needs: Sequence[bool], options: LinearOptions
-    ) -> None:
-        """Make room for the gradients; all of them are summed in fp32.
-
-        Args:
-            x: ``[n, H]``, for the weight.
-            needs: whether ``x``, the weight and the bias need theirs.
-        """
-        needs_x, needs_weight, needs_bias = needs
-        rows, hidden = self._weight.shape
-        self._x = x
-        self._grad_x = self._zeros((self._block_rows, hidden)) if needs_x else None
-        self._grad_bias = self._zeros((rows,)) if needs_bias else None
-        self._wgrad = self._blocks = None
-        if needs_weight:
-            self._wgrad = WeightGradient(self._weight, main_grad=options.main_grad, blocks=False)
-            if options.wgrad == "blocks":
-                self._blocks = self._zeros((rows, hidden))
-
-    @property
-    def needs_whole(self) -> bool:
-        """Whether :meth:`gradients` needs the whole gradient ``[N * n, O]``."""
-        return self._wgrad is not None and self._blocks is None
-
-    def backward(self, piece: torch.Tensor, run: slice) -> None:
-        """Use the gradient of a run, ``[rows, O]``."""
-        if self._grad_x is not None:
-            self._collect(self._grad_x, piece, run)
-        group, inside = self._place(run)
-        for rows, columns in self._heads.parts(group):
-            if self._blocks is not None:
-                assert self._x is not None
-                self._kernels.accumulate_weight_gradient(
-                    self._blocks[rows], piece[:, columns], self._x[inside]
-                )
-            if self._grad_bias is not None:
-                self._grad_bias[rows] += piece[:, columns].sum(0, dtype=self._grad_bias.dtype)
-
-    def gradients(
-        self, whole: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of x, the weight and the bias, when all runs are through."""
-        grad_weight = None
-        if self._wgrad is not None:
-            if self._blocks is not None:
-                self._wgrad.take(self._blocks)
-            else:
-                assert whole is not None
-                assert self._x is not None
-                self._wgrad.add(self._heads.add_up(whole), self._x)
-            grad_weight = self._wgrad.result()
-        dtype = self._weight.dtype
-        return _rounded(self._grad_x, dtype), grad_weight, _rounded(self._grad_bias, dtype)
-
-
-class LinearOfHeads(_Grouped):
-    """``sum of x_g @ W_g^T + bias`` over the head groups g, run by run, and its backward.
-
-    Args:
-        weight: ``[H, N * F]``; ``W_g`` are its columns ``g * F .. (g + 1) * F``.
+        weight: what is cut, ``[R, H]`` by ``heads``; without them ``[H, N * F]``, of whose columns
+            ``g * F .. (g + 1) * F`` belong to group g.
         size: ``N``.
-        block_rows: ``n``, rows of the result.
+        block_rows: ``n``.
 
     Attributes:
         features: ``F``.
     """
 
-    def __init__(self, weight: torch.Tensor, size: int, block_rows: int) -> None:
-        super().__init__(weight, block_rows)
-        self._size = size
-        self.features = weight.shape[1] // size
+    def __init__(
+        self, weight: torch.Tensor, size: int, block_rows: int, heads: HeadRows | None = None
+    ) -> None:
+        self._weight, self._heads, self._block_rows = weight, heads, block_rows
+        self.features = heads.features if heads is not None else weight.shape[1] // size
+        self._kernels = kernels_for(weight.device)
+        # Chunks of a group come one by one; what has to be copied of a weight is copied once per
+        # call.  Never longer: the optimizer changes the weight.
+        self._matrices: dict[int, torch.Tensor] = {}
 
     def _matrix(self, group: int) -> torch.Tensor:
-        return self._weight.narrow(1, group * self.features, self.features).t()
+        if self._heads is None:
+            return self._weight.narrow(1, group * self.features, self.features).t()
+        if group not in self._matrices:
+            self._matrices[group] = self._heads.take(self._weight, group)
+        return self._matrices[group]
 
-    def begin_forward(self, bias: torch.Tensor | None) -> None:
-        shape = self._block_rows, self._weight.shape[0]
-        self._total = self._zeros(shape)
-        if bias is not None:
-            self._total.add_(bias)
+    def place(self, run: slice) -> tuple[int, slice]:
+        """The head group of a run of rows, and the rows inside its block."""
+        group, start = divmod(run.start, self._block_rows)
+        return group, slice(start, start + run.stop - run.start)
 
-    def forward(self, piece: torch.Tensor, run: slice) -> None:
-        """Add what a run ``[rows, F]`` of the whole ``[N * n, F]`` gives."""
-        self._collect(self._total, piece, run)
+    def split(self, x: torch.Tensor, out: torch.Tensor, run: slice) -> int:
+        """``[n, H]`` to the features of one group, ``[rows, F]``; which group it is."""
+        group, inside = self.place(run)
+        gemm_into(out, x[inside], self._matrix(group).t())
+        return group
 
-    def output(self) -> torch.Tensor:
-        """``[n, H]``, rounded once, when all runs are through."""
-        return self._total.to(self._weight.dtype)
+    def collect(self, total: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
+        """Add what the features of one group, ``[rows, F]``, give to ``[n, H]``."""
+        group, inside = self.place(run)
+        # total += a @ b is the kernel of the weight gradient with a transposed.
+        self._kernels.accumulate_weight_gradient(total[inside], piece.t(), self._matrix(group))
 
-    def begin_backward(
-        self, grad: torch.Tensor, needs_weight: bool, options: LinearOptions
+
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """For a sum in fp32, or in fp64 if that is what is added; rounded once, at its end."""
+    return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+class _Exchange(Call):
+    def swap(
+        self,
+        rows: int,
+        columns: int,
+        *,
+        like: torch.Tensor,
+        make: Work | None = None,
+        use: Work | None = None,
+        wgrad: Work | None = None,
+        blocks: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
+        backward: bool = False,
     ) -> None:
-        """Take the gradient of the output, ``[n, H]``."""
-        self._grad = grad
-        self._by_group = options.wgrad == "blocks"
-        self._wgrad = None
-        if needs_weight:
-            self._wgrad = WeightGradient(self._weight, main_grad=options.main_grad, blocks=False)
+        """An all-to-all of blocks ``[rows, columns]`` that are made, or used, piece by piece.
 
-    def backward(self, out: torch.Tensor, run: slice) -> None:
-        """Write the gradient of a run, ``[rows, F]``."""
-        self._split(self._grad, run, out)
+        Works and tensors are those of :func:`~commfuse_npu.plan.rules.exchange`.
 
-    def add_weight_gradient(self, whole: torch.Tensor | None) -> None:
-        """Make the gradient of the weight from the whole input, ``[N * n, F]``.
-
-        All of it has been there since the forward, so nothing is won by blocks of rows: ``blocks``
-        is a GEMM per head group, as it arrived, ``whole`` one GEMM on a copy like the unfused one.
+        Args:
+            blocks: ``[N * rows, columns]``: what is sent, or with ``make`` where it is kept.
+            received: ``[N * rows, columns]``, to be filled.
         """
-        if self._wgrad is None:
+        kind: Blocks = "given" if make is None else "made" if blocks is None else "made and kept"
+        arguments = rows, columns, kind, use is not None, received is not None, wgrad is not None
+        works = {"make": make, "use": use, "wgrad": wgrad}
+        tensors = {"blocks": blocks, "received": received}
+        self.begin(exchange, *arguments, like=like, backward=backward).run(
+            {name: work for name, work in works.items() if work is not None},
+            ahead=False,
+            **{name: tensor for name, tensor in tensors.items() if tensor is not None},
+        )
+
+
+class RowsToHeads(_Exchange):
+    """``all_to_all(x @ W_g^T + b_g of every head group g)``, one GEMM per run of rows.
+
+    ``x`` ``[n, H]``, ``weight`` ``[R, H]``, ``bias`` ``[R]``, to ``[N * n, O]``.
+    """
+
+    heads: HeadRows
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        x, rows, size, heads = x.contiguous(), x.shape[0], self.transport.size, self.heads
+        groups = HeadGroups(weight, size, rows, heads)
+        y = x.new_empty((rows * size, heads.features))
+
+        def make(out: torch.Tensor, run: slice) -> None:
+            group = groups.split(x, out, run)
+            if bias is not None:
+                out.add_(heads.take(bias, group))
+
+        self.swap(rows, heads.features, like=y, make=make, received=y)
+        return y, (x if self.needs[1] else None,)
+
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        (x,), weight, heads, size = self.saved(), self.weight, self.heads, self.transport.size
+        rows, (needs_x, _, needs_bias) = grad.shape[0] // size, self.needs
+        groups = HeadGroups(weight, size, rows, heads)
+        grad_x = _zeros(weight, rows, weight.shape[1]) if needs_x else None
+        grad_bias = _zeros(weight, weight.shape[0]) if needs_bias else None
+        wgrad, blocks, whole = self.weight_gradient(), None, None
+        if wgrad is not None and self.options.wgrad == "blocks":
+            blocks = _zeros(weight, *weight.shape)
+        elif wgrad is not None:
+            whole = torch.empty_like(grad)
+        accumulate = kernels_for(grad.device).accumulate_weight_gradient
+
+        def use(piece: torch.Tensor, run: slice) -> None:
+            if grad_x is not None:
+                groups.collect(grad_x, piece, run)
+            group, inside = groups.place(run)
+            for part, columns in heads.parts(group):
+                if blocks is not None:
+                    accumulate(blocks[part], piece[:, columns], x[inside])
+                if grad_bias is not None:
+                    grad_bias[part] += piece[:, columns].sum(0, dtype=grad_bias.dtype)
+
+        self.swap(
+            rows, heads.features, like=grad, use=use, blocks=grad, received=whole, backward=True
+        )
+        if wgrad is not None and blocks is not None:
+            wgrad.take(blocks)
+        elif wgrad is not None and whole is not None:
+            wgrad.add(heads.add_up(whole), x)
+        return (
+            None if grad_x is None else grad_x.to(weight.dtype),
+            None if wgrad is None else wgrad.result(),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+        )
+
+
+class HeadsToRows(_Exchange):
+    """Heads, or with a mask attention of them, to rows; with a weight projected there.
+
+    ``weight`` ``[H, N * F]`` and ``bias`` ``[H]``, or neither; ``x`` ``[N * n, F]``, or q, k and v.
+    To ``[n, H]``, or ``[s, B, N * F]``; of attention ``n`` is ``s * B``.
+    """
+
+    weight_at = 0
+    mask: AttentionMask | None = None
+    scale: float | None = None
+    batch = 1
+    state: tuple[Any, ...]
+
+    def forward(
+        self, weight: torch.Tensor | None, bias: torch.Tensor | None, *heads: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors]:
+        x, size, keep = heads[0], self.transport.size, any(self.needs[2:])
+        attention, make = None, None
+        use: Work
+        blocks: torch.Tensor | None
+        received: torch.Tensor | None
+        if self.mask is None:
+            columns, blocks = x.shape[1], x.contiguous()
+        else:
+            q, k, v = heads
+            self.batch, columns = q.shape[1], math.prod(q.shape[1:])
+            attention = AttentionRuns(q, k, v, self.mask, self.scale, keep=keep)
+            blocks = None if attention.attended is None else _by_sequence(attention.attended)
+            make = _maker(attention)
+        rows, whole = x.shape[0] // size, (x.shape[0], columns)
+        if weight is None:
+            received, y = None, x.new_empty((rows, self.batch, size, math.prod(x.shape[2:])))
+            use = partial(_put_beside, y)
+        else:
+            received = x.new_empty(whole) if self.needs[0] else None
+            y = _zeros(weight, rows * self.batch, weight.shape[0])
+            if bias is not None:
+                y.add_(bias)
+            use = self._by_groups(HeadGroups(weight, size, len(y)).collect, y)
+        self.swap(rows, columns, like=x, make=make, use=use, blocks=blocks, received=received)
+        saved: Tensors = ()
+        if attention is not None and keep:
+            saved, self.state = attention.saved()
+        y = y.flatten(2) if weight is None else y.to(x.dtype)
+        return y, (received, *saved)
+
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        (received, *saved), size, weight = self.saved(), self.transport.size, self.weight
+        _, needs_bias, *needs_heads = self.needs
+        attention, grad_x, make, later = None, None, None, None
+        if weight is None:
+            by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
+            blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
+            rows, columns = grad.shape[0], blocks.shape[1]
+        else:
+            groups = HeadGroups(weight, size, len(grad))
+            rows, columns, blocks = len(grad) // self.batch, self.batch * groups.features, None
+            make = self._by_groups(groups.split, grad)
+        wgrad = self.weight_gradient()
+        if wgrad is not None:
+            later = partial(self._add_weight_gradient, wgrad, grad, received)
+        if saved:
+            attention = AttentionRuns.again(saved, self.state)
+        elif any(needs_heads):
+            grad_x = grad.new_empty((size * rows, columns))
+        if any(needs_heads):
+            # The mirror image of the forward: the projection feeds, attention uses.
+            use = None if attention is None else attention.backward
+            self.swap(
+                rows, columns, like=grad, make=make, use=use, wgrad=later, blocks=blocks,
+                received=grad_x, backward=True,
+            )  # fmt: skip
+        elif later is not None:
+            later()
+        grads = (grad_x,) * len(needs_heads) if attention is None else attention.gradients()
+        grad_weight = None if wgrad is None else wgrad.result()
+        return grad_weight, grad.sum(0) if needs_bias else None, *grads
+
+    def _by_groups(self, work: Work, rows: torch.Tensor) -> Work:
+        """``work(rows, piece, run)`` of head groups, where a run is one of the sequence."""
+        batch = self.batch
+
+        def of_piece(piece: torch.Tensor, run: slice) -> None:
+            flat = piece.view((run.stop - run.start) * batch, -1)
+            work(rows, flat, slice(run.start * batch, run.stop * batch))
+
+        return of_piece
+
+    def _add_weight_gradient(
+        self, wgrad: WeightGradient, grad: torch.Tensor, received: torch.Tensor
+    ) -> None:
+        """Make it from the whole input, ``[N * n, F]``, which is there since the forward.
+
+        So nothing is won by blocks of rows: ``blocks`` is a GEMM per head group, as it arrived,
+        ``whole`` one GEMM on a copy like the unfused one.
+        """
+        size, outputs = self.transport.size, self.weight.shape[0]
+        features = self.weight.shape[1] // size
+        whole = received.view(size * len(grad), features)
+        if self.options.wgrad != "blocks":
+            wgrad.add(grad, _beside(whole, size))
             return
-        assert whole is not None
-        if not self._by_group:
-            self._wgrad.add(self._grad, beside(whole, self._size))
-            return
-        total = self._zeros((self._size, self._weight.shape[0], self.features))
-        blocks = whole.view(self._size, self._block_rows, self.features)
-        for part, block in zip(total, blocks, strict=True):
-            self._kernels.accumulate_weight_gradient(part, self._grad, block)
-        self._wgrad.take(beside(total.flatten(0, 1), self._size))
-
-    def weight_gradient(self) -> torch.Tensor | None:
-        """What the backward returns for the weight."""
-        return None if self._wgrad is None else self._wgrad.result()
+        total = _zeros(self.weight, size, outputs, features)
+        accumulate = kernels_for(grad.device).accumulate_weight_gradient
+        for part, block in zip(total, whole.view(size, len(grad), features), strict=True):
+            accumulate(part, grad, block)
+        wgrad.take(_beside(total.flatten(0, 1), size))
 
 
-def _rounded(total: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if total is None else total.to(dtype)
+def _maker(attention: AttentionRuns) -> Work:
+    def make(out: torch.Tensor, run: slice) -> None:
+        attended = attention.forward(run)
+        if attention.attended is None:  # else it is where it was kept
+            out.copy_(_by_sequence(attended))
+
+    return make
+
+
+def _put_beside(y: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
+    """Into ``[s, B, N, F]``: early blocks find their place while later ones travel."""
+    group, start = divmod(run.start, len(y))
+    y[start : start + len(piece), :, group] = piece.view(-1, y.shape[1], y.shape[3])
+
+
+def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
+    """``[S, B, A, D]`` as ``[S, B * A * D]``: never a copy, it may be written to."""
+    return attended.flatten(1)

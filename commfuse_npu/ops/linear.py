@@ -21,35 +21,45 @@ same bits, if rows are a multiple of 64 bytes long (MKL rounds small products di
 blocks begin elsewhere).  With whole GEMMs results differ only where the GEMM library rounds a run
 of rows differently than all rows.  Weight gradients are one GEMM over all rows; ``wgrad="blocks"``
 makes that of a row-parallel layer block by block.
+
+**Gathered again, early.**  In a backward the row-parallel layer comes first.  While its weight
+gradient is made the links are free, and the column-parallel layer before it needs its input again::
+
+    compute  | dgrad of proj | wgrad of proj | attention | dgrad of qkv | wgrad of qkv
+    links    | its gradients | input of qkv              |              | sums of dgrad
+
+A row-parallel layer is paired with the last column-parallel one that ran before it on the same
+transport: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  What the model does decides, so that ranks
+that run the same model post in the same order.  A backward that was pruned (``autograd.grad`` for
+the weight of ``proj`` alone) leaves a program under way; it is drained at the next forward, as on
+all ranks.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.call import (
     AnyRun,
     AnyTransport,
     Call,
+    Tensors,
     check_and_cast,
     check_sequence,
-    rows_of,
 )
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.regather import Regather
-from commfuse_npu.ops.weight import SavedWeight, WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tuning import COLUMN, ROW, Layer, Problem, tuned
+from commfuse_npu.tuning import COLUMN, ROW, Problem, tuned
 
 __all__ = [
     "all_gather_linear",
@@ -100,120 +110,115 @@ def all_gather_linear(
     """
     name = "all_gather_linear"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    call = Call.of(name, transport, options, x, rows=rows_of(x))
-    call = _scheduled(call, COLUMN, x, weight, bias)
-    y = call.apply(_AllGatherLinear, x.reshape(-1, x.shape[-1]), weight, bias)
+    flat = x.flatten(0, -2)
+    call = _AllGatherLinear(name, transport, options, x, rows=flat.shape[0])
+    if options.tuning is not None and isinstance(call.transport, Transport):
+        _tune(call, flat, weight, bias)
+    elif options.collectives_from is not None and weight.shape[0] >= options.collectives_from:
+        call.backward_schedule = None
+    y = call(flat, weight, bias)
     return y.view(x.shape[0] * transport.size, *x.shape[1:-1], weight.shape[0])
 
 
-def _column_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    call: Call,
-    *,
-    keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    y = x.new_empty((rows * call.transport.size, outputs))
-    tensors = {"shard": x, "weight": weight.t(), "out": y}
-    if keep:
-        tensors["whole"] = x.new_empty((rows * call.transport.size, inputs))
-    running = call.begin(gather_gemm, rows, inputs, outputs, keep, None, 0, like=x)
-    running.run({}, ahead=False, **tensors)
-    if bias is not None:
-        y.add_(bias)
-    return y, tensors.get("whole")
+class _AllGatherLinear(Call):
+    begun: tuple[torch.Tensor, AnyRun] | None = None
+    """The input and what was begun with it, behind the layer after this one."""
 
+    over = False
+    """Whether the backward ran."""
 
-def _begin_column_backward(
-    like: torch.Tensor,
-    rows: int,
-    weight: torch.Tensor,
-    needs_x: bool,
-    gathers: bool,
-    wgrad: bool,
-    call: Call,
-) -> AnyRun:
-    outputs, inputs = weight.shape
-    arguments = rows, inputs, outputs, needs_x, gathers, wgrad
-    sums = call.options.reduce_dtype
-    return call.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
-
-
-def _column_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    whole: torch.Tensor | None,
-    weight: torch.Tensor,
-    needs_x: bool,
-    wgrad: WeightGradient | None,
-    call: Call,
-    running: AnyRun | None = None,
-) -> torch.Tensor | None:
-    """The gradient of x; that of the weight goes into ``wgrad``.
-
-    Args:
-        x, whole: one of them, if there is a ``wgrad``: this rank's rows, or those of all ranks.
-        running: what was begun with ``x``.
-    """
-    rows = grad.shape[0] // call.transport.size
-    works: dict[str, Work] = {}
-    tensors = {"grad": grad, "weight": weight}
-    if needs_x:
-        tensors["grad_x"] = grad.new_empty((rows, weight.shape[1]))
-    if wgrad is not None:
-        works["wgrad"] = wgrad.add
-        if x is not None:
-            tensors["x"] = x
-        elif whole is not None:
-            tensors["whole"] = whole
-    if running is None:
-        gathers = wgrad is not None and x is not None
-        running = _begin_column_backward(
-            grad, rows, weight, needs_x, gathers, wgrad is not None, call
-        )
-    running.run(works, ahead=False, **tensors)
-    return tensors.get("grad_x")
-
-
-class _AllGatherLinear(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
-    ) -> torch.Tensor:
-        x = x.contiguous()
-        keep = call.options.keep_gathered and ctx.needs_input_grad[1]
-        y, whole = _column_forward(x, weight, bias, call, keep=keep)
-        ctx.save_for_backward(None if keep or not ctx.needs_input_grad[1] else x, whole)
-        ctx.weight = SavedWeight(weight)
-        ctx.call = call
-        ctx.regather = None
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        if needs_weight and not keep and call.backward is not None:
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        x, whole = x.contiguous(), None
+        (rows, inputs), outputs = x.shape, weight.shape[0]
+        needs_weight = self.needs[1]
+        keep = self.options.keep_gathered and needs_weight
+        y = x.new_empty((rows * self.transport.size, outputs))
+        tensors = {"shard": x, "weight": weight.t(), "out": y}
+        if keep:
+            tensors["whole"] = whole = x.new_empty((y.shape[0], inputs))
+        running = self.begin(gather_gemm, rows, inputs, outputs, keep, None, 0, like=x)
+        running.run({}, ahead=False, **tensors)
+        if bias is not None:
+            y.add_(bias)
+        if needs_weight and not keep and self.backward_schedule is not None:
+            _Pairs.of(self.transport).last = weakref.ref(self)
+        return y, (x if needs_weight and not keep else None, whole)
 
-            def begin(x: torch.Tensor) -> AnyRun:
-                return _begin_column_backward(x, x.shape[0], weight, needs_x, True, True, call)
+    def _begin_backward(self, like: torch.Tensor, rows: int, gathers: bool) -> AnyRun:
+        (outputs, inputs), (needs_x, needs_weight, _) = self.weight.shape, self.needs
+        arguments = rows, inputs, outputs, needs_x, gathers, needs_weight
+        sums = self.options.reduce_dtype
+        return self.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
 
-            ctx.regather = Regather(call.transport, ctx, begin)
-        return y
+    def begin_again(self) -> None:
+        """Bring the input on its way, once, unless the backward ran already."""
+        if self.over or self.begun is not None:
+            return
+        x, _ = self.saved()
+        running = self._begin_backward(x, x.shape[0], True)
+        self.begun = x, running
+        _Pairs.of(self.transport).begun.append(self)
+        running.run(ahead=True, x=x)
+
+    def take(self) -> tuple[torch.Tensor, AnyRun] | None:
+        """What was begun, for whom it is meant or who drains it."""
+        self.over, begun, self.begun = True, self.begun, None
+        if begun is not None:
+            self.transport.remembered[__name__].begun.remove(self)
+        return begun
+
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        begun, whole = self.take(), None
+        x, running = begun or (None, None)
+        if begun is None:
+            x, whole = self.saved()
+        rows = grad.shape[0] // self.transport.size
+        works: dict[str, Work] = {}
+        tensors = {"grad": grad, "weight": self.weight, "x": x, "whole": whole}
+        if self.needs[0]:
+            tensors["grad_x"] = grad.new_empty((rows, self.weight.shape[1]))
+        wgrad = self.weight_gradient()
+        if wgrad is not None:
+            works["wgrad"] = wgrad.add
+        if running is None:
+            running = self._begin_backward(grad, rows, x is not None)
+        running.run(
+            works, ahead=False, **{name: one for name, one in tensors.items() if one is not None}
+        )
+        return (
+            tensors.get("grad_x"),
+            None if wgrad is None else wgrad.result(),
+            grad.sum(dim=0) if self.needs[2] else None,
+        )
+
+
+@dataclass
+class _Pairs:
+    """The column-parallel layers of a transport whose input is gathered again.
+
+    Attributes:
+        last: the last one that no row-parallel one followed yet.
+        begun: those whose inputs are on their way.
+    """
+
+    last: weakref.ref[_AllGatherLinear] | None = None
+    begun: list[_AllGatherLinear] = field(default_factory=list)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        weight = ctx.weight.get(call.name)
-        begun = None if ctx.regather is None else ctx.regather.take()
-        (x, running), whole = begun or (None, None), None
-        if begun is None:
-            x, whole = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        wgrad = _weight_gradient(weight, call, blocks=False) if needs_weight else None
-        grad_x = _column_backward(grad, x, whole, weight, needs_x, wgrad, call, running)
-        grad_weight = None if wgrad is None else wgrad.result()
-        grad_bias = grad.sum(dim=0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None
+    def of(transport: AnyTransport) -> _Pairs:
+        """Of a transport; outside a backward with nothing under way that no backward came for."""
+        pairs: _Pairs | None = transport.remembered.get(__name__)
+        if pairs is None:
+            pairs = transport.remembered[__name__] = _Pairs()
+        # A recomputed forward belongs to a backward.
+        if pairs.begun and torch._C._current_graph_task_id() == -1:
+            for layer in list(pairs.begun):
+                begun = layer.take()
+                assert begun is not None
+                begun[1].drain(grad_x=torch.empty_like(begun[0]))
+        return pairs
 
 
 # --------------------------------------------------------------- reduce-scatter
@@ -259,74 +264,50 @@ def linear_reduce_scatter(
     name = "linear_reduce_scatter"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     check_sequence(name, x.shape[0], transport.size, ", or use linear_all_reduce")
-    call = Call.of(name, transport, options, x, rows=rows_of(x))
-    call = _scheduled(call, ROW, x, weight)
-    y = call.apply(_LinearReduceScatter, x.reshape(-1, x.shape[-1]), weight)
+    flat = x.flatten(0, -2)
+    call = _LinearReduceScatter(name, transport, options, x, rows=flat.shape[0])
+    if options.tuning is not None and isinstance(call.transport, Transport):
+        _tune(call, flat, weight, bias)
+    y = call(flat, weight)
     y = y.view(x.shape[0] // transport.size, *x.shape[1:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
-def _row_forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
-    rows, (outputs, inputs) = x.shape[0] // call.transport.size, weight.shape
-    y = x.new_empty((rows, outputs))
-    sums = call.options.reduce_dtype
-    running = call.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
-    running.run(a=x, weight=weight.t(), out=y)
-    return y
+class _LinearReduceScatter(Call):
+    before: weakref.ref[_AllGatherLinear] | None = None
+    """The layer before this one, whose input is sent for when all of this layer's transfers are
+    posted and most of its work is done."""
 
-
-def _row_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor,
-    needs_x: bool,
-    wgrad: WeightGradient | None,
-    call: Call,
-    before: Regather | None = None,
-) -> torch.Tensor | None:
-    """The gradient of x; that of the weight goes into ``wgrad``, if there is one.
-
-    Args:
-        before: the layer before this one, whose input is brought on its way when all of this
-            layer's transfers are posted and most of its work is done.
-    """
-    outputs, inputs = weight.shape
-    works: dict[str, Work] = {}
-    tensors = {"shard": grad, "weight": weight}
-    if needs_x:
-        tensors["out"] = grad.new_empty((grad.shape[0] * call.transport.size, inputs))
-    if wgrad is not None and x is not None:
-        works["wgrad"] = wgrad.add
-        tensors["other"] = x
-    how = None if wgrad is None else "blocks" if _by_blocks(call) else "whole"
-    arguments = grad.shape[0], outputs, inputs if needs_x else 0, False, how, inputs
-    running = call.begin(gather_gemm, *arguments, like=grad, backward=True)
-    if before is not None and isinstance(running, Running):
-        running.before_last = {"wgrad": before.begin}
-    running.run(works, ahead=False, **tensors)
-    return tensors.get("out")
-
-
-class _LinearReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
         x = x.contiguous()
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.weight = SavedWeight(weight)
-        ctx.call = call
-        ctx.before = Regather.before(call.transport) if any(ctx.needs_input_grad) else None
-        return _row_forward(x, weight, call)
+        rows, (outputs, inputs) = x.shape[0] // self.transport.size, weight.shape
+        y, sums = x.new_empty((rows, outputs)), self.options.reduce_dtype
+        running = self.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
+        running.run(a=x, weight=weight.t(), out=y)
+        if any(self.needs):
+            pairs = _Pairs.of(self.transport)
+            self.before, pairs.last = pairs.last, None
+        return y, (x if self.needs[1] else None,)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        weight = ctx.weight.get(call.name)
-        (x,) = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        wgrad = _weight_gradient(weight, call, _by_blocks(call)) if needs_weight else None
-        grad_x = _row_backward(grad.contiguous(), x, weight, needs_x, wgrad, call, ctx.before)
-        return grad_x, None if wgrad is None else wgrad.result(), None
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        (x,), weight, how = self.saved(), self.weight, None
+        outputs, inputs = weight.shape
+        works: dict[str, Work] = {}
+        tensors = {"shard": grad, "weight": weight}
+        if self.needs[0]:
+            tensors["out"] = grad.new_empty((grad.shape[0] * self.transport.size, inputs))
+        by_blocks = self.options.wgrad == "blocks" and self.backward_schedule is not None
+        wgrad = self.weight_gradient(blocks=by_blocks)
+        if wgrad is not None:
+            works["wgrad"], tensors["other"] = wgrad.add, x
+            how = "blocks" if by_blocks else "whole"
+        arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, False, how, inputs
+        running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
+        before = None if self.before is None else self.before()
+        if before is not None and isinstance(running, Running):
+            running.before_last = {"wgrad": before.begin_again}
+        running.run(works, ahead=False, **tensors)
+        return tensors.get("out"), None if wgrad is None else wgrad.result()
 
 
 # ------------------------------------------------------------------- all-reduce
@@ -371,127 +352,102 @@ def linear_all_reduce(
     """
     name = "linear_all_reduce"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    call = Call.of(name, transport, options, x, rows=rows_of(x), at_least=transport.size)
-    y = call.apply(_LinearAllReduce, x.reshape(-1, x.shape[-1]), weight)
-    y = y.view(*x.shape[:-1], weight.shape[0])
+    flat, size = x.flatten(0, -2), transport.size
+    call = _LinearAllReduce(name, transport, options, x, rows=flat.shape[0], at_least=size)
+    y = call(flat, weight).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
-def _gemm_all_reduce(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
-    (outputs, inputs), transport = weight.shape, call.transport
-    rows, rest = x.shape[0], x.shape[0] % transport.size
-    y = x.new_empty((rows, outputs))
-    divisible = slice(0, rows - rest)
-    if divisible.stop:
-        sums = call.options.reduce_dtype
-        arguments = divisible.stop, inputs, outputs
-        running = call.begin(gemm_all_reduce, *arguments, like=x, sum_dtype=sums)
-        running.run(a=x[divisible], weight=weight.t(), out=y[divisible])
-    if rest:
-        left = slice(rows - rest, rows)
-        gemm_into(y[left], x[left], weight.t())
-        total = y[left].to(call.options.reduce_dtype or y.dtype)
-        transport.all_reduce(f"{call.name} rest", total)
-        y[left].copy_(total)
-    return y
+class _LinearAllReduce(Call):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+        x, sums, transposed = x.contiguous(), self.options.reduce_dtype, weight.t()
+        rows, (outputs, inputs) = x.shape[0], weight.shape
+        y = x.new_empty((rows, outputs))
+        divisible = rows - rows % self.transport.size
+        if divisible:
+            arguments = divisible, inputs, outputs
+            running = self.begin(gemm_all_reduce, *arguments, like=x, sum_dtype=sums)
+            running.run(a=x[:divisible], weight=transposed, out=y[:divisible])
+        if divisible < rows:
+            rest = y[divisible:]
+            gemm_into(rest, x[divisible:], transposed)
+            total = rest.to(sums or y.dtype)
+            self.transport.all_reduce(f"{self.name} rest", total)
+            rest.copy_(total)
+        return y, (x if self.needs[1] else None,)
+
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        (x,), wgrad = self.saved(), self.weight_gradient()
+        grad_x = grad.matmul(self.weight) if self.needs[0] else None
+        if wgrad is None:
+            return grad_x, None
+        wgrad.add(grad, x)
+        return grad_x, wgrad.result()
 
 
-class _LinearAllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.weight = SavedWeight(weight)
-        ctx.main_grad = call.options.main_grad
-        return _gemm_all_reduce(x, weight, call)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        grad = grad.contiguous()
-        weight = ctx.weight.get("linear_all_reduce")
-        grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            wgrad = WeightGradient(weight, main_grad=ctx.main_grad, blocks=False)
-            wgrad.add(grad, x)
-            grad_weight = wgrad.result()
-        return grad_x, grad_weight, None
+# ----------------------------------------------------------------------- tuning
 
 
-# ----------------------------------------------------------- what all three share
-
-
-def _weight_gradient(weight: torch.Tensor, call: Call, blocks: bool) -> WeightGradient:
-    return WeightGradient(weight, main_grad=call.options.main_grad, blocks=blocks)
-
-
-def _by_blocks(call: Call) -> bool:
-    """Whether a row-parallel layer makes its weight gradient block by block."""
-    return call.options.wgrad == "blocks" and call.backward is not None
-
-
-def _scheduled(
-    call: Call,
-    layer: Layer,
+def _tune(
+    call: _AllGatherLinear | _LinearReduceScatter,
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> Call:
-    """With the schedules of a layer's forward and backward, tried out if the options say so."""
+    bias: torch.Tensor | None,
+) -> None:
+    """Give a call the schedules that are fastest for its forward and its backward, by trial."""
     options, transport, (outputs, inputs) = call.options, call.transport, weight.shape
-    if options.tuning is None or not isinstance(transport, Transport):
-        covered = layer == COLUMN and options.by_collectives(outputs)
-        return call._replace(backward=None) if covered else call
-    rows = rows_of(x) if layer == COLUMN else rows_of(x) // transport.size
-    given = [one for one in (x, weight, bias) if one is not None]
-    needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    assert isinstance(transport, Transport)
+    column = isinstance(call, _AllGatherLinear)
+    rows = x.shape[0] if column else x.shape[0] // transport.size
+    needs_grad = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in (x, weight, bias)
+    )
     found = []
     for half in ("forward", "backward") if needs_grad else ("forward",):
-        wgrad = options.wgrad if half == "backward" and layer == ROW else "whole"
-        kept = options.keep_gathered and layer == COLUMN
+        wgrad = options.wgrad if half == "backward" and not column else "whole"
+        kept = options.keep_gathered and column
+        layer = COLUMN if column else ROW
         problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
-        trial = _trial(transport, problem, options, weight.device)
+        trial = _trial(type(call), transport, problem, options, weight.device)
         found.append(tuned(transport, problem, options.schedule, options.tuning, trial))
-    untuned = replace(options, tuning=None)
-    return call._replace(options=untuned, forward=found[0], backward=found[-1])
+    call.options = replace(options, tuning=None)
+    call.schedule, call.backward_schedule = found[0], found[-1]
 
 
 def _trial(
-    transport: Transport, problem: Problem, options: LinearOptions, device: torch.device
+    kind: type[_AllGatherLinear] | type[_LinearReduceScatter],
+    transport: Transport,
+    problem: Problem,
+    options: LinearOptions,
+    device: torch.device,
 ) -> Callable[[Schedule | None], object]:
     """Do the work of ``problem`` on made-up numbers, with a schedule or by torch's collectives."""
     options = replace(options, tuning=None, main_grad=False)
-    column = problem.layer == COLUMN
 
     @cache
     def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        whole = problem.block_rows * transport.size
-        x_rows, y_rows = (problem.block_rows, whole) if column else (whole, problem.block_rows)
-        shapes = (x_rows, problem.inputs), (y_rows, problem.outputs)
-        weight = problem.outputs, problem.inputs
+        block, whole = problem.block_rows, problem.block_rows * transport.size
+        x_rows, y_rows = (block, whole) if problem.layer == COLUMN else (whole, block)
+        inputs, outputs = problem.inputs, problem.outputs
         draw = torch.Generator(device).manual_seed(0)
-        x, grad, factor = (
+        x, grad, weight = (
             torch.randn(shape, generator=draw, device=device).to(problem.dtype)
-            for shape in (*shapes, weight)
+            for shape in ((x_rows, inputs), (y_rows, outputs), (outputs, inputs))
         )
-        return x, grad, factor
+        return x, grad, weight
 
     @torch.no_grad()
     def run(schedule: Schedule | None) -> object:
         x, grad, weight = numbers()
-        call = Call(transport, options, f"tuning {problem.layer}", schedule, schedule)
+        call: Any = kind(f"tuning {problem.layer}", transport, options, x, rows=x.shape[0])
+        call.schedule = call.backward_schedule = schedule
+        column, kept = problem.layer == COLUMN, problem.kept
         if problem.half == "forward":
-            if column:
-                return _column_forward(x, weight, None, call, keep=options.keep_gathered)
-            return _row_forward(x, weight, call)
-        wgrad = _weight_gradient(weight, call, not column and _by_blocks(call))
-        if not column:
-            return _row_backward(grad, x, weight, True, wgrad, call)
-        if options.keep_gathered:
-            whole = x.repeat(transport.size, 1)
-            return _column_backward(grad, None, whole, weight, True, wgrad, call)
-        return _column_backward(grad, x, None, weight, True, wgrad, call)
+            call.needs = False, kept, False
+            return call.forward(x, weight, *([None] if column else []))
+        call.needs, call.weight = (True, True, False), weight
+        saved = (None, x.repeat(transport.size, 1)) if kept else (x, None)
+        call.saved = lambda: saved if column else (x,)
+        return call.backward(grad)
 
     return run

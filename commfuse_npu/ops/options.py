@@ -53,10 +53,6 @@ class LinearOptions:
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
             )
 
-    def by_collectives(self, outputs: int) -> bool:
-        """Whether a column-parallel layer of so many outputs runs its backward by collectives."""
-        return self.collectives_from is not None and outputs >= self.collectives_from
-
 
 @dataclass(frozen=True)
 class ShardedOptions:

@@ -6,6 +6,8 @@ Those of the parameters that stay replicated are averaged over the ranks; the no
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import reduce
 
 import torch
 
@@ -49,58 +51,44 @@ def sum_gradients(module: torch.nn.Module, transport: Transport) -> None:
 
 
 def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average: bool) -> None:
-    shards = set()
     for path, layer in module.named_modules():
-        if isinstance(layer, ShardedLinear):
-            _check_layer(name, path, layer, transport, average)
-            shards.add(id(layer.weight))
-            if layer.prefetch is not None:
-                # The weights are about to change.
-                layer.prefetch.end_pass()
-    replicated = [
-        (path, parameter)
+        if not isinstance(layer, ShardedLinear):
+            continue
+        if layer.transport is not transport:
+            raise ValueError(
+                f"{name}: {path} is sharded over another transport; call it with that of the layers"
+            )
+        if layer.options.average is not average:
+            other = "sum_gradients" if average else "average_gradients"
+            raise ValueError(
+                f"{name}: {path} has average={layer.options.average}, and its gradient would not "
+                f"fit those of the replicated parameters; use {other}"
+            )
+        if layer.prefetch is not None:
+            # The weights are about to change.
+            layer.prefetch.end_pass()
+    shards = _shards(module)
+    replicated = {
+        path: parameter
         for path, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in shards
-    ]
-    for path, parameter in replicated:
+    }
+    for path, parameter in replicated.items():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise TypeError(
                 f"{name}: the gradient of {path} is {parameter.grad.layout}; make it dense "
                 "(torch.nn.Embedding with sparse=False)"
             )
     transport.agree(
-        name, parameters=tuple((path, tuple(p.shape), p.dtype) for path, p in replicated)
+        name, parameters=tuple((path, tuple(p.shape), p.dtype) for path, p in replicated.items())
     )
-    if transport.size > 1:
-        _all_reduce(name, [parameter for _, parameter in replicated], transport, average)
-
-
-def _check_layer(
-    name: str, path: str, layer: ShardedLinear, transport: Transport, average: bool
-) -> None:
-    if layer.transport is not transport:
-        raise ValueError(
-            f"{name}: {path} is sharded over another transport; call it with that of the layers"
-        )
-    if layer.options.average is not average:
-        other = "sum_gradients" if average else "average_gradients"
-        raise ValueError(
-            f"{name}: {path} has average={layer.options.average}, and its gradient would not fit "
-            f"those of the replicated parameters; use {other}"
-        )
-
-
-def _all_reduce(
-    name: str, parameters: list[torch.nn.Parameter], transport: Transport, average: bool
-) -> None:
-    dtype = torch.float32
-    for parameter in parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype)
+    if transport.size == 1:
+        return
+    parameters = list(replicated.values())
     # How many ranks have a gradient, for each; and one number more, so that there is one.
     present = [1.0, *(float(parameter.grad is not None) for parameter in parameters)]
     sizes = [len(present), *(parameter.numel() for parameter in parameters)]
-    device = transport.device_type
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    flat = torch.zeros(sum(sizes), dtype=_wide(parameters), device=transport.device_type)
     counts, *sums = flat.split(sizes)
     counts.copy_(torch.tensor(present))
     for parameter, total in zip(parameters, sums, strict=True):
@@ -115,6 +103,16 @@ def _all_reduce(
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.detach().copy_(total.view(parameter.shape))
+
+
+def _shards(module: torch.nn.Module) -> set[int]:
+    """The parameters of which a rank has a part, by identity."""
+    return {id(layer.weight) for layer in module.modules() if isinstance(layer, ShardedLinear)}
+
+
+def _wide(parameters: Iterable[torch.nn.Parameter]) -> torch.dtype:
+    """What their gradients are summed in: fp32, or fp64 if one of them is."""
+    return reduce(torch.promote_types, (one.dtype for one in parameters), torch.float32)
 
 
 @torch.no_grad()
@@ -146,13 +144,9 @@ def clip_gradient_norm(
             "measure the norm"
         )
     transport.agree("clip_gradient_norm", max_norm=max_norm)
-    layers = [m for m in module.modules() if isinstance(m, ShardedLinear)]
-    shards = {id(layer.weight) for layer in layers}
+    shards = _shards(module)
     gradients = [(p.grad, id(p) in shards) for p in module.parameters() if p.grad is not None]
-    dtype = torch.float32
-    for parameter in module.parameters():
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    square = torch.zeros((), dtype=dtype, device=transport.device_type)
+    square = torch.zeros((), dtype=_wide(module.parameters()), device=transport.device_type)
     _add_squares(square, [grad for grad, sharded in gradients if sharded])
     if transport.size > 1:
         transport.all_reduce("clip_gradient_norm", square)

@@ -23,16 +23,12 @@ dgrad, which is made block by block here (in fp32, rounded once).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
-from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into, kernels_for
-from commfuse_npu.ops.call import AnyTransport, Call, check_and_cast, sum_ending
+from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast, sum_ending
 from commfuse_npu.ops.options import LinearOptions, ShardedOptions
-from commfuse_npu.ops.weight import SavedWeight
-from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightProgram, WeightStamp
+from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightGather, stamp_of
 from commfuse_npu.plan.rules import Rule, sharded_backward, sharded_forward
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
@@ -97,97 +93,77 @@ def sharded_linear(
     x, shard, bias = check_and_cast(
         name, x, weight_shard, bias, transport, linear, shards=transport.size
     )
-    stamp = WeightStamp.of(weight_shard)
-    call = Call.of(name, transport, options, shard, rows=shard.shape[0])
-    ahead = None if prefetch is None else _Ahead(prefetch, stamp)
-    y = call.apply(_ShardedLinear, x.reshape(-1, x.shape[-1]), shard, bias, ahead)
+    flat = x.flatten(0, -2)
+    call = _ShardedLinear(name, transport, options, shard, rows=shard.shape[0])
+    call.place, call.stamp = prefetch, stamp_of(weight_shard)
+    y = call(flat, shard, bias)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
-class _Ahead(NamedTuple):
-    """The place of the weight in the order of the model's layers, and its state at the call."""
+class _ShardedLinear(Call):
+    place: PrefetchedWeight | None
+    """Of the weight, in the order of the model's layers."""
 
-    place: PrefetchedWeight
-    stamp: WeightStamp
+    stamp: tuple[int, int | None]
+    """The state of the weight at the call."""
 
-
-def _run(
-    call: Call,
-    rule: Rule,
-    *needs: bool,
-    shard: torch.Tensor,
-    works: dict[str, Work],
-    ahead: _Ahead | None,
-    backward: bool = False,
-    **tensors: torch.Tensor,
-) -> None:
-    """Run the operation of a rule with ``shard``.
-
-    When the last block is there, and not used yet, the links are free for the next layer.
-    """
-    transport, sums = call.transport, call.options.reduce_dtype
-    if ahead is None or "use" not in works or not isinstance(transport, Transport):
-        arguments = *shard.shape, *needs
-        running = call.begin(rule, *arguments, like=shard, backward=backward, sum_dtype=sums)
-        running.run(works, ahead=False, shard=shard, **tensors)
-        return
-    name = f"{call.name} backward" if backward else call.name
-    program = transport.program(rule, call.options.schedule, *shard.shape, *needs)
-    gather = WeightProgram(transport, program, name, call.options, sums)
-    begun = ahead.place.take(shard, ahead.stamp, gather, backward=backward)
-    begun.before_last = {"use": ahead.place.start_next}
-    begun.run(works, ahead=False, **tensors)
-
-
-class _ShardedLinear(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        shard: torch.Tensor,
-        bias: torch.Tensor | None,
-        ahead: _Ahead | None,
-        call: Call,
-    ) -> torch.Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.shard = SavedWeight(shard)
-        ctx.call, ctx.ahead = call, ahead
-        shard = shard.detach().contiguous()
-        y = x.new_empty((x.shape[0], shard.shape[0] * call.transport.size))
+        self, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        x, shard = x.contiguous(), shard.detach().contiguous()
+        y = x.new_empty((x.shape[0], shard.shape[0] * self.transport.size))
 
         def use(block: torch.Tensor, run: slice) -> None:
             columns_into(y, x, block, bias, run)
 
-        _run(call, sharded_forward, shard=shard, works={"use": use}, ahead=ahead)
-        return y
+        self._run(sharded_forward, shard=shard, works={"use": use})
+        return y, (x if self.needs[1] else None,)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        shard = ctx.shard.get(call.name).detach().contiguous()
-        (x,) = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad = grad.contiguous()
+    def backward(self, grad: torch.Tensor) -> Tensors:
+        (x,), shard = self.saved(), self.weight.detach().contiguous()
+        needs_x, needs_weight, needs_bias = self.needs
         works: dict[str, Work] = {}
-        tensors = {}
-        grad_x = grad_shard = None
+        tensors, grad_x = {}, None
         if needs_weight:
-            tensors["out"] = grad_shard = torch.empty_like(shard)
+            tensors["out"] = torch.empty_like(shard)
             works["make"] = lambda out, run: wgrad_into(out, grad, x, run)
-            works["finish"] = sum_ending(call.transport.size if call.options.average else 1)
-        if needs_x:
-            grad_x = InputGradient(grad, shard.shape[1])
-            works["use"] = grad_x.add
+            works["finish"] = sum_ending(self.transport.size if self.options.average else 1)
+        if needs_x:  # summed over the blocks in fp32, rounded once
+            total = grad.new_zeros((grad.shape[0], shard.shape[1]), dtype=torch.float32)
+            works["use"] = lambda block, run: add_dgrad(total, grad, block, run)
         if works:
             needs = needs_x, needs_weight
-            _run(
-                call, sharded_backward, *needs, shard=shard, works=works, ahead=ctx.ahead,
-                backward=True, **tensors,
-            )  # fmt: skip
-        grad_bias = grad.sum(dim=0) if needs_bias else None
-        return None if grad_x is None else grad_x.result(), grad_shard, grad_bias, None, None
+            self._run(sharded_backward, *needs, shard=shard, works=works, backward=True, **tensors)
+        if needs_x:
+            grad_x = total.to(grad.dtype)
+        return grad_x, tensors.get("out"), grad.sum(dim=0) if needs_bias else None
+
+    def _run(
+        self,
+        rule: Rule,
+        *needs: bool,
+        shard: torch.Tensor,
+        works: dict[str, Work],
+        backward: bool = False,
+        **tensors: torch.Tensor,
+    ) -> None:
+        """Run the operation of a rule with ``shard``.
+
+        When the last block is there, and not used yet, the links are free for the next layer.
+        """
+        transport, sums, place = self.transport, self.options.reduce_dtype, self.place
+        arguments = *shard.shape, *needs
+        if place is None or "use" not in works or not isinstance(transport, Transport):
+            begun = self.begin(rule, *arguments, like=shard, backward=backward, sum_dtype=sums)
+            begun.run(works, ahead=False, shard=shard, **tensors)
+            return
+        name = f"{self.name} backward" if backward else self.name
+        program = transport.program(rule, self.options.schedule, *arguments)
+        gather = WeightGather(transport, program, name, self.options, sums)
+        order = place.prefetch
+        running = order.take(place.number, shard, self.stamp, gather, backward=backward)
+        running.before_last = {"use": order.start_next}
+        running.run(works, ahead=False, **tensors)
 
 
 def columns_into(
@@ -209,17 +185,6 @@ def wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slic
     gemm_into(out, grad[:, run].t(), x)
 
 
-class InputGradient:
-    """``sum over blocks of grad[:, run] @ block``, in fp32, rounded once."""
-
-    def __init__(self, grad: torch.Tensor, features: int) -> None:
-        self._grad = grad
-        self._kernels = kernels_for(grad.device)
-        self._sum = grad.new_zeros((grad.shape[0], features), dtype=torch.float32)
-
-    def add(self, block: torch.Tensor, run: slice) -> None:
-        # sum += a @ b is the kernel of the weight gradient with a transposed.
-        self._kernels.accumulate_weight_gradient(self._sum, self._grad[:, run].t(), block)
-
-    def result(self) -> torch.Tensor:
-        return self._sum.to(self._grad.dtype)
+def add_dgrad(total: torch.Tensor, grad: torch.Tensor, block: torch.Tensor, run: slice) -> None:
+    """``total += grad[:, run] @ block``, the kernel of the weight gradient with a transposed."""
+    kernels_for(grad.device).accumulate_weight_gradient(total, grad[:, run].t(), block)

@@ -1,17 +1,32 @@
-"""Attention of Ulysses context parallelism, its all-to-alls hidden behind the attention itself.
+"""Ulysses context parallelism, its all-to-alls hidden behind attention and projections.
 
-Under Ulysses a rank holds some rows of the sequence for all heads, but attends with some heads over
-the whole sequence.  The whole chain, each arrow an all-to-all that is taken apart::
+Ulysses cuts activations by the sequence, but attention by heads: an all-to-all leads from the one
+to the other, and another one back.  Here each is taken apart, and paired with the work that feeds
+it or that it feeds (CommFuse, arXiv 2604.24013: FuseA2A).  The whole chain::
 
     x_sBH -> linear_all_to_all -> q_SBAD, k_SBGD, v_SBGD -> attention_all_to_all_linear -> y_sBH
               projection | heads                     attention per block | rows | projection
 
-The projection to the heads, and back for those who have attention of their own, are in
-:mod:`commfuse_npu.ops.head_exchange`; q, k and v are parts of what comes out of the first, after
-whatever is done per head (rotary embedding, norms).
+q, k and v are parts of what comes out of the first, after whatever is done per head (rotary
+embedding, norms).
 
-Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G``
-key heads of this rank, ``D`` features of a head, ``F = A * D``, ``H`` hidden.
+Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``H`` hidden, ``A`` query
+heads and ``G`` key heads of this rank, ``D`` features of a head, ``O`` and ``F`` features of a
+rank's head group (``F = A * D``), ``x_sBH`` a tensor of that shape.
+
+=========================== ================================= ====================================
+op                          forward                           backward
+=========================== ================================= ====================================
+linear_all_to_all           GEMM -> rank of the heads         gradient arrives -> dgrad, wgrad
+attention_all_to_all        attention -> rank of the rows     gradient arrives -> attention
+all_to_all_linear           heads arrive -> GEMM              dgrad -> rank of the rows; wgrad
+attention_all_to_all_linear attention -> ranks -> GEMM        dgrad -> ranks -> attention; wgrad
+=========================== ================================= ====================================
+
+Weights are whole on every rank, so their gradients are those of this rank's rows, to be summed over
+the ranks like that of any layer under context parallelism.  Of
+:class:`~commfuse_npu.ops.LinearOptions` the schedule, ``wgrad`` and ``main_grad`` count: no partial
+sums of other ranks are added, and nothing is gathered.
 
 Under a causal mask, unless it is one of packed documents, the queries of later ranks see more keys.
 Where attention feeds the transfers, or is fed by them alone, the program takes its blocks in the
@@ -22,38 +37,141 @@ first, which costs the same for every block.
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commfuse_npu.ops.attention_mask import AttentionMask, Documents
-from commfuse_npu.ops.attention_runs import (
-    AttentionRuns,
-    check_self_attention,
-    options_for_attention,
-    run_of_gemm,
-)
-from commfuse_npu.ops.call import (
-    AnyTransport,
-    Call,
-    autocast_dtype,
-    check_and_cast,
-    check_device,
-    check_sequence,
-)
-from commfuse_npu.ops.head_exchange import swap
-from commfuse_npu.ops.head_groups import LinearOfHeads
+from commfuse_npu.ops.attention_runs import checked_attention, options_for_attention
+from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_device, check_sequence
+from commfuse_npu.ops.head_groups import HeadRows, HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.weight import SavedWeight
-from commfuse_npu.runtime.executor import Work
 
-__all__ = ["attention_all_to_all", "attention_all_to_all_linear"]
+__all__ = [
+    "all_to_all_linear",
+    "attention_all_to_all",
+    "attention_all_to_all_linear",
+    "linear_all_to_all",
+]
 
 
-# ---------------------------------------------------------- attention to rows
+# ------------------------------------------------------------- rows to heads
+
+
+def linear_all_to_all(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: AnyTransport,
+    rows: Sequence[Sequence[slice]] | None = None,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``all_to_all(linear(x, weight, bias))``: the projection to q, k and v of Ulysses.
+
+    Equals, on rank r with ``W_d`` the rows of the weight for rank d::
+
+        z_d_sBO = x_sBH @ W_d^T + b_d                  # for every rank d
+        y_SBO = all_to_all(z_0, ..., z_N-1)            # rows b*s..(b+1)*s: rank b's, heads of r
+        # backward
+        dz_0, ..., dz_N-1 = all_to_all(dy_SBO)
+        dx_sBH = sum of dz_d @ W_d                     # in fp32, rounded once
+        dW_d = dz_d^T @ x_sBH
+
+    Timelines, rank r of 3::
+
+        forward   compute  | heads of r+1 | heads of r+2 | heads of r |
+                  links    |              | -> r+1       | -> r+2     |
+
+        backward  compute  | own dz: dx, dW_r | dz of r-1: += dx, dW | dz of r-2 ... |
+                  links    | dz of r-1        | dz of r-2            |               |
+
+    Args:
+        x: ``[s, B, H]`` or ``[s, H]``, the same shape on every rank.  Need not be contiguous.
+        weight: ``[N * O, H]``, whole and the same on every rank, the dtype of ``x``.
+        bias: one number per row of the weight.
+        transport: lanes of the context-parallel group.
+        rows: per rank the slices of weight rows that make its features, in this order; together
+            ``O`` for every rank, and the same on every rank.  With fewer key heads than ranks
+            slices overlap, for 2 key heads and 4 ranks ``[[q_d, k_0, v_0], ...]`` for the first
+            two ranks and ``[[q_d, k_1, v_1], ...]`` for the others; gradients of rows that several
+            ranks use add up.  By default rank d gets the rows ``d * O .. (d + 1) * O``.
+        options: ``wgrad="blocks"`` makes the gradient of the weight from each block as it arrives.
+
+    Returns:
+        ``[S, B, O]`` or ``[S, O]``.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices, shapes or rows do not fit each other.
+        MismatchError: another rank calls another op, or with another shape or other rows.
+        TransportError: a transfer failed.
+    """
+    name = "linear_all_to_all"
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
+    heads, flat = HeadRows(name, weight.shape[0], transport.size, rows), x.flatten(0, -2)
+    call = RowsToHeads(name, transport, options, x, rows=flat.shape[0])
+    call.heads = heads
+    call.transport.agree(f"{name} rows", rows=heads.bounds)
+    y = call(flat, weight, bias)
+    # No -1 for the rows: an empty tensor has no say in them.
+    return y.view(x.shape[0] * transport.size, *x.shape[1:-1], heads.features)
+
+
+# ------------------------------------------------------------- heads to rows
+
+
+def all_to_all_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transport: AnyTransport,
+    options: LinearOptions = LinearOptions(),
+) -> torch.Tensor:
+    """``linear(all_to_all(x), weight, bias)``: the output projection of Ulysses.
+
+    Equals, on rank r with ``V_g`` the columns of the weight for the heads of rank g::
+
+        x_0_sBF, ..., x_N-1_sBF = all_to_all(x_SBF)    # this rank's rows, heads of every rank
+        y_sBH = sum of x_g @ V_g^T + bias              # in fp32, rounded once
+        # backward
+        dx_SBF = all_to_all(dy_sBH @ V_0, ..., dy_sBH @ V_N-1)
+        dV_g = dy_sBH^T @ x_g
+
+    Timelines, rank r of 3::
+
+        forward   compute  | y = own heads | += heads of r-1 | += heads of r-2 |
+                  links    | heads of r-1  | heads of r-2    |                 |
+
+        backward  compute  | dx for r+1 | dx for r+2 | own dx | dweight |
+                  links    |            | -> r+1     | -> r+2 |         |
+
+    For attention in front of it, :func:`attention_all_to_all_linear` has both in one exchange.
+
+    Args:
+        x: ``[S, B, F]`` or ``[S, F]``, this rank's heads; S a multiple of N.
+        weight: ``[H, N * F]``, whole and the same on every rank, the dtype of ``x``; the columns
+            ``g * F .. (g + 1) * F`` take the heads of rank g.
+        bias: ``[H]``.
+        transport: lanes of the context-parallel group.
+        options: ``wgrad="blocks"`` makes the gradient of the weight per head group, without a copy
+            of the input.
+
+    Returns:
+        ``[s, B, H]`` or ``[s, H]``.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
+            multiple of the group size.
+        MismatchError, TransportError: see :func:`linear_all_to_all`.
+    """
+    name = "all_to_all_linear"
+    size = transport.size
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, head_groups=size)
+    check_sequence(name, x.shape[0], size)
+    flat = x.flatten(0, -2)
+    y = HeadsToRows(name, transport, options, x, rows=flat.shape[0])(weight, bias, flat)
+    return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
 
 def attention_all_to_all(
@@ -110,18 +228,16 @@ def attention_all_to_all(
         TransportError: a transfer failed.
     """
     name = "attention_all_to_all"
-    check_self_attention(name, q, k, v, dropout)
-    mask = AttentionMask(causal, documents, hidden).checked(name, q)
-    check_sequence(name, q.shape[0], transport.size)
-    check_device(name, "q", q, transport)
-    dtype = autocast_dtype(transport.device_type) or q.dtype
-    q, k, v = (head.to(dtype) for head in (q, k, v))
+    mask = AttentionMask(causal, documents, hidden)
+    mask = checked_attention(name, q, k, v, mask, dropout, transport.size)
+    device = transport.device_type
+    check_device(name, "q", q.device, device)
+    if torch.is_autocast_enabled(device):
+        q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
     options = options_for_attention(options, transport.size, mask.costs_rise)
-    call = Call.of(name, transport, options, q, rows=q.shape[0] * q.shape[1])
-    return call.apply(_AttentionExchanged, q, k, v, mask, scale)
-
-
-# ----------------------------------------------- attention to rows, projected
+    call = HeadsToRows(name, transport, options, q, rows=q.shape[0] * q.shape[1])
+    call.mask, call.scale = mask, scale
+    return call(None, None, q, k, v)
 
 
 def attention_all_to_all_linear(
@@ -166,7 +282,7 @@ def attention_all_to_all_linear(
             :func:`attention_all_to_all`.
         weight: ``[H, N * A * D]``, whole and the same on every rank.
         bias: ``[H]``.
-        options: as for :func:`~commfuse_npu.ops.head_exchange.all_to_all_linear`.
+        options: as for :func:`all_to_all_linear`.
 
     Returns:
         ``[s, B, H]``.
@@ -175,169 +291,15 @@ def attention_all_to_all_linear(
         TypeError, ValueError, MismatchError, TransportError: see :func:`attention_all_to_all`.
     """
     name = "attention_all_to_all_linear"
-    check_self_attention(name, q, k, v, dropout)
-    mask = AttentionMask(causal, documents, hidden).checked(name, q)
-    check_sequence(name, q.shape[0], transport.size)
     size = transport.size
+    mask = AttentionMask(causal, documents, hidden)
+    mask = checked_attention(name, q, k, v, mask, dropout, size)
     heads, weight, bias = check_and_cast(
         name, q.flatten(2), weight, bias, transport, options, head_groups=size
     )
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
     by_cost = options_for_attention(options, size, mask.costs_rise)
-    call = Call.of(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
-    call = call._replace(backward=options_for_attention(options, size, False).schedule)
-    return call.apply(_AttentionLinearExchanged, q, k, v, weight, bias, mask, scale)
-
-
-# --------------------------------------------------- attention, run by run
-
-
-def _attend(
-    ctx: Any,
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask, float | None],
-    use: Work,
-    call: Call,
-    **received: Any,
-) -> None:
-    """Attend, block of queries by block, and ``use`` what comes back for the own rows.
-
-    Args:
-        given: q, k, v, mask and scale; what their backward needs is saved.
-        received: ``[S, B * F]``, filled and saved in front, if given; block g gets the heads of
-            rank g.
-    """
-    q, k, v, mask, scale = given
-    keep = any(ctx.needs_input_grad[:3])
-    heads = q.contiguous(), k.contiguous(), v.contiguous()
-    attention = AttentionRuns(*heads, mask, scale, keep=keep)
-    kept = None if attention.attended is None else _by_sequence(attention.attended)
-
-    def make(out: torch.Tensor, run: slice) -> None:
-        attended = attention.forward(run)
-        if not keep:  # else it is where it was kept
-            out.copy_(_by_sequence(attended))
-
-    rows, columns = q.shape[0] // call.transport.size, math.prod(q.shape[1:])
-    swap(call, rows, columns, like=q, make=make, use=use, blocks=kept, **received)
-    ctx.call = call
-    if keep:
-        attention.save(ctx, *received.values())
-    else:
-        ctx.save_for_backward(*received.values())
-
-
-class _AttentionExchanged(torch.autograd.Function):
-    """``all_to_all(attention(q, k, v))``, one kernel per run of queries: ``[s, B, N * A * D]``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: AttentionMask,
-        scale: float | None,
-        call: Call,
-    ) -> torch.Tensor:
-        batch, features = q.shape[1], q.shape[2] * q.shape[3]
-        block_rows = q.shape[0] // call.transport.size
-        y = q.new_empty((block_rows, batch, call.transport.size, features))
-
-        def use(piece: torch.Tensor, run: slice) -> None:
-            # Early blocks find their place while later ones travel.
-            group, start = divmod(run.start, block_rows)
-            y[start : start + len(piece), :, group] = piece.view(-1, batch, features)
-
-        _attend(ctx, (q, k, v, mask, scale), use, call)
-        return y.flatten(2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        attention = AttentionRuns.saved(ctx, ctx.saved_tensors)
-        by_heads = grad.unflatten(2, (call.transport.size, -1)).permute(2, 0, 1, 3)
-        blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
-        rows, columns = grad.shape[0], blocks.shape[1]
-        use = _backward(attention)
-        swap(call, rows, columns, like=blocks, use=use, blocks=blocks, backward=True)
-        return *attention.gradients(), None, None, None
-
-
-def _backward(attention: AttentionRuns) -> Work:
-    return lambda piece, run: attention.backward(run, piece)
-
-
-class _AttentionLinearExchanged(torch.autograd.Function):
-    """``sum of o_g @ W_g^T + bias`` over ``o_g`` of ``all_to_all(attention(q, k, v))``.
-
-    One kernel per run of queries, one GEMM per run of rows.  ``weight`` ``[H, N * A * D]``,
-    ``bias`` ``[H]``, to ``[s, B, H]``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        mask: AttentionMask,
-        scale: float | None,
-        call: Call,
-    ) -> torch.Tensor:
-        received = None
-        if ctx.needs_input_grad[3]:
-            received = q.new_empty((q.shape[0], math.prod(q.shape[1:])))
-        batch, block_rows = q.shape[1], q.shape[0] // call.transport.size
-        linear = LinearOfHeads(weight, call.transport.size, block_rows * batch)
-        linear.begin_forward(bias)
-        features = q.shape[2] * q.shape[3]
-
-        def use(piece: torch.Tensor, run: slice) -> None:
-            linear.forward(_flat(piece, features), run_of_gemm(run, batch))
-
-        _attend(ctx, (q, k, v, mask, scale), use, call, received=received)
-        ctx.weight = SavedWeight(weight)
-        return linear.output().view(block_rows, batch, weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        received, *saved = ctx.saved_tensors
-        needs_weight, needs_bias = ctx.needs_input_grad[3:5]
-        rows, batch, hidden = grad.shape
-        flat = grad.contiguous().view(-1, hidden)
-        linear = LinearOfHeads(ctx.weight.get(call.name), call.transport.size, rows * batch)
-        linear.begin_backward(flat, needs_weight, call.options)
-        features = linear.features
-
-        def make(out: torch.Tensor, run: slice) -> None:
-            linear.backward(_flat(out, features), run_of_gemm(run, batch))
-
-        wgrad = None
-        if needs_weight:
-            wgrad = partial(linear.add_weight_gradient, _flat(received, features))
-        grads: tuple[torch.Tensor | None, ...] = None, None, None
-        if saved:
-            # The mirror image of the forward: the projection feeds, attention uses.
-            attention = AttentionRuns.saved(ctx, saved)
-            columns, use = math.prod(saved[0].shape[1:]), _backward(attention)
-            swap(call, rows, columns, like=flat, make=make, use=use, wgrad=wgrad, backward=True)
-            grads = attention.gradients()
-        elif wgrad is not None:
-            wgrad()
-        grad_bias = flat.sum(0) if needs_bias else None
-        return *grads, linear.weight_gradient(), grad_bias, None, None, None
-
-
-def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
-    """``[S, B, A, D]`` as ``[S, B * A * D]``: never a copy, it may be written to."""
-    return attended.flatten(1)
-
-
-def _flat(x: torch.Tensor, features: int) -> torch.Tensor:
-    """``[s, B * F]`` as ``[s * B, F]``: never a copy, it may be written to."""
-    return x.view(-1, features)
+    call = HeadsToRows(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
+    call.backward_schedule = options_for_attention(options, size, False).schedule
+    call.mask, call.scale = mask, scale
+    return call(weight, bias, q, k, v).view(q.shape[0] // size, q.shape[1], weight.shape[0])

@@ -1,4 +1,4 @@
-"""The weight of a layer from forward to backward, and where its gradient goes."""
+"""Where the gradient of a weight goes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from commfuse_npu.kernels import kernels_for
 
-__all__ = ["SavedWeight", "WeightGradient"]
+__all__ = ["WeightGradient"]
 
 _MAIN_GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -28,8 +28,7 @@ class WeightGradient:
 
     def __init__(self, weight: torch.Tensor, *, main_grad: bool, blocks: bool) -> None:
         self._weight = weight
-        self._kernels = kernels_for(weight.device)
-        self._target: torch.Tensor | None = None
+        self._main_grad: torch.Tensor | None = None
         if main_grad:
             target = getattr(weight, "main_grad", None)
             if target is None:
@@ -42,20 +41,19 @@ class WeightGradient:
                     f"weight.main_grad is {target.dtype}; gradient accumulation fusion needs "
                     "float32, float16 or bfloat16, turn it off otherwise"
                 )
-            self._target = target
-        # Blocks are summed in fp32 and rounded once, wherever they go.
-        direct = self._target is not None and self._target.dtype == torch.float32
-        self._blocks: torch.Tensor | None = None
-        if blocks and not direct:
-            self._blocks = torch.zeros_like(weight, dtype=torch.float32)
+            self._main_grad = target
+        # What is accumulated into.  Blocks are summed in fp32 and rounded once.
+        self._total = self._main_grad
+        if blocks and (self._total is None or self._total.dtype != torch.float32):
+            self._total = torch.zeros_like(weight, dtype=torch.float32)
         self._grad: torch.Tensor | None = None
+        if self._total is not None:
+            self._accumulate = kernels_for(weight.device).accumulate_weight_gradient
 
     def add(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
         """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
-        if self._blocks is not None:
-            self._kernels.accumulate_weight_gradient(self._blocks, grad_output, total_input)
-        elif self._target is not None:
-            self._kernels.accumulate_weight_gradient(self._target, grad_output, total_input)
+        if self._total is not None:
+            self._accumulate(self._total, grad_output, total_input)
         elif self._grad is None:
             self._grad = grad_output.t().matmul(total_input)
         else:
@@ -66,54 +64,22 @@ class WeightGradient:
 
     def take(self, total: torch.Tensor) -> None:
         """Add a sum of such products that was made elsewhere: ``[O, I]``, fp32, rounded here."""
-        if self._blocks is not None:
-            self._blocks.add_(total)
-        elif self._target is not None:
-            self._target.add_(total)
+        if self._total is not None:
+            self._total.add_(total)
         else:
             self._grad = total.to(self._weight.dtype)
 
     def result(self) -> torch.Tensor | None:
         """What the backward returns for the weight."""
-        weight = self._weight
-        if self._target is None:
-            return self._grad if self._blocks is None else self._blocks.to(weight.dtype)
-        if self._blocks is not None:
-            self._target.add_(self._blocks)
+        weight, target = self._weight, self._main_grad
+        if target is None:
+            return self._grad if self._total is None else self._total.to(weight.dtype)
+        if self._total is not None and self._total is not target:
+            target.add_(self._total)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         # Megatron's hooks count on a gradient of this shape; its contents are used only if
         # zero_out_wgrad asks for zeros.
         weight.grad_added_to_main_grad = True
         make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-        return make(self._target.shape, dtype=weight.dtype, device=weight.device)
-
-
-class SavedWeight:
-    """Holds a weight from forward to backward, and notices if it was changed in between.
-
-    Hooks on saved tensors (activation swapping) hand back another tensor, without ``main_grad`` and
-    the other attributes of Megatron's weights.  What a saved tensor does besides is done here.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-        self._version = self._current()
-
-    def _current(self) -> int | None:
-        # Inference tensors count no versions.
-        return None if self._weight.is_inference() else self._weight._version
-
-    def get(self, name: str) -> torch.Tensor:
-        """The weight.
-
-        Raises:
-            RuntimeError: it was modified in place since the forward of ``name``.
-        """
-        if self._current() != self._version:
-            raise RuntimeError(
-                f"{name}: the weight was modified in place between forward and backward (version "
-                f"{self._current()}, expected {self._version}); the gradient would be that of "
-                "another layer. Run the backward before the optimizer step"
-            )
-        return self._weight
+        return make(target.shape, dtype=weight.dtype, device=weight.device)

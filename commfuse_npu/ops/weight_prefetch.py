@@ -23,32 +23,24 @@ count no versions: make none between two layers of a pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from commfuse_npu.ops.call import version_of
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["PrefetchedWeight", "WeightPrefetch", "WeightProgram", "WeightStamp"]
+__all__ = ["PrefetchedWeight", "WeightGather", "WeightPrefetch", "in_backward", "stamp_of"]
 
 
-class WeightStamp(NamedTuple):
-    """What tells two states of a weight apart."""
-
-    address: int
-    version: int | None
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> WeightStamp:
-        # Inference tensors count no versions.
-        return cls(weight.data_ptr(), None if weight.is_inference() else weight._version)
+def stamp_of(weight: torch.Tensor) -> tuple[int, int | None]:
+    """What tells two states of a weight apart: its address and its version."""
+    return weight.data_ptr(), version_of(weight)
 
 
-@dataclass(frozen=True)
-class WeightProgram:
+class WeightGather(NamedTuple):
     """What is run with a weight: what the ranks have to agree on, and what a guess has to meet."""
 
     transport: Transport
@@ -64,6 +56,13 @@ class WeightProgram:
         return running
 
 
+class PrefetchedWeight(NamedTuple):
+    """The place of one weight in a :class:`WeightPrefetch`."""
+
+    prefetch: WeightPrefetch
+    number: int
+
+
 class _Use(NamedTuple):
     """One place in a pass where a weight is gathered."""
 
@@ -71,22 +70,16 @@ class _Use(NamedTuple):
     weight: int
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A program that was begun before anybody asked for it."""
+class _Pending(NamedTuple):
+    """A program that was begun before anybody asked for it.
 
-    use: _Use
-    call: WeightProgram
-    stamp: WeightStamp
+    Attributes:
+        what: its place, what was begun, and with which state of the weight in which dtype.
+    """
+
+    what: tuple[_Use, WeightGather, tuple[int, int | None], torch.dtype]
     shard: torch.Tensor
     running: Running
-
-    def meets(self, use: _Use, call: WeightProgram, stamp: WeightStamp, dtype: torch.dtype) -> bool:
-        return (self.use, self.call, self.stamp, self.shard.dtype) == (use, call, stamp, dtype)
-
-    def drain(self) -> None:
-        """Finish what nobody wants, as all ranks do."""
-        self.running.drain(out=self.shard)
 
 
 class WeightPrefetch:
@@ -97,7 +90,7 @@ class WeightPrefetch:
 
     def __init__(self) -> None:
         self._weights: list[Callable[[], torch.Tensor]] = []
-        self._calls: dict[_Use, tuple[WeightProgram, torch.dtype]] = {}
+        self._gathers: dict[_Use, tuple[WeightGather, torch.dtype]] = {}
         # What followed a use, once seen; None where nothing did, or not always the same.
         self._after: dict[_Use, _Use | None] = {}
         self._seen: set[_Use] = set()
@@ -127,38 +120,33 @@ class WeightPrefetch:
         self,
         weight: int,
         shard: torch.Tensor,
-        stamp: WeightStamp,
-        call: WeightProgram,
+        stamp: tuple[int, int | None],
+        gather: WeightGather,
         *,
         backward: bool,
     ) -> Running:
-        """What ``call`` began for ``shard``: what is under way if it is that, else begun here.
+        """What was begun for ``shard``: what is under way if it is that, else begun here.
 
         Args:
             shard: what is to be gathered, in the dtype in which it travels.
             stamp: that of the weight from which ``shard`` was made, when it was made.
         """
-        task = _backward_task()
-        phase = "backward" if backward else "forward" if task == -1 else "recompute"
-        use = _Use(phase, weight)
-        self._follow(use, task)
-        self._calls[use] = call, shard.dtype
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            if pending.meets(use, call, stamp, shard.dtype):
-                return pending.running
-            pending.drain()
-        return call.begin(shard)
-
-    def _follow(self, use: _Use, task: int) -> None:
-        """Learn that ``use`` came next."""
+        task = torch._C._current_graph_task_id()
+        use = _Use("backward" if backward else "forward" if task == -1 else "recompute", weight)
+        # Learn that it came next.
         if task != self._task or use in self._seen:
             self._pass_ends()
         elif self._last is not None and self._after.setdefault(self._last, use) != use:
             self._after[self._last] = None
-        self._task = task
-        self._last = use
+        self._task, self._last = task, use
         self._seen.add(use)
+        self._gathers[use] = gather, shard.dtype
+        pending = self._pending
+        if pending is not None and pending.what == (use, gather, stamp, shard.dtype):
+            self._pending = None
+            return pending.running
+        self._drain()
+        return gather.begin(shard)
 
     def _pass_ends(self) -> None:
         if self._last is not None:
@@ -166,17 +154,23 @@ class WeightPrefetch:
         self._last = None
         self._seen.clear()
 
+    def _drain(self) -> None:
+        """Finish what nobody wants, as all ranks do."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.running.drain(out=pending.shard)
+
     def start_next(self) -> None:
-        """Begin what is expected next, if there is something."""
+        """Begin what is expected next, if there is something: the last block has arrived."""
         use = None if self._last is None else self._after.get(self._last)
         if use is None or self._pending is not None:
             return
         weight = self._weights[use.weight]()
-        call, dtype = self._calls[use]
-        stamp = WeightStamp.of(weight)
-        if stamp.version is not None:
+        gather, dtype = self._gathers[use]
+        if not weight.is_inference():
+            what = use, gather, stamp_of(weight), dtype
             shard = weight.detach().to(dtype).contiguous()
-            self._pending = _Pending(use, call, stamp, shard, call.begin(shard))
+            self._pending = _Pending(what, shard, gather.begin(shard))
 
     def end_pass(self) -> None:
         """Nothing that comes belongs to the pass so far; what is under way is drained.
@@ -185,9 +179,7 @@ class WeightPrefetch:
             TransportError: it could not be finished.
         """
         self._pass_ends()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.drain()
+        self._drain()
 
     def interrupted(self, error: BaseException) -> None:
         """The program left the pass by an exception: what is under way cannot be finished.
@@ -197,35 +189,13 @@ class WeightPrefetch:
         self._pass_ends()
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.call.transport.fail(
-                f"{pending.call.name}: the forward was left by {error!r} with the first block of "
-                "the next layer's weight under way"
+            gather = pending.what[1]
+            gather.transport.fail(
+                f"{gather.name}: the forward was left by {error!r} with the first block of the "
+                "next layer's weight under way"
             )
-
-
-@dataclass(frozen=True)
-class PrefetchedWeight:
-    """The place of one weight in a :class:`WeightPrefetch`."""
-
-    prefetch: WeightPrefetch
-    index: int
-
-    def take(
-        self, shard: torch.Tensor, stamp: WeightStamp, call: WeightProgram, *, backward: bool
-    ) -> Running:
-        """See :meth:`WeightPrefetch.take`."""
-        return self.prefetch.take(self.index, shard, stamp, call, backward=backward)
-
-    def start_next(self) -> None:
-        """To be called when the last block of this weight has arrived."""
-        self.prefetch.start_next()
 
 
 def in_backward() -> bool:
     """Whether this thread runs a backward: a forward is then a recomputed one."""
-    return _backward_task() != -1
-
-
-def _backward_task() -> int:
-    """A number for the backward that this thread runs, -1 outside one."""
-    return torch._C._current_graph_task_id()
+    return torch._C._current_graph_task_id() != -1

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.ops.plain_buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.plan.program import Post
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.collectives import all_gather_rows
@@ -30,14 +31,14 @@ from tests.limits import PATIENT
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def link(batched: bool = False, **options: Any) -> Transport:
+def new_link(batched: bool = False, **options: Any) -> Transport:
     return Transport.create(lanes=3, timeout=PATIENT, batched=batched, **options)
 
 
 @lru_cache
 def transport(batched: bool) -> Transport:
     """One per process and way of posting; made by all ranks at the same time."""
-    return link(batched)
+    return new_link(batched)
 
 
 def data(rank: int, elements: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -145,6 +146,7 @@ def every_case(rank: int, batched: bool) -> None:
             check_sum(rank, link, wide, 64, dtype, True, 0.3)
             check_sum(rank, link, wide, 7, dtype)
     check_gather(rank, link, BucketOptions(), 8, torch.int64)
+    check_sum(rank, link, BucketOptions(), 8, torch.int64)
     assert not link._in_flight
 
 
@@ -154,62 +156,25 @@ def test_equals_the_collective(ranks, size: int, batched: bool) -> None:
     ranks(size).run(every_case, batched)
 
 
-def whole_numbers(rank: int) -> None:
-    link = transport(False)
-    bucket = torch.arange(link.size * 5) + rank
-    Buckets(link).reduce_scatter(bucket).wait()
-    start = rank * 5
-    others = sum(range(link.size))
-    expected = torch.arange(start, start + 5) * link.size + others
-    assert torch.equal(bucket[start : start + 5], expected)
-
-
-def test_sums_of_whole_numbers(ranks) -> None:
-    ranks(3).run(whole_numbers)
-
-
-def errors_of_sums(rank: int, average: bool) -> tuple[float, float, float, bool]:
-    """Mean errors against fp64 of (added in fp32, the collective), the worst excess, sameness."""
-    link = transport(False)
-    size = link.size
-    bucket = data(rank, size * 4096, BF16)
-    plain = bucket.clone()
-    everyone = all_gather_rows(bucket, link.group).view(size, size, -1)[:, rank].double()
-    exact = everyone.mean(0) if average else everyone.sum(0)
-    options = BucketOptions(reduce_dtype=FP32)
-    Buckets(link, options).reduce_scatter(bucket, average=average).wait()
-    plain_reduce_scatter_bucket(plain, group=link.group, average=average)
-    ours, theirs = shard(bucket, size, rank), shard(plain, size, rank)
-    error, other = (ours.double() - exact).abs(), (theirs.double() - exact).abs()
-    # fp32 sums are exact here but for 2^-16 of a bf16 step, which may turn a tie over.
-    excess = (error - other - exact.abs() * 2**-22).max().item()
-    return error.mean().item(), other.mean().item(), excess, torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_fp32_sums_are_closer_than_the_collectives(ranks, size: int, average: bool) -> None:
-    """A sum of two is rounded once either way, so it is the same; of more it is closer."""
-    for error, other, excess, same in ranks(size).run(errors_of_sums, average):
-        assert other > 0
-        assert excess <= 0, "an element is further off than the collective's"
-        assert same if size == 2 else error < other
-
-
 SIZES = (24, 7, 24, 40, 2)
 
 
 def start_all(
     rank: int, link: Transport, options: BucketOptions, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Any]]:
-    """Start gradients and parameters in turns; ``(bucket, what it has to become, handle)``."""
-    buckets, size = Buckets(link, options), link.size
+    """Start gradients and parameters in turns; ``(bucket, what it has to become, handle)``.
+
+    Two users of one transport, with options of their own.
+    """
+    size = link.size
+    gradients = Buckets(link, options)
+    parameters = Buckets(link, replace(options, last_first=True, scratch_bytes=1 << 20))
     for number, elements in enumerate(SIZES):
         parts = [data(other, size * elements, BF16, seed + number) for other in range(size)]
         if number % 2:
             expected = torch.cat([shard(parts[other], size, other) for other in range(size)])
             bucket = parts[rank].clone()
-            yield bucket, expected, buckets.all_gather(bucket)
+            yield bucket, expected, parameters.all_gather(bucket)
             continue
         expected = parts[rank].clone()
         own = [shard(part, size, rank) for part in parts]
@@ -218,21 +183,14 @@ def start_all(
             total += own[(rank - distance) % size]
         shard(expected, size, rank).copy_(total)
         bucket = parts[rank].clone()
-        yield bucket, expected, buckets.reduce_scatter(bucket)
+        yield bucket, expected, gradients.reduce_scatter(bucket)
 
 
-def any_order(rank: int, batched: bool, scratch_bytes: int) -> None:
-    link = transport(batched)
+def any_order(rank: int, batched: bool, scratch_bytes: int, check: str) -> None:
+    """What is new is compared; a rank in a wait needs those that compare, with a new transport."""
+    link = new_link(batched, check=check)
     options = BucketOptions(Schedule(lanes=2, chunks=3), scratch_bytes=scratch_bytes)
     shuffled = torch.Generator().manual_seed(rank)
-    for attempt in range(4):
-        started = list(start_all(rank, link, options, 10 * attempt))
-        for place in torch.randperm(len(started), generator=shuffled).tolist():
-            started[place][2].wait()
-            # What was started earlier is finished with it.
-            for bucket, expected, handle in started[: place + 1]:
-                assert handle.is_completed()
-                assert torch.equal(bucket, expected)
     # Starts and waits mixed: rank 0 waits at once, rank 1 after two starts, and so on.
     for attempt in range(4):
         open_: list[Any] = []
@@ -244,34 +202,24 @@ def any_order(rank: int, batched: bool, scratch_bytes: int) -> None:
         for bucket, expected, handle in reversed(open_):
             handle.wait()
             assert torch.equal(bucket, expected)
+    for attempt in range(4):
+        started = list(start_all(rank, link, options, 10 * attempt))
+        for place in torch.randperm(len(started), generator=shuffled).tolist():
+            started[place][2].wait()
+            # What was started earlier is finished with it.
+            for bucket, expected, handle in started[: place + 1]:
+                assert handle.is_completed()
+                assert torch.equal(bucket, expected)
     assert not link._in_flight
 
 
-@pytest.mark.parametrize("scratch_bytes", [0, 100, 1 << 20])
+@pytest.mark.parametrize(
+    ("scratch_bytes", "check"), [(0, "first"), (100, "always"), (1 << 20, "first")]
+)
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_may_wait_in_different_orders(ranks, size, batched, scratch_bytes) -> None:
-    ranks(size).run(any_order, batched, scratch_bytes)
-
-
-def mixed_at_first_use(rank: int, batched: bool, check: str) -> None:
-    """Combinations that are new are compared; a rank in a wait still needs those in the start."""
-    link_ = link(batched, check=check)
-    options = BucketOptions(Schedule(lanes=1, chunks=4), scratch_bytes=0)
-    started = []
-    for bucket, expected, handle in start_all(rank, link_, options, 7):
-        started.append((bucket, expected, handle))
-        if rank == 0:
-            handle.wait()
-    for bucket, expected, handle in started:
-        handle.wait()
-        assert torch.equal(bucket, expected)
-
-
-@pytest.mark.parametrize("check", ["first", "always"])
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-def test_comparing_the_ranks_does_not_hang(ranks, batched: bool, check: str) -> None:
-    ranks(3).run(mixed_at_first_use, batched, check)
+def test_ranks_may_wait_in_different_orders(ranks, size, batched, scratch_bytes, check) -> None:
+    ranks(size).run(any_order, batched, scratch_bytes, check)
 
 
 def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
@@ -315,26 +263,6 @@ def test_batches_are_posted_in_one_order(ranks) -> None:
         assert other == posts[0]
 
 
-def two_users(rank: int, batched: bool) -> None:
-    """Gradients with other options than parameters, on one transport, waited for crosswise."""
-    link = transport(batched)
-    gradients = Buckets(link, BucketOptions(Schedule(chunks=3), scratch_bytes=0))
-    parameters = Buckets(link, BucketOptions(last_first=True))
-    for _ in range(2):
-        sums = torch.ones(link.size * 8)
-        values = torch.full((link.size * 8,), float(rank))
-        handles = [gradients.reduce_scatter(sums), parameters.all_gather(values)]
-        for handle in handles if rank else reversed(handles):
-            handle.wait()
-        assert torch.equal(shard(sums, link.size, rank), torch.full((8,), float(link.size)))
-        assert torch.equal(values, torch.arange(link.size).repeat_interleave(8).float())
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-def test_users_of_one_transport_share_an_order(ranks, batched: bool) -> None:
-    ranks(3).run(two_users, batched)
-
-
 def starts_before_the_others(rank: int, batched: bool) -> None:
     link = transport(batched)
     options = BucketOptions(Schedule(chunks=3), scratch_bytes=0)
@@ -375,23 +303,6 @@ def untouched_until_the_wait(rank: int) -> None:
 
 def test_only_the_own_shard_is_written_and_only_at_the_end(ranks) -> None:
     ranks(3).run(untouched_until_the_wait)
-
-
-def forgotten(rank: int, batched: bool) -> None:
-    link = transport(batched)
-    buckets = Buckets(link, BucketOptions(Schedule(chunks=2), scratch_bytes=0))
-    for _ in range(2):
-        first, second = torch.ones(link.size * 6), torch.ones(link.size * 6)
-        buckets.reduce_scatter(first)
-        buckets.reduce_scatter(second).wait()
-        for bucket in (first, second):
-            assert torch.equal(shard(bucket, link.size, rank), torch.full((6,), float(link.size)))
-    assert not link._in_flight
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-def test_a_forgotten_handle_is_finished_by_a_later_one(ranks, batched: bool) -> None:
-    ranks(3).run(forgotten, batched)
 
 
 # ------------------------------------------------------------------- order of a gather
@@ -535,69 +446,50 @@ def test_scratch_memory_stays_within_its_limit(ranks, reduce_dtype, batched: boo
 # ------------------------------------------------------------------- what goes wrong
 
 
-def sizes_differ(rank: int) -> None:
-    Buckets(link()).reduce_scatter(torch.ones(2 * (3 + rank)))
-
-
-def dtypes_differ(rank: int) -> None:
-    Buckets(link()).all_gather(torch.ones(4, dtype=BF16 if rank else FP32))
-
-
-def averages_differ(rank: int) -> None:
-    Buckets(link()).reduce_scatter(torch.ones(4), average=rank == 1)
-
-
-def reduce_dtypes_differ(rank: int) -> None:
-    options = BucketOptions(reduce_dtype=FP32 if rank else None)
-    Buckets(link(), options).reduce_scatter(torch.ones(4, dtype=BF16))
-
-
-def scratch_differs(rank: int) -> None:
-    options = BucketOptions(scratch_bytes=100 + rank)
-    Buckets(link(), options).reduce_scatter(torch.ones(4))
-
-
-def directions_differ(rank: int) -> None:
-    options = BucketOptions(last_first=rank == 1)
-    Buckets(link(), options).all_gather(torch.ones(4))
-
-
-def operations_differ(rank: int) -> None:
-    buckets = Buckets(link())
-    (buckets.all_gather if rank else buckets.reduce_scatter)(torch.ones(4))
-
-
-def one_is_empty(rank: int) -> None:
-    Buckets(link()).all_gather(torch.ones(4 * rank))
-
-
-def told(rank: int, function: Callable[[int], None]) -> str:
+def disagree(rank: int, what: str) -> str:
+    given, more, options = torch.ones(4), {}, BucketOptions()
+    gather = what in ("dtype", "direction") or (what == "operation" and rank == 1)
+    if what == "size":
+        given = torch.ones(2 * (3 + rank))
+    elif what == "empty":
+        given = torch.ones(4 * rank)
+    elif what == "average":
+        more = {"average": rank == 1}
+    elif what == "dtype":
+        given = torch.ones(4, dtype=BF16 if rank else FP32)
+    elif what == "reduce_dtype":
+        given, options = given.to(BF16), BucketOptions(reduce_dtype=FP32 if rank else None)
+    elif what == "scratch":
+        options = BucketOptions(scratch_bytes=100 + rank)
+    elif what == "direction":
+        options = BucketOptions(last_first=rank == 1)
+    buckets = Buckets(new_link(), options)
     with pytest.raises(MismatchError) as caught:
-        function(rank)
+        (buckets.all_gather if gather else buckets.reduce_scatter)(given, **more)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("what", "words"),
     [
-        (sizes_differ, "rows: [0-9]+ here, [0-9]+ there"),
-        (dtypes_differ, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-        (averages_differ, "options: .*(True|False).* here, .*(True|False).* there"),
-        (reduce_dtypes_differ, "sum_dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-        (scratch_differs, r"options: .*10.\) here, .*10.\) there"),
-        (directions_differ, "options: (True|False) here, (True|False) there"),
-        (operations_differ, "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
-        (one_is_empty, "path: [a-z_]+ here, [a-z_]+ there"),
+        ("size", "rows: [0-9]+ here, [0-9]+ there"),
+        ("dtype", "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        ("average", "options: .*(True|False).* here, .*(True|False).* there"),
+        ("reduce_dtype", "sum_dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        ("scratch", r"options: .*10.\) here, .*10.\) there"),
+        ("direction", "options: (True|False) here, (True|False) there"),
+        ("operation", "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
+        ("empty", "path: [a-z_]+ here, [a-z_]+ there"),
     ],
 )
-def test_ranks_that_disagree_are_told_what_about(ranks, function, words: str) -> None:
-    for message in ranks(2).run(told, function):
+def test_ranks_that_disagree_are_told_what_about(ranks, what: str, words: str) -> None:
+    for message in ranks(2).run(disagree, what):
         assert re.search(words, message), message
 
 
 def dies_midway(rank: int) -> list[str]:
     """The last rank ends after its start, when some of its partials have not been sent."""
-    link_ = link()
+    link_ = new_link()
     options = BucketOptions(Schedule(lanes=2, chunks=4), scratch_bytes=0)
     buckets = Buckets(link_, options)
     buckets.reduce_scatter(data(rank, 3 * 400, FP32)).wait()
@@ -636,10 +528,10 @@ def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
 
 def interrupted(rank: int) -> None:
     """An error between transfers, or at the end of the sum, breaks the transport as well."""
-    kernels = kernels_for(torch.device(link().device_type))
+    kernels = kernels_for(torch.device(new_link().device_type))
     add = kernels.sum_parts
     for good in (0, 1):
-        link_ = link()
+        link_ = new_link()
         bucket = data(rank, link_.size * 8, FP32)
         before = bucket.clone()
         handle = Buckets(link_).reduce_scatter(bucket, average=True)
@@ -671,79 +563,35 @@ def test_an_error_while_adding_leaves_the_shard_untouched(ranks) -> None:
 def refused(rank: int) -> None:
     """Refused before anything is sent, on every rank: the transport goes on working."""
     link = transport(False)
-    buckets = Buckets(link)
+    buckets, group = Buckets(link), link.group
     wide = Buckets(link, BucketOptions(reduce_dtype=FP32))
-    whole = torch.ones(4, dtype=torch.int32)
-    four = torch.ones(4)
-    cases: list[tuple[type[Exception], str, Any]] = [
+    four, whole = torch.ones(4), torch.ones(4, dtype=torch.int32)
+    five, pad = torch.ones(5), "5 elements are not divisible by the group size 2; pad the bucket to"
+    lanes, nodes = Schedule(lanes=9), Schedule("two_level", node_size=3)
+    plain_sum, number = plain_reduce_scatter_bucket, torch.int64
+    cases: list[tuple[str, Callable[[], object]]] = [
+        (r"shape \(2, 2\) .* pass the flat buffer", lambda: buckets.all_gather(torch.ones(2, 2))),
+        (r"strides \(2,\)", lambda: buckets.reduce_scatter(torch.ones(8)[::2])),
+        (f"{pad} 6", lambda: buckets.reduce_scatter(five)),
+        (f"{pad} 6", lambda: plain_all_gather_bucket(five, group=group)),
+        ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
         (
-            ValueError,
-            r"the bucket has shape \(2, 2\) .* pass the flat buffer",
-            lambda: buckets.all_gather(torch.ones(2, 2)),
-        ),
-        (
-            ValueError,
-            r"the bucket has shape \(4,\) and strides \(2,\)",
-            lambda: buckets.reduce_scatter(torch.ones(8)[::2]),
-        ),
-        (
-            ValueError,
-            "5 elements are not divisible by the group size 2; pad the bucket to 6",
-            lambda: buckets.reduce_scatter(torch.ones(5)),
-        ),
-        (
-            ValueError,
-            "5 elements are not divisible by the group size 2; pad the bucket to 6",
-            lambda: plain_all_gather_bucket(torch.ones(5), group=link.group),
-        ),
-        (
-            ValueError,
-            "the tensor is on meta, this group transfers cpu tensors; move it there",
-            lambda: buckets.all_gather(torch.ones(4, device="meta")),
-        ),
-        (
-            TypeError,
-            "the bucket is torch.int32, which cannot hold the result of an average; use a floating",
+            "torch.int32, which cannot hold the result of an average; use a floating",
             lambda: buckets.reduce_scatter(whole, average=True),
         ),
+        ("the result of scale 0.5; use a", lambda: plain_sum(whole, group=group, scale=0.5)),
+        ("result of reduce_dtype torch.float32; use a", lambda: wide.reduce_scatter(whole)),
+        ("it has to be floating", lambda: plain_sum(four, group=group, reduce_dtype=number)),
+        ("need a floating-point dtype", lambda: BucketOptions(reduce_dtype=number)),
+        ("is -1; it must be a whole number from 0", lambda: BucketOptions(scratch_bytes=-1)),
         (
-            TypeError,
-            "the result of scale 0.5; use a floating",
-            lambda: plain_reduce_scatter_bucket(whole, group=link.group, scale=0.5),
-        ),
-        (
-            TypeError,
-            "the result of reduce_dtype torch.float32; use a floating",
-            lambda: wide.reduce_scatter(whole),
-        ),
-        (
-            TypeError,
-            "reduce_dtype is torch.int64; it has to be floating-point",
-            lambda: plain_reduce_scatter_bucket(four, group=link.group, reduce_dtype=torch.int64),
-        ),
-        (
-            ValueError,
-            "reduce_dtype is torch.int64; partial sums need a floating-point dtype",
-            lambda: BucketOptions(reduce_dtype=torch.int64),
-        ),
-        (
-            ValueError,
-            "scratch_bytes is -1; it must be a whole number from 0",
-            lambda: BucketOptions(scratch_bytes=-1),
-        ),
-        (
-            ValueError,
             "uses 9 lanes, the transport has 3; create it with lanes=9 or plan with fewer",
-            lambda: Buckets(link, BucketOptions(Schedule(lanes=9))),
+            lambda: Buckets(link, BucketOptions(lanes)),
         ),
-        (
-            ValueError,
-            "group size 2 is not a multiple of node_size 3",
-            lambda: Buckets(link, BucketOptions(Schedule("two_level", node_size=3))),
-        ),
+        ("size 2 is not a multiple of node_size 3", lambda: Buckets(link, BucketOptions(nodes))),
     ]
-    for kind, words, call in cases:
-        with pytest.raises(kind, match=words):
+    for words, call in cases:
+        with pytest.raises((TypeError, ValueError), match=words):
             call()
     assert torch.equal(four, torch.ones(4))
     handle = buckets.reduce_scatter(four)
@@ -759,7 +607,7 @@ def test_arguments_that_cannot_work_are_refused(ranks) -> None:
 
 
 def alone(rank: int) -> None:
-    link_ = link()
+    link_ = new_link()
     buckets = Buckets(link_, BucketOptions(scratch_bytes=0, reduce_dtype=FP32))
     bucket = torch.ones(5, dtype=BF16)
     handle = buckets.reduce_scatter(bucket, average=True, scale=0.5)
@@ -794,7 +642,9 @@ def test_an_empty_bucket_transfers_nothing(ranks) -> None:
 
 def hook_and_main_thread(rank: int, batched: bool) -> None:
     """Buckets are started by hooks of the backward, which has a thread of its own on a device."""
-    buckets = Buckets(link(batched), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
+    buckets = Buckets(
+        new_link(batched), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0)
+    )
     one, other, third = (torch.ones(8 * buckets._transport.size) for _ in range(3))
     with ThreadPoolExecutor(1) as hooks:
         hooks.submit(buckets.reduce_scatter, one).result()
@@ -812,7 +662,7 @@ def test_threads_take_turns_with_buckets_under_way(ranks, batched: bool) -> None
 
 
 def binds(rank: int, batched: bool) -> None:
-    buckets = Buckets(link(batched))
+    buckets = Buckets(new_link(batched))
     tensors = [torch.ones(8) for _ in range(20)]
     buckets.reduce_scatter(tensors[0]).wait()
     with pytest.MonkeyPatch.context() as patch:
@@ -848,7 +698,7 @@ def test_buckets_take_the_lanes_that_there_are(ranks) -> None:
 
 def many(rank: int, remembered: int) -> None:
     """More than two stretches of the ledger; one rank waits at the end, the other each time."""
-    buckets = Buckets(link(), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
+    buckets = Buckets(new_link(), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
     tensors = [torch.ones(8) for _ in range(200)]
     handles = []
     with mock.patch.object(agreement, "_MOST_AGREED", remembered):

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from commfuse_npu.kernels import cpu
-from commfuse_npu.ops import LinearOptions, buckets, weight
+from commfuse_npu.ops import buckets, weight
 from commfuse_npu.ops.buckets import BucketOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Add, Compute, Copy, Instruction, Post, Program, Span, Wait
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime import executor, transport
-from tests.distributed import test_buckets, test_linear, test_programs
+from tests.distributed import test_buckets, test_programs
 from tests.limits import BRIEF, PATIENT
+from tests.random_networks.case import one_layer
+from tests.random_networks.compare import complaints
 
 Mutation = Callable[[pytest.MonkeyPatch, int], None]
 Code = list[Instruction]
@@ -251,18 +254,15 @@ def under_test(rank: int, name: str | None) -> None:
         link.timeout = BRIEF  # a fault may be that a transfer never comes
     plant = dict(MUTANTS).get(name, lambda patch, rank: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_linear, "transport", lambda batched=False: link)
         plant(patch, rank)
         schedule = Schedule(lanes=2, chunks=3)
         for dtype in (torch.float32, torch.bfloat16):
             test_programs.gather(rank, link, schedule, dtype)
             test_programs.scatter(rank, link, schedule, dtype)
-            for op in (test_linear.COLUMN, test_linear.ROW):
-                case = test_linear.Case(
-                    op, (24, 2, 32), dtype=dtype, options=LinearOptions(schedule)
-                )
-                test_linear.check_bits(rank, [case])
-                test_linear.check_single(rank, [replace(case, ones=True)], exact=True)
+            for op, rounded in product(("all_gather_linear", "linear_reduce_scatter"), (1, 0)):
+                case = one_layer(op, 3, dtype=dtype, schedule=schedule, rounded=bool(rounded))
+                found = complaints(rank, case, link)
+                assert not found, found
             options = BucketOptions(schedule, scratch_bytes=0)
             test_buckets.check_sum(rank, link, options, 64, dtype)
             # As many elements in every chunk: a message that is too long would end the process.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport, TransportError
-from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, linear
+from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, all_gather_linear
 from commfuse_npu.plan.program import Post, Program, Wait
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
@@ -22,9 +22,11 @@ from commfuse_npu.proof.verify_log import Verdict, files_of, verify_logs
 from commfuse_npu.runtime import order_log
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.tools import cli
-from tests.distributed import test_attention, test_linear, test_ulysses
-from tests.distributed.test_linear import COLUMN, FULL, ROW
 from tests.limits import BRIEF, PATIENT
+from tests.random_networks.case import ATTENTION, one_layer
+from tests.random_networks.network_run import run_network
+
+LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
 
 Programme = Callable[[int, OrderLog, bool], list[Transport]]
 """``programme(rank, log, batched)``; returns the transports that it made."""
@@ -47,6 +49,10 @@ def verdict(folder: Path) -> Verdict:
     return verify_logs(files_of([folder]))
 
 
+def layer(made: Transport, op: str, schedule: Schedule) -> None:
+    run_network(one_layer(op, made.size, schedule=schedule), "fused", made)
+
+
 def linears(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     """Backwards with a re-gather and a reduce-scatter under way at once, three times."""
     made = link(log, batched)
@@ -54,37 +60,22 @@ def linears(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     if made.size % 2 == 0:
         shapes.append(Schedule("two_level", 2, 2, node_size=2))
     for _ in range(3):
-        for schedule in shapes:
-            for op in (COLUMN, ROW, FULL):
-                options = LinearOptions(schedule)
-                case = test_linear.Case(op, shape=(8 * made.size, 32), options=options)
-                call = partial(getattr(linear, op), transport=made, options=options)
-                test_linear.run(case, test_linear.inputs(rank, made.size, case), call)
+        for schedule, op in product(shapes, LINEARS):
+            layer(made, op, schedule)
     return [made]
 
 
 def attention(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     made = link(log, batched)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_attention, "transport", lambda _: made)
-        for schedule in (Schedule(lanes=3, chunks=2), Schedule(lanes=2)):
-            case = test_attention.Case("GQA", options=LinearOptions(schedule), batched=batched)
-            given = test_attention.inputs(rank, made.size, case)
-            test_attention.run(case, given, test_attention.fused(case))
+    for op, schedule in product(ATTENTION, (Schedule(lanes=3, chunks=2), Schedule(lanes=2))):
+        layer(made, op, schedule)
     return [made]
 
 
-def ulysses(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
+def heads(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     made = link(log, batched)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_ulysses, "transport", lambda _: made)
-        for op, schedule in (
-            ("a-bc", Schedule(lanes=2, chunks=2)),
-            ("a-b-c", Schedule(lanes=1, chunks=2)),
-        ):
-            case = test_ulysses.Case(op, options=LinearOptions(schedule), batched=batched)
-            given = test_ulysses.inputs(rank, made.size, case)
-            test_ulysses.run(case, given, test_ulysses.fused(case))
+    for op, lanes in product(("linear_all_to_all", "all_to_all_linear"), (1, 2)):
+        layer(made, op, Schedule(lanes=lanes, chunks=2))
     return [made]
 
 
@@ -117,17 +108,15 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     tensor, gradients, parameters = (
         link(log, batched, group) for group in (mine[0], mine[1], mine[1])
     )
-    case = test_linear.Case(COLUMN, shape=(16, 32), options=LinearOptions(Schedule(chunks=2)))
-    call = partial(linear.all_gather_linear, transport=tensor, options=case.options)
     options = BucketOptions(Schedule(lanes=1))
     out, back = Buckets(gradients, options), Buckets(parameters, options)
     for _ in range(3):
         first = out.reduce_scatter(torch.ones(8))
-        test_linear.run(case, test_linear.inputs(tensor.rank, 2, case), call)
+        layer(tensor, "all_gather_linear", Schedule(chunks=2))
         second = back.all_gather(torch.ones(8))
         if rank < 2:
             first.wait()
-        test_linear.run(case, test_linear.inputs(tensor.rank, 2, case), call)
+        layer(tensor, "all_gather_linear", Schedule(chunks=2))
         first.wait()
         tensor.confirm("the step")
         second.wait()
@@ -136,7 +125,7 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
 
 @WAYS
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("programme", [linears, attention, ulysses, buckets])
+@pytest.mark.parametrize("programme", [linears, attention, heads, buckets])
 def test_recorded_runs_are_proved(ranks, tmp_path, programme, size: int, batched: bool) -> None:
     ranks(size).run(record, str(tmp_path), programme, batched)
     found = verdict(tmp_path)
@@ -358,7 +347,7 @@ def test_a_run_that_was_cut_off_is_judged_as_far_as_it_goes(run, capsys, batched
 
 def gather(made: Transport, shard: torch.Tensor) -> torch.Tensor:
     options = LinearOptions(Schedule(lanes=2))
-    return linear.all_gather_linear(shard, torch.eye(2), transport=made, options=options)
+    return all_gather_linear(shard, torch.eye(2), transport=made, options=options)
 
 
 def hangs(rank: int, log: OrderLog, batched: bool) -> list[Transport]:

@@ -52,7 +52,7 @@ def case_of(op: str, size: int) -> Case:
     if op in LINEARS:
         layer = Layer(op, inputs=12, outputs=12, schedule=cut)
     else:
-        layer = Layer(op, inputs=6 * HEAD_FEATURES, outputs=32, schedule=cut, causal=True)
+        layer = Layer(op, inputs=6 * HEAD_FEATURES, outputs=32, schedule=cut, mask="causal")
     return Network(size, (layer,), rows=8, batch=2, lanes=2)
 
 
@@ -131,8 +131,8 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             memory = kind == "out of memory"
             plant = Plant(patch, lambda: strike(kind, of_ranks[0]), memory)
         if place is not None:
-            plain = run_case(case, fused=False)
-            run_case(case, fused=True)
+            plain = run_case(case, "plain")
+            run_case(case, "fused")
         dist.barrier()
         if kind != "slow":
             transport.timeout = 2 * BRIEF
@@ -144,7 +144,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             transport.scratch.clear()
         wrong = []
         for _ in range(AGAIN):
-            wrong += differences(run_case(case, fused=True), plain)
+            wrong += differences(run_case(case, "fused"), plain)
         assert rank != FAULTY or plant.at == -1, "the fault did not happen"
         return wrong
 

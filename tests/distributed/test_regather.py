@@ -102,92 +102,84 @@ def same(ours: list[object], plain: list[object]) -> None:
         assert one is None or torch.equal(one, other)
 
 
-class Watch:
-    """What a transport begins, posts ahead and multiplies, in order."""
+def watched(patch: pytest.MonkeyPatch) -> list[str]:
+    """What a transport begins, posts ahead and multiplies from now on, in order."""
+    events: list[str] = []
+    begin, run, add = Transport.begin, Running.run, WeightGradient.add
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.events: list[str] = []
-        begin, run, add = Transport.begin, Running.run, WeightGradient.add
+    def begun(link: Transport, program: Program, name: str, *args: object) -> Running:
+        events.append(f"begin {name}")
+        return begin(link, program, name, *args)
 
-        def begun(link: Transport, program: Program, name: str, *args: object) -> Running:
-            self.events.append(f"begin {name}")
-            return begin(link, program, name, *args)
+    def ran(running: Running, *args: object, ahead: bool = False, **more: object) -> None:
+        if ahead:
+            events.append(f"ahead {running.name}")
+        run(running, *args, ahead=ahead, **more)
 
-        def ran(running: Running, *args: object, ahead: bool = False, **more: object) -> None:
-            if ahead:
-                self.events.append(f"ahead {running.name}")
-            run(running, *args, ahead=ahead, **more)
+    def added(gradient: WeightGradient, grad: torch.Tensor, x: torch.Tensor) -> None:
+        events.append(f"wgrad of {x.shape[1]} inputs")
+        add(gradient, grad, x)
 
-        def added(gradient: WeightGradient, grad: torch.Tensor, x: torch.Tensor) -> None:
-            self.events.append(f"wgrad of {x.shape[1]} inputs")
-            add(gradient, grad, x)
-
-        patch.setattr(Transport, "begin", begun)
-        patch.setattr(Running, "run", ran)
-        patch.setattr(WeightGradient, "add", added)
-
-
-MODELS: dict[str, Model] = {
-    "two pairs": two_pairs,
-    "two columns": two_columns,
-    "recomputed": recomputed(two_pairs, False),
-    "recomputed, reentrant": recomputed(two_pairs, True),
-    "each recomputed": each_recomputed,
-}
+    patch.setattr(Transport, "begin", begun)
+    patch.setattr(Running, "run", ran)
+    patch.setattr(WeightGradient, "add", added)
+    return events
 
 
-def check_bits(rank: int, batched: bool) -> None:
+MODELS: tuple[Model, ...] = (
+    two_columns,
+    recomputed(two_pairs, False),
+    recomputed(two_pairs, True),
+    each_recomputed,
+)
+
+
+def bits(rank: int, batched: bool) -> None:
+    """Every option with the usual model, every model with the usual options."""
     link = transport(batched)
     usual = LinearOptions(Schedule(chunks=2))
-    for changes in product(("whole", "blocks"), (False, True), (None, 64, 65)):
-        wgrad, keep, least = changes
-        options = replace(usual, wgrad=wgrad, keep_gathered=keep, collectives_from=least)
+    choices = product(("whole", "blocks"), (False, True), (None, 64, 65))
+    cases = [
+        (two_pairs, replace(usual, wgrad=wgrad, keep_gathered=keep, collectives_from=least))
+        for wgrad, keep, least in choices
+    ]
+    for model, options in [*cases, *((model, usual) for model in MODELS)]:
         column, row, plain_column, plain_row = layers(link, options)
-        for model in MODELS.values():
-            given = leaves(rank)
-            ours = gradients(model, given, column, row)
-            same(ours, gradients(model, given, plain_column, plain_row))
-            assert not link.scratch.lent
+        given = leaves(rank)
+        ours = gradients(model, given, column, row)
+        same(ours, gradients(model, given, plain_column, plain_row))
+        assert not link.scratch.lent
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_bits_of_the_plain_form(ranks, size: int, batched: bool) -> None:
-    ranks(size).run(check_bits, batched)
+def test_bits_of_the_plain_form(ranks, batched: bool) -> None:
+    ranks(3).run(bits, batched)
 
 
-def check_order(rank: int) -> None:
+def sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     column, row, *_ = layers(transport(), LinearOptions(Schedule(chunks=2)))
     given = leaves(rank)
     y = two_pairs(given, column, row)
     with pytest.MonkeyPatch.context() as patch:
-        seen = Watch(patch)
+        seen = watched(patch)
         y.sum().backward()
     pair = [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", "wgrad of 64 inputs",
             "wgrad of 32 inputs"]  # fmt: skip
-    assert seen.events == pair * 2
+    assert seen == pair * 2
 
 
-def test_it_goes_before_the_weight_gradient_of_the_layer_after(ranks) -> None:
-    ranks(3).run(check_order)
-
-
-def check_collectives(rank: int) -> None:
+def nothing_ahead_of_collectives(rank: int) -> None:
     """A column-parallel backward by collectives has nothing to send ahead."""
     options = LinearOptions(Schedule(chunks=2), collectives_from=64)
     column, row, *_ = layers(transport(), options)
     y = two_pairs(leaves(rank), column, row)
     with pytest.MonkeyPatch.context() as patch:
-        seen = Watch(patch)
+        seen = watched(patch)
         y.sum().backward()
-    assert seen.events == [f"begin {ROW}", "wgrad of 64 inputs", "wgrad of 32 inputs"] * 2
+    assert seen == [f"begin {ROW}", "wgrad of 64 inputs", "wgrad of 32 inputs"] * 2
 
 
-def test_a_backward_that_its_gemms_hide_keeps_collectives(ranks) -> None:
-    ranks(2).run(check_collectives)
-
-
-def check_frozen(rank: int) -> None:
+def frozen_weights(rank: int) -> None:
     """A weight without a gradient needs no input; one after it begins nothing."""
     column, row, plain_column, plain_row = layers(transport(), LinearOptions())
     for frozen in range(5):
@@ -200,11 +192,7 @@ def check_frozen(rank: int) -> None:
         )
 
 
-def test_frozen_weights(ranks) -> None:
-    ranks(2).run(check_frozen)
-
-
-def check_pruned(rank: int) -> None:
+def a_pruned_backward(rank: int) -> None:
     """Only the gradient of the last weight is asked for: the input is sent and nobody comes."""
     link = transport()
     column, row, plain_column, plain_row = layers(link, LinearOptions())
@@ -222,11 +210,7 @@ def check_pruned(rank: int) -> None:
     assert not link.scratch.lent
 
 
-def test_a_pruned_backward_is_finished_at_the_next_forward(ranks) -> None:
-    ranks(3).run(check_pruned)
-
-
-def check_twice(rank: int) -> None:
+def backwards_in_another_order(rank: int) -> None:
     """A second backward through the same graph; a layer whose backward was before."""
     link = transport()
     column, row, *_ = layers(link, LinearOptions())
@@ -239,13 +223,23 @@ def check_twice(rank: int) -> None:
     alone = column(x, weight)
     alone.sum().backward()
     with pytest.MonkeyPatch.context() as patch:
-        seen = Watch(patch)
+        seen = watched(patch)
         row(alone.detach(), other).sum().backward()
-    assert seen.events == [
+    assert seen == [
         "begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs",
     ]  # fmt: skip
     assert not link.scratch.lent
 
 
-def test_backwards_in_another_order(ranks) -> None:
-    ranks(2).run(check_twice)
+CHECKS = (
+    sent_before_the_weight_gradient_of_the_layer_after,
+    nothing_ahead_of_collectives,
+    frozen_weights,
+    a_pruned_backward,
+    backwards_in_another_order,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_regather(ranks, check: Callable[[int], None]) -> None:
+    ranks(3).run(check)

@@ -18,6 +18,7 @@ from commfuse_npu.ops import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.tuning import Tuning, decisions
 from tests.limits import PATIENT
@@ -40,14 +41,15 @@ def _pretend(
 
 
 def _layer(
-    link: Transport, op: str, options: LinearOptions
+    transport: AnyTransport, op: str, options: LinearOptions, link: Transport
 ) -> tuple[list[torch.Tensor], list[Schedule | None]]:
+    """Output and gradients of a layer on ``transport``, and what was decided for ``link``."""
     generator = torch.Generator().manual_seed(link.rank)
     rows = ROWS if op == "column" else ROWS * link.size
     x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator).requires_grad_()
     call: Any = all_gather_linear if op == "column" else linear_reduce_scatter
-    y = call(x, weight, transport=link, options=options)
+    y = call(x, weight, transport=transport, options=options)
     grads = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
     return [y.detach(), *grads], list(decisions(link).values())
 
@@ -65,9 +67,9 @@ def _wanted(rank: int, op: str, chunks: int | None, folder: str | None) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         _pretend(patch, seconds, ran)
-        found, decided = _layer(link, op, options)
+        found, decided = _layer(link, op, options, link)
         tried = len(ran)
-        again, _ = _layer(link, op, options)
+        again, _ = _layer(link, op, options, link)
     assert len(ran) == tried, "asked once"
     assert all(map(torch.equal, found, again))
     link.close()
@@ -76,16 +78,10 @@ def _wanted(rank: int, op: str, chunks: int | None, folder: str | None) -> Any:
 
 def _fixed(rank: int, op: str, schedule: Schedule | None) -> list[torch.Tensor]:
     link = Transport.create(lanes=2, timeout=PATIENT)
-    generator = torch.Generator().manual_seed(rank)
-    rows = ROWS if op == "column" else ROWS * link.size
-    x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
-    weight = torch.randn(OUTPUTS, INPUTS, generator=generator).requires_grad_()
-    layer = all_gather_linear if op == "column" else linear_reduce_scatter
     plain = CollectiveTransport(link.group, same_pieces=schedule is not None)
-    y = layer(x, weight, transport=plain, options=LinearOptions(schedule or Schedule()))
-    grads = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+    found, _ = _layer(plain, op, LinearOptions(schedule or Schedule()), link)
     link.close()
-    return [y.detach(), *grads]
+    return found
 
 
 @pytest.mark.parametrize("op", ["column", "row"])
@@ -148,7 +144,7 @@ def _halves(rank: int, fast_forward: bool) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         _pretend(patch, seconds, asked)
-        found, decided = _layer(link, "row", options)
+        found, decided = _layer(link, "row", options, link)
     link.close()
     return found, [schedule and schedule.chunks for schedule in decided]
 
@@ -166,7 +162,7 @@ def _ranks_that_differ(rank: int) -> str:
     link = Transport.create(lanes=2, timeout=PATIENT)
     schedule = Schedule(lanes=2, chunks=1 + rank)
     with pytest.raises(RuntimeError) as caught:
-        _layer(link, "column", LinearOptions(schedule, tuning=Tuning()))
+        _layer(link, "column", LinearOptions(schedule, tuning=Tuning()), link)
     return str(caught.value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import gather_and_use
-from tests.distributed.test_linear import COLUMN, FULL, ROW, Case, inputs, run
 from tests.late_transfers.late import LateTransferError
 from tests.limits import PATIENT
+from tests.random_networks.case import one_layer
+from tests.random_networks.compare import complaints
+
+LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
 
 
 @lru_cache
@@ -40,21 +41,14 @@ def schedules(size: int) -> Iterator[Schedule]:
 
 
 def linears(rank: int, size: int, chosen: list[Schedule], dtype: torch.dtype) -> None:
-    link = transport(size)
-    for schedule, op in product(chosen, (COLUMN, ROW, FULL)):
-        options = LinearOptions(schedule)
+    for schedule, op in product(chosen, LINEARS):
         # Two levels add in an order of their own: whole numbers, which are not rounded.
-        whole = schedule.shape == "two_level"
-        case = Case(op, shape=(4 * size, 32), dtype=dtype, options=options, ones=whole)
-        fused = partial(getattr(linear, op), transport=link, options=options)
-        collectives = CollectiveTransport(link.group, same_pieces=True)
-        plain = partial(getattr(linear, op), transport=collectives, options=options)
-        ours = run(case, inputs(rank, size, case), fused)
-        reference = run(case, inputs(rank, size, case), plain)
-        assert ours.keys() == reference.keys()
-        for name, value in reference.items():
-            assert torch.equal(ours[name], value), (case, name)
-    assert not link._in_flight
+        rounded = schedule.shape != "two_level"
+        case = one_layer(
+            op, size, dtype=dtype, schedule=schedule, rounded=rounded, rows=4, batch=None
+        )
+        found = complaints(rank, case, transport(size))
+        assert not found, found
 
 
 @pytest.mark.parametrize("size", range(2, 9))

@@ -7,7 +7,7 @@ import torch
 
 from commfuse_npu.kernels import cpu
 from commfuse_npu.kernels import npu as kernels
-from commfuse_npu.kernels.npu_layouts import PackedRun, WholeRun
+from commfuse_npu.kernels.npu import PackedRun, WholeRun
 from commfuse_npu.ops.attention_mask import AttentionMask
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
 from tests.attention_masks import mask_arguments

@@ -1,4 +1,4 @@
-"""Runs buckets on one rank, fused or plain."""
+"""Runs buckets on one rank, fused or by collectives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import torch
 
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.ops.plain_buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
-from tests.random_networks.case import Bucket, BucketRun
+from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from tests.random_networks.case import Bucket, BucketRun, Form
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
 
@@ -25,12 +25,12 @@ def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
     return drawn(case.seed, f"bucket {place} {rank}", (elements,), bucket.dtype)
 
 
-def run_buckets(case: BucketRun, fused: bool) -> Found:
+def run_buckets(case: BucketRun, form: Form) -> Found:
     """All buckets, started in order; the fused ones are waited for in another order per rank."""
     link = transport_of(case)
     tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
     found: Found = {}
-    if fused:
+    if form == "fused":
         waits = []
         for bucket, tensor in zip(case.buckets, tensors, strict=True):
             options = BucketOptions(

@@ -1,14 +1,15 @@
 """A case: everything about one random call of the ops, printed as the Python that makes it again.
 
 A case holds numbers and options only; each rank draws its tensors from the seed.  Values are whole
-numbers small enough that every sum is exact, in whatever order it is added: results of the fused
-and the plain form have to be equal, bit for bit.
+numbers small enough that every sum is exact, in whatever order it is added: results of the fused op
+and of its formula have to be equal, bit for bit.  Of ``rounded`` values, and of attention, results
+have to be equal to those of the plain form that is cut into the same pieces.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Literal
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 
@@ -22,18 +23,25 @@ __all__ = [
     "FROM_WHOLE",
     "HEAD_FEATURES",
     "LANES",
+    "OPS",
     "Bucket",
     "BucketRun",
     "Case",
+    "Form",
     "Layer",
     "Layout",
     "Network",
+    "one_layer",
 ]
 
 Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
 """How a tensor lies in memory.  ``expanded``: one row for all, as the gradient of a sum arrives."""
 
 Recompute = Literal["no", "reentrant", "non_reentrant"]
+
+Form = Literal["fused", "plain", "unsplit", "exact"]
+"""Who computes a case: the op; its formula, or collectives and the same pieces; collectives and
+whole matrices; the formula in fp64."""
 
 FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
 """Ops that may come where a rank holds some rows of the sequence."""
@@ -94,7 +102,7 @@ class Layer(_Printed):
         wide: ``reduce_dtype`` is fp32.
         shared: of :func:`linear_all_to_all`: rows of the weight that two ranks in a row both get.
         flag: Megatron's ``grad_added_to_main_grad``.
-        documents: tokens of each document of a causal attention, 0 for one per sample.
+        mask: what queries of attention see, of :mod:`tests.attention_masks`.
     """
 
     op: str
@@ -116,8 +124,8 @@ class Layer(_Printed):
     shared: int = 0
     queries: int = 2
     keys: int = 2
-    causal: bool = False
-    documents: int = 0
+    mask: str = "full"
+    scale: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,6 +138,7 @@ class Network(_Printed):
         branches: side by side.
         micro_batches: that many forwards, then as many backwards.
         last_first: the backward of the last micro-batch comes first.
+        rounded: values of any size, not whole numbers.
         lanes: of the transport.
     """
 
@@ -148,6 +157,24 @@ class Network(_Printed):
     lanes: int = LANES
     batched: bool = False
     check: Check = "first"
+    rounded: bool = False
+
+
+OPS = tuple(dict.fromkeys((*FROM_SHARD, *FROM_WHOLE)))
+
+
+def one_layer(op: str, size: int, **changes: Any) -> Network:
+    """A layer of an op on rounded values, with parameters and options as they are usually given.
+
+    Args:
+        changes: of the layer or of the network, by the names of their attributes.
+    """
+    layer = Layer(op, 32, 32, "trained", schedule=Schedule(lanes=2, chunks=2), mask="causal")
+    names = {field.name for field in fields(Layer)} & changes.keys()
+    layer = replace(layer, **{name: changes.pop(name) for name in names})
+    if op in ATTENTION:
+        layer = replace(layer, inputs=(layer.queries + 2 * layer.keys) * HEAD_FEATURES)
+    return Network(size, (layer,), **{"rows": 6, "batch": 2, "rounded": True} | changes)
 
 
 @dataclass(frozen=True, repr=False)

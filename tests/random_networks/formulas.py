@@ -1,7 +1,8 @@
-"""What the linear ops compute, by their formulas alone: torch's autograd over plain collectives.
+"""What the ops compute, by their formulas alone: torch's autograd over plain collectives.
 
 Nothing here knows the rules, pieces or orders of the product.  Whole numbers are added exactly in
-any order, so the fused ops have to give the same bits.
+any order, so the fused linear ops have to give the same bits; in fp64 the formulas are what rounded
+results are measured against.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from commfuse_npu.ops import LinearOptions, ShardedOptions
+from tests.attention_masks import attention
 
 Group = dist.ProcessGroup
 
@@ -112,6 +114,25 @@ def linear_all_to_all(
 def all_to_all_linear(x, weight, bias=None, *, group: Group, options: LinearOptions):
     heads = torch.cat(_blocks(_by(group, x, _swap, _swap), group), -1)
     return linear(heads, _weight(weight, options), bias)
+
+
+def attention_linear_reduce_scatter(
+    q, k, v, weight, bias=None, *, group: Group, options: LinearOptions, shown, scale
+):
+    attended = attention(q, k, v, shown, scale).flatten(2)
+    return linear_reduce_scatter(attended, weight, bias, group=group, options=options)
+
+
+def attention_all_to_all(q, k, v, *, group: Group, options: LinearOptions, shown, scale):
+    attended = attention(q, k, v, shown, scale).flatten(2)
+    return torch.cat(_blocks(_by(group, attended, _swap, _swap), group), -1)
+
+
+def attention_all_to_all_linear(
+    q, k, v, weight, bias=None, *, group: Group, options: LinearOptions, shown, scale
+):
+    attended = attention(q, k, v, shown, scale).flatten(2)
+    return all_to_all_linear(attended, weight, bias, group=group, options=options)
 
 
 def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: ShardedOptions):

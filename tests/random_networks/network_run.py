@@ -1,4 +1,4 @@
-"""Runs a network of layers on one rank, fused or plain."""
+"""Runs a network of layers on one rank, in one of its forms."""
 
 from __future__ import annotations
 
@@ -9,30 +9,46 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import ops
-from commfuse_npu.ops import Documents, LinearOptions, ShardedOptions
+from commfuse_npu.ops import LinearOptions, ShardedOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
+from commfuse_npu.runtime.transport import Transport
+from tests.attention_masks import mask_arguments, seen
 from tests.random_networks import formulas
-from tests.random_networks.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Network
+from tests.random_networks.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Form, Network
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
 
-__all__ = ["run_network"]
+__all__ = ["Call", "input_of", "run_network"]
 
 _WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", "attention_all_to_all_linear")
 """Ops whose weight is the same on every rank."""
 
 
-class _Call:
-    """One layer of a network: its parameters on this rank, and the op on them."""
+def _drawn(
+    case: Network, form: Form, what: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    found = drawn(case.seed, what, shape, dtype or case.dtype, case.rounded)
+    return found.double() if form == "exact" else found
 
-    def __init__(self, case: Network, place: int, fused: bool) -> None:
+
+class Call:
+    """One layer of a network: its parameters on this rank, and the op on them.
+
+    Args:
+        link: by default that of the case.
+    """
+
+    def __init__(
+        self, case: Network, place: int = 0, form: Form = "fused", link: Transport | None = None
+    ) -> None:
         self.case, self.layer, self.name = case, case.layers[place], f"layer {place}"
-        self.link = transport_of(case)
+        self.form, self.link = form, link or transport_of(case)
+        whole = not case.rounded and self.layer.op not in ATTENTION
+        self.by_formula = form == "exact" or (form == "plain" and whole)
         self.weight, self.bias = self._parameters()
-        self.keywords = self._keywords(fused)
+        self.keywords = self._keywords()
         op = self.layer.op
-        by_formula = not fused and op not in ATTENTION
-        self.op: Callable[..., torch.Tensor] = getattr(formulas if by_formula else ops, op)
+        self.op: Callable[..., torch.Tensor] = getattr(formulas if self.by_formula else ops, op)
 
     def _parameters(self) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:
         layer, case, size = self.layer, self.case, self.link.size
@@ -48,12 +64,12 @@ class _Call:
         whose = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
         shape = (outputs, inputs)
         weight = parameter_of(
-            drawn(case.seed, f"{self.name} weight {whose}", shape, case.dtype),
+            _drawn(case, self.form, f"{self.name} weight {whose}", shape),
             layer.weight_layout,
             layer.weight_grad,
         )
         if layer.main_grad is not None:
-            start = drawn(case.seed, f"{self.name} main_grad", shape, layer.main_grad)
+            start = _drawn(case, self.form, f"{self.name} main_grad", shape, layer.main_grad)
             weight.main_grad = start  # type: ignore[attr-defined]
             if layer.flag:
                 weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -62,10 +78,10 @@ class _Call:
         # Whole on every rank of a sharded layer, the rank's own where outputs are split.
         features = features * size if layer.op == "sharded_linear" else features
         whose = self.link.rank if layer.op == "all_gather_linear" else 0
-        bias = drawn(case.seed, f"{self.name} bias {whose}", (features,), case.dtype)
+        bias = _drawn(case, self.form, f"{self.name} bias {whose}", (features,))
         return weight, torch.nn.Parameter(bias, requires_grad=layer.bias == "trained")
 
-    def _keywords(self, fused: bool) -> dict[str, Any]:
+    def _keywords(self) -> dict[str, Any]:
         layer, size = self.layer, self.link.size
         wide = torch.float32 if layer.wide else None
         keywords: dict[str, Any] = {}
@@ -90,26 +106,27 @@ class _Call:
                 for start in [size * layer.outputs + rank // 2 * layer.shared]
             ]
         if layer.op in ATTENTION:
-            keywords["causal"] = layer.causal
-        if fused:
+            keywords["scale"] = layer.scale
+        if self.by_formula:
+            return keywords | {"group": self.link.group}
+        if self.form == "fused":
             return keywords | {"transport": self.link}
-        if layer.op in ATTENTION:
-            # Softmax rounds: the promise is the bits of the plain form with the same pieces.
-            plain = CollectiveTransport(self.link.group, same_pieces=True)
-            return keywords | {"transport": plain}
-        return keywords | {"group": self.link.group}
+        same_pieces = self.form == "plain"
+        return keywords | {
+            "transport": CollectiveTransport(self.link.group, same_pieces=same_pieces)
+        }
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.layer.op not in ATTENTION:
+        layer = self.layer
+        if layer.op not in ATTENTION:
             return self.op(x, self.weight, self.bias, **self.keywords)
-        keywords = self.keywords
-        if self.layer.documents:
-            keywords = keywords | {"documents": _packed(self.layer.documents, x)}
+        sizes = layer.mask, x.shape[0], x.shape[1]
+        mask = {"shown": seen(*sizes)} if self.by_formula else mask_arguments(*sizes)
         heads = x.unflatten(-1, (-1, HEAD_FEATURES))
-        parts = heads.split([self.layer.queries, self.layer.keys, self.layer.keys], 2)
+        parts = heads.split([layer.queries, layer.keys, layer.keys], 2)
         if self.weight is None:
-            return self.op(*parts, **keywords)
-        return self.op(*parts, self.weight, self.bias, **keywords)
+            return self.op(*parts, **self.keywords, **mask)
+        return self.op(*parts, self.weight, self.bias, **self.keywords, **mask)
 
     def recomputed(self, x: torch.Tensor) -> torch.Tensor:
         """With the recomputation that the layer asks for."""
@@ -138,39 +155,37 @@ class _Call:
         return found
 
 
-def _packed(length: int, x: torch.Tensor) -> Documents:
-    """Documents of one length, which the ends of samples cut."""
-    rows, batch = x.shape[:2]
-    ends = [*range(length, rows, length), rows]
-    return Documents([b * rows + end for b in range(batch) for end in ends], rows, batch)
-
-
-def _input(case: Network, number: int, rank: int) -> torch.Tensor:
+def input_of(
+    case: Network, number: int = 0, form: Form = "fused", link: Transport | None = None
+) -> torch.Tensor:
+    """What this rank gives the first layer in a micro-batch, with or without a gradient."""
+    rank = (link or transport_of(case)).rank
     rows = case.rows + (rank if case.uneven else 0)
     if case.layers[0].op not in FROM_SHARD:
         rows *= case.size
     leading = (rows,) if case.batch is None else (rows, case.batch)
-    x = drawn(case.seed, f"x {number} {rank}", (*leading, case.layers[0].inputs), case.dtype)
+    x = _drawn(case, form, f"x {number} {rank}", (*leading, case.layers[0].inputs))
     return x.requires_grad_(case.x_grad)
 
 
-def run_network(case: Network, fused: bool) -> Found:
+def run_network(case: Network, form: Form, link: Transport | None = None) -> Found:
     """Forward and backward of every micro-batch: outputs and gradients, of every layer."""
-    calls = [_Call(case, place, fused) for place in range(len(case.layers))]
+    calls = [Call(case, place, form, link) for place in range(len(case.layers))]
     found: Found = {}
     open_: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     rank = calls[0].link.rank
     inputs: list[torch.Tensor] = []
 
     def forward(number: int) -> list[torch.Tensor]:
-        x = _input(case, number, rank)
+        x = input_of(case, number, form, link)
         inputs.append(x)
         ends = []
         for call in calls:
             name = f"micro-batch {number}, {call.name}"
             layer = call.layer
-            fitted = fitting(x, layer.inputs, layer.x_layout, found, f"{name} x.grad")
-            y = arriving(call.recomputed(fitted), layer.grad_layout)
+            rounded = case.rounded
+            fitted = fitting(x, layer.inputs, layer.x_layout, rounded, found, f"{name} x.grad")
+            y = arriving(call.recomputed(fitted), layer.grad_layout, rounded)
             found[f"{name} y"] = y.detach().clone()
             if case.branches:
                 ends.append(y)
@@ -182,7 +197,7 @@ def run_network(case: Network, fused: bool) -> Found:
         for number in range(case.micro_batches):
             ends = [y for y in forward(number) if y.requires_grad]
             grads = [
-                drawn(case.seed, f"gradient {number} {place} {rank}", tuple(y.shape), y.dtype)
+                _drawn(case, form, f"gradient {number} {place} {rank}", tuple(y.shape)).to(y.dtype)
                 for place, y in enumerate(ends)
             ]
             open_.append((ends, grads))

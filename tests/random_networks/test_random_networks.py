@@ -31,7 +31,8 @@ FOUND: dict[str, Case] = {
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), [(2, 40), *(pytest.param(*of, marks=pytest.mark.long) for of in MORE)]
+    ("size", "cases"),
+    [(2, 70), (3, 40), *(pytest.param(*of, marks=pytest.mark.long) for of in MORE)],
 )
 def test_fused_is_plain(random_cases, size: int, cases: int) -> None:
     random_cases(size, cases, seed=2604 + cases)

@@ -1,7 +1,7 @@
-"""Tensors of whole numbers, and how they lie in memory.
+"""Tensors of whole numbers, or of others, and how they lie in memory.
 
-Between two layers everything is brought back to -1, 0 and 1, forward and backward, so that no sum
-grows beyond what its dtype holds exactly, however many layers there are.
+Between two layers whole numbers are brought back to -1, 0 and 1, forward and backward, so that no
+sum grows beyond what its dtype holds exactly, however many layers there are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ Found = dict[str, torch.Tensor | None]
 """What came out of a run, by name."""
 
 
-def drawn(seed: int, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """-1, 0 or 1, the same wherever seed and name are the same."""
+def drawn(
+    seed: int, what: str, shape: tuple[int, ...], dtype: torch.dtype, rounded: bool = False
+) -> torch.Tensor:
+    """-1, 0 or 1, or any numbers, the same wherever seed and name are the same."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {what}".encode()))
+    if rounded:
+        return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(-1, 2, shape, generator=generator).to(dtype)
 
 
@@ -46,8 +50,8 @@ def parameter_of(x: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.
     return torch.nn.Parameter(laid_out(x, layout), requires_grad=requires_grad)
 
 
-def _small(x: torch.Tensor) -> torch.Tensor:
-    return x.round().clamp(-1, 1)
+def _small(x: torch.Tensor, rounded: bool) -> torch.Tensor:
+    return x.clamp(-4, 4) if rounded else x.round().clamp(-1, 1)
 
 
 def _places(features: int, inputs: int) -> torch.Tensor:
@@ -59,39 +63,48 @@ class _Fit(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, inputs: int, layout: Layout, found: Found, name: str
+        ctx: Any,
+        x: torch.Tensor,
+        inputs: int,
+        layout: Layout,
+        rounded: bool,
+        found: Found,
+        name: str,
     ) -> torch.Tensor:
-        ctx.features, ctx.found, ctx.name = x.shape[-1], found, name
-        return laid_out(_small(x)[..., _places(x.shape[-1], inputs)], layout)
+        ctx.features, ctx.rounded, ctx.found, ctx.name = x.shape[-1], rounded, found, name
+        return laid_out(_small(x, rounded)[..., _places(x.shape[-1], inputs)], layout)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.found[ctx.name] = grad.clone()
         out = grad.new_zeros((*grad.shape[:-1], ctx.features))
-        out.index_add_(-1, _places(ctx.features, grad.shape[-1]), _small(grad))
-        return _small(out), None, None, None, None
+        places = _places(ctx.features, grad.shape[-1])
+        out.index_add_(-1, places, _small(grad, ctx.rounded))
+        return _small(out, ctx.rounded), None, None, None, None, None
 
 
 class _Arrive(torch.autograd.Function):
     """The back of a layer: its gradient arrives in small numbers, in the wanted layout."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, layout: Layout) -> torch.Tensor:
-        ctx.layout = layout
+    def forward(ctx: Any, y: torch.Tensor, layout: Layout, rounded: bool) -> torch.Tensor:
+        ctx.layout, ctx.rounded = layout, rounded
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return laid_out(_small(grad), ctx.layout), None
+        return laid_out(_small(grad, ctx.rounded), ctx.layout), None, None
 
 
-def fitting(x: torch.Tensor, inputs: int, layout: Layout, found: Found, name: str) -> torch.Tensor:
+def fitting(
+    x: torch.Tensor, inputs: int, layout: Layout, rounded: bool, found: Found, name: str
+) -> torch.Tensor:
     """``x`` for a layer of so many inputs; the gradient that comes back is kept in ``found``."""
-    fitted: torch.Tensor = _Fit.apply(x, inputs, layout, found, name)
+    fitted: torch.Tensor = _Fit.apply(x, inputs, layout, rounded, found, name)
     return fitted
 
 
-def arriving(y: torch.Tensor, layout: Layout) -> torch.Tensor:
+def arriving(y: torch.Tensor, layout: Layout, rounded: bool) -> torch.Tensor:
     """``y``, whose gradient will have this layout."""
-    out: torch.Tensor = _Arrive.apply(y, layout)
+    out: torch.Tensor = _Arrive.apply(y, layout, rounded)
     return out

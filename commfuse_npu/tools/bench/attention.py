@@ -47,7 +47,8 @@ class _BlockedAttention(torch.autograd.Function):
         attention = AttentionRuns(q, k, v, AttentionMask(causal=True), None, keep=True)
         for run in rows:
             attention.forward(run)
-        attention.save(ctx)
+        tensors, ctx.state = attention.saved()
+        ctx.save_for_backward(*tensors)
         ctx.rows = rows
         assert attention.attended is not None
         return attention.attended
@@ -55,8 +56,8 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        attention = AttentionRuns.saved(ctx, ctx.saved_tensors)
+        attention = AttentionRuns.again(ctx.saved_tensors, ctx.state)
         grad = grad.contiguous()
         for run in ctx.rows:
-            attention.backward(run, grad[run])
+            attention.backward(grad[run], run)
         return *attention.gradients(), None
