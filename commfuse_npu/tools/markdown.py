@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["percent", "table_row"]
+__all__ = ["percent", "table_head", "table_row"]
 
 
 def table_row(cells: Iterable[str]) -> str:
     """``| a | b |``."""
     return f"| {' | '.join(cells)} |"
+
+
+def table_head(cells: Sequence[str], numbers: bool = True) -> str:
+    """The first row and the line below it; all columns but the first hold ``numbers``."""
+    return f"{table_row(cells)}\n|---{('|---:' if numbers else '|---') * (len(cells) - 1)}|"
 
 
 def percent(share: float | None) -> str:

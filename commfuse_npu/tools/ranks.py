@@ -43,8 +43,8 @@ class Ranks:
 
     Args:
         size: how many.
-        device: ``cpu`` (gloo over 127.0.0.1), ``npu`` (HCCL) or ``cuda``
-            (NCCL; both read, not run).
+        device: ``cpu`` (gloo over 127.0.0.1), ``npu`` (HCCL) or ``cuda`` (NCCL; both read, not
+            run).
         timeout: seconds for an answer, and for a transfer.  For answers it may be set anew.
         worker: the class whose methods are asked for, ``module:name``; it takes no arguments.
 
@@ -58,30 +58,22 @@ class Ranks:
         *,
         device: str,
         timeout: float,
-        worker: str = "commfuse_npu.tools.bench.worker:Worker",
+        worker: str = "commfuse_npu.tools.measure.worker:Worker",
     ) -> None:
-        self._worker = worker
-        self.size = size
-        self.timeout = timeout
-        self._device = device
+        self.size, self.timeout = size, timeout
+        self._device, self._worker = device, worker
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = ""
 
     def __enter__(self) -> Ranks:
-        self._folder = tempfile.mkdtemp(prefix="commfuse-bench-")
+        self._folder = tempfile.mkdtemp(prefix="commfuse-ranks-")
+        store = str(Path(self._folder) / "store")
         try:
             for rank in range(self.size):
                 ours, theirs = _context.Pipe()
-                start = {
-                    "rank": rank,
-                    "size": self.size,
-                    "store": str(Path(self._folder) / "store"),
-                    "device": self._device,
-                    "timeout": self.timeout,
-                    "worker": self._worker,
-                }
-                process = _context.Process(target=_serve, args=(theirs, start), daemon=True)
+                where = rank, self.size, store, self._device, self.timeout, self._worker
+                process = _context.Process(target=_serve, args=(theirs, *where), daemon=True)
                 process.start()
                 self._processes.append(process)
                 self._pipes.append(ours)
@@ -129,19 +121,16 @@ class Ranks:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting[pipe]
+                of = f"rank {rank} of {self.size}"
                 try:
-                    worked, value = pipe.recv()
+                    worked, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError) as error:
-                    raise RanksError(
-                        f"rank {rank} of {self.size} died in {method}, {self._how(rank)}"
-                    ) from error
+                    raise RanksError(f"{of} died in {method}, {self._how(rank)}") from error
                 if not worked:
-                    raise RanksError(f"rank {rank} of {self.size} failed in {method}:\n{value}")
-                answers[rank] = value
+                    raise RanksError(f"{of} failed in {method}:\n{answers[rank]}")
         return [answers[rank] for rank in range(self.size)]
 
     def _how(self, rank: int) -> str:
-        """How the process of a rank ended."""
         process = self._processes[rank]
         process.join(_END_SECONDS)
         code = process.exitcode
@@ -161,11 +150,11 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _serve(pipe: Connection, start: dict[str, Any]) -> None:
+def _serve(pipe: Connection, *where: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     try:
-        worker = _join(**start)
+        worker = _join(*where)
         pipe.send((True, None))
         while True:
             method, args, flags = pipe.recv()
@@ -176,14 +165,7 @@ def _serve(pipe: Connection, start: dict[str, Any]) -> None:
         pipe.send((False, traceback.format_exc()))
 
 
-def _join(
-    rank: int,
-    size: int,
-    store: str,
-    device: str,
-    timeout: float,
-    worker: str,
-) -> Any:
+def _join(rank: int, size: int, store: str, device: str, timeout: float, worker: str) -> Any:
     # Before torch makes threads and sockets.
     card = "lo" if sys.platform.startswith("linux") else "lo0"
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commfuse_npu.hardware import machine
-from commfuse_npu.tools.bench.results import Result
-from commfuse_npu.tools.bench.shapes import COLLECTIVES, ITEM_BYTES, LAYERS, MICROBATCHES
+from commfuse_npu.tools.bench.results import Result, load
+from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
 from commfuse_npu.tools.bench.sleeping import modelled_seconds
-from commfuse_npu.tools.bench.stored import load
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.group import Group
@@ -68,12 +67,12 @@ def predicted(result: Result, scale: float) -> float:
     Raises:
         ValueError: it was not measured with sleeping GEMMs over links with a rate.
     """
-    setting, ranks = result.setting, result.setting.ranks
-    asleep = re.match(r"sleeping GEMMs \(([\d.e+]+)", setting.mode)
-    sizes = [int(size) for size in re.findall(r"\d+", setting.shape)]
-    if setting.work != _WORK or not asleep or not setting.bytes_per_second or len(sizes) != 6:
+    ranks = result.ranks
+    asleep = re.match(r"sleeping GEMMs \(([\d.e+]+)", result.mode)
+    sizes = [int(size) for size in re.findall(r"\d+", result.shape)]
+    if result.work != _WORK or not asleep or not result.link_bytes_per_second or len(sizes) != 6:
         raise ValueError(
-            f"{setting.work}, {setting.mode}, ratio {setting.ratio:g}: measure --works {_WORK} "
+            f"{result.work}, {result.mode}, ratio {result.ratio:g}: measure --works {_WORK} "
             "with --sleep-gemm and ratios above 0"
         )
     rows, hidden, ffn, heads, head, groups = sizes
@@ -83,19 +82,21 @@ def predicted(result: Result, scale: float) -> float:
     attention = [_attention(shape, heads, head, groups, gflops, scale, way) for way in (0, 1)]
 
     def forward(rank: Rank) -> None:
-        for _ in range(LAYERS[_WORK]):
+        for _ in range(WORKS[_WORK].layers):
             llama.forward(rank, shape, Attended(attention[0]))
 
     def backward(rank: Rank) -> None:
-        for _ in range(LAYERS[_WORK]):
+        for _ in range(WORKS[_WORK].layers):
             llama.backward(rank, shape, Attended(attention[1]))
 
     def pair(rank: Rank) -> None:
-        turns.pair(rank, shape, LAYERS[_WORK], (Attended(attention[0]), Attended(attention[1])))
+        turns.pair(
+            rank, shape, WORKS[_WORK].layers, (Attended(attention[0]), Attended(attention[1]))
+        )
 
-    wire, alone = setting.wire_ms, result.communication_ms
-    latency = max(0.0, alone - wire) / 1e3 / len(COLLECTIVES[_WORK])
-    rate = setting.bytes_per_second * machine.ITEM_BYTES / ITEM_BYTES[setting.dtype]
+    wire, alone = result.wire_ms, result.communication_ms
+    latency = max(0.0, alone - wire) / 1e3 / len(WORKS[_WORK].collectives)
+    rate = result.link_bytes_per_second * machine.ITEM_BYTES / ITEM_BYTES[result.dtype]
     inside = machine.Level("full_mesh", rate, latency)
     one = _Asleep(
         npus_per_node=ranks, cube_flops=1.0, gemm_efficiency=1.0, half_rows=0.0, cores=0,
@@ -113,14 +114,14 @@ def predicted(result: Result, scale: float) -> float:
         for of in (1.0, 2.0)
     ]
     traffic = 2 * (both[0] - both[1])
-    besides = result.compute_ms / 1e3 / MICROBATCHES[_WORK] - (both[0] - traffic)
+    besides = result.compute_ms / 1e3 / WORKS[_WORK].micro_batches - (both[0] - traffic)
     assert besides > 0, f"GEMMs alone sleep longer than {result.compute_ms:g} ms"
     one = replace(one, hbm_bandwidth=traffic / besides)
     variant = _FORMS[result.variant]
     if variant is not TURNS:
-        return MICROBATCHES[_WORK] * seconds(one, variant, forward, backward)
+        return WORKS[_WORK].micro_batches * seconds(one, variant, forward, backward)
     ends = seconds(one, _FORMS["megatron-p2p"], forward, backward)
-    return ends + (MICROBATCHES[_WORK] - 1) * seconds(one, variant, pair)
+    return ends + (WORKS[_WORK].micro_batches - 1) * seconds(one, variant, pair)
 
 
 def _attention(
@@ -143,10 +144,10 @@ def _attention(
 def _rows(results: Sequence[Result], scale: float) -> Iterator[str]:
     yield table_row(("ratio", *_FORMS))
     yield f"|---:{'|---:' * len(_FORMS)}|"
-    for ratio in sorted({one.setting.ratio for one in results}):
+    for ratio in sorted({one.ratio for one in results}):
         cells = {}
         for one in results:
-            if one.setting.ratio == ratio and one.variant in _FORMS:
+            if one.ratio == ratio and one.variant in _FORMS:
                 said = 1e3 * predicted(one, scale)
                 off = said / one.median_ms - 1
                 cells[one.variant] = f"{one.median_ms:.0f} / {said:.0f} ({off:+.1%})"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from commfuse_npu.tools.report.charts import COLORS
 from commfuse_npu.tools.report.drawing import Chart, draw_charts
-from commfuse_npu.tools.report.palette import color
 
 RANKS = 4
 TRANSFER = 0.9
@@ -97,18 +97,18 @@ def chart(bars: Sequence[Bar], title: str) -> Chart:
          "scale": {"paddingInner": 0.15}}  # fmt: skip
     x = {"type": "quantitative", "axis": None, "scale": {"domain": [0, _LONGEST], "nice": False}}
     fill = {"field": "line", "type": "nominal", "legend": None,
-            "scale": {"domain": lines, "range": [color("blue"), color("teal")]}}  # fmt: skip
-    rule = {"type": "rule", "strokeDash": [2, 3], "color": color("faint")}
+            "scale": {"domain": lines, "range": [COLORS["blue"], COLORS["teal"]]}}  # fmt: skip
+    rule = {"type": "rule", "strokeDash": [2, 3], "color": COLORS["faint"]}
     return {
         "title": title,
         "width": _WIDTH,
         "height": len(lines) * _LINE,
         "data": {"values": rows},
         "layer": [
-            {"mark": {"type": "bar", "stroke": color("paper")},
+            {"mark": {"type": "bar", "stroke": "#ffffff"},
              "encoding": {"x": x | {"field": "start"}, "x2": {"field": "end"}, "y": y,
                           "color": fill}},
-            {"mark": {"type": "text", "color": color("paper"), "fontSize": 10},
+            {"mark": {"type": "text", "color": "#ffffff", "fontSize": 10},
              "encoding": {"x": x | {"field": "middle"}, "y": y, "text": {"field": "label"}}},
             {"data": {"values": [{"end": max(row["end"] for row in rows)}]},
              "mark": rule, "encoding": {"x": x | {"field": "end"}}},

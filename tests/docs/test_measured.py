@@ -12,9 +12,8 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
-from commfuse_npu.tools.bench.results import Result, fastest
-from commfuse_npu.tools.bench.stored import load
-from commfuse_npu.tools.bench.summary import summary
+from commfuse_npu.tools.bench.report import summary
+from commfuse_npu.tools.bench.results import Result, fastest, load
 from commfuse_npu.tools.bench.variants import REFERENCE, is_ours
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Step

@@ -7,14 +7,11 @@ as a ratio of times of one run.
 
 From the top down; what is marked (t) imports torch and runs in the processes of the ranks only::
 
-    command       the subcommand: options -> programme -> processes -> report
-    arguments     its options
-    programme     which works, links, ratios and variants are measured
-    sweep         one group of processes: check, set the link, measure in shuffled rounds
-    ..ranks       the ranks, started and ended
+    command       the subcommand: options -> sweeps -> ranks -> report
+    sweep         what is measured; ranks at work: check, set the link, shuffled rounds
     worker (t)    what a rank does when it is asked
-    works (t)     the pieces of work
+    works (t)     the pieces of work;  shapes  their names and sizes
     variants      the ways to run them, by name;  forms (t) makes them
-    baselines (t), ring (t), carriers (t), sleeping (t), peak_memory (t)
-    results       from samples to figures;  report, plot  show them
+    baselines (t), carriers (t), sleeping (t), peak_memory (t), wire
+    results       from samples to figures;  report  shows them
 """

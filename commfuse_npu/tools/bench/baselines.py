@@ -1,4 +1,4 @@
-"""What ours is compared with: tensor-parallel linear layers, blocking, sliced, in Megatron's order.
+"""What ours is compared with: tensor-parallel linear layers, blocking, in slices, around a ring.
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``I`` input and ``O`` output features of this rank.
 All tensors have two dimensions here, rows first.
@@ -10,12 +10,12 @@ Each form has the four halves of a column-parallel and a row-parallel layer::
     column_backward   dx_sI = reduce_scatter(dy_SO @ weight);  dw = dy_SO^T @ all_gather(x_sI)
     row_backward      dx_SI = all_gather(dy_sO) @ weight;  dw = all_gather(dy_sO)^T @ x_SI
 
-and :func:`column_parallel` and :func:`row_parallel` make differentiable layers of them.
+and differentiable layers made of them, which are called as those of :mod:`commfuse_npu.ops` are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,13 +23,27 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
+from commfuse_npu.ops.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import split
-from commfuse_npu.tools.bench.carriers import Carrier, Pending
+from commfuse_npu.tools.bench.carriers import Carrier, DirectExchange, Pending
 
-__all__ = ["Blocking", "Grads", "MegatronOrder", "Sliced", "column_parallel", "row_parallel"]
+__all__ = ["Blocking", "Grads", "MegatronOrder", "Ring", "Sliced", "in_order"]
 
 Grads = tuple[torch.Tensor, torch.Tensor]
 """Of the input and of the weight."""
+
+_RUNS = 8
+"""Of queries in attention, a kernel each, so that what the mask hides is skipped as in what it is
+compared with: as many as eight ranks have blocks."""
+
+_Call = Callable[[], Any]
+
+
+def in_order(forward: _Call, backward: _Call) -> tuple[Any, Any]:
+    """The backward, then the forward; returns the results of the forward and of the backward."""
+    result = backward()
+    return forward(), result
 
 
 class Blocking:
@@ -44,41 +58,72 @@ class Blocking:
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
 
+    def all_gather_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``[s, ..., I] -> [S, ..., O]``."""
+        return _layer(x, weight, self.gather_gemm, self.column_backward)
+
+    def linear_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``[S, ..., I] -> [s, ..., O]``."""
+        return _layer(x, weight, self.gemm_scatter, self.row_backward)
+
+    def attention_linear_reduce_scatter(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """``q [S, B, A, D]``, k and v ``[S, B, G, D] -> [s, B, O]``, causal."""
+        rows = [slice(*run) for run in pairwise(split(q.shape[0], _RUNS))]
+        attended = _Attention.apply(q.contiguous(), k.contiguous(), v.contiguous(), rows)
+        return self.linear_reduce_scatter(attended.flatten(2), weight)
+
+    def blocked_seconds(self) -> float:
+        """Host time spent in waits for transfers since the start."""
+        return self.carrier.blocked_seconds
+
+    def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
+        """The forward of a micro-batch and the backward of another one."""
+        return in_order(forward, backward)
+
     def gather_gemm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        whole = self.carrier.gathered(x)
-        y = x.new_empty((whole.shape[0], weight.shape[0]))
-        gemm_into(y, whole, weight.t())
-        self.carrier.give_back(whole)
-        return y
+        return self._gathered_product(x, weight.t(), keep=False)[0]
 
     def gemm_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._scattered_product(x, weight.t())
 
     def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         grad_x = self._scattered_product(grad, weight)
-        whole = self.carrier.gathered(x)
+        whole = self.carrier.gather(x).result()
         grad_weight = grad.t().matmul(whole)
         self.carrier.give_back(whole)
         return grad_x, grad_weight
 
     def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        whole = self.carrier.gathered(grad)
-        grad_x = torch.empty_like(x)
-        gemm_into(grad_x, whole, weight)
+        grad_x, whole = self._gathered_product(grad, weight, keep=True)
         grad_weight = whole.t().matmul(x)
         self.carrier.give_back(whole)
         return grad_x, grad_weight
 
+    def _gathered_product(
+        self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``all_gather(shard) @ b``, and with ``keep`` what was gathered, to be given back."""
+        whole = self.carrier.gather(shard).result()
+        y = self._like_all(shard, b)
+        gemm_into(y, whole, b)
+        if not keep:
+            self.carrier.give_back(whole)
+        return y, whole
+
     def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        full = self._take(a, a.shape[0], b.shape[1])
+        full = self.carrier.take(a, a.shape[0], b.shape[1])
         gemm_into(full, a, b)
-        out = a.new_empty((a.shape[0] // self.carrier.size, b.shape[1]))
-        result = self.carrier.scattered(full, out)
-        self.carrier.pool.give_back([full])
+        result = self.carrier.scatter(full, self._like_own(a, b)).result()
+        self.carrier.give_back(full)
         return result
 
-    def _take(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        return self.carrier.pool.take(shape, like.dtype, like.device)
+    def _like_all(self, shard: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return shard.new_empty((self.carrier.size * shard.shape[0], b.shape[1]))
+
+    def _like_own(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.new_empty((a.shape[0] // self.carrier.size, b.shape[1]))
 
     def _blocks(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.unflatten(0, (self.carrier.size, -1))
@@ -96,16 +141,14 @@ class MegatronOrder(Blocking):
     """
 
     def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        gather = self.carrier.gather(x)
-        full = self._take(grad, grad.shape[0], weight.shape[1])
+        gather = self.carrier.gather(x).begun()
+        full = self.carrier.take(grad, grad.shape[0], weight.shape[1])
         gemm_into(full, grad, weight)
-        whole = gather.wait()
-        grad_x = torch.empty_like(x)
-        scatter = self.carrier.scatter(full, grad_x)
+        whole = gather.result()
+        scatter = self.carrier.scatter(full, torch.empty_like(x)).begun()
         grad_weight = grad.t().matmul(whole)
-        grad_x = scatter.wait()
-        self.carrier.pool.give_back([full])
-        self.carrier.give_back(whole)
+        grad_x = scatter.result()
+        self.carrier.give_back(full, whole)
         return grad_x, grad_weight
 
 
@@ -126,36 +169,33 @@ class Sliced(Blocking):
         super().__init__(carrier)
         self._slices = slices
 
-    def gather_gemm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty((self.carrier.size * x.shape[0], weight.shape[0]))
-        for run, whole in self._gathered(x):
-            self._product_into(y, run, whole, weight.t())
-        return y
-
-    def gemm_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y, rest = self._begin_scatters(x, weight.t())
-        self._finish_scatters(rest)
-        return y
-
     def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         gather = self.carrier.gather(x)
-        grad_x, rest = self._begin_scatters(grad, weight)
-        whole = gather.wait()
+        grad_x, under_way = self._begin_scatters(grad, weight)
+        whole = gather.result()
         grad_weight = grad.t().matmul(whole)
         self.carrier.give_back(whole)
-        self._finish_scatters(rest)
+        self._finish_scatters(under_way)
         return grad_x, grad_weight
 
-    def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        size = self.carrier.size
-        grad_x = torch.empty_like(x)
-        whole = self._take(grad, size * grad.shape[0], grad.shape[1])
-        for run, part in self._gathered(grad):
-            self._product_into(grad_x, run, part, weight)
-            self._blocks(whole)[:, run].copy_(self._blocks(part))
-        grad_weight = whole.t().matmul(x)
-        self.carrier.pool.give_back([whole])
-        return grad_x, grad_weight
+    def _gathered_product(
+        self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, rows = self._like_all(shard, b), self.carrier.size * shard.shape[0]
+        whole = self.carrier.take(shard, rows, shard.shape[1]) if keep else shard
+        for run, part in self._gathered(shard):
+            product = self.carrier.take(y, part.shape[0], b.shape[1])
+            gemm_into(product, part, b)
+            self._blocks(y)[:, run].copy_(self._blocks(product))
+            if keep:
+                self._blocks(whole)[:, run].copy_(self._blocks(part))
+            self.carrier.give_back(product, part)
+        return y, whole
+
+    def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y, under_way = self._begin_scatters(a, b)
+        self._finish_scatters(under_way)
+        return y
 
     def _runs(self, rows: int) -> list[slice]:
         return [slice(start, stop) for start, stop in pairwise(split(rows, self._slices))]
@@ -167,32 +207,22 @@ class Sliced(Blocking):
         ahead = len(runs) if self.carrier.in_order else 1
         under_way = [self.carrier.gather(shard[run]) for run in runs[:ahead]]
         for number, run in enumerate(runs):
-            whole = under_way[number].wait()
+            part = under_way[number].result()
             if len(under_way) < len(runs):
                 under_way.append(self.carrier.gather(shard[runs[len(under_way)]]))
-            yield run, whole
-            self.carrier.give_back(whole)
-
-    def _product_into(
-        self, y: torch.Tensor, run: slice, whole: torch.Tensor, b: torch.Tensor
-    ) -> None:
-        """One GEMM over this slice of all blocks, then the copy to where its rows belong."""
-        part = self._take(y, whole.shape[0], b.shape[1])
-        gemm_into(part, whole, b)
-        self._blocks(y)[:, run].copy_(self._blocks(part))
-        self.carrier.pool.give_back([part])
+            yield run, part
 
     def _begin_scatters(
         self, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, list[tuple[Pending, torch.Tensor]]]:
-        y = a.new_empty((a.shape[0] // self.carrier.size, b.shape[1]))
+        y, take = self._like_own(a, b), self.carrier.take
         under_way: list[tuple[Pending, torch.Tensor]] = []
         for run in self._runs(y.shape[0]):
-            rows = self._take(a, self.carrier.size * (run.stop - run.start), a.shape[1])
+            rows = take(a, self.carrier.size * (run.stop - run.start), a.shape[1])
             self._blocks(rows).copy_(self._blocks(a)[:, run])
-            full = self._take(a, rows.shape[0], b.shape[1])
+            full = take(a, rows.shape[0], b.shape[1])
             gemm_into(full, rows, b)
-            self.carrier.pool.give_back([rows])
+            self.carrier.give_back(rows)
             if not self.carrier.in_order:
                 self._finish_scatters(under_way)
             under_way.append((self.carrier.scatter(full, y[run]), full))
@@ -200,19 +230,110 @@ class Sliced(Blocking):
 
     def _finish_scatters(self, under_way: list[tuple[Pending, torch.Tensor]]) -> None:
         while under_way:
-            pending, full = under_way.pop(0)
-            pending.wait()
-            self.carrier.pool.give_back([full])
+            scatter, full = under_way.pop(0)
+            scatter.result()
+            self.carrier.give_back(full)
 
 
-def column_parallel(form: Blocking, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``[s, ..., I] -> [S, ..., O]``."""
-    return _layer(x, weight, form.gather_gemm, form.column_backward)
+class Ring(Blocking):
+    """Over neighbours only: blocks, or sums, are passed on around a ring, behind a GEMM each.
 
+    On a full mesh one of ``n - 1`` links is in use.  ``r`` is this rank; the own block is the first
+    when gathering and the last when scattering, as in the product::
 
-def row_parallel(form: Blocking, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``[S, ..., I] -> [s, ..., O]``."""
-    return _layer(x, weight, form.gemm_scatter, form.row_backward)
+        gathering   compute  | own r     | block r-1 | block r-2 |
+                    links    | block r-1 | block r-2 |           |
+
+        scattering  compute  | for r+1   | for r+2   | own r     |
+                    links    |           | for r+1   | for r+2   |
+
+    Blocks go up, to ``r + 1``.  Sums go down, to ``r - 1``, so that the partials of block r are
+    added in the order ``r-1, r-2, ..., r+1``, the own one last: the bits of the direct exchange and
+    of gloo's reduce-scatter.
+
+    In the column-parallel backward the input goes up while the sums of dx go down.  Weight
+    gradients need all rows and are one GEMM.
+    """
+
+    carrier: DirectExchange
+
+    def __init__(self, carrier: DirectExchange) -> None:
+        super().__init__(carrier)
+        self._up = (carrier.rank + 1) % carrier.size
+        self._down = (carrier.rank - 1) % carrier.size
+
+    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
+        whole, arrivals = self._whole(x)
+        grad_x = torch.empty_like(x)
+        gathering = self._passed_on(x, arrivals)
+        for _ in zip(gathering, self._summed(grad, weight, grad_x), strict=True):
+            pass
+        grad_weight = grad.t().matmul(whole)
+        self.carrier.give_back(whole)
+        return grad_x, grad_weight
+
+    def _gathered_product(
+        self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self._like_all(shard, b)
+        whole, arrivals = self._whole(shard) if keep else (shard, self._two(shard))
+        for rank, block in self._passed_on(shard, arrivals):
+            gemm_into(self._blocks(y)[rank], block, b)
+        if not keep:
+            self.carrier.give_back(*arrivals)
+        return y, whole
+
+    def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = self._like_own(a, b)
+        for _ in self._summed(a, b, out):
+            pass
+        return out
+
+    def _two(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Memory for the block that is passed on and for the one after it, if there is one."""
+        return [
+            self.carrier.take(block, *block.shape) for _ in range(min(2, self.carrier.size - 1))
+        ]
+
+    def _whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Memory for all blocks, the own one in it, and where the others arrive, one by one."""
+        rank, size = self.carrier.rank, self.carrier.size
+        whole = self.carrier.take(shard, size * shard.shape[0], shard.shape[1])
+        blocks = self._blocks(whole)
+        blocks[rank].copy_(shard)
+        return whole, [blocks[(rank - step) % size] for step in range(1, size)]
+
+    def _passed_on(
+        self, shard: torch.Tensor, arrivals: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """``(rank, its block)``, the own one first; while one is used the next is on its way.
+
+        Args:
+            arrivals: where blocks arrive, in turns.
+        """
+        rank, size = self.carrier.rank, self.carrier.size
+        block = shard
+        for step in range(size - 1):
+            into = arrivals[step % len(arrivals)]
+            arriving = self.carrier.swap(block, self._up, into, self._down)
+            yield (rank - step) % size, block
+            block = arriving.result()
+        yield (rank + 1) % size, block
+
+    def _summed(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Iterator[None]:
+        """Reduce-scatter ``a @ b`` into ``out``, a GEMM per step, the own block's in the last."""
+        rank, size = self.carrier.rank, self.carrier.size
+        blocks, made = self._blocks(a), self._two(out)
+        arrived, under_way = self.carrier.take(out, *out.shape), None
+        for step in range(1, size + 1):
+            total = made[step % len(made)] if step < size else out
+            gemm_into(total, blocks[(rank + step) % size], b)
+            if under_way is not None:
+                total.add_(under_way.result())
+            if step < size:
+                under_way = self.carrier.swap(total, self._down, arrived, self._up)
+            yield
+        self.carrier.give_back(*made, arrived)
 
 
 def _layer(
@@ -237,3 +358,24 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.back(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> Any:
+        runs = AttentionRuns(q, k, v, AttentionMask(causal=True), None, keep=True)
+        for run in rows:
+            runs.forward(run)
+        tensors, ctx.state = runs.saved()
+        ctx.save_for_backward(*tensors)
+        ctx.rows = rows
+        return runs.attended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        runs = AttentionRuns.again(ctx.saved_tensors, ctx.state)
+        grad = grad.contiguous()
+        for run in ctx.rows:
+            runs.backward(grad[run], run)
+        return *runs.gradients(), None

@@ -3,117 +3,155 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib import metadata
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.bench import plot, programme, stored
-from commfuse_npu.tools.bench.arguments import parser
-from commfuse_npu.tools.bench.page import bench_page
-from commfuse_npu.tools.bench.report import as_markdown
-from commfuse_npu.tools.bench.results import Result
-from commfuse_npu.tools.bench.standing import verdict
-from commfuse_npu.tools.bench.sweep import Conditions, Group
+from commfuse_npu.tools.bench.report import as_markdown, pictures, verdict, write_html
+from commfuse_npu.tools.bench.results import Result, load
+from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
+from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep, full, quick, with_options
 from commfuse_npu.tools.bench.variants import chosen
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import refuse
+from commfuse_npu.tools.option_types import (
+    Parser,
+    new_file,
+    page,
+    picture,
+    positive,
+    refuse,
+    whole,
+    words,
+)
 from commfuse_npu.tools.outputs import Output, write_outputs
+from commfuse_npu.tools.ranks import Ranks
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.tell import tell
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
-class _Terminated(BaseException):
-    """SIGTERM; raised so that the ranks are ended on the way out."""
+def parser() -> argparse.ArgumentParser:
+    """The parser of the subcommand."""
+    parser = Parser(
+        prog="commfuse-npu bench",
+        description="Measures how much communication is hidden behind computation, on links that "
+        "are given a rate, for this project's ops and for what they compete with.",
+        epilog="Exit codes: 0 measured, 1 a rank failed, 2 invalid options, 130 Ctrl-C or SIGTERM "
+        "(what was measured by then is printed).",
+    )
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--quick", action="store_true", help="about 3 minutes, not 25")
+    add("--works", type=words, help=f"from {', '.join(WORKS)}")
+    add("--variants", type=words, help="names or patterns: p2p,coc-4,'ours-*'")
+    add("--ratios", type=_ratios, help="communication / computation: 0,0.25,0.5,1,1.5,2")
+    add("--ranks", type=_sizes, help="2,4")
+    add("--dtypes", type=words, help="fp32,bf16")
+    add("--sleep-gemm", type=positive, metavar="GFLOPS",
+        help="GEMMs sleep for as long as they would take on an NPU that is scaled down to this "
+        "speed; for more ranks than cores")  # fmt: skip
+    add = parser.add_argument_group("how large").add_argument
+    add("--config", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s")
+    add("--scale", type=positive,
+        help="divides all widths; default 16/3 for a single layer, 8 for blocks")  # fmt: skip
+    add("--sequence", type=whole(), help="rows; default a quarter of the model's")
+    add = parser.add_argument_group("how").add_argument
+    add("--rounds", type=whole(), help="per ratio")
+    add("--seed", type=whole(0), default=0, help="of the numbers and of the order")
+    add("--device", choices=("cpu", "npu", "cuda"), default="cpu", help="npu, cuda: read, not run")
+    add("--timeout", type=positive, default=120.0, help="seconds for a round; default 120")
+    add = parser.add_argument_group("what comes out (besides a Markdown table)").add_argument
+    add("--json", type=new_file, metavar="FILE")
+    add("--from", dest="stored", type=Path, metavar="FILE",
+        help="measure nothing: show what --json wrote")  # fmt: skip
+    add("--all", action="store_true", help="all variants, not the five that matter")
+    add("--html", type=page, metavar="FILE", help="one page, with pictures")
+    add("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
+    return parser
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    try:
+        ratios = {float(word) for word in words(text)}
+    except ValueError:
+        ratios = {-1.0}
+    if not all(0 <= ratio <= 100 for ratio in ratios):
+        raise argparse.ArgumentTypeError(f"{text!r}: ratios are numbers from 0 to 100")
+    return tuple(sorted(ratios))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(whole(2, 64), words(text))))
 
 
 def main(words: Sequence[str]) -> int:
     """Measure and print; returns the exit code: 0, 1 a rank failed, 2 bad options, 130 Ctrl-C."""
     given = parser().parse_args(words)
-    if given.stored is not None:
-        try:
-            found = stored.load(given.stored)
-        except (OSError, ValueError) as error:
-            return refuse("bench", error)
-        return _show(given, words, *found)
-    try:
-        given.config = find_config(given.config)
-        sweeps = _programme(given)
-    except ValueError as error:
-        return refuse("bench", error)
-    conditions = Conditions(
-        given.config, given.scale, given.sequence, given.seed, given.device, given.timeout
-    )
-    possible = _possible(sweeps, conditions)
     results: list[Result] = []
+    try:
+        if given.stored is not None:
+            return _show(given, words, *load(given.stored))
+        config = find_config(given.config)
+        conditions = Conditions(config, given.device, given.scale, given.sequence, given.seed)
+        sweeps = _programme(given, config)
+    except (OSError, ValueError) as error:
+        return refuse("bench", error)
     code = 0
-    with _sigterm_raises():
-        try:
-            _measure(possible, conditions, results)
-        except KeyboardInterrupt:
-            conditions.note("interrupted; this is what was measured until then")
-            code = 130
-        except _Terminated:
-            conditions.note("ended by SIGTERM; this is what was measured until then")
-            code = 143
-        except RuntimeError as error:
-            print(f"commfuse-npu bench: {error}", file=sys.stderr)
-            conditions.note("a rank failed; this is what was measured until then")
-            code = 1
+    # As Ctrl-C: the ranks are ended on the way out.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _measure(sweeps, conditions, given.timeout, results)
+    except KeyboardInterrupt:
+        conditions.note("interrupted; this is what was measured until then")
+        code = 130
+    except RuntimeError as error:
+        print(f"commfuse-npu bench: {error}", file=sys.stderr)
+        conditions.note("a rank failed; this is what was measured until then")
+        code = 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if results or not code:
-        code = _show(given, words, _machine(given, conditions), results, conditions.notes) or code
+        about = {"model": config.stem, "seed": given.seed, "link measured": conditions.wires}
+        machine = {**conditions.machine, **about}
+        code = _show(given, words, machine, results, conditions.notes) or code
     return code
 
 
-def _programme(given: argparse.Namespace) -> list[programme.Sweep]:
-    for option, known in given.known.items():
+def _programme(given: argparse.Namespace, config: Path) -> list[Sweep]:
+    for option, known in (("works", WORKS), ("dtypes", ITEM_BYTES)):
         for word in getattr(given, option) or ():
             if word not in known:
                 raise ValueError(f"--{option} {word}: choose from {', '.join(known)}")
     if given.device != "cpu" and given.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
-    ModelConfig.load(given.config)
-    sweeps = programme.with_options(programme.quick() if given.quick else programme.full(), given)
+    ModelConfig.load(config)
+    sweeps = with_options(quick() if given.quick else full(), given)
     for sweep in sweeps:
         chosen(sweep.variants, sweep.ranks)
-    return sweeps
+    # A device has an engine for each rank: nothing has to sleep.
+    return [sweep for sweep in sweeps if given.device == "cpu" or sweep.gflops is None]
 
 
-def _possible(sweeps: list[programme.Sweep], conditions: Conditions) -> list[programme.Sweep]:
-    """Without sleeping GEMMs where there is a device; the report says where cores are few."""
-    possible = []
-    for sweep in sweeps:
-        if conditions.device != "cpu" and sweep.gflops is not None:
-            continue
-        few_cores = conditions.device == "cpu" and sweep.ranks > (os.cpu_count() or 1)
-        if sweep.gflops is None and few_cores:
-            conditions.note(
-                f"{sweep.ranks} ranks with real GEMMs share {os.cpu_count()} cores: their times "
-                "are about sharing, not overlap; use --sleep-gemm"
-            )
-        possible.append(sweep)
-    return possible
-
-
-def _measure(sweeps: list[programme.Sweep], conditions: Conditions, results: list[Result]) -> None:
+def _measure(
+    sweeps: Sequence[Sweep], conditions: Conditions, timeout: float, results: list[Result]
+) -> None:
+    """Adds to the results one by one: they are kept, whatever ends the run."""
     try:
         # Consecutive sweeps of the same processes: starting them takes seconds.
-        for ranks, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
-            with Group(ranks, conditions) as group:
+        for size, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
+            tell(f"starting {size} ranks")
+            with Ranks(size, device=conditions.device, timeout=timeout) as ranks:
+                bench = Bench(ranks.ask, size, conditions)
+                bench.measure_link()
                 for sweep in same:
-                    for result in group.run(sweep):
-                        results.append(result)  # kept, whatever ends the run
+                    for result in bench.run(sweep):
+                        results.append(result)
     finally:
         tell("")
 
@@ -132,67 +170,28 @@ def _show(
     """
     print(as_markdown(machine, results, notes, given.all), flush=True)
     command = ["commfuse-npu", "bench", *words]
-    drawn = given.plot if results else None
-    page = given.html if results else None
-    code = write_outputs(
-        "bench",
-        [
-            Output(
-                "--json",
-                given.json,
-                ": all figures",
-                lambda path: write_json(path, stored.as_json(machine, results, notes), indent=1),
-            ),
-            Output(
-                "--plot",
-                drawn,
-                ": pictures",
-                lambda path: draw(plot.pictures(results, given.all), "Overlap benchmark", path),
-            ),
-            Output(
-                "--html",
-                page,
-                ": a page for a browser",
-                lambda path: bench_page(path, command, machine, results, notes, given.all),
-            ),
-        ],
+    written = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}
+    drawn = [
+        Output(
+            "--plot",
+            given.plot,
+            ": pictures",
+            lambda path: draw(pictures(results, given.all), "Overlap benchmark", path),
+        ),
+        Output(
+            "--html",
+            given.html,
+            ": a page for a browser",
+            lambda path: write_html(path, command, machine, results, notes, given.all),
+        ),
+    ]
+    figures = Output(
+        "--json",
+        given.json,
+        ": all figures",
+        lambda path: write_json(path, written, indent=1),
     )
+    code = write_outputs("bench", [figures, *(drawn if results else [])])
     if results:
         print("\n".join(verdict(results)).replace("**", "").replace("`", ""))
     return code
-
-
-def _machine(given: argparse.Namespace, conditions: Conditions) -> dict[str, Any]:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return {
-        "processor": _processor(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "device": given.device,
-        "model": given.config.stem,
-        "seed": given.seed,
-        "link measured": conditions.wires,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    def handler(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,23 +1,26 @@
-"""The results as Markdown."""
+"""The results as a verdict, as Markdown, as pictures, and as a page for a browser."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from math import isnan
+from math import isnan, log
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from commfuse_npu.tools.bench.programme import LINKS
 from commfuse_npu.tools.bench.results import Result, Setting, fastest
 from commfuse_npu.tools.bench.shapes import WORKS
-from commfuse_npu.tools.bench.standing import of_settings, shown
-from commfuse_npu.tools.bench.summary import summary
-from commfuse_npu.tools.bench.variants import REFERENCE, is_ours
-from commfuse_npu.tools.markdown import percent, table_row
+from commfuse_npu.tools.bench.sweep import LINKS
+from commfuse_npu.tools.bench.variants import REFERENCE, is_ours, of_group
+from commfuse_npu.tools.markdown import percent, table_head, table_row
+from commfuse_npu.tools.report.charts import Bar, Line, Picture, Table, bars, lines
+from commfuse_npu.tools.report.page import Section, environment, write_page
 
-__all__ = ["COLUMNS", "LEGEND", "about", "as_markdown", "cells", "setting_line", "title"]
+__all__ = ["as_markdown", "pictures", "shown", "summary", "verdict", "write_html"]
 
-LEGEND = f"""\
+_LEGEND = f"""\
 `{REFERENCE}`, a blocking direct exchange at line rate, is the reference.
 
 - **wall removed**: of the time that it takes longer than the computation alone, the share that is
@@ -30,11 +33,127 @@ LEGEND = f"""\
 - `collective`, `coc-K` and `megatron` use torch's collectives; gloo's reduce-scatter sends an
   all-reduce's bytes."""
 
-COLUMNS = (
+_SUMMARY = f"""\
+Each cell: how many times as fast as `{REFERENCE}` (a blocking direct exchange at line rate), the
+share of the exposed wall time that is gone, in brackets of the time blocked in waits. Bold: the
+fastest of all, or as fast as the quartiles can tell. Ratio: wire time / computing time."""
+
+_COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
     *("speed-up", "CPU", "waiting", "MiB", "bits"),
 )
-_HEAD = f"{table_row(COLUMNS)}\n|---{'|---:' * (len(COLUMNS) - 2)}|---|"
+_FAR = 1.6
+"""Times the reference: in a picture something very slow must not squeeze the rest."""
+_TINTS = {REFERENCE: "grey", "megatron": "orange", "collective": "orange"}
+
+
+_ORDERS = {
+    "megatron": "Megatron's order",
+    "megatron-p2p": "Megatron's order over direct exchanges",
+    "collective": "torch's collectives",
+}
+"""What a user has today, the first of them that was measured."""
+
+
+def _by_group(results: Sequence[Result]) -> list[list[Result]]:
+    """The results of each table: those whose settings differ in the ratio alone."""
+    return [list(rows) for _, rows in groupby(results, key=lambda row: row.group)]
+
+
+def _of_settings(results: Sequence[Result]) -> dict[Setting, list[Result]]:
+    return {setting: list(rows) for setting, rows in groupby(results, key=lambda row: row.setting)}
+
+
+def shown(results: Sequence[Result], every: bool = False) -> list[str]:
+    """The five variants that a reader needs first, of one group of settings; or all.
+
+    The reference, what a user has today, the fastest other, the fastest of ours and ``auto``; the
+    fastest over all of these settings.
+    """
+    names = list(dict.fromkeys(row.variant for row in results))
+    today = _today(results)
+    ours = _best(results, lambda name: is_ours(name) and name != "auto")
+    other = _best(results, lambda name: not is_ours(name) and name not in (REFERENCE, today))
+    return [name for name in names if every or name in (REFERENCE, today, other, ours, "auto")]
+
+
+def verdict(results: Sequence[Result]) -> list[str]:
+    """Two lines: the best of ours and its options, and how it compares; one if there is none."""
+    # Weight gradients by blocks round in another way.
+    ours = _best(results, lambda name: is_ours(name) and "-wgrad" not in name) or _best(
+        results, is_ours
+    )
+    if ours is None:
+        return ["Nothing of ours was measured: --variants 'ours-*,auto' would."]
+    against_today: list[float] = []
+    against_rival: list[float] = []
+    orders: set[str] = set()
+    for rows in _of_settings(results).values():
+        times = {row.variant: row.median_ms for row in rows}
+        if ours not in times:
+            continue
+        if (today := _today(rows)) is not None:
+            against_today.append(times[ours] / times[today] - 1)
+            orders.add(_ORDERS[today])
+        rival = fastest(row for row in rows if not is_ours(row.variant))
+        against_rival.append(times[ours] / rival.median_ms - 1)
+    compared = f"{_change(against_rival)} the fastest other that was measured"
+    if against_today:
+        compared = f"{_change(against_today)} {' or '.join(sorted(orders))}; {compared}"
+    number = len(against_rival)
+    over = "one setting" if number == 1 else f"{number} settings"
+    return [
+        f"Best of ours over {over}: **{ours}**: `{_options(ours, results)}`",
+        f"{compared[0].upper()}{compared[1:]}. The bound of each setting, max(compute, wire), is "
+        "for nobody to launch.",
+    ]
+
+
+def _change(shares: Sequence[float]) -> str:
+    """The median, the extremes, and in how many settings we are ahead."""
+    if len(shares) == 1:
+        return f"{_longer(shares[0])} than"
+    ahead = sum(share < 0 for share in shares)
+    return (
+        f"in {ahead} of {len(shares)} settings ahead, {_longer(median(shares))} in the middle one "
+        f"({_longer(min(shares))} to {_longer(max(shares))}) than"
+    )
+
+
+def _longer(share: float) -> str:
+    return f"{100 * abs(share):.1f} % {'longer' if share > 0 else 'shorter'}"
+
+
+def _options(name: str, results: Sequence[Result]) -> str:
+    """The launch options of a variant of ours, as a group of a size that was measured has it."""
+    sizes = dict.fromkeys(row.ranks for row in results)
+    variant = next((one for size in sizes for one in of_group(size) if one.name == name), None)
+    if variant is None or variant.kind == "turns":
+        return "--use-commfuse" if variant is None else "--commfuse-fb-overlap"
+    options = ["--use-commfuse"]
+    if variant.tuned:
+        options.append("--commfuse-tuning on")
+    elif (schedule := variant.schedule) is not None:
+        options.append(f"--commfuse-lanes {schedule.lanes} --commfuse-chunks {schedule.chunks}")
+        if schedule.taper != 1:
+            options.append(f"--commfuse-taper {schedule.taper:g}")
+    if variant.wgrad != "whole":
+        options.append(f"--commfuse-wgrad {variant.wgrad}")
+    return " ".join(options)
+
+
+def _today(rows: Sequence[Result]) -> str | None:
+    names = {row.variant for row in rows}
+    return next((name for name in _ORDERS if name in names), None)
+
+
+def _best(results: Sequence[Result], wanted: Callable[[str], bool]) -> str | None:
+    """By the mean of the logarithms of the speed-ups, of those that are in the most settings."""
+    found: dict[str, list[float]] = {}
+    for row in results:
+        if wanted(row.variant):
+            found.setdefault(row.variant, []).append(log(row.speedup))
+    return max(found, key=lambda name: (len(found[name]), sum(found[name])), default=None)
 
 
 def as_markdown(
@@ -43,93 +162,105 @@ def as_markdown(
     notes: Sequence[str],
     every: bool = False,
 ) -> str:
-    """A summary, then a heading per work, a table per ratio, and below each who is ahead of whom.
+    """A summary, then a heading per work and a table per ratio.
 
     Args:
         notes: what was skipped or is otherwise not as asked.
         every: all variants in each table, not five.
     """
-    facts = [f"- {key}: {entry}" for key, lines in about(machine).items() for entry in lines]
-    parts = ["# Overlap benchmark", "", *facts, *(f"- **{note}**" for note in notes)]
-    parts += ["", summary(results), LEGEND]
-    for group, of_group in groupby(results, key=lambda result: result.setting.group):
-        mode, work, ranks, link, dtype = group
-        parts += ["", f"## {WORKS[work]}"]
+    parts = ["# Overlap benchmark", ""]
+    for key, value in machine.items():
+        parts += [f"- {key}: {entry}" for entry in (value if isinstance(value, list) else [value])]
+    parts += [*(f"- **{note}**" for note in notes), "", summary(results), _LEGEND]
+    for rows in _by_group(results):
+        mode, work, ranks, link, dtype = rows[0].group
+        parts += ["", f"## {WORKS[work].title}"]
         parts += ["", f"{mode}, {ranks} ranks, {dtype}, {link}: {LINKS[link]}"]
-        found = list(of_group)
-        names = {row.variant for row in found} if every else set(shown(found))
-        for setting, rows in of_settings(found).items():
-            parts += ["", *_table(setting, rows, names)]
+        names = shown(rows, every)
+        for of_setting in _of_settings(rows).values():
+            parts += ["", _headline(of_setting), "", table_head(_COLUMNS)]
+            parts += map(table_row, _cells(of_setting, names))
+            parts += ["", *_remarks(of_setting, names)]
     return "\n".join(parts) + "\n"
 
 
-def about(machine: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The machine, as lines by what they are."""
-    return {
-        key: [str(entry) for entry in (value if isinstance(value, list) else [value])]
-        for key, value in machine.items()
-    }
+def summary(results: Sequence[Result]) -> str:
+    """A table per mode, number of ranks, link and dtype; a row per work and ratio."""
+
+    def table(result: Result) -> tuple[str, int, str, str]:
+        return result.mode, result.ranks, result.link, result.dtype
+
+    head = "work", "ratio", "auto", "fastest of ours", "fastest other", "Megatron's order"
+    parts = ["## Summary", "", _SUMMARY]
+    for (mode, ranks, link, dtype), rows in groupby(sorted(results, key=table), key=table):
+        parts += ["", f"**{ranks} ranks, {mode}, {dtype}, {link}** ({LINKS[link]})"]
+        parts += ["", table_head(head)]
+        parts += map(_summary_row, _of_settings(list(rows)).values())
+    return "\n".join(parts) + "\n"
 
 
-def title(setting: Setting) -> str:
-    """What is the same for a group of settings, in a few words."""
-    return f"{WORKS[setting.work]}, {setting.ranks} ranks, {setting.dtype}, {setting.link}"
+def _summary_row(rows: Sequence[Result]) -> str:
+    best = fastest(rows)
+
+    def cell(found: Sequence[Result], *, named: bool = True) -> str:
+        if not found:
+            return "-"
+        first = fastest(found)
+        text, removed = f"{first.speedup:.2f}x", first.overhead_removed_signed
+        if removed is not None and first.link_bytes_per_second is not None:
+            blocked = first.blocked_removed
+            inner = "" if blocked is None else f" ({100 * blocked:.0f} %)"
+            text += f", {100 * removed:.0f} %{inner}"
+        if first.median_ms - best.median_ms <= max(best.spread_ms, first.spread_ms) / 2:
+            text = f"**{text}**"
+        return f"{text} {first.variant}" if named else text
+
+    ours = [row for row in rows if is_ours(row.variant)]
+    megatron = [row for row in rows if row.variant.startswith("megatron")]
+    others = [row for row in rows if row not in (*ours, *megatron) and row.variant != REFERENCE]
+    auto = cell([row for row in rows if row.variant == "auto"], named=False)
+    cells = (auto, *map(cell, (ours, others, megatron)))
+    return table_row((best.work, f"{best.ratio:g}", *cells))
 
 
-def setting_line(setting: Setting, rows: Sequence[Result]) -> str:
-    """What a table is about."""
-    first = rows[0]
-    rate = setting.bytes_per_second
-    link = "no limit" if rate is None else f"{rate / 1e6:.1f} MB/s, wire {setting.wire_ms:.1f}"
+def _headline(rows: Sequence[Result]) -> str:
+    first, rate = rows[0], rows[0].link_bytes_per_second
+    link = "no limit" if rate is None else f"{rate / 1e6:.1f} MB/s, wire {first.wire_ms:.1f}"
     return (
-        f"**Ratio {setting.ratio:g}** ({setting.shape}): compute alone {first.compute_ms:.1f}, "
+        f"**Ratio {first.ratio:g}** ({first.shape}): compute alone {first.compute_ms:.1f}, "
         f"communication alone {first.communication_ms:.1f} ({link}), bound {first.bound_ms:.1f}, "
-        f"wire / compute {setting.wire_ms / first.compute_ms:.2f}, "
+        f"wire / compute {first.measured_ratio:.2f}, "
         f"hideable {percent(first.hideable)}; {first.rounds} rounds"
     )
 
 
-def cells(rows: Sequence[Result]) -> Iterator[tuple[str, ...]]:
-    """A row for each, under :data:`COLUMNS`; the fastest in bold."""
+def _cells(rows: Sequence[Result], names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """A row for each of these variants, under :data:`_COLUMNS`; the fastest in bold."""
+    rows = [row for row in rows if row.variant in names]
     best = fastest(rows).median_ms
     for row in rows:
         low, high = row.quartiles_ms
+        bits = "equal"
+        if not row.bitwise_equal:
+            same = " (same GEMMs: equal)" if row.bitwise_equal_same_gemms else ""
+            bits = f"{row.max_difference:.1e}{same}"
         yield (
             f"**{row.variant}**" if row.median_ms == best else row.variant,
             f"{row.median_ms:.1f}", f"{low:.1f}-{high:.1f}", f"{row.exposed_ms:.1f}",
-            percent(row.removed), percent(row.blocked_removed), percent(row.of_hideable),
-            f"{row.speedup:.2f}x", f"{row.cpu_ms:.1f}", f"{row.blocked_ms:.1f}",
-            "-" if isnan(row.extra_mib) else f"{row.extra_mib:.1f}", _bits(row),
+            percent(row.overhead_removed_signed), percent(row.blocked_removed),
+            percent(row.of_hideable), f"{row.speedup:.2f}x", f"{row.cpu_ms:.1f}",
+            f"{row.blocked_ms:.1f}", "-" if isnan(row.extra_mib) else f"{row.extra_mib:.1f}", bits,
         )  # fmt: skip
 
 
-def _table(setting: Setting, rows: Sequence[Result], names: Collection[str]) -> Iterator[str]:
-    yield setting_line(setting, rows)
-    yield ""
-    yield _HEAD
-    yield from map(table_row, cells([row for row in rows if row.variant in names]))
-    yield ""
+def _remarks(rows: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
+    """What is not shown, what was chosen, and who is slower than the reference."""
     if len(names) < len(rows):
         yield f"{len(rows) - len(names)} more variants were measured; --all shows them.\n"
     for row in rows:
-        if row.check.chosen:
-            yield f"Chosen by {row.variant}: {'; '.join(row.check.chosen)}.\n"
-    yield from _who_is_ahead(rows)
-
-
-def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
-    ours = [row for row in rows if is_ours(row.variant)]
-    others = [row for row in rows if not is_ours(row.variant)]
-    if ours and others:
-        mine, best = fastest(ours), fastest(others)
-        change = best.median_ms / mine.median_ms - 1
-        within = abs(best.median_ms - mine.median_ms) <= max(mine.spread_ms, best.spread_ms)
-        yield (
-            f"Fastest of ours: {mine.variant}, {abs(change):.1%} "
-            f"{'ahead of' if change >= 0 else '**slower than**'} the fastest other, {best.variant}"
-            f"{' (within the quartiles)' if within else ''}."
-        )
-    reference = next(row for row in rows if row.variant == REFERENCE)
+        if row.chosen:
+            yield f"Chosen by {row.variant}: {'; '.join(row.chosen)}.\n"
+    reference = _reference(rows)
     slower = [
         f"{row.variant} ({percent(1 / row.speedup - 1)})"
         for row in rows
@@ -139,8 +270,92 @@ def _who_is_ahead(rows: Sequence[Result]) -> Iterator[str]:
         yield f"Slower than {REFERENCE}, beyond both quartiles: {', '.join(slower)}."
 
 
-def _bits(row: Result) -> str:
-    if row.check.equal:
-        return "equal"
-    text = f"{row.check.max_difference:.1e}"
-    return f"{text} (same GEMMs: equal)" if row.check.equal_same_gemms else text
+def _reference(rows: Sequence[Result]) -> Result:
+    return next(row for row in rows if row.variant == REFERENCE)
+
+
+def pictures(results: Sequence[Result], every: bool = False) -> list[Picture]:
+    """One for each group of settings: lines over ratios, or bars; of all variants, or of five."""
+    drawn = []
+    for rows in _by_group(results):
+        names = shown(rows, every)
+        rows = [row for row in rows if row.variant in names]
+        drawn.append((_lines if len({row.ratio for row in rows}) > 1 else _bars)(rows))
+    return drawn
+
+
+def _title(one: Result) -> str:
+    return f"{WORKS[one.work].title}, {one.ranks} ranks, {one.dtype}, {one.link}"
+
+
+def _lines(rows: Sequence[Result]) -> Picture:
+    """A line per variant, and the bound that nobody can pass."""
+    others = [row for row in rows if row.variant != REFERENCE]
+    far = sorted({row.variant for row in others if 1 / row.speedup > _FAR})
+    drawn: dict[str, list[tuple[float, float]]] = {}
+    for row in others:
+        if 1 / row.speedup <= _FAR:
+            drawn.setdefault(row.variant, []).append((row.ratio, 1 / row.speedup))
+    drawn["bound, max(compute, wire)"] = [
+        (row.ratio, row.bound_ms / row.median_ms) for row in rows if row.variant == REFERENCE
+    ]
+    return lines(
+        f"{_title(rows[0])}: time, {REFERENCE} = 1, lower is better",
+        "communication / computation",
+        [Line(name, tuple(points), is_ours(name)) for name, points in drawn.items()],
+        line=(f"{REFERENCE}, blocking", 1.0),
+        note=f"More than {_FAR} in part, not drawn: {', '.join(far)}." if far else "",
+    )
+
+
+def _bars(rows: Sequence[Result]) -> Picture:
+    compared, drawn = _reference(rows), []
+    near = [row for row in rows if row.median_ms <= _FAR * compared.median_ms]
+    for row in near:
+        low, high = row.quartiles_ms
+        said = f"{row.variant}: {row.median_ms:.1f} ms ({low:.1f} .. {high:.1f})"
+        tint = "blue" if is_ours(row.variant) else _TINTS.get(row.variant, "green")
+        drawn.append(Bar(row.variant, row.median_ms, low, high, said, tint))
+    bound = compared.bound_ms
+    said = f"bound, max(compute, wire): {bound:.1f} ms"
+    drawn.append(Bar("bound", bound, bound, bound, said, "purple"))
+    far = ", ".join(row.variant for row in rows if row not in near)
+    today = next((row for row in rows if row.variant in ("megatron", "collective")), compared)
+    return bars(
+        f"{_title(rows[0])}, ratio {rows[0].ratio:g}",
+        "ms, median and quartiles, lower is better",
+        drawn,
+        (today.variant, today.median_ms),
+        f"More than {_FAR} times {REFERENCE}, not drawn: {far}." if far else "",
+    )
+
+
+def write_html(
+    path: Path,
+    words: Sequence[str],
+    machine: Mapping[str, Any],
+    results: Sequence[Result],
+    notes: Sequence[str],
+    every: bool,
+) -> None:
+    """Write the page: the verdict, then a picture and the tables of each group of settings.
+
+    Args:
+        words: the command.
+        every: of all variants, not of five.
+    """
+    sections = []
+    for picture, rows in zip(pictures(results, every), _by_group(results), strict=True):
+        names = shown(rows, every)
+        tables = tuple(
+            Table(_COLUMNS, tuple(_cells(found, names)), _headline(found).replace("**", ""))
+            for found in _of_settings(rows).values()
+        )
+        sections.append(Section(picture.title, (), picture, tables))
+    legend = [" ".join(part.split()) for part in re.split(r"\n\n?- |\n\n", _LEGEND)]
+    sections.append(Section("How to read it", (*legend, *notes)))
+    facts = environment(words) | {
+        key: "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for key, value in machine.items()
+    }
+    write_page(path, "Overlap benchmark", verdict(results), sections, facts)

@@ -1,4 +1,4 @@
-"""From samples to figures.
+"""From samples to figures, and to the JSON that ``--json`` writes and ``--from`` reads.
 
 Legend, all times of one work at one ratio in one run:
 
@@ -13,18 +13,24 @@ hideable            the share of the reference's exposed time that the bound all
 of the hideable     (reference - total) / (reference - bound)
 blocked removed     1 - blocked / blocked of the reference
 ==================  ==============================================================================
+
+Shares are ``None`` where there is nothing that they could be a share of.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import mean
+from typing import Any, get_args, get_origin, get_type_hints
 
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, REFERENCE
+from commfuse_npu.tools.quartiles import quartiles
 
-__all__ = ["Check", "Result", "Sample", "Setting", "evaluate", "fastest", "worst_check"]
+__all__ = ["Check", "Result", "Sample", "Setting", "evaluate", "fastest", "load", "restored"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,10 @@ class Sample:
 
     @classmethod
     def of_ranks(cls, samples: Sequence[Sample]) -> Sample:
-        count = len(samples)
         return cls(
             max(sample.total for sample in samples),
-            sum(sample.blocked for sample in samples) / count,
-            sum(sample.cpu for sample in samples) / count,
+            mean(sample.blocked for sample in samples),
+            mean(sample.cpu for sample in samples),
         )
 
 
@@ -70,17 +75,17 @@ class Check:
     peak_bytes: int
     chosen: tuple[str, ...] = ()
 
-
-def worst_check(checks: Sequence[Check]) -> Check:
-    """Of all ranks: equal only if all are."""
-    same = [check.equal_same_gemms for check in checks]
-    return Check(
-        all(check.equal for check in checks),
-        max(check.max_difference for check in checks),
-        None if None in same else all(same),
-        max(check.peak_bytes for check in checks),
-        checks[0].chosen,
-    )
+    @classmethod
+    def of_ranks(cls, checks: Sequence[Check]) -> Check:
+        """Equal only if all are."""
+        same = [check.equal_same_gemms for check in checks]
+        return cls(
+            all(check.equal for check in checks),
+            max(check.max_difference for check in checks),
+            None if None in same else all(same),
+            max(check.peak_bytes for check in checks),
+            checks[0].chosen,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,10 @@ class Setting:
 
     Attributes:
         mode: ``real GEMMs`` or ``sleeping GEMMs (... GFLOPS)``.
-        link: a key of :data:`~commfuse_npu.tools.bench.programme.LINKS`.
+        link: a key of :data:`~commfuse_npu.tools.bench.sweep.LINKS`.
         ratio: wire time over computing time that the link was set for.
         shape: sizes, as text.
-        bytes_per_second: of the link; ``None`` without a limit.
+        link_bytes_per_second: ``None`` without a limit.
         wire_ms: 0 without a limit.
     """
 
@@ -103,7 +108,7 @@ class Setting:
     dtype: str
     ratio: float
     shape: str
-    bytes_per_second: float | None
+    link_bytes_per_second: float | None
     wire_ms: float
 
     @property
@@ -113,40 +118,49 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Result:
-    """The figures of one variant in one setting; times in ms, shares signed.
+class Result(Setting):
+    """The figures of one variant in one setting, as ``--json`` writes them; times in ms.
 
     Attributes:
-        removed: overhead removed; ``None`` if nothing of the reference was exposed.
-        hideable: 0 to 1.
-        of_hideable: ``None`` if the reference is at the bound.
-        extra_mib: peak memory beyond that of the computation alone, in MiB; NaN if not measured.
+        reference: the variant that it is compared with.
+        measured_ratio: wire time over computing time.
+        overhead_removed, hideable: from 0 to 1; other shares are signed.
+        extra_mib: peak memory beyond that of the computation alone; NaN if not measured.
+        bitwise_equal, bitwise_equal_same_gemms, max_difference, chosen: of its :class:`Check`.
     """
 
-    setting: Setting
     variant: str
+    reference: str
     median_ms: float
     quartiles_ms: tuple[float, float]
     compute_ms: float
     communication_ms: float
+    measured_ratio: float
     bound_ms: float
     exposed_ms: float
-    removed: float | None
+    speedup: float
+    overhead_removed: float
+    overhead_removed_signed: float | None
     hideable: float
     of_hideable: float | None
     blocked_ms: float
     blocked_removed: float | None
-    speedup: float
     cpu_ms: float
     extra_mib: float
-    check: Check
+    bitwise_equal: bool
+    bitwise_equal_same_gemms: bool | None
+    max_difference: float
+    chosen: tuple[str, ...]
     rounds: int
 
     @property
+    def setting(self) -> Setting:
+        """What it has in common with others."""
+        return Setting(*(getattr(self, field.name) for field in fields(Setting)))
+
+    @property
     def spread_ms(self) -> float:
-        """Between the quartiles."""
-        low, high = self.quartiles_ms
-        return high - low
+        return self.quartiles_ms[1] - self.quartiles_ms[0]
 
 
 def fastest(results: Iterable[Result]) -> Result:
@@ -163,59 +177,105 @@ def evaluate(
         measured: by variant, a sample per round.
         checks: by variant, ``compute`` included.
     """
-    totals = {name: [1e3 * sample.total for sample in of] for name, of in measured.items()}
-    median = {name: statistics.median(times) for name, times in totals.items()}
+
+    def over_rounds(name: str, what: str) -> tuple[float, float, float]:
+        return quartiles([1e3 * getattr(sample, what) for sample in measured[name]])
+
+    median = {name: over_rounds(name, "total")[1] for name in measured}
     compute, reference = median[COMPUTE], median[REFERENCE]
-    bound = max(compute, setting.wire_ms)
-    exposed_reference = reference - compute
-    blocked_reference = _median_ms(s.blocked for s in measured[REFERENCE])
+    exposed, bound = reference - compute, max(compute, setting.wire_ms)
+    blocked_reference = over_rounds(REFERENCE, "blocked")[1]
     results = []
-    for name, samples in measured.items():
+    for name in measured:
         if name in (COMPUTE, COMMUNICATION):
             continue
-        total = median[name]
-        blocked = _median_ms(s.blocked for s in samples)
+        check, blocked = checks[name], over_rounds(name, "blocked")[1]
+        low, middle, high = over_rounds(name, "total")
+        extra = check.peak_bytes - checks[COMPUTE].peak_bytes
+        removed = _share(reference - middle, exposed)
         results.append(
             Result(
-                setting=setting,
+                **vars(setting),
                 variant=name,
-                median_ms=total,
-                quartiles_ms=_quartiles(totals[name]),
+                reference=REFERENCE,
+                median_ms=middle,
+                quartiles_ms=(low, high),
                 compute_ms=compute,
                 communication_ms=median[COMMUNICATION],
+                measured_ratio=setting.wire_ms / compute,
                 bound_ms=bound,
-                exposed_ms=total - compute,
-                removed=_share(reference - total, exposed_reference),
-                hideable=min(1.0, max(0.0, _share(reference - bound, exposed_reference) or 0.0)),
-                of_hideable=_share(reference - total, reference - bound),
+                exposed_ms=middle - compute,
+                speedup=reference / middle,
+                overhead_removed=_clipped(removed),
+                overhead_removed_signed=removed,
+                hideable=_clipped(_share(reference - bound, exposed)),
+                of_hideable=_share(reference - middle, reference - bound),
                 blocked_ms=blocked,
                 blocked_removed=_share(blocked_reference - blocked, blocked_reference),
-                speedup=reference / total,
-                cpu_ms=_median_ms(s.cpu for s in samples),
-                extra_mib=_extra_mib(checks[name], checks[COMPUTE]),
-                check=checks[name],
-                rounds=len(samples),
+                cpu_ms=over_rounds(name, "cpu")[1],
+                extra_mib=extra / 2**20 if check.peak_bytes else math.nan,
+                bitwise_equal=check.equal,
+                bitwise_equal_same_gemms=check.equal_same_gemms,
+                max_difference=check.max_difference,
+                chosen=check.chosen,
+                rounds=len(measured[name]),
             )
         )
     return results
 
 
-def _median_ms(seconds: Iterable[float]) -> float:
-    return 1e3 * statistics.median(seconds)
-
-
-def _quartiles(times: Sequence[float]) -> tuple[float, float]:
-    if len(times) < 2:
-        return times[0], times[0]
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return low, high
-
-
-def _extra_mib(check: Check, compute: Check) -> float:
-    if check.peak_bytes == 0:
-        return math.nan
-    return (check.peak_bytes - compute.peak_bytes) / 2**20
-
-
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
+
+
+def _clipped(share: float | None) -> float:
+    return min(1.0, max(0.0, share or 0.0))
+
+
+def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
+    """What ``--json`` wrote: machine, results, notes.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not such a file; the message names what is wrong.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        machine = dict(found["machine"])
+        notes = list(machine.pop("notes"))
+        return machine, [restored(row) for row in found["results"]], notes
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        why = f"{type(error).__name__} {error}"
+        if isinstance(error, KeyError):
+            why = f"there is no {error} in it"
+        raise ValueError(f"{path}: not what `commfuse-npu bench --json` writes: {why}") from error
+
+
+def restored(row: Mapping[str, Any]) -> Result:
+    """A result from its JSON.
+
+    Refuses what the report could not show: a text for a number, a number that no float holds.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    known: dict[str, Any] = {}
+    for name, kind in get_type_hints(Result).items():
+        value = row[name]
+        known[name] = tuple(value) if get_origin(kind) is tuple else value
+        if not _fits(known[name], kind):
+            raise TypeError(f"{name} is {str(value)[:80]!r}")
+    return Result(**known)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    options = get_args(kind)
+    if get_origin(kind) is tuple:
+        kinds = options[:1] * len(value) if options[-1] is ... else options
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if options:
+        return any(_fits(value, option) for option in options)
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    numbers = (int, float) if kind is float else int
+    return isinstance(value, numbers) and not isinstance(value, bool) and not abs(value) > 1e300

@@ -7,55 +7,64 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = [
-    "COLLECTIVES",
-    "ITEM_BYTES",
-    "LAYERS",
-    "MICROBATCHES",
-    "WORKS",
-    "Shape",
-    "bytes_per_pair",
-    "default_scale",
-]
-
-Collective = Literal["gather", "scatter"]
+__all__ = ["ITEM_BYTES", "WORKS", "Shape", "WorkKind"]
 
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
 
 # Column-parallel layer forward; row-parallel forward; its backward; the column's backward, which
 # gathers its input again instead of keeping N times the memory (Megatron's way).
-_BLOCK: tuple[Collective, ...] = ("gather", "scatter", "gather", "gather", "scatter")
+_BLOCK = ("gather", "scatter", "gather", "gather", "scatter")
 
-COLLECTIVES: dict[str, tuple[Collective, ...]] = {
-    "all-gather": ("gather",),
-    "reduce-scatter": ("scatter",),
-    "mlp": _BLOCK,
-    "attention": _BLOCK,
-    "layer": (*_BLOCK, *_BLOCK),
-    "layers": (*_BLOCK, *_BLOCK) * 2,
-    "micro-batches": (*_BLOCK, *_BLOCK) * 2 * 8,
+
+class WorkKind(NamedTuple):
+    """A work that is timed.
+
+    Attributes:
+        title: for a heading.
+        collectives: ``gather`` or ``scatter``, each over blocks of ``[s, H]``.
+        layers: how many sets of weights it has.
+        micro_batches: how often it runs, forward and backward.
+        scale: what divides a model's widths by default: all works take 0.05 to 0.3 s.
+    """
+
+    title: str
+    collectives: tuple[str, ...]
+    layers: int = 1
+    micro_batches: int = 1
+    scale: float = 8
+
+    @property
+    def backward(self) -> bool:
+        """Whether there is one; single GEMMs run forward only."""
+        return len(self.collectives) > 1
+
+    def bytes_per_pair(self, shape: Shape, ranks: int, dtype: str) -> int:
+        """What one rank sends to one other rank in one run."""
+        block = shape.sequence // ranks * shape.hidden * ITEM_BYTES[dtype]
+        return block * len(self.collectives)
+
+
+_TRAINED = "forward and backward with weight gradients"
+
+WORKS: dict[str, WorkKind] = {
+    "all-gather": WorkKind(
+        "all-gather -> GEMM (the MLP's first, forward)", ("gather",), scale=16 / 3
+    ),
+    "reduce-scatter": WorkKind(
+        "GEMM -> reduce-scatter (the MLP's second, forward)", ("scatter",), scale=16 / 3
+    ),
+    "mlp": WorkKind(f"MLP block, {_TRAINED}", _BLOCK),
+    "attention": WorkKind(f"attention block, {_TRAINED}", _BLOCK),
+    "layer": WorkKind(f"a whole Llama layer, {_TRAINED}", _BLOCK * 2),
+    "layers": WorkKind(f"two Llama layers in a row, {_TRAINED}", _BLOCK * 4, 2),
+    "micro-batches": WorkKind(
+        "eight micro-batches of two Llama layers, gradients added up", _BLOCK * 4 * 8, 2, 8
+    ),
 }
-"""The collectives of each work, each over blocks of ``[s, H]``."""
-
-WORKS: dict[str, str] = {
-    "all-gather": "all-gather -> GEMM (the MLP's first, forward)",
-    "reduce-scatter": "GEMM -> reduce-scatter (the MLP's second, forward)",
-    "mlp": "MLP block, forward and backward with weight gradients",
-    "attention": "attention block, forward and backward with weight gradients",
-    "layer": "a whole Llama layer, forward and backward with weight gradients",
-    "layers": "two Llama layers in a row, forward and backward with weight gradients",
-    "micro-batches": "eight micro-batches of two Llama layers, gradients added up",
-}
-
-LAYERS: dict[str, int] = {work: 2 if work in ("layers", "micro-batches") else 1 for work in WORKS}
-"""How many sets of weights a work has."""
-
-MICROBATCHES: dict[str, int] = {work: 8 if work == "micro-batches" else 1 for work in WORKS}
-"""How often a work runs, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +108,11 @@ class Shape:
             return max(1, round(width / scale / multiple)) * multiple
 
         groups = scaled(model.num_query_groups, ranks)
-        heads = scaled(model.num_attention_heads, groups)
         return cls(
             sequence=max(1, (sequence or model.seq_length // 4) // (16 * ranks)) * 16 * ranks,
             hidden=scaled(model.hidden_size, 16 * ranks),
             ffn=scaled(model.ffn_hidden_size, 16 * ranks),
-            heads=heads,
+            heads=scaled(model.num_attention_heads, groups),
             groups=groups,
             head=model.hidden_size // model.num_attention_heads,
             scale=scale,
@@ -115,14 +123,3 @@ class Shape:
             f"S {self.sequence}, H {self.hidden}, FFN {self.ffn}, {self.heads} heads of "
             f"{self.head}, {self.groups} key heads"
         )
-
-
-def default_scale(work: str) -> float:
-    """A single GEMM may be larger than a block forward and backward: all take 0.05 to 0.3 s."""
-    return 16 / 3 if work in ("all-gather", "reduce-scatter") else 8
-
-
-def bytes_per_pair(work: str, shape: Shape, ranks: int, dtype: str) -> int:
-    """What one rank sends to one other rank in one run of the work, in bytes."""
-    block = shape.sequence // ranks * shape.hidden * ITEM_BYTES[dtype]
-    return block * len(COLLECTIVES[work])

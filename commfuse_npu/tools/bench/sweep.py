@@ -1,44 +1,124 @@
-"""One group of processes at work: check, calibrate, and measure ratio by ratio."""
+"""What is measured, quick, full or by the options; and ranks at work, ratio by ratio."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
-import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from commfuse_npu.tools.bench.programme import LINKS, Sweep
-from commfuse_npu.tools.bench.results import (
-    Check,
-    Result,
-    Sample,
-    Setting,
-    evaluate,
-    worst_check,
-)
-from commfuse_npu.tools.bench.shapes import Shape, bytes_per_pair, default_scale
-from commfuse_npu.tools.bench.variants import (
-    COMMUNICATION,
-    COMPUTE,
-    Variant,
-    applies_to,
-    chosen,
-)
-from commfuse_npu.tools.ranks import Ranks
+from commfuse_npu.tools.bench.results import Check, Result, Sample, Setting, evaluate
+from commfuse_npu.tools.bench.shapes import WORKS, Shape
+from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, chosen
 from commfuse_npu.tools.tell import tell
 
-__all__ = ["Conditions", "Group"]
+__all__ = ["LINKS", "Bench", "Conditions", "Sweep", "full", "quick", "with_options"]
+
+LINKS = {
+    "mesh": "a link per pair of ranks (paced sockets)",
+    "unpaced": "loopback without a rate",
+    "cuda": "the links between the GPUs",
+    "npu": "the links between the NPUs",
+}
+"""By their names in results."""
 
 _CALIBRATION_ROUNDS = 5
-_AS_IT_IS = ("npu", "cuda")
+_PINGS = 30
 _NOMINAL_RATE = 200e6
 """At which a link is measured before anything else, in bytes per second."""
 
 _COMPUTE = Variant(COMPUTE, "compute")
 _COMMUNICATION = Variant(COMMUNICATION, "communication")
+
+
+_ASLEEP = 60.0
+"""GFLOPS of a rank whose GEMMs sleep: those of one core, so that both modes compare."""
+
+_CROWDED = 15.0
+"""The same where ranks take turns on the cores: their Python and copies are part of the time."""
+
+_SINGLE = ("all-gather", "reduce-scatter")
+_OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
+_OURS = ("auto*", "ours-c?", "ours-c4-wgrad", "fb-overlap")
+_TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
+_FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-t0.5", "ours-c?-l1", "ours-c4-l2")
+_EIGHT_RANKS = ("coc-?", "slices-?", "ring", "auto", "ours-c?")
+_BEST = ("collective", "coc-4", "slices-[48]", "ring", "megatron*", "auto*", "ours-c[148]")
+"""Every way at its best, not every combination: lanes differ with several peers only."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Works measured by one group of processes.
+
+    Attributes:
+        gflops: let GEMMs sleep, at this speed; ``None`` for real ones.
+        variants: patterns of names.
+    """
+
+    ranks: int
+    works: tuple[str, ...]
+    ratios: tuple[float, ...]
+    rounds: int
+    variants: tuple[str, ...] = ("*",)
+    gflops: float | None = None
+    dtype: str = "fp32"
+
+    @property
+    def mode(self) -> str:
+        if self.gflops is None:
+            return "real GEMMs"
+        return f"sleeping GEMMs ({self.gflops:g} GFLOPS modelled)"
+
+
+def quick() -> list[Sweep]:
+    """Less than 3 minutes on 2 cores: the single layers and the MLP, two ratios, few variants."""
+    some = ("collective", "coc-4", "slices-4", "ring", "megatron*", "ours-c?")
+    ratios, two = (0.5, 1.0), (*some, "ours-c6-t1.5")
+    return [
+        Sweep(2, _SINGLE, ratios, 3, (*two, "auto")),
+        Sweep(2, ("mlp",), ratios, 3, two),
+        Sweep(2, _SINGLE, ratios, 3, two, _ASLEEP),
+        Sweep(4, _SINGLE, ratios, 3, (*some, "auto", "ours-c4-t0.5"), _ASLEEP),
+    ]
+
+
+def full() -> list[Sweep]:
+    """Less than 25 minutes on 2 cores: everything."""
+    ratios = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
+    return [
+        Sweep(2, _SINGLE, ratios, 7, _TWO_RANKS),
+        Sweep(2, ("mlp",), ratios, 5, _TWO_RANKS),
+        Sweep(2, ("attention", "layer"), (0.5, 1.0), 3, _BEST),
+        Sweep(2, (*_SINGLE, "mlp"), (0.5, 1.0), 3, _BEST, dtype="bf16"),
+        Sweep(4, _SINGLE, (0.5, 1.0), 5, _FOUR_RANKS, _ASLEEP),
+        Sweep(4, ("mlp",), (0.5, 1.0), 3, _BEST, _CROWDED),
+        Sweep(8, _SINGLE, (0.25, 0.5, 1.0, 1.5), 3, _EIGHT_RANKS, _CROWDED),
+    ]
+
+
+def with_options(sweeps: Sequence[Sweep], given: argparse.Namespace) -> list[Sweep]:
+    """The programme with what the options say in place of its own.
+
+    ``ranks``, ``dtypes`` or ``sleep_gemm`` make a programme of their own out of the
+    first sweep: every combination of them.  The others replace a value in every sweep.
+    """
+    chosen = list(sweeps)
+    if given.ranks or given.dtypes or given.sleep_gemm is not None:
+        model = replace(chosen[0], gflops=given.sleep_gemm)
+        chosen = [
+            replace(model, ranks=size, dtype=dtype)
+            for size in given.ranks or (2,)
+            for dtype in given.dtypes or ("fp32",)
+        ]
+    names = ("works", "ratios", "variants", "rounds")
+    changes = {name: getattr(given, name) for name in names if getattr(given, name)}
+    # Sweeps that became equal are measured once.
+    return list(dict.fromkeys(replace(sweep, **changes) for sweep in chosen))
 
 
 @dataclass
@@ -47,65 +127,57 @@ class Conditions:
 
     Attributes:
         notes: filled with what is not as asked.
+        machine: filled with what a rank says of it.
         wires: filled with what the links were measured to do.
     """
 
     config: Path
-    scale: float | None
-    sequence: int | None
-    seed: int
     device: str
-    timeout: float
+    scale: float | None = None
+    sequence: int | None = None
+    seed: int = 0
     notes: list[str] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
     wires: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
-        """Say it once."""
         if text not in self.notes:
             self.notes.append(text)
 
 
-class Group:
-    """The ranks of one size.  Use it in a ``with`` block."""
+class Bench:
+    """Ranks that run works in every variant.
 
-    def __init__(self, ranks: int, conditions: Conditions) -> None:
-        self._size = ranks
+    Args:
+        ask: :meth:`~commfuse_npu.tools.ranks.Ranks.ask` of ranks with
+            :class:`~commfuse_npu.tools.measure.worker.Worker`.
+        size: how many there are.
+    """
+
+    def __init__(self, ask: Callable[..., list[Any]], size: int, conditions: Conditions) -> None:
+        self._ask, self._size, self._conditions = ask, size, conditions
         self._link = "mesh" if conditions.device == "cpu" else conditions.device
-        self._conditions = conditions
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Group:
-        tell(f"starting {self._size} ranks")
-        device, timeout = self._conditions.device, self._conditions.timeout
-        with self._stack as stack:
-            self._ranks = stack.enter_context(Ranks(self._size, device=device, timeout=timeout))
-            self._measure_link()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *what: object) -> None:
-        self._stack.close()
-
-    def _measure_link(self) -> None:
+    def measure_link(self) -> None:
         """What the link does at a nominal rate, and without one; may find that it has none."""
-        limits: list[float | None] = [None]
-        if self._link == "mesh":
-            limits.append(_NOMINAL_RATE)
-        for limit in limits:
+        machine = self._ask("machine")[0]
+        self._conditions.machine = {k: machine[k] for k in machine if k not in ("host", "lanes")}
+        for limit in (None, _NOMINAL_RATE) if self._link == "mesh" else (None,):
             if not self._pace(limit):
-                break
+                return
             payload = 4 << 20 if limit is None else int(limit / 20)
-            reached, latency = zip(*self._ranks.ask("wire_speed", payload), strict=True)
+            slowest = max(max(times) for times in self._ask("lanes", payload, self._size - 1, 1))
+            latency = 1e6 * max(median(times) for times in self._ask("latency", _PINGS) if times)
             of = "" if limit is None else f" of {limit / 1e6:.0f} asked"
             self._conditions.wires.append(
-                f"{LINKS[self._link]}, {self._size} ranks: {min(reached) / 1e6:.0f} MB/s per pair "
-                f"and direction{of}, {1e6 * max(latency):.0f} us one way"
+                f"{LINKS[self._link]}, {self._size} ranks: {payload / slowest / 1e6:.0f} MB/s per "
+                f"pair and direction{of}, {latency:.0f} us one way"
             )
         self._pace(None)
 
     def _pace(self, bytes_per_second: float | None) -> bool:
         if self._link == "mesh":
-            problems = {p.problem for p in self._ranks.ask("pace", bytes_per_second)} - {""}
+            problems = {p.problem for p in self._ask("pace", bytes_per_second)} - {""}
             if problems:
                 self._link = "unpaced"
                 self._conditions.note(
@@ -116,13 +188,12 @@ class Group:
         return True
 
     def run(self, sweep: Sweep) -> Iterator[Result]:
-        """Measure all works of a sweep over this group's link."""
         for work in sweep.works:
             yield from self._run_work(sweep, work)
 
     def _run_work(self, sweep: Sweep, work: str) -> Iterator[Result]:
-        conditions = self._conditions
-        scale = conditions.scale or default_scale(work)
+        conditions, kind = self._conditions, WORKS[work]
+        scale = conditions.scale or kind.scale
         shape = Shape.of_model(conditions.config, self._size, scale, conditions.sequence)
         if conditions.sequence not in (None, shape.sequence):
             conditions.note(
@@ -132,28 +203,27 @@ class Group:
         label = f"{work}, {sweep.ranks} ranks, {sweep.dtype}, {sweep.mode.split(' (')[0]}"
         tell(f"{label}: checking")
         self._pace(None)
-        self._ranks.ask("set_up", work, shape, sweep.dtype, conditions.seed, sweep.gflops)
-        of_work = [v for v in chosen(sweep.variants, sweep.ranks) if applies_to(v, work)]
-        variants = self._that_fit(of_work, shape)
+        self._ask("set_up", work, shape, sweep.dtype, conditions.seed, sweep.gflops)
+        variants = self._that_fit(sweep, work, shape)
         checks: dict[str, Check] = {}
-        fixed = [variant for variant in variants if not variant.tuned]
-        for variant in (_COMPUTE, *fixed):
-            checks[variant.name] = worst_check(self._ranks.ask("check", variant))
+        for variant in (_COMPUTE, *variants):
+            if not variant.tuned:
+                checks[variant.name] = Check.of_ranks(self._ask("check", variant))
         # It sets the link and is no result: the rounds measure it again.
         alone = self._round([_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
-        compute = statistics.median(sample.total for sample in alone)
+        compute = median(sample.total for sample in alone)
         by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}
         shuffle = random.Random(f"{conditions.seed} {label}")
-        on_link = bytes_per_pair(work, shape, self._size, sweep.dtype)
+        on_link = kind.bytes_per_pair(shape, self._size, sweep.dtype)
 
-        for ratio in self._possible(sweep.ratios):
+        for ratio in sweep.ratios if self._link == "mesh" else (0.0,):
             rate = on_link / (ratio * compute) if ratio else None
             self._pace(rate)
-            self._ranks.ask("forget_tuning")
+            self._ask("forget_tuning")
             for variant in variants:
                 if variant.tuned:
                     tell(f"{label}: ratio {ratio:g}, tuning")
-                    checks[variant.name] = worst_check(self._ranks.ask("tune", variant))
+                    checks[variant.name] = Check.of_ranks(self._ask("tune", variant))
             measured: dict[str, list[Sample]] = {name: [] for name in by_name}
             for number in range(sweep.rounds):
                 tell(f"{label}: ratio {ratio:g}, round {number + 1} of {sweep.rounds}")
@@ -161,16 +231,17 @@ class Group:
                 # alike; shuffled, none always follows the same neighbour.
                 order = list(by_name)
                 shuffle.shuffle(order)
-                samples = self._round([by_name[name] for name in order])
-                for name, sample in zip(order, samples, strict=True):
+                for name, sample in zip(
+                    order, self._round([by_name[name] for name in order]), strict=True
+                ):
                     measured[name].append(sample)
-            wire_ms = 1e3 * (on_link / rate) if rate else 0.0
-            if self._link in _AS_IT_IS:
+            wire = on_link / rate if rate else 0.0
+            if self._link in ("npu", "cuda"):
                 # The link is what it is: the ratio is a result.
-                there = statistics.median(s.total for s in measured[COMMUNICATION])
-                wire_ms, ratio = 1e3 * there, there / compute
+                wire = median(sample.total for sample in measured[COMMUNICATION])
+                ratio = wire / compute
             setting = Setting(
-                sweep.mode + ("" if sweep.gflops or self._cores_suffice() else ", cores shared"),
+                self._mode(sweep),
                 work,
                 self._size,
                 self._link,
@@ -178,24 +249,29 @@ class Group:
                 ratio,
                 str(shape),
                 rate,
-                wire_ms,
+                1e3 * wire,
             )
             yield from evaluate(setting, measured, checks)
 
-    def _cores_suffice(self) -> bool:
-        return self._link in _AS_IT_IS or (os.cpu_count() or 1) >= self._size
+    def _mode(self, sweep: Sweep) -> str:
+        few_cores = self._conditions.device == "cpu" and self._size > (os.cpu_count() or 1)
+        if few_cores and sweep.gflops is None:
+            self._conditions.note(
+                f"{self._size} ranks with real GEMMs share {os.cpu_count()} cores: their times "
+                "are about sharing, not overlap; use --sleep-gemm"
+            )
+            return f"{sweep.mode}, cores shared"
+        return sweep.mode
 
-    def _that_fit(self, variants: Sequence[Variant], shape: Shape) -> list[Variant]:
+    def _that_fit(self, sweep: Sweep, work: str, shape: Shape) -> list[Variant]:
         """Without those that would cut a block into more slices than it has rows."""
+        variants = [v for v in chosen(sweep.variants, sweep.ranks) if v.applies_to(work)]
         rows = shape.sequence // self._size
-        fitting = [v for v in variants if v.slices <= rows]
+        fitting = [variant for variant in variants if variant.slices <= rows]
         if len(fitting) < len(variants):
             self._conditions.note(f"blocks of {rows} rows are too small for some slices")
         return fitting
 
-    def _possible(self, ratios: Sequence[float]) -> Sequence[float]:
-        return ratios if self._link == "mesh" else (0.0,)
-
     def _round(self, order: Sequence[Variant]) -> list[Sample]:
-        of_ranks: list[list[Sample]] = self._ranks.ask("round", list(order))
+        of_ranks = self._ask("round", list(order))
         return [Sample.of_ranks(each) for each in zip(*of_ranks, strict=True)]

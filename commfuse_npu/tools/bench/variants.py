@@ -29,34 +29,19 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.bench.shapes import MICROBATCHES
-from commfuse_npu.tools.simulate.variants import Wgrad
+from commfuse_npu.plan.rules import Wgrad
+from commfuse_npu.tools.bench.shapes import WORKS
 
-__all__ = [
-    "COMMUNICATION",
-    "COMPUTE",
-    "REFERENCE",
-    "Variant",
-    "applies_to",
-    "chosen",
-    "is_ours",
-    "of_group",
-]
+__all__ = ["COMMUNICATION", "COMPUTE", "REFERENCE", "Variant", "chosen", "is_ours", "of_group"]
 
 COMPUTE, COMMUNICATION, REFERENCE = "compute", "communication", "p2p"
-
-Kind = Literal[
-    "compute", "communication", "blocking", "sliced", "ring", "megatron", "fused", "turns"
-]
 
 _CHUNKS = (1, 2, 4, 8)
 _TAPERED = ((2, 1.5), (4, 1.5), (4, 2.0), (6, 1.5), (4, 0.5))
 _SLICES = (2, 4, 8)
-_WITH_BACKWARD = ("mlp", "attention", "layer", "layers", "micro-batches")
 
 
 @dataclass(frozen=True)
@@ -64,6 +49,8 @@ class Variant:
     """One way to run a work.
 
     Attributes:
+        kind: ``compute``, ``communication``, ``blocking``, ``sliced``, ``ring``, ``megatron``,
+            ``fused`` or ``turns``.
         direct: carried by direct exchanges rather than by torch's collectives.
         slices: for ``sliced``.
         schedule: for ``fused``.
@@ -72,17 +59,31 @@ class Variant:
     """
 
     name: str
-    kind: Kind
+    kind: str
     direct: bool = True
     slices: int = 1
     schedule: Schedule | None = None
     tuned: bool = False
     wgrad: Wgrad = "whole"
 
+    def applies_to(self, work: str) -> bool:
+        """Whether it is about this work: some need a backward, or micro-batches."""
+        if self.kind == "turns":
+            return WORKS[work].micro_batches > 1
+        return WORKS[work].backward or (self.kind != "megatron" and self.wgrad == "whole")
+
 
 def of_group(size: int) -> list[Variant]:
     """All variants for a group of ``size`` ranks, the reference first."""
-    found = [
+    lanes = max(1, size - 1)
+    schedules = {
+        f"ours-c{chunks}" + (f"-l{used}" if used < lanes else ""): Schedule("shifted", used, chunks)
+        for chunks in _CHUNKS
+        for used in range(lanes, 0, -1)
+    }
+    schedules |= {f"ours-c{c}-t{t:g}": Schedule("shifted", lanes, c, taper=t) for c, t in _TAPERED}
+    every, four = Schedule("shifted", lanes), Schedule("shifted", lanes, 4)
+    return [
         Variant(REFERENCE, "blocking"),
         Variant("collective", "blocking", direct=False),
         *(Variant(f"coc-{k}", "sliced", direct=False, slices=k) for k in _SLICES),
@@ -90,33 +91,17 @@ def of_group(size: int) -> list[Variant]:
         Variant("ring", "ring"),
         Variant("megatron", "megatron", direct=False),
         Variant("megatron-p2p", "megatron"),
+        *(Variant(name, "fused", schedule=schedule) for name, schedule in schedules.items()),
+        Variant("ours-c4-wgrad", "fused", schedule=four, wgrad="blocks"),
+        Variant("auto", "fused", schedule=every, tuned=True),
+        Variant("auto-wgrad", "fused", schedule=every, tuned=True, wgrad="blocks"),
+        Variant("fb-overlap", "turns", tuned=True),
     ]
-    for chunks in _CHUNKS:
-        for lanes in range(size - 1, 0, -1):
-            name = f"ours-c{chunks}" + (f"-l{lanes}" if lanes < size - 1 else "")
-            found.append(Variant(name, "fused", schedule=Schedule("shifted", lanes, chunks)))
-    every = Schedule("shifted", max(1, size - 1))
-    for chunks, taper in _TAPERED:
-        schedule = replace(every, chunks=chunks, taper=taper)
-        found.append(Variant(f"ours-c{chunks}-t{taper:g}", "fused", schedule=schedule))
-    four = replace(every, chunks=4)
-    found.append(Variant("ours-c4-wgrad", "fused", schedule=four, wgrad="blocks"))
-    found.append(Variant("auto", "fused", schedule=every, tuned=True))
-    found.append(Variant("auto-wgrad", "fused", schedule=every, tuned=True, wgrad="blocks"))
-    found.append(Variant("fb-overlap", "turns", tuned=True))
-    return found
 
 
 def is_ours(name: str) -> bool:
     """Whether a variant of this name is this project's."""
     return name.startswith(("ours", "auto", "fb-overlap"))
-
-
-def applies_to(variant: Variant, work: str) -> bool:
-    """Whether a variant is about this work: some need a backward, or micro-batches."""
-    if variant.kind == "turns":
-        return MICROBATCHES[work] > 1
-    return work in _WITH_BACKWARD or (variant.kind != "megatron" and variant.wgrad == "whole")
 
 
 def chosen(patterns: Sequence[str], size: int) -> list[Variant]:

@@ -3,77 +3,54 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.tools.bench import wire
-from commfuse_npu.tools.bench.carriers import DirectExchange
-from commfuse_npu.tools.bench.forms import Form, Groups, form_of, plain_form
+from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.tools.bench.forms import Form, Groups
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
 from commfuse_npu.tools.bench.results import Check, Sample
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms
 from commfuse_npu.tools.bench.variants import COMPUTE, REFERENCE, Variant
+from commfuse_npu.tools.bench.wire import Pacing
 from commfuse_npu.tools.bench.works import Work
 from commfuse_npu.tuning import decisions
 
-__all__ = ["Worker"]
+__all__ = ["FormsWorker"]
 
 
-class Worker:
-    """One rank of the default process group, which has been made; all ranks are asked alike."""
+class FormsWorker:
+    """One rank of the default process group, which has been made; all ranks are asked alike.
+
+    It has a lane per peer.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._groups = Groups()
-        self._device = self._groups.transport.device_type
-        self._direct = DirectExchange(self._groups.direct, self._groups.pool)
+        self._transport = Transport.create(lanes=max(1, self.size - 1))
+        self._device = torch.device(self._transport.device_type)
+        on_cpu = self._device.type == "cpu"
+        self._module: Any = None if on_cpu else torch.get_device_module(self._device)
         self._forms: dict[Variant, Form] = {}
         self._work: Work
         self._gflops: float | None = None
         self._reference: list[torch.Tensor] | None = None
 
-    def pace(self, bytes_per_second: float | None) -> wire.Pacing:
-        """Give this rank's sockets a rate."""
-        return wire.pace(bytes_per_second)
+    @cached_property
+    def _groups(self) -> Groups:
+        """Made when forms are asked for first, on all ranks: their links have to connect."""
+        return Groups(self._transport)
 
-    def wire_speed(self, payload: int) -> tuple[float, float]:
-        """Measure the link as it is now: a direct exchange of ``payload`` bytes per pair.
-
-        Returns:
-            bytes per second that one rank sent to one other, all pairs busy both ways, and seconds
-            that a message of 8 bytes takes one way, median.
-        """
-        shard = torch.ones(payload, dtype=torch.uint8, device=self._device)
-        self._direct.give_back(self._direct.gather(shard).wait())
-        start = self._together()
-        whole = self._direct.gather(shard).wait()
-        seconds = self._now() - start
-        self._direct.give_back(whole)
-        return payload / seconds, self._latency()
-
-    def _latency(self) -> float:
-        """Half a ping-pong between ranks 0 and 1; the others give 0."""
-        if self.rank > 1:
-            return 0.0
-        group, peer = self._groups.direct, 1 - self.rank
-        token = torch.zeros(1, dtype=torch.int64, device=self._device)
-        times = []
-        for _ in range(30):
-            start = self._now()
-            for turn in (0, 1):
-                if turn == self.rank:
-                    dist.send(token, peer, group)
-                else:
-                    dist.recv(token, peer, group)
-            times.append((self._now() - start) / 2)
-        return statistics.median(times)
+    def pace(self, bytes_per_second: float | None) -> Pacing:
+        return self._groups.pace(bytes_per_second)
 
     def set_up(self, work: str, shape: Shape, dtype: str, seed: int, gflops: float | None) -> None:
         """Make the weights and inputs of a work.
@@ -107,12 +84,12 @@ class Worker:
             # The second time, when a library has what it keeps for itself; buffers from nothing.
             results.clear()
             self._forget_buffers()
-            peak = peak_bytes(lambda: results.extend(work.run(form)), self._device)
+            peak = peak_bytes(lambda: results.extend(work.run(form)), self._device.type)
         if variant.name == COMPUTE:
             return Check(False, 0.0, None, peak)
         same: bool | None = None
         if variant.schedule is not None and not variant.tuned:
-            same = _all_equal(results, work.run(plain_form(variant, self._groups)))
+            same = _all_equal(results, work.run(self._groups.plain_form(variant)))
         return Check(
             _all_equal(results, self._reference),
             _max_difference(results, self._reference),
@@ -122,12 +99,12 @@ class Worker:
 
     def forget_tuning(self) -> None:
         """What was fastest is not any more: the link is another one, or the GEMMs."""
-        decisions(self._groups.transport).clear()
+        decisions(self._transport).clear()
         self._forms = {of: form for of, form in self._forms.items() if not of.tuned}
 
     def tune(self, variant: Variant) -> Check:
         """Let a variant try out what is fastest, unless another one did already, then check it."""
-        decided = decisions(self._groups.transport)
+        decided = decisions(self._transport)
         with self._gemms():
             self._work.run(self._form(variant))
         if variant.kind == "turns":
@@ -140,7 +117,6 @@ class Worker:
         return replace(self.check(variant), chosen=chosen)
 
     def round(self, order: Sequence[Variant]) -> list[Sample]:
-        """Run each variant once, in this order."""
         gc.collect()
         gc.disable()
         try:
@@ -149,41 +125,34 @@ class Worker:
                 for variant in order:
                     if sleeping is not None:
                         sleeping.settle()
-                    samples.append(self._timed(variant))
+                    samples.append(self._sample(variant))
         finally:
             gc.enable()
         return samples
 
     def _forget_buffers(self) -> None:
         """Free what the baselines and the product keep between calls."""
-        self._groups.pool.clear()
-        self._groups.transport.scratch.clear()
+        self._groups.idle.clear()
+        self._transport.scratch.clear()
 
-    def _timed(self, variant: Variant) -> Sample:
-        call, blocked = self._call(variant), self._blocked(variant)
+    def _sample(self, variant: Variant) -> Sample:
+        run: Callable[[], object]
+        if variant.kind == "communication":
+            direct = self._groups.direct
+            run, blocked = partial(self._work.communicate, direct), lambda: direct.blocked_seconds
+        else:
+            form = self._form(variant)
+            run, blocked = partial(self._work.run, form), form.blocked_seconds
         start = self._together()
         blocked_before, cpu = blocked(), time.process_time()
-        call()
+        run()
         total = self._now() - start
         return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
-
-    def _call(self, variant: Variant) -> Callable[[], list[torch.Tensor] | None]:
-        work, direct = self._work, self._direct
-        if variant.kind == "communication":
-            return lambda: work.communicate(direct)
-        form = self._form(variant)
-        return lambda: work.run(form)
-
-    def _blocked(self, variant: Variant) -> Callable[[], float]:
-        direct = self._direct
-        if variant.kind == "communication":
-            return lambda: direct.blocked_seconds
-        return self._form(variant).blocked_seconds
 
     def _together(self) -> float:
         """Start at the same time on all ranks; returns the time."""
         self._synchronise()
-        dist.barrier(self._groups.collectives)
+        dist.barrier(self._transport.group)
         return self._now()
 
     def _now(self) -> float:
@@ -192,8 +161,8 @@ class Worker:
         return time.perf_counter()
 
     def _synchronise(self) -> None:
-        if self._device != "cpu":
-            getattr(torch, self._device).synchronize()  # read, not run
+        if self._module is not None:
+            self._module.synchronize()  # read, not run
 
     def _gemms(self) -> AbstractContextManager[SleepingGemms | None]:
         if self._gflops is None:
@@ -202,7 +171,7 @@ class Worker:
 
     def _form(self, variant: Variant) -> Form:
         if variant not in self._forms:
-            self._forms[variant] = form_of(variant, self._groups)
+            self._forms[variant] = self._groups.form(variant)
         return self._forms[variant]
 
 

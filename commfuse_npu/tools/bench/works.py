@@ -1,4 +1,4 @@
-"""The six pieces of work that are timed, each written once over the layers of a form.
+"""The pieces of work that are timed, each written once over the layers of a form.
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``H`` hidden, ``F`` this rank's part of the MLP's
 width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro-batch 1.
@@ -13,11 +13,11 @@ import torch
 
 from commfuse_npu.tools.bench.carriers import Carrier
 from commfuse_npu.tools.bench.forms import Form
-from commfuse_npu.tools.bench.shapes import COLLECTIVES, LAYERS, MICROBATCHES, Shape
+from commfuse_npu.tools.bench.shapes import WORKS, Shape
 
-__all__ = ["DTYPES", "Work"]
+__all__ = ["Work"]
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Work:
@@ -32,16 +32,23 @@ class Work:
     """
 
     def __init__(
-        self, name: str, shape: Shape, *, rank: int, size: int, dtype: str, device: str, seed: int
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        rank: int,
+        size: int,
+        dtype: str,
+        device: torch.device,
+        seed: int,
     ) -> None:
-        self.name = name
-        self.shape = shape
+        self.name, self._kind, self.shape = name, WORKS[name], shape
         self._generator = torch.Generator().manual_seed(seed * 1009 + rank)
-        self._dtype, self._device = DTYPES[dtype], device
+        self._dtype, self._device = _DTYPES[dtype], device
         self._heads, self._groups = shape.heads // size, shape.groups // size
         hidden, shard, ffn = shape.hidden, shape.sequence // size, shape.ffn // size
         self._layers: list[dict[str, torch.Tensor]] = []
-        for _ in range(LAYERS[name]):
+        for _ in range(self._kind.layers):
             weights: dict[str, torch.Tensor] = {}
             if name not in ("reduce-scatter", "attention"):
                 weights["gate_up"] = self._draw(2 * ffn, hidden, scale=hidden**-0.5)
@@ -70,14 +77,14 @@ class Work:
             the output, then the gradients of the input and of the weights where there is a
             backward.
         """
-        if self.name in ("all-gather", "reduce-scatter"):
+        if not self._kind.backward:
             weights = self._layers[0]
             with torch.no_grad():
                 if self.name == "all-gather":
                     return [form.all_gather_linear(self._x, weights["gate_up"])]
                 return [form.linear_reduce_scatter(self._x, weights["down"])]
         under_way, total = self.forward(form), None
-        for _ in range(MICROBATCHES[self.name] - 1):
+        for _ in range(self._kind.micro_batches - 1):
             under_way, total = form.pair(
                 partial(self.forward, form), partial(_backward, *under_way, total)
             )
@@ -94,11 +101,11 @@ class Work:
 
     def communicate(self, carrier: Carrier) -> None:
         """The collectives of the work one after the other, blocking, and no computation."""
-        for kind in COLLECTIVES[self.name]:
+        for kind in self._kind.collectives:
             if kind == "gather":
-                carrier.give_back(carrier.gather(self._block).wait())
+                carrier.give_back(carrier.gather(self._block).result())
             else:
-                carrier.scatter(self._full, torch.empty_like(self._block)).wait()
+                carrier.scatter(self._full, torch.empty_like(self._block)).result()
 
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         drawn = torch.randn(*shape, generator=self._generator) * scale
@@ -111,19 +118,14 @@ class Work:
     def _attention(
         self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        y = form.all_gather_linear(x, weights["qkv"])
-        q, k, v = self._split_heads(y)
+        heads = form.all_gather_linear(x, weights["qkv"]).unflatten(-1, (-1, self.shape.head))
+        q, k, v = heads.split([self._heads, self._groups, self._groups], dim=2)
+        q, k, v = self._turn(q), self._turn(k), v.contiguous()
         return form.attention_linear_reduce_scatter(q, k, v, weights["out"])
 
     def _layer(self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         x = x + self._attention(form, _norm(x), weights)
         return x + self._mlp(form, _norm(x), weights)
-
-    def _split_heads(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, with their positions."""
-        heads = y.unflatten(-1, (-1, self.shape.head))
-        q, k, v = heads.split([self._heads, self._groups, self._groups], dim=2)
-        return self._turn(q), self._turn(k), v.contiguous()
 
     def _rotary_turns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines ``[S, 1, 1, D/2]`` of rotary position embeddings."""

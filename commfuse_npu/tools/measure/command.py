@@ -10,32 +10,48 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.runtime.whole_file import whole_file
+from commfuse_npu.tools.bench.report import verdict as bench_verdict
+from commfuse_npu.tools.bench.results import restored
 from commfuse_npu.tools.doctor import Machine
+from commfuse_npu.tools.doctor.devices import check_devices, topology
+from commfuse_npu.tools.doctor.environment import check_variables
+from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.measure.facts import machine_facts
 from commfuse_npu.tools.measure.figures import description
 from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
-from commfuse_npu.tools.measure.forms import Launches, launches
-from commfuse_npu.tools.measure.layer import layer_times
+from commfuse_npu.tools.measure.forms import Form, Launches, launches
 from commfuse_npu.tools.measure.report import as_markdown, compared, verdict
-from commfuse_npu.tools.measure.steps import LAUNCH, LAYER, STEPS, Scale
-from commfuse_npu.tools.measure.trainings import train, trained
-from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.measure.steps import LAUNCH, LAYER, STEPS, Scale, slowest
+from commfuse_npu.tools.measure.trainings import (
+    TrainingError,
+    file_of,
+    limit_of,
+    train,
+    trained,
+)
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
+from commfuse_npu.tools.quartiles import quartiles
 from commfuse_npu.tools.ranks import Ranks, RanksError
 
-__all__ = ["main"]
+__all__ = ["lacking_backend", "machine_facts", "main"]
 
-_WORKER = "commfuse_npu.tools.measure.worker:Worker"
 _BASES = {"cpu": "cpu_paced", "cuda": "cpu_paced", "npu": "ascend_910b_server"}
 """Whose peaks and unmeasured figures hold, by device, where neither --base nor its name says."""
+_READ_BY = {
+    "npu": ("HCCL_", "P2P_HCCL_", "TORCH_HCCL_", "PYTORCH_NPU_", "ASCEND_RT_", "CPU_AFFINITY_"),
+    "cuda": ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "CUDA_"),
+    "cpu": ("GLOO_",),
+}
+"""Prefixes of the variables that a device's backend reads."""
 _STARTS = 2
 """How often ranks may fail to start before no other step asks for them."""
 _SAME = "device name", "backend", "torch", "cores"
@@ -48,7 +64,7 @@ def main(given: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as scratch:
         try:
             run = _Run(options, Path(scratch))
-            code = 1 if run.measure() else 0
+            code = 0 if run.measure() else 1
         except (ConfigError, FolderError, UsageError, OSError) as error:
             return refuse("measure", error)
         except KeyboardInterrupt:
@@ -71,6 +87,18 @@ def lacking_backend(device: str) -> str:
             "one), or measure another machine: --device cpu"
         )
     return ""
+
+
+def machine_facts(device: str, machine: Machine) -> dict[str, str]:
+    """Set variables of the device's backend; on NPUs also versions, devices, health and links."""
+    facts = {}
+    if device == "npu":
+        findings = [*check_torch(machine), check_cann(machine)]
+        findings += [*check_devices(machine), *check_variables(machine)]
+        facts = {finding.what: finding.value for finding in findings}
+        facts |= {f"links of {npu}": " ".join(kinds) for npu, kinds in topology(machine).items()}
+    prefixes = _READ_BY[device]
+    return facts | {k: v for k, v in machine.variables.items() if k.startswith(prefixes)}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,14 +135,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Task(NamedTuple):
+    """What is kept in a file of its own: a step, or a form of the launch.
+
+    Attributes:
+        about: what the file says besides; a launch has to be the same for it to be used again.
+        run: measures; returns what is to be kept, and how it is summed up.
+    """
+
+    file: str
+    title: str
+    about: dict[str, Any]
+    run: Callable[[], tuple[dict[str, Any], str]]
+
+
 class _Run:
     """One measurement: its options understood, its folder made."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self._options = options
         self._steps = _chosen(options)
-        config = ModelConfig.load(find_config(options.config))
-        self._scale = Scale.of(config, options.ranks, options.device)
+        self._scale = Scale.of(find_config(options.config), options.ranks, options.device)
         self._launched: Launches | None = None
         if options.launch is not None:
             self._launched = launches(options.launch, options.device, options.ranks, scratch)
@@ -127,103 +168,112 @@ class _Run:
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None
         self._failed_starts = 0
+        self._longest = 0.0
 
-    def measure(self) -> list[str]:
-        """Returns the steps that failed or were left out."""
+    def measure(self) -> bool:
         if self._launched is not None:
             # Queues, affinities and buffers of the ranks are those of the launch.
             os.environ.update(self._launched.environment)
         if self._folder.kept("machine") is None:
             self._folder.keep("machine", machine_facts(self._options.device, Machine.this()))
-        left = []
         try:
-            for name in self._steps:
-                left += self._step(name)
+            return not [task for task in self._tasks() if not self._done(task)]
         finally:
             self._end_ranks()
-        return left
 
-    def _step(self, name: str) -> list[str]:
-        step, options = STEPS[name], self._options
-        if (kept := self._folder.kept(name)) is not None and "times" in kept:
-            print(f"{name}: kept, {len(kept['times'])} times")
-            return []
-        why = f"{self._deadline.minutes:g} minutes are over" if self._deadline.over else ""
-        if step.ask is not None and self._failed_starts == _STARTS:
-            why = f"ranks could not be started, {_STARTS} times"
-        if why and name != LAUNCH:
-            print(f"{name}: left out, {why}")
-            return [name]
-        print(f"{name}: {step.question}", flush=True)
-        start, limit = time.monotonic(), options.timeout or step.seconds
-        said: list[str] = []
+    def _tasks(self) -> Iterator[_Task]:
+        for name in self._steps:
+            if name != LAUNCH:
+                about = {"question": STEPS[name].question}
+                yield _Task(name, name, about, partial(self._asked, name))
+                continue
+            launched, text = self._launched, self._options.launch
+            assert launched is not None
+            # Ranks that wait would be in the way of others.
+            self._end_ranks()
+            self._folder.keep(LAUNCH, {"launch": text})
+            print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
+            for form in launched.forms:
+                about = {"launch": text, "command": shlex.join(launched.commands[form.name])}
+                train = partial(self._trained, form, launched)
+                yield _Task(file_of(form), f"{LAUNCH}, {form.title}", about, train)
+
+    def _done(self, task: _Task) -> bool:
+        """Measure it if it is not kept; one that fails, or is left out, leaves the others."""
+        kept = self._folder.kept(task.file) or {}
+        if kept.get("launch") != task.about.get("launch"):
+            kept = {}
+        if kept and "failed" not in kept:
+            print(f"{task.title}: kept")
+            self._longest = max(self._longest, kept["took seconds"] if "log" in kept else 0.0)
+            return True
+        start, content = time.monotonic(), dict(task.about)
         try:
-            if step.ask is not None:
-                times = step.ask(
-                    lambda *args, **flags: self._ask(limit, *args, **flags), self._scale
-                )
-            else:
-                # Ranks that wait would be in the way of others.
-                self._end_ranks()
-                if name == LAUNCH:
-                    return self._train(limit)
-                limit = self._deadline.limit(limit)
-                times, said = layer_times(self._scale, options.config, options.device, limit)
+            if self._deadline.over:
+                raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
+            print(": ".join([task.title, *filter(None, [task.about.get("question")])]), flush=True)
+            found, said = task.run()
         except FolderError:
             raise
         except Exception as error:
             # Whatever it is, the hour goes on, with new ranks.
             self._end_ranks()
-            why = str(error) if isinstance(error, RanksError) else traceback.format_exc()
-            self._folder.keep(name, {"failed": why})
-            print(f"{name}: failed: {why.strip().splitlines()[-1]}", file=sys.stderr)
-            return [name]
-        took = round(time.monotonic() - start, 1)
-        content = {"question": step.question, "times": times, "said": said, "took seconds": took}
-        self._folder.keep(name, content)
-        print(f"{name}: {len(times)} times, in {took:.0f} s", flush=True)
-        return []
+            known = isinstance(error, (RanksError, TrainingError, _LeftOutError))
+            content["failed"] = (str(error) if known else traceback.format_exc()).strip()
+            lines = content["failed"].splitlines()
+            why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if known else lines[-1]
+            print(f"{task.title}: failed: {why}", file=sys.stderr)
+        else:
+            content |= {**found, "took seconds": round(time.monotonic() - start, 1)}
+            print(f"{task.title}: {said}, in {content['took seconds']:.0f} s", flush=True)
+        self._folder.keep(task.file, content)
+        return "failed" not in content
 
-    def _train(self, limit: float) -> list[str]:
-        launched, options = self._launched, self._options
-        assert launched is not None
-        for note in launched.notes:
-            print(f"  {note}")
-        return train(options.launch, launched, self._folder, self._deadline,
-                     first=limit, limit=options.timeout)  # fmt: skip
+    def _asked(self, name: str) -> tuple[dict[str, Any], str]:
+        if self._failed_starts == _STARTS:
+            raise _LeftOutError(f"left out, ranks could not be started, {_STARTS} times")
+        step = STEPS[name]
 
-    def _ask(self, limit: float, method: str, *args: Any, **flags: Any) -> list[Any]:
-        if self._ranks is None:
-            self._failed_starts += 1
-            self._ranks = self._started(limit)
-            self._failed_starts = 0
-        self._ranks.timeout = self._deadline.limit(limit)
-        return self._ranks.ask(method, *args, **flags)
+        def ask(method: str, *args: Any, **flags: Any) -> list[Any]:
+            limit = self._options.timeout or step.seconds
+            ranks = self._ranks or self._started(limit)
+            ranks.timeout = self._deadline.limit(limit)
+            return ranks.ask(method, *args, **flags)
+
+        times = step.ask(ask, self._scale) if step.ask else slowest(ask(name, self._scale))
+        return {"times": times}, f"{len(times)} times"
 
     def _started(self, limit: float) -> Ranks:
+        self._failed_starts += 1
         size = 1 if self._options.one_device else self._options.ranks
-        ranks = Ranks(size, device=self._options.device, timeout=limit, worker=_WORKER)
+        self._ranks = ranks = Ranks(size, device=self._options.device, timeout=limit)
         ranks.__enter__()
-        here = ranks.ask("machine")[0]
-        known = self._folder.kept("machine") or {}
+        here, known = ranks.ask("machine")[0], self._folder.kept("machine") or {}
         differing = [
             f"{key} {known.get(key)!r} there, {here.get(key)!r} here"
             for key in _SAME
             if "backend" in known and known.get(key) != here.get(key)
         ]
         if differing:
-            ranks.close()
             raise FolderError(
                 f"{self._folder.path} holds what was measured on another machine: "
                 f"{'; '.join(differing)}; choose another folder with --folder"
             )
         self._folder.keep("machine", {**known, **here})
+        self._failed_starts = 0
         return ranks
 
     def _end_ranks(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
         self._ranks = None
+
+    def _trained(self, form: Form, launched: Launches) -> tuple[dict[str, Any], str]:
+        limit = self._options.timeout or limit_of(self._longest, STEPS[LAUNCH].seconds)
+        start = time.monotonic()
+        log = train(form, launched, self._folder, self._deadline.limit(limit))
+        self._longest = max(self._longest, time.monotonic() - start)
+        return {"log": asdict(log)}, f"{quartiles(log.steady)[1]:.1f} ms"
 
     def write(self, command: Sequence[str]) -> None:
         """The description and the page of what there is; prints the verdict."""
@@ -237,20 +287,22 @@ class _Run:
             return
         rows: list[tuple[str, str, str, str]] = []
         said = list(verdict(trainings, options.device))
-        said += [f"Two layers: {line}" for line in stored.get(LAYER, {}).get("said", ())]
+        if LAYER in measured:
+            layers = [restored(one["result"]) for one in measured[LAYER]]
+            said += [f"Two layers: {line}" for line in bench_verdict(layers)]
         if measured:
             path = folder.path / "measured.yaml"
             device = facts.get("device name", options.device)
             base = options.base or described(str(device)) or _BASES[options.device]
-            name = f"{options.ranks} ranks on {device}, measured"
-            if options.one_device:
-                name = f"one of {name}"
+            name = f"{options.ranks} ranks on {device}"
+            name = f"one of {name}" if options.one_device else name
             source = (
-                f"Measured by commfuse-npu measure: {name.removesuffix(', measured')}, torch "
-                f"{facts.get('torch')}, {facts.get('backend')}, shapes of {options.config}"
+                f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
+                f"{facts.get('backend')}, shapes of {options.config}"
             )
             with whole_file(path) as part:
-                part.write_text(description(base, name, measured, facts, source), "utf-8")
+                text = description(base, f"{name}, measured", measured, facts, source)
+                part.write_text(text, "utf-8")
             rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
             outside = [f"`{row[0]}`" for row in rows if row[3] != "in the range"]
             said.append(
@@ -269,8 +321,11 @@ class _Run:
         print(f"Written: {page}")
 
 
+class _LeftOutError(Exception):
+    """There is no time, or there are no ranks, for it."""
+
+
 def _chosen(options: argparse.Namespace) -> list[str]:
-    """The steps that are asked for, in their order."""
     for name in options.steps or ():
         if name not in STEPS:
             raise FolderError(f"--steps {name}: choose from {', '.join(STEPS)}")

@@ -2,47 +2,25 @@
 
 A range goes from the lower to the upper quartile: of the layers where each has a figure of its own,
 else of single calls.  Peaks that are a product's (:attr:`Peaks`) stay as they are described, and
-what was measured becomes a share of them; where there is none the peak is what was reached.
-
-=========================  =========================================================================
-``npu.cube_flops``,        slope of a GEMM's seconds over its operations, as many as whole rounds
-``npu.gemm_efficiency``    of tiles take where there are tiles
-``npu.gemm_start``,        the same line where there is nothing to do: seconds, or the rows that
-``npu.half_rows``          take as long
-``npu.attention_...``      operations under the causal mask, of all queries, per second; on tiles
-                           also ``npu.half_rows``, from runs of fewer queries
-``npu.hbm_...``            two bytes read and two written of each number that is copied
-``npu.transfer_slowdown``  ``1 - alone / beside`` of GEMMs beside an exchange with all peers
-``host.post_overhead``     the host's time to post a step, of its operations where they are single
-``host.launch_overhead``   the host's time to launch a GEMM; of a post where none was launched
-``host.communicator_...``  device memory that is taken when a lane is there, with HCCL's own buffers
-``inside.rate``, ``...``   the largest message on all lanes at once, with HCCL's copies in its time;
-                           of an all-gather where that is faster and copies are told apart
-``host.message_copies``    0 where they are in the rate, else what such a message takes longer than
-                           a block of an all-gather, by the bytes that memory copies meanwhile
-``inside.latency``         half a ping-pong of 8 bytes
-``inside.beside_work``     by what that exchange takes longer, over the time of the GEMMs, where it
-                           outlasts them; where there are tiles
-=========================  =========================================================================
+what was measured becomes a share of them; where there is none the peak is what was reached.  Which
+figure is made of which step is in ``docs/simulate.md``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 from commfuse_npu.config_file import find_config, read_config
 from commfuse_npu.hardware.machine import TILE
+from commfuse_npu.tools.quartiles import Range, quartiles
 
 __all__ = ["Measured", "Peaks", "Range", "description", "figures", "quartiles"]
 
 Measured = Mapping[str, Sequence[Mapping[str, Any]]]
 """By step: what was timed."""
-
-Range = tuple[float, float, float]
-"""Low, typical, high."""
 
 _MOST_SLOWDOWN, _MOST_BESIDE, _MOST_COPIES = 0.9, 10.0, 4.0
 """As much as a description takes."""
@@ -83,14 +61,6 @@ def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
         reached = peaks.cube if peaks.cores else found["npu.cube_flops"][1]
         found |= dict(_attention(measured["attention"], peaks, reached))
     return found
-
-
-def quartiles(values: Sequence[float]) -> Range:
-    """The lower quartile, the median and the upper quartile."""
-    # Of one value Python before 3.13 makes none.
-    several = values if len(values) > 1 else [*values, *values]
-    low, middle, high = quantiles(several, n=4, method="inclusive")
-    return low, middle, high
 
 
 def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:

@@ -13,7 +13,7 @@ from commfuse_npu.runtime.whole_file import write_json
 
 __all__ = ["Deadline", "Folder", "FolderError"]
 
-_VERSION = 3
+_VERSION = 4
 
 
 class FolderError(ValueError):
@@ -30,7 +30,6 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether no step starts any more."""
         return time.monotonic() > self._last
 
     def limit(self, seconds: float) -> float:

@@ -75,7 +75,6 @@ class Launches(NamedTuple):
 
     @property
     def forms(self) -> list[Form]:
-        """The most useful first."""
         return [form for form in FORMS if form.name in self.commands]
 
 

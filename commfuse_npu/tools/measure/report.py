@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
+from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.measure.trainings import WARM_UP, Training
 
 __all__ = ["as_markdown", "compared", "launch_table", "verdict"]
@@ -21,7 +22,7 @@ _ALIKE = 0.01
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
     """Of one launch on a device: flags, times, equal weights, and what failed, as Markdown."""
-    ran = [one for one in trainings if one.log is not None]
+    ran = [one for one in trainings if not one.failed]
     if ran:
         today = _today(ran)
         sound = [one for one in ran if _loss_off(today, one) <= _ALIKE]
@@ -31,7 +32,7 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
             yield f"**Do not use**: {_titles(bad)}: losses are not those of {of}, or not finite."
         yield from _weights(ran, device)
     for one in trainings:
-        if one.log is None:
+        if one.failed:
             why, *said = one.failed.splitlines()
             cause = f"; `{said[-1].strip()}`" if said else ""
             yield f"**Could not run**: {one.form.title}: {why}{cause}"
@@ -59,15 +60,11 @@ def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
 
 
 def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
-    groups: dict[str | None, list[Training]] = {}
-    for one in ran:
-        groups.setdefault(one.log.weights if one.log else None, []).append(one)
-    for weights, same in groups.items():
+    for weights in dict.fromkeys(one.log.weights for one in ran):
+        same = [one for one in ran if one.log.weights == weights]
         if weights is not None and len(same) > 1:
             yield f"**The same weights, bit for bit**: {_titles(same)}."
-    same_sums = {
-        one.log.weights for one in ran if one.log and one.form.name in ("plain", "megatron")
-    }
+    same_sums = {one.log.weights for one in ran if one.form.name in ("plain", "megatron")}
     if device != "cpu" and len(same_sums - {None}) > 1:
         yield (
             "Plain collectives and Megatron's order are the same arithmetic, and their bits "
@@ -78,22 +75,21 @@ def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
 
 def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
     """A row of Markdown per form that ran: times, losses beside Megatron's, memory, weights."""
-    ran = [one for one in trainings if one.log is not None]
+    ran = [one for one in trainings if not one.failed]
     if not ran:
         return
     today = _today(ran)
     yield f"Medians and quartiles of the iterations after {WARM_UP}.\n"
     head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
-    yield from _head([*head, "most memory", "weights"])
+    yield table_head([*head, "most memory", "weights"], numbers=False)
     for one in ran:
-        assert one.log is not None
         low, middle, high = one.milliseconds
         cells = [one.form.title, f"`{one.form.flags}`" if one.form.flags else ""]
         cells += [f"{middle:,.1f}", f"{low:,.1f} .. {high:,.1f}"]
         cells += [f"{100 * (middle / _median(today) - 1):+.1f} %", f"{_loss_off(today, one):.1e}"]
         cells += [f"{one.log.peak / 1024:.2f} GiB" if one.log.peak else ""]
         cells += [f"`{one.log.weights[:8]}`" if one.log.weights else ""]
-        yield _row(cells)
+        yield table_row(cells)
 
 
 def compared(measured: Hardware, described: Hardware) -> list[tuple[str, str, str, str]]:
@@ -132,21 +128,13 @@ def as_markdown(
         lines += ["## The launch", "", *launch_table(trainings), ""]
     if figures:
         lines += ["## Figures, in SI units", ""]
-        lines += _head(["figure", "measured (quartiles)", "described", "lies"])
-        lines += [*map(_row, figures), ""]
+        head = "figure", "measured (quartiles)", "described", "lies"
+        lines += [table_head(head, numbers=False), *map(table_row, figures), ""]
     failures = [(f"launch, {one.form.title}", one.failed) for one in trainings if one.failed]
     for name, why in (*failed.items(), *failures):
         lines += [f"## {name}: failed", "", "```", why.strip(), "```", ""]
     lines += ["## Machine", "", *(f"- {k}: {v}" for k, v in facts.items() if v not in ([], None))]
     return "\n".join(lines) + "\n"
-
-
-def _head(cells: Sequence[str]) -> list[str]:
-    return [_row(cells), _row(["---"] * len(cells))]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _range(figure: Figure) -> str:
@@ -178,8 +166,6 @@ def _against(one: Training, other: Training) -> str:
 
 def _loss_off(one: Training, other: Training) -> float:
     """How far losses differ at most (relative); infinite where they are not finite."""
-    assert one.log is not None
-    assert other.log is not None
     pairs = list(zip(one.log.losses, other.log.losses, strict=False))
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf

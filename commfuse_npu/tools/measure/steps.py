@@ -6,14 +6,17 @@ No torch here: the process that asks the ranks need not have it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.tell import tell
 
-__all__ = ["LAUNCH", "LAYER", "STEPS", "Ask", "Scale", "Step", "Times"]
+__all__ = ["LAUNCH", "LAYER", "STEPS", "Ask", "Scale", "Step", "Times", "slowest"]
 
 LAYER, LAUNCH = "layer", "launch"
-"""Steps that are not for the ranks: :mod:`.layer` and :mod:`.trainings`."""
 
 Ask = Callable[..., list[Any]]
 """A method of :class:`~commfuse_npu.tools.measure.worker.Worker` and its arguments: by rank."""
@@ -21,15 +24,15 @@ Ask = Callable[..., list[Any]]
 Times = list[dict[str, Any]]
 """What was timed, by what it is of, with the ``seconds`` of single calls."""
 
-_BUFFERS = 1, 20, 200
-"""MB of each of a communicator's two: the last is HCCL's default."""
+_LAUNCHABLE = ("collective", "megatron", "coc-*", "auto")
+"""What can be launched, and ``collective``: nothing overlapped."""
 
 
 class Scale(NamedTuple):
     """How large and how often.
 
     Attributes:
-        config: whose layers the GEMMs are of.
+        path: of the model's configuration, whose layers the GEMMs are of.
         ranks: how many there are.
         rows: tokens of a micro-batch.
         shrink: divides every width, for a CPU.
@@ -37,7 +40,9 @@ class Scale(NamedTuple):
         calls: how often each is measured.
     """
 
+    path: Path
     config: ModelConfig
+    device: str
     ranks: int
     rows: int
     shrink: int
@@ -45,11 +50,24 @@ class Scale(NamedTuple):
     calls: int
 
     @classmethod
-    def of(cls, config: ModelConfig, ranks: int, device: str) -> Scale:
-        """The model's own on a device; on a CPU an eighth of its widths and 512 tokens."""
+    def of(cls, path: Path, ranks: int, device: str) -> Scale:
+        """The model's own on a device; on a CPU an eighth of its widths and 512 tokens.
+
+        Raises:
+            ConfigError: the configuration cannot be read.
+        """
+        config = ModelConfig.load(path)
         if device == "cpu":
-            return cls(config, ranks, 512, 8, 1 << 20, 7)
-        return cls(config, ranks, config.seq_length, 1, 1 << 26, 20)
+            return cls(path, config, device, ranks, 512, 8, 1 << 20, 7)
+        return cls(path, config, device, ranks, config.seq_length, 1, 1 << 26, 20)
+
+    @property
+    def messages(self) -> list[int]:
+        return [self.message >> shift for shift in (8, 4, 2, 0)]
+
+    def halves(self, most: int) -> list[int]:
+        """The rows, a half, a quarter, ... down to 16."""
+        return [self.rows >> shift for shift in range(most) if self.rows >> shift >= 16]
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of each linear layer on one rank."""
@@ -65,103 +83,40 @@ class Scale(NamedTuple):
         }
 
 
-def _links(ask: Ask, scale: Scale) -> Times:
-    pings = _slowest(ask("latency", scale.calls)[:1])
-    found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
-    for size in _sizes(scale):
-        for lanes in sorted({min(lanes, scale.ranks - 1) for lanes in (1, 2, 4, scale.ranks)}):
-            times = ask("lanes", size, lanes, scale.calls)
-            found.append({"bytes": size, "lanes": lanes, "seconds": _slowest(times)})
-    return found
+def slowest(by_rank: Sequence[Times]) -> Times:
+    """Of each call the time of the rank that took longest, and the most memory.
 
-
-def _collectives(ask: Ask, scale: Scale) -> Times:
-    return [
-        {"what": name, "bytes": size, "seconds": _slowest(ask("collective", name, size, calls))}
-        for calls in (scale.calls,)
-        for name in ("all-gather", "reduce-scatter", "all-to-all")
-        for size in _sizes(scale)
-    ]
-
-
-def _gemms(ask: Ask, scale: Scale) -> Times:
-    found: Times = []
-    for layer, (inputs, outputs) in scale.layers().items():
-        for rows in _halves(scale.rows, 6):
-            seconds = _slowest(ask("gemm", rows, inputs, outputs, scale.calls))
-            of = {"layer": layer, "rows": rows, "inputs": inputs, "outputs": outputs}
-            found.append({**of, "seconds": seconds})
-    return found
-
-
-def _host(ask: Ask, scale: Scale) -> Times:
-    calls = 2 * scale.calls
-    found = [{"what": "batch", "seconds": _slowest(ask("posting", calls, batched=True))}]
-    if ask("machine")[0]["backend"] == "gloo":
-        found.append({"what": "single", "seconds": _slowest(ask("posting", calls, batched=False))})
-    else:
-        # Single operations of HCCL open a communicator per pair, in an order that may hang.
-        found.append({"what": "GEMM", "seconds": _slowest(ask("launching", calls))})
-    return found
-
-
-def _beside(ask: Ask, scale: Scale) -> Times:
-    # A GEMM of a piece: shorter than what is sent beside it.
-    by_rank = ask("beside", scale.rows // 4, *scale.layers()["fc1"], scale.message, scale.calls)
-    return [
-        {"what": what, "seconds": _slowest([one[what] for one in by_rank])} for what in by_rank[0]
-    ]
-
-
-def _memory(ask: Ask, scale: Scale) -> Times:
-    seconds = _slowest(ask("copy", scale.message, scale.calls))
-    return [{"what": "copy", "numbers": scale.message, "seconds": seconds}]
-
-
-def _communicators(ask: Ask, scale: Scale) -> Times:
-    hccl = "hccl" in ask("machine")[0]["backend"]
-    found: Times = []
-    for megabytes in (_BUFFERS if hccl else (None,)) * 3:
-        by_rank = ask("communicator", megabytes)
-        taken = [one for _, one in by_rank]
-        bytes_taken = None if None in taken else max(taken)
-        of = {"MB of a buffer": megabytes, "bytes taken": bytes_taken}
-        found.append({**of, "seconds": [max(seconds for seconds, _ in by_rank)]})
-    return found
-
-
-def _attention(ask: Ask, scale: Scale) -> Times:
-    config, keys = scale.config, scale.rows
-    heads = max(1, config.num_attention_heads // scale.ranks // scale.shrink)
-    head = config.hidden_size // config.num_attention_heads
-    found: Times = []
-    for queries in _halves(keys, 4):
-        seconds = _slowest(ask("attention", queries, keys, heads, head, scale.calls))
-        of = {"queries": queries, "keys": keys, "heads": heads, "of": head}
-        found.append({**of, "seconds": seconds})
-    return found
-
-
-def _sizes(scale: Scale) -> list[int]:
-    """Bytes of messages."""
-    return [scale.message >> shift for shift in (8, 4, 2, 0)]
-
-
-def _halves(rows: int, most: int) -> list[int]:
-    """``rows``, a half, a quarter, ... down to 16."""
-    return [rows >> shift for shift in range(most) if rows >> shift >= 16]
-
-
-def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Of each call.
+    A rank without times, or a rank that does not know its memory, says ``[]`` and ``None``.
 
     Raises:
-        ValueError: one took no time, of which no figure can be made.
+        ValueError: a call took no time, of which no figure can be made.
     """
-    found = [max(times) for times in zip(*by_rank, strict=True)]
-    if not all(seconds > 0 for seconds in found):
-        raise ValueError(f"calls took {found} seconds: device events returned zero durations")
+    found = []
+    for rows in zip(*by_rank, strict=True):
+        known = [one["seconds"] for one in rows if one["seconds"]]
+        seconds = [max(times) for times in zip(*known, strict=True)]
+        if not all(one > 0 for one in seconds):
+            raise ValueError(f"calls took {seconds} seconds: device events returned zero durations")
+        row = {**rows[0], "seconds": seconds}
+        if "bytes taken" in row:
+            taken = [one["bytes taken"] for one in rows]
+            row["bytes taken"] = None if None in taken else max(taken)
+        found.append(row)
     return found
+
+
+def _layers(ask: Ask, scale: Scale) -> Times:
+    """The bench over the links as they are: quartiles of each form's seconds, and its result."""
+    conditions = Conditions(scale.path, scale.device, scale.shrink, scale.rows)
+    rounds = 3 if scale.device == "cpu" else 10
+    sweep = Sweep(scale.ranks, ("layers",), (0.0,), rounds, _LAUNCHABLE, dtype="bf16")
+    times = []
+    for one in Bench(ask, scale.ranks, conditions).run(sweep):
+        low, high = one.quartiles_ms
+        seconds = [ms / 1e3 for ms in (low, one.median_ms, high)]
+        times.append({"form": one.variant, "seconds": seconds, "result": asdict(one)})
+    tell("")
+    return times
 
 
 class Step(NamedTuple):
@@ -169,28 +124,27 @@ class Step(NamedTuple):
 
     Attributes:
         question: what it answers.
-        ask: the answer; of each call the time of the rank that took longest.  ``None``: it is not
-            for the ranks.
         alone: whether one device answers it.
         seconds: limit of one of its questions, for a slow machine.
+        ask: the answer; by default what the ranks' method of the step's name returns.
     """
 
     question: str
-    ask: Callable[[Ask, Scale], Times] | None
     alone: bool = False
-    seconds: float = 120
+    seconds: float = 600
+    ask: Callable[[Ask, Scale], Times] | None = None
 
 
 STEPS: Mapping[str, Step] = {
-    "links": Step("how fast are lanes, one and several at once?", _links),
-    "collectives": Step("how long do the collectives take that CommFuse replaces?", _collectives),
-    "gemms": Step("how long do GEMMs of a layer take, by rows?", _gemms, alone=True),
-    "host": Step("what does posting a step, or launching a GEMM, cost the host?", _host),
-    "beside": Step("do GEMMs and transfers slow each other down?", _beside),
-    LAYER: Step("how long do two layers take in each form?", None, seconds=600),
-    "memory": Step("how fast is memory?", _memory, alone=True),
-    "communicators": Step("how much memory does a lane take?", _communicators),
-    "attention": Step("how long does attention take, by queries?", _attention, alone=True),
-    LAUNCH: Step("how long do ten iterations of the launch take in each form?", None, seconds=900),
+    "links": Step("how fast are lanes, one and several at once?"),
+    "collectives": Step("how long do the collectives take that CommFuse replaces?"),
+    "gemms": Step("how long do GEMMs of a layer take, by rows?", alone=True),
+    "host": Step("what does posting a step, or launching a GEMM, cost the host?"),
+    "beside": Step("do GEMMs and transfers slow each other down?"),
+    LAYER: Step("how long do two layers take in each form?", ask=_layers),
+    "memory": Step("how fast is memory?", alone=True),
+    "communicators": Step("how much memory does a lane take?"),
+    "attention": Step("how long does attention take, by queries?", alone=True),
+    LAUNCH: Step("how long do ten iterations of the launch take in each form?", seconds=900),
 }
 """By name, the most useful first."""

@@ -47,7 +47,6 @@ class Stopwatch:
         self._piece: float | None = None
 
     def synchronise(self) -> None:
-        """Let the host wait for the whole device."""
         if self._module is not None:
             self._module.synchronize()
 

@@ -1,24 +1,21 @@
-"""Ten iterations of a launch in each of its forms, each kept when it is over."""
+"""Ten iterations of a launch in one of its forms, and what they printed."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
-from commfuse_npu.tools.measure.figures import Range, quartiles
-from commfuse_npu.tools.measure.folder import Deadline, Folder
+from commfuse_npu.tools.measure.folder import Folder
 from commfuse_npu.tools.measure.forms import FORMS, ITERATIONS, Form, Launches
 from commfuse_npu.tools.measure.steps import LAUNCH
+from commfuse_npu.tools.quartiles import Range, quartiles
 
-__all__ = ["BASELINE", "WARM_UP", "Training", "TrainingLog", "read_log", "train", "trained"]
+__all__ = ["BASELINE", "WARM_UP", "Training", "TrainingError", "TrainingLog", "file_of",
+           "limit_of", "read_log", "train", "trained"]  # fmt: skip
 
 WARM_UP = 3
 """Iterations that do not count: buffers, connections and compiled kernels come with them."""
@@ -61,6 +58,11 @@ class TrainingLog:
     peak: float | None = None
     weights: str | None = None
 
+    @property
+    def steady(self) -> list[float]:
+        """Milliseconds of the iterations after :data:`WARM_UP`."""
+        return self.milliseconds[WARM_UP:]
+
     def baseline(self) -> dict[str, list[Any]]:
         """As ``tests/st/baseline_results`` of MindSpeed-LLM has it; ms, MB and TFLOP/s."""
         memory = [
@@ -89,94 +91,44 @@ def read_log(text: str) -> TrainingLog:
 
 
 class Training(NamedTuple):
-    """What came of a form: its log, or ``None`` and why it failed, the cause last."""
+    """What came of a form: its log, or why it failed, the cause last."""
 
     form: Form
-    log: TrainingLog | None
+    log: TrainingLog
     failed: str = ""
 
     @property
     def milliseconds(self) -> Range:
         """Quartiles of the iterations after :data:`WARM_UP`."""
-        assert self.log is not None
-        return quartiles(self.log.milliseconds[WARM_UP:])
+        return quartiles(self.log.steady)
 
 
-def train(
-    text: str,
-    launches: Launches,
-    folder: Folder,
-    deadline: Deadline,
-    *,
-    first: float,
-    limit: float | None = None,
-) -> list[str]:
-    """Train each form that is not kept, and keep it; a form that fails leaves the others.
+class TrainingError(Exception):
+    """A form could not be trained: why, and what it printed last."""
 
-    The folder gets a form's figures (``launch_FORM.json``), what it printed (``launch_FORM.log``)
-    and what system tests of MindSpeed-LLM compare with (``baseline_FORM.json``).
+
+def limit_of(longest: float, first: float) -> float:
+    """Seconds for a form: ``first`` before one is trained.
+
+    Then the others have three times as long as it and three minutes: they are the same work, and
+    none may take the time of all.
+    """
+    return min(first, 3 * longest + 180) if longest else first
+
+
+def train(form: Form, launches: Launches, folder: Folder, limit: float) -> TrainingLog:
+    """Train a form.
+
+    The folder gets what it printed (``launch_FORM.log``) and what system tests of MindSpeed-LLM
+    compare with (``baseline_FORM.json``).
 
     Args:
-        text: the launch, as it was asked for.
-        first: seconds for a form before one is trained.  Then the others have three times as long
-            as it and three minutes: they are the same work, and none may take the time of all.
-        limit: seconds for each form instead.
+        limit: seconds.
 
-    Returns:
-        the names of the forms that failed or were left out.
+    Raises:
+        TrainingError: it failed, or took longer.
     """
-    left = []
-    longest = 0.0
-    folder.keep(LAUNCH, {"launch": text})
-    for form in launches.forms:
-        kept = folder.kept(_name(form))
-        if kept is not None and kept["launch"] == text and "log" in kept:
-            print(f"launch, {form.title}: kept")
-            longest = max(longest, kept["took seconds"])
-            continue
-        seconds = limit or (min(first, 3 * longest + 180) if longest else first)
-        start = time.monotonic()
-        if deadline.over:
-            found = Training(form, None, f"left out, {deadline.minutes:g} minutes are over")
-        else:
-            print(f"launch, {form.title}", flush=True)
-            found = _train(form, launches, folder, deadline.limit(seconds))
-        took = time.monotonic() - start
-        content = {"launch": text, "command": shlex.join(launches.commands[form.name])}
-        if found.log is None:
-            folder.keep(_name(form), {**content, "failed": found.failed})
-            lines = found.failed.splitlines()
-            why = " ".join(dict.fromkeys((lines[0], lines[-1])))
-            print(f"launch, {form.title}: failed: {why}", file=sys.stderr)
-            left.append(form.name)
-            continue
-        longest = max(longest, took)
-        log = {"log": asdict(found.log), "took seconds": round(took, 1)}
-        folder.keep(_name(form), {**content, **log})
-        write_json(folder.path / f"baseline_{form.name}.json", found.log.baseline(), indent=4)
-        print(f"launch, {form.title}: {found.milliseconds[1]:.1f} ms, in {took:.0f} s", flush=True)
-    return left
-
-
-def trained(folder: Folder) -> list[Training]:
-    """What is kept of the last launch, in the order of the forms."""
-    last = (folder.kept(LAUNCH) or {}).get("launch")
-    stored = [(form, folder.kept(_name(form))) for form in FORMS]
-    return [
-        Training(
-            form, TrainingLog(**kept["log"]) if "log" in kept else None, kept.get("failed", "")
-        )
-        for form, kept in stored
-        if kept is not None and kept["launch"] == last
-    ]
-
-
-def _name(form: Form) -> str:
-    return f"{LAUNCH}_{form.name}"
-
-
-def _train(form: Form, launches: Launches, folder: Folder, limit: float) -> Training:
-    path = folder.path / f"{_name(form)}.log"
+    path, why = folder.path / f"{file_of(form)}.log", ""
     try:
         code = run_bounded(
             launches.commands[form.name],
@@ -185,19 +137,31 @@ def _train(form: Form, launches: Launches, folder: Folder, limit: float) -> Trai
             log=path,
             seconds=limit,
         )
+        why = f"exit code {code}" if code else ""
     except TimeoutError as error:
-        return Training(form, None, _failure(f"{error}; give more with --timeout", path))
+        why = f"{error}; give more with --timeout"
     except OSError as error:
-        return Training(form, None, _failure(str(error), path))
-    if code:
-        return Training(form, None, _failure(f"exit code {code}", path))
-    log = read_log(path.read_text("utf-8", errors="replace"))
-    if (found := min(len(log.milliseconds), len(log.losses))) < ITERATIONS:
+        why = str(error)
+    log = TrainingLog() if why else read_log(path.read_text("utf-8", errors="replace"))
+    if not why and (found := min(len(log.milliseconds), len(log.losses))) < ITERATIONS:
         why = f"{found} of {ITERATIONS} iterations with a loss"
-        return Training(form, None, _failure(why, path))
-    return Training(form, log)
+    if why:
+        printed: Sequence[str] = last_lines(path) if path.exists() else []
+        raise TrainingError("\n".join((f"{why} ({path})", *printed)))
+    write_json(folder.path / f"baseline_{form.name}.json", log.baseline(), indent=4)
+    return log
 
 
-def _failure(why: str, log: Path) -> str:
-    said: Sequence[str] = last_lines(log) if log.exists() else []
-    return "\n".join((f"{why} ({log})", *said))
+def trained(folder: Folder) -> list[Training]:
+    """What is kept of the last launch, in the order of the forms."""
+    last = (folder.kept(LAUNCH) or {}).get("launch")
+    return [
+        Training(form, TrainingLog(**kept.get("log", {})), kept.get("failed", ""))
+        for form in FORMS
+        if (kept := folder.kept(file_of(form))) is not None and kept["launch"] == last
+    ]
+
+
+def file_of(form: Form) -> str:
+    """The name of a form's files in the folder."""
+    return f"{LAUNCH}_{form.name}"

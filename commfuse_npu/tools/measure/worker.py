@@ -1,6 +1,6 @@
-"""What a rank measures when it is asked; all ranks are asked alike.
+"""What a rank measures in each step when it is asked; all ranks are asked alike.
 
-Times are seconds of one call, a list per question.  What the host takes to launch is measured by
+Times are seconds of one call.  What the host takes to launch is measured by
 itself, and in no other time of a device (:mod:`commfuse_npu.tools.measure.stopwatch`).
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from commfuse_npu.runtime.hccl_options import buffers_of
 from commfuse_npu.runtime.transport import Transport, post_swap
+from commfuse_npu.tools.bench.worker import FormsWorker
+from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 __all__ = ["Exchange", "Worker"]
 
-_RESIDENT = Path("/proc/self/statm")
+_PROCESSOR, _RESIDENT = Path("/proc/cpuinfo"), Path("/proc/self/statm")
 _AHEAD = 4096
 """Rows, columns and depth of the GEMM that a device is given ahead of what is timed."""
 _TRAIN = 8
@@ -34,6 +38,8 @@ _SHARE = 0.75
 """Of the time of an exchange, for the GEMMs beside it."""
 _TURNS = 8
 """Of a ping-pong, to and fro."""
+_BUFFERS = 1, 20, 200
+"""MB of each of a communicator's two: the last is HCCL's default."""
 
 
 class Exchange:
@@ -60,19 +66,16 @@ class Exchange:
         self._works: list[Any] = []
 
     def run(self) -> None:
-        """:meth:`begin` and :meth:`end`."""
         self.begin()
         self.end()
 
     def begin(self) -> None:
-        """Post all of it."""
         for lane, theirs, target, source in self.swaps:
             self._works += post_swap(
                 lane, self._mine, theirs, target, source, batched=self._batched
             )
 
     def end(self) -> None:
-        """Wait for all of it."""
         for work in self._works:
             self._transport.wait_for(work)
         self._works = []
@@ -96,35 +99,35 @@ def _mark(rank: int) -> int:
     return 1 + rank % 255
 
 
-class Worker:
+class Worker(FormsWorker):
     """One rank of the default process group, which has been made, on lanes of its own."""
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._transport = Transport.create(lanes=max(1, self.size - 1))
-        self._device = torch.device(self._transport.device_type)
+        super().__init__()
         self._kernels = kernels_for(self._device)
-        on_cpu = self._device.type == "cpu"
-        self._module = None if on_cpu else torch.get_device_module(self._device)
-        side = 0 if on_cpu else _AHEAD
-        a, b, out = (self._numbers(side, side) for _ in range(3))
+        self._backend = dist.get_backend(self._transport.lane_groups[0])
+        side = 0 if self._module is None else _AHEAD
+        ahead = self._product(side, side, side)
         token = torch.zeros(1, device=self._device)
         group = self._transport.group
         self._stopwatch = Stopwatch(
             self._module,
-            ahead=lambda: self._kernels.gemm_into(out, a, b),
+            ahead=ahead,
             meet=lambda: dist.all_reduce(token, group=group),
             barrier=lambda: dist.barrier(group),
         )
 
     def machine(self) -> dict[str, Any]:
         """Host, versions, and the device's name, bytes of memory and cube cores where it tells."""
-        found = {
+        info = _PROCESSOR.read_text() if _PROCESSOR.exists() else ""
+        named = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+        found: dict[str, Any] = {
+            "processor": named[1] if named else platform.processor() or platform.machine(),
             "host": platform.node(),
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "backend": dist.get_backend(self._transport.lane_groups[0]),
+            "backend": self._backend,
             "cores": os.cpu_count(),
             "device": self._device.type,
             "lanes": self._transport.lanes,
@@ -137,18 +140,15 @@ class Worker:
             found["cube cores"] = getattr(properties, "cube_core_num", None)
         return found
 
-    # ------------------------------------------------------------------ transfers
-
-    def posting(self, calls: int, *, batched: bool) -> list[float]:
-        """Seconds of the host for a send and a receive of 8 bytes, posted and waited for."""
-        # Each on a lane of its own, waited for behind all: a device overlaps them.
-        exchange = Exchange(self._transport, 8, self.size - 1, batched=batched)
-        return [seconds / len(exchange.swaps) for seconds in self._of_host(exchange.run, calls)]
-
-    def launching(self, calls: int) -> list[float]:
-        """Seconds of the host for a GEMM of 16 rows and columns."""
-        a, b, out = (self._numbers(16, 16) for _ in range(3))
-        return self._of_host(lambda: self._kernels.gemm_into(out, a, b), calls)
+    def links(self, scale: Scale) -> Times:
+        """Half a ping-pong, then messages on one and several lanes at once."""
+        pings = self.latency(scale.calls)
+        found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
+        for size in scale.messages:
+            for lanes in sorted({min(lanes, self.size - 1) for lanes in (1, 2, 4, self.size)}):
+                seconds = self.lanes(size, lanes, scale.calls)
+                found.append({"bytes": size, "lanes": lanes, "seconds": seconds})
+        return found
 
     def latency(self, calls: int) -> list[float]:
         """Half a ping-pong of 8 bytes between ranks 0 and 1; the others have no times."""
@@ -169,70 +169,69 @@ class Worker:
         """A message of ``size`` bytes to each of ``lanes`` peers, and one from each, at once."""
         return self._exchanged(Exchange(self._transport, size, lanes), calls)
 
-    def collective(self, name: str, size: int, calls: int) -> list[float]:
-        """``size`` bytes from every rank to every other one, in bf16, by the backend's own."""
-        group, blocks = self._transport.group, self._numbers(self.size, size // 2)
-        call = {
-            "all-gather": lambda: all_gather_rows(blocks[:1], group),
-            "reduce-scatter": lambda: reduce_scatter_rows(blocks, group),
-            "all-to-all": lambda: all_to_all_rows(blocks, group),
-        }[name]
-        return self._timed(call, calls, together=True)
+    def collectives(self, scale: Scale) -> Times:
+        """So many bytes from every rank to every other one, in bf16, by the backend's own."""
+        group, found = self._transport.group, []
+        for size in scale.messages:
+            blocks = self._numbers(self.size, size // 2)
+            for name, call in {
+                "all-gather": partial(all_gather_rows, blocks[:1], group),
+                "reduce-scatter": partial(reduce_scatter_rows, blocks, group),
+                "all-to-all": partial(all_to_all_rows, blocks, group),
+            }.items():
+                seconds = self._timed(call, scale.calls, together=True)
+                found.append({"what": name, "bytes": size, "seconds": seconds})
+        return found
 
-    def communicator(self, megabytes: int | None) -> tuple[float, int | None]:
-        """One more lane: made, its links opened, and closed.
+    def gemms(self, scale: Scale) -> Times:
+        """``[rows, inputs] @ [inputs, outputs]`` in bf16."""
+        found = []
+        for layer, (inputs, outputs) in scale.layers().items():
+            for rows in scale.halves(6):
+                seconds = self._timed(self._product(rows, inputs, outputs), scale.calls)
+                shape = {"rows": rows, "inputs": inputs, "outputs": outputs}
+                found.append({"layer": layer, **shape, "seconds": seconds})
+        return found
 
-        Args:
-            megabytes: of each of HCCL's two buffers; ``None`` for other backends.
+    def host(self, scale: Scale) -> Times:
+        """Seconds of the host for a send and a receive of 8 bytes, posted and waited for.
 
-        Returns:
-            the seconds that :meth:`Transport.create` takes, and the bytes that it takes: of the
-            device's memory, on a CPU of this process's resident set.  ``None`` where the system
-            does not say.
+        On gloo also as single operations, elsewhere for a GEMM of 16 rows and columns: single
+        operations of HCCL open a communicator per pair, in an order that may hang.
         """
-        options = None if megabytes is None else buffers_of(megabytes)
-        self._stopwatch.synchronise()
-        dist.barrier(self._transport.group)
-        start, before = time.perf_counter(), self._taken()
-        made = Transport.create(lanes=1, lane_options=options)
-        self._stopwatch.synchronise()
-        seconds, after = time.perf_counter() - start, self._taken()
-        made.close()
-        return seconds, None if before is None or after is None else max(0, after - before)
+        calls = 2 * scale.calls
 
-    # ------------------------------------------------------------------ work
+        def posting(batched: bool) -> list[float]:
+            # Each on a lane of its own, waited for behind all: a device overlaps them.
+            exchange = Exchange(self._transport, 8, self.size - 1, batched=batched)
+            times = self._of_host(exchange.run, calls)
+            return [seconds / len(exchange.swaps) for seconds in times]
 
-    def gemm(self, m: int, k: int, n: int, calls: int) -> list[float]:
-        """``[m, k] @ [k, n]`` in bf16."""
-        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
-        return self._timed(lambda: self._kernels.gemm_into(out, a, b), calls)
+        found = [{"what": "batch", "seconds": posting(True)}]
+        if self._backend == "gloo":
+            return [*found, {"what": "single", "seconds": posting(False)}]
+        return [
+            *found,
+            {"what": "GEMM", "seconds": self._of_host(self._product(16, 16, 16), calls)},
+        ]
 
-    def copy(self, numbers: int, calls: int) -> list[float]:
-        """A copy of so many bf16 numbers: reads and writes two bytes of each."""
-        source = self._numbers(numbers)
-        out = torch.empty_like(source)
-        return self._timed(lambda: out.copy_(source), calls)
+    def beside(self, scale: Scale) -> Times:
+        """GEMMs of a piece and an exchange with all peers, alone and begun together."""
+        inputs, outputs = scale.layers()["fc1"]
+        gemm = self._product(scale.rows // 4, inputs, outputs)
+        by = self.side_by_side(gemm, scale.message, scale.calls)
+        return [{"what": what, "seconds": seconds} for what, seconds in by.items()]
 
-    def attention(self, rows: int, keys: int, heads: int, head: int, calls: int) -> list[float]:
-        """The last ``rows`` queries against ``keys`` keys, causal, forward."""
-        q, k, v = (self._numbers(length, 1, heads, head) for length in (rows, keys, keys))
-        return self._timed(lambda: self._kernels.attention_forward(q, k, v, causal=True), calls)
-
-    def beside(self, m: int, k: int, n: int, size: int, calls: int) -> dict[str, list[float]]:
-        """GEMMs and an exchange with all peers, alone and begun together.
-
-        As many GEMMs, one behind the other, as take most of the time of the exchange.
+    def side_by_side(
+        self, gemm: Callable[[], object], size: int, calls: int
+    ) -> dict[str, list[float]]:
+        """As many GEMMs, one behind the other, as take most of the time of an exchange.
 
         Returns:
             seconds of the GEMMs (``gemm``) and of the ``exchange`` alone, of the GEMMs while the
             exchange is under way (``gemm beside``), and until both are over (``both``).
         """
-        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
         exchange = Exchange(self._transport, size, self._transport.lanes)
-
-        def gemm() -> None:
-            self._kernels.gemm_into(out, a, b)
-
         alone = self._exchanged(exchange, calls)
         times = math.floor(_SHARE * min(alone) / min(self._timed(gemm, calls)))
         # As many on all ranks.
@@ -260,10 +259,50 @@ class Worker:
             "both": [sum(one) for one in laps],
         }
 
-    # ------------------------------------------------------------------ how
+    def memory(self, scale: Scale) -> Times:
+        """A copy of bf16 numbers: reads and writes two bytes of each."""
+        source = self._numbers(scale.message)
+        out = torch.empty_like(source)
+        seconds = self._timed(lambda: out.copy_(source), scale.calls)
+        return [{"what": "copy", "numbers": scale.message, "seconds": seconds}]
+
+    def communicators(self, scale: Scale) -> Times:
+        """One more lane: made, its links opened, and closed; by MB of each of HCCL's buffers.
+
+        The bytes that it takes are of the device's memory, on a CPU of this process's resident
+        set; ``None`` where the system does not say.
+        """
+        found = []
+        for megabytes in (_BUFFERS if "hccl" in self._backend else (None,)) * 3:
+            options = None if megabytes is None else buffers_of(megabytes)
+            self._together()
+            start, before = time.perf_counter(), self._taken()
+            made = Transport.create(lanes=1, lane_options=options)
+            seconds, after = self._now() - start, self._taken()
+            made.close()
+            taken = None if before is None or after is None else max(0, after - before)
+            row = {"MB of a buffer": megabytes, "bytes taken": taken, "seconds": [seconds]}
+            found.append(row)
+        return found
+
+    def attention(self, scale: Scale) -> Times:
+        """The last queries against all keys, causal, forward, by the number of queries."""
+        config, keys, found = scale.config, scale.rows, []
+        heads = max(1, config.num_attention_heads // scale.ranks // scale.shrink)
+        head = config.hidden_size // config.num_attention_heads
+        k, v = (self._numbers(keys, 1, heads, head) for _ in range(2))
+        for queries in scale.halves(4):
+            q = self._numbers(queries, 1, heads, head)
+            call = partial(self._kernels.attention_forward, q, k, v, causal=True)
+            of = {"queries": queries, "keys": keys, "heads": heads, "of": head}
+            found.append({**of, "seconds": self._timed(call, scale.calls)})
+        return found
+
+    def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
+        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
+        return lambda: self._kernels.gemm_into(out, a, b)
 
     def _taken(self) -> int | None:
-        """Bytes of memory that are not free."""
         if self._module is not None:
             free, total = self._module.mem_get_info()
             return int(total - free)
@@ -298,11 +337,10 @@ class Worker:
         clock = time.thread_time if self._module is None else time.perf_counter
         times = []
         for _ in range(calls + 1):
-            self._stopwatch.synchronise()
-            dist.barrier(self._transport.group)
+            self._together()
             start = clock()
             for _ in range(_TRAIN):
                 post()
-            self._stopwatch.synchronise()
+            self._synchronise()
             times.append((clock() - start) / _TRAIN)
         return times[1:]

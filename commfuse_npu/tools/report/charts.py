@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from commfuse_npu.tools.report.palette import color
-
-__all__ = ["Bar", "Bit", "Chart", "Line", "Parts", "Picture", "Row", "Table", "bars", "gantt",
-           "lines", "parts"]  # fmt: skip
+__all__ = ["COLORS", "Bar", "Bit", "Chart", "Line", "Parts", "Picture", "Row", "Table", "bars",
+           "gantt", "lines", "parts"]  # fmt: skip
 
 Chart = dict[str, Any]
 """A specification in Vega-Lite: one view, with a ``description`` and a ``height``."""
 
+COLORS = {
+    "faint": "#59636e",
+    "blue": "#0b62c4",
+    "orange": "#c25400",
+    "grey": "#6e7781",
+    "green": "#1a7f37",
+    "purple": "#8250df",
+    "teal": "#0a7a83",
+    "red": "#cf222e",
+    "pale": "#9cc4f0",
+}
+"""By name."""
+
 _NAMED = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
           "ticks": False, "domain": False}  # fmt: skip
 """An axis of names, each after a number, by which equal ones differ."""
-_ABOVE = _NAMED | {"labelAlign": "left", "labelPadding": 0, "labelOffset": -16}
-"""The same, above what they name."""
 
 
 class Table(NamedTuple):
@@ -93,43 +102,33 @@ def bars(
     title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float] | None, note: str = ""
 ) -> Picture:
     """A bar for each, with its range as whiskers, and a line across all to compare with."""
-    rows = [one._asdict() | {"color": color(one.color), "number": n} for n, one in enumerate(shown)]
-    bar: Chart = {
-        "mark": {"type": "bar", "height": 14, "tooltip": True},
-        "encoding": {"x": _x("value", axis), "color": {"field": "color", "scale": None}},
-    }
+    rows = [[one._asdict() | {"color": COLORS[one.color]}] for one in shown]
+    color = {"field": "color", "scale": None}
     whiskers: Chart = {
         "transform": [{"filter": "datum.low < datum.high"}],
         "mark": {"type": "errorbar", "ticks": {"size": 9}},
         "encoding": {"x": _x("low", axis), "x2": {"field": "high"}},
     }
-    of_bars = [bar, whiskers] if any(one.low < one.high for one in shown) else [bar]
-    said = [one.said for one in shown]
-    chart = _stack(axis, said, rows, of_bars, _reference(line, "x"))
-    cells = tuple((one.name, *map(_number, one[1:4])) for one in shown)
-    table = Table(("variant", "typical", "least", "most"), cells, f"{title}: {axis}", folded=True)
-    return Picture(title, chart, (table,), note)
+    more = [whiskers] if any(one.low < one.high for one in shown) else []
+    chart = _below_each_other(axis, shown, rows, {"color": color}, more, _reference(line, "x"))
+    head = "variant", "typical", "least", "most"
+    return Picture(title, chart, (_numbers(head, shown, title, axis),), note)
 
 
 def parts(title: str, axis: str, shown: Sequence[Parts]) -> Picture:
-    """A stacked bar for each."""
     kinds = ("computing alone", "computing, transfers hidden behind it", "exposed")
     rows = [
-        {"number": n, "part": kind, "place": place, "value": one[1 + place]}
-        for n, one in enumerate(shown)
-        for place, kind in enumerate(kinds)
+        [{"part": kind, "place": at, "value": one[1 + at]} for at, kind in enumerate(kinds)]
+        for one in shown
     ]
-    bar: Chart = {
-        "mark": {"type": "bar", "height": 14, "tooltip": True},
-        "encoding": {
-            "x": _x("value", axis),
-            "color": _hue("part", kinds, ("blue", "pale", "red")),
-            "order": {"field": "place"},
-        },
-    }
-    chart = _stack(axis, [one.said for one in shown], rows, [bar], [])
-    cells = tuple((one.name, *map(_number, one[1:4])) for one in shown)
-    return Picture(title, chart, (Table(("variant", *kinds), cells, f"{title}: {axis}", True),))
+    hue = _hue("part", kinds, ("blue", "pale", "red"))
+    chart = _below_each_other(axis, shown, rows, {"color": hue, "order": {"field": "place"}})
+    return Picture(title, chart, (_numbers(("variant", *kinds), shown, title, axis),))
+
+
+def _numbers(head: tuple[str, ...], shown: Sequence[Bar | Parts], title: str, axis: str) -> Table:
+    cells = tuple((one.name, *(f"{value:.4g}" for value in one[1:4])) for one in shown)
+    return Table(head, cells, f"{title}: {axis}", folded=True)
 
 
 def lines(
@@ -152,46 +151,43 @@ def lines(
         show: how a figure is written in the table.
     """
     steps = list(dict.fromkeys(at for one in shown for at, _ in one.points))
-    rows = [{"name": one.name, "at": at, "value": v} for one in shown for at, v in one.points]
     names = [one.name for one in shown]
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
                 "axis": {"labelAngle": 0}}  # fmt: skip
     if not any(isinstance(at, str) for at in steps):
-        ticks: Chart = (
-            {"grid": False, "tickMinStep": 1, "format": "d"}
-            if whole
-            else {"grid": False, "format": ".4~g"}
-        )
-        x |= {"type": "quantitative", "scale": {"zero": False, "nice": False}, "axis": ticks}
+        ticks: Chart = {"tickMinStep": 1, "format": "d"} if whole else {"format": ".4~g"}
         if len(steps) <= 8:
             ticks["values"] = steps
+        x |= {"type": "quantitative", "scale": {"zero": False, "nice": False},
+              "axis": {"grid": False, **ticks}}  # fmt: skip
     # Of equal domains Vega makes one legend. No two of 80 lines look alike: 10 hues, 8 marks, and
     # dashes for all that are not ours.
     kind = {"field": "name", "type": "nominal", "scale": {"domain": names}}
-    dashes = [[1, 0] if one.ours else [6, 3] for one in shown]
-    dashed = kind | {"scale": {"domain": names, "range": dashes}, "legend": None}
-    y = {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}}
-    marks = {"type": "point", "filled": True, "size": 70, "opacity": 1, "tooltip": True}
-    if len(steps) > 40:
-        marks["opacity"] = 0  # the mouse finds them
-    drawn = {
-        "encoding": {"x": x, "y": y, "color": kind | {"legend": {"symbolOpacity": 1}}},
-        "layer": [
-            {"mark": "line", "encoding": {"strokeDash": dashed}},
-            {"mark": marks, "encoding": {"shape": kind}},
-        ],
-    }
+    dashes = {"domain": names, "range": [[1, 0] if one.ours else [6, 3] for one in shown]}
+    # Among many the mouse finds the points.
+    opacity = 1 if len(steps) <= 40 else 0
+    rows = [{"name": one.name, "at": at, "value": v} for one in shown for at, v in one.points]
     chart: Chart = {
         "description": f"Lines. {title}, over {axis}: {', '.join(names)}. {note}",
         "height": 300,
         "data": {"values": rows},
-        "layer": [drawn, *_reference(line, "y")],
-    }
+        "layer": [
+            {"encoding": {
+                "x": x,
+                "y": {"field": "value", "type": "quantitative", "title": None,
+                      "scale": {"zero": False}},
+                "color": kind | {"legend": {"symbolOpacity": 1}}},
+             "layer": [
+                {"mark": "line",
+                 "encoding": {"strokeDash": kind | {"scale": dashes, "legend": None}}},
+                {"mark": {"type": "point", "filled": True, "size": 70, "opacity": opacity,
+                          "tooltip": True},
+                 "encoding": {"shape": kind}}]},
+            *_reference(line, "y"),
+        ],
+    }  # fmt: skip
     known = [dict(one.points) for one in shown]
-    cells = tuple(
-        (f"{at}", *(show(of_line[at]) if at in of_line else "-" for of_line in known))
-        for at in steps
-    )
+    cells = tuple((f"{at}", *(show(of[at]) if at in of else "-" for of in known)) for at in steps)
     return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),), note)
 
 
@@ -228,35 +224,41 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
              "encoding": {"x": {"value": -66}, "text": {"field": "said"}}},
         ],
     }  # fmt: skip
-    return Picture(title, chart, tuple(map(_table_of, shown)))
+    tables = []
+    for row in shown:
+        cells = tuple(
+            (bit.name, bit.lane, *(f"{ms:.3f}" for ms in (bit.start, bit.end, bit.end - bit.start)))
+            for bit in sorted(row.bits, key=lambda bit: (bit.start, bit.lane))
+        )
+        head = "what", "lane", "from, ms", "to, ms", "takes, ms"
+        tables.append(Table(head, cells, row.said, folded=True))
+    return Picture(title, chart, tuple(tables))
 
 
-def _table_of(row: Row) -> Table:
-    cells = tuple(
-        (bit.name, bit.lane, *(f"{ms:.3f}" for ms in (bit.start, bit.end, bit.end - bit.start)))
-        for bit in sorted(row.bits, key=lambda bit: (bit.start, bit.lane))
-    )
-    return Table(("what", "lane", "from, ms", "to, ms", "takes, ms"), cells, row.said, folded=True)
-
-
-def _stack(
-    axis: str, said: list[str], rows: list[Chart], of_bars: list[Chart], across: list[Chart]
+def _below_each_other(
+    axis: str,
+    shown: Sequence[Bar | Parts],
+    rows: Sequence[Sequence[Chart]],
+    encoding: Chart,
+    more: Sequence[Chart] = (),
+    across: Sequence[Chart] = (),
 ) -> Chart:
-    """Horizontal bars, each below what is said of it."""
-    order = [f"{n} {one}" for n, one in enumerate(said)]
+    """Horizontal bars, each below what is said of it; ``rows``: what each is made of."""
+    order = [f"{n} {one.said}" for n, one in enumerate(shown)]
+    above = _NAMED | {"labelAlign": "left", "labelPadding": 0, "labelOffset": -16}
     y = {"field": "row", "type": "nominal", "scale": {"domain": order}, "title": None,
-         "axis": _ABOVE}  # fmt: skip
-    rows = [row | {"row": order[row["number"]]} for row in rows]
-    return {
-        "description": f"Bars. {axis}. {'; '.join(said)}",
-        "height": 46 * len(said),
-        "data": {"values": rows},
-        "layer": [{"encoding": {"y": y}, "layer": of_bars}, *across],
+         "axis": above}  # fmt: skip
+    bar: Chart = {
+        "mark": {"type": "bar", "height": 14, "tooltip": True},
+        "encoding": {"x": _x("value", axis), **encoding},
     }
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
+    named = [one | {"row": row} for row, made in zip(order, rows, strict=True) for one in made]
+    return {
+        "description": f"Bars. {axis}. {'; '.join(one.said for one in shown)}",
+        "height": 46 * len(order),
+        "data": {"values": named},
+        "layer": [{"encoding": {"y": y}, "layer": [bar, *more]}, *across],
+    }
 
 
 def _x(field: str, title: str) -> Chart:
@@ -264,7 +266,7 @@ def _x(field: str, title: str) -> Chart:
 
 
 def _hue(field: str, names: Sequence[str], colors: Sequence[str]) -> Chart:
-    scale = {"domain": names, "range": [color(one) for one in colors]}
+    scale = {"domain": names, "range": [COLORS[one] for one in colors]}
     return {"field": field, "type": "nominal", "scale": scale}
 
 
@@ -276,7 +278,7 @@ def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
     at = {along: {"datum": value, "type": "quantitative"}}
     end: Chart = {"x": "width", "align": "right", "dy": -6} if along == "y" else {
         "y": -6, "align": "left", "dx": 4}  # fmt: skip
-    hue = color("orange" if name.lower().startswith("megatron") else "faint")
+    hue = COLORS["orange" if name.lower().startswith("megatron") else "faint"]
     return [
         {"data": {"values": [{}]}, "mark": mark, "encoding": at}
         for mark in (

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench import sweep
-from commfuse_npu.tools.bench.worker import Worker
+from commfuse_npu.tools.bench import command
+from commfuse_npu.tools.measure.worker import Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT
 
@@ -66,7 +66,7 @@ def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch,
         )
         group.kill()  # their links have a rate
 
-    monkeypatch.setattr(sweep, "Ranks", borrowed)
+    monkeypatch.setattr(command, "Ranks", borrowed)
     _run(tmp_path, capsys, "--sequence", "70")
     notes = json.loads((tmp_path / "bench.json").read_text())["machine"]["notes"]
     assert "--sequence 70: 64 rows on 2 ranks, where a rank's block is a multiple of 16" in notes

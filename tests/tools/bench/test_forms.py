@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -12,29 +11,24 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import tuning
-from commfuse_npu.tools.bench import baselines, ring
-from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Sliced
+from commfuse_npu.tools.bench import baselines
+from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Ring, Sliced
 from commfuse_npu.tools.bench.carriers import (
-    BufferPool,
     DirectExchange,
     NoTransfers,
     Pending,
     TorchCollectives,
 )
-from commfuse_npu.tools.bench.forms import Form
-from commfuse_npu.tools.bench.ring import Ring
+from commfuse_npu.tools.bench.forms import TakingTurns
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms, modelled_seconds
-from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, applies_to, of_group
-from commfuse_npu.tools.bench.worker import Worker
+from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, of_group
+from commfuse_npu.tools.bench.worker import FormsWorker as Worker
+from tests.limits import LIMIT
 
 _long = pytest.mark.long
 
 # ------------------------------------------------------------------- on real ranks
-
-
-_LIMIT = 280.0
-"""Seconds that ranks may take on a machine that does other things as well."""
 
 
 def _shape(size: int) -> Shape:
@@ -49,9 +43,9 @@ def _check(rank: int, dtype: str, works: tuple[str, ...], some: str) -> list[tup
         for variant in of_group(worker.size):
             # Fewer lanes change no number, and 8 pieces nothing that 4 do not.
             skipped = "-l" in variant.name or "8" in variant.name or variant.tuned
-            if applies_to(variant, work) and not skipped and re.search(some, variant.name):
+            if variant.applies_to(work) and not skipped and re.search(some, variant.name):
                 found.append((work, variant.name, worker.check(variant, memory=False)))
-    worker._groups.transport.close()
+    worker._transport.close()
     return found
 
 
@@ -68,7 +62,7 @@ def test_every_variant_computes_the_same(
     ranks, size: int, dtype: str, works: tuple[str, ...], some: str
 ) -> None:
     limit = 1e-4 if dtype == "fp32" else 0.2
-    for of_rank in ranks(size).run(_check, dtype, works, some, timeout=_LIMIT):
+    for of_rank in ranks(size).run(_check, dtype, works, some, timeout=LIMIT):
         assert {work for work, *_ in of_rank} == set(works)
         for work, name, check in of_rank:
             where = f"{work}, {name}: {check}"
@@ -85,17 +79,17 @@ def _turns(rank: int) -> tuple[Any, int, Any]:
     (turns,) = (variant for variant in of_group(worker.size) if variant.kind == "turns")
     check = worker.tune(turns)
     form = worker._form(turns)
-    assert isinstance(form, Form)
-    overlap = inspect.getclosurevars(form.pair).nonlocals["overlap"]
+    assert isinstance(form, TakingTurns)
+    overlap = form.overlap
     samples = worker.round([turns])
     worker.forget_tuning()
     assert worker._form(turns) is not form
-    worker._groups.transport.close()
+    worker._transport.close()
     return check, overlap.pairs, (overlap.orders, samples[0].total > 0)
 
 
 def test_micro_batches_take_turns_with_megatrons_bits(ranks: Any) -> None:
-    first, second = ranks(2).run(_turns, timeout=_LIMIT)
+    first, second = ranks(2).run(_turns, timeout=LIMIT)
     assert first[2] == second[2]
     check, pairs, (orders, _) = first
     assert check.equal
@@ -132,13 +126,13 @@ def _tuned(rank: int) -> list[tuple[object, list[int]]]:
             counts.append(len(trials))
             trials.clear()
             found.append((check, counts))
-    worker._groups.transport.close()
+    worker._transport.close()
     return found
 
 
 @pytest.mark.long
 def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(ranks) -> None:
-    for of_rank in ranks(2).run(_tuned, timeout=_LIMIT):
+    for of_rank in ranks(2).run(_tuned, timeout=LIMIT):
         (layer, _), (mlp, _) = of_rank
         assert len(layer.chosen) == 1
         assert layer.chosen[0].startswith("row forward 32 x 32: ")
@@ -157,23 +151,7 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(ranks)
             assert again > known, "forgotten, it is tried again"
 
 
-def _sums(rank: int) -> bool:
-    group = dist.group.WORLD
-    generator = torch.Generator().manual_seed(rank)
-    full = torch.randn(12, 8, generator=generator).bfloat16()
-    sums = [
-        carrier(group, BufferPool()).scatter(full, full.new_empty(4, 8)).wait()
-        for carrier in (DirectExchange, TorchCollectives)
-    ]
-    return torch.equal(*sums)
-
-
-@pytest.mark.long
-def test_direct_sums_of_three_have_the_bits_of_the_collective(ranks) -> None:
-    assert ranks(3).run(_sums, timeout=_LIMIT) == [True] * 3
-
-
-class _Counted(BufferPool):
+class _Counted(DirectExchange):
     """Knows how many buffers it lent."""
 
     lent = 0
@@ -182,17 +160,17 @@ class _Counted(BufferPool):
         self.lent += 1
         return super().take(*what)
 
-    def give_back(self, buffers: Any) -> None:
+    def give_back(self, *buffers: torch.Tensor) -> None:
         self.lent -= len(buffers)
-        super().give_back(buffers)
+        super().give_back(*buffers)
 
 
 def _ring(rank: int) -> list[str]:
     """What of a ring has not the bits of collectives and the same GEMMs, block by block."""
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
     assert group is not None
-    size, pool = group.size(), _Counted()
-    around, whole = Ring(DirectExchange(group, pool)), TorchCollectives(group, BufferPool())
+    size, carrier = group.size(), _Counted(group, {})
+    around, whole = Ring(carrier), TorchCollectives(group, {})
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
@@ -201,10 +179,10 @@ def _ring(rank: int) -> list[str]:
         return torch.cat([block @ b for block in a.chunk(size)])
 
     def scattered(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return whole.scatter(by_blocks(a, b), a.new_empty(len(a) // size, b.shape[1])).wait()
+        return whole.scatter(by_blocks(a, b), a.new_empty(len(a) // size, b.shape[1])).result()
 
     shard, grad, weight = drawn(4, 8), drawn(4 * size, 16), drawn(16, 8)
-    gathered = whole.gather(shard).wait()
+    gathered = whole.gather(shard).result()
     expected = {
         "gather_gemm": (by_blocks(gathered, weight.t()),),
         "gemm_scatter": (scattered(grad, weight),),
@@ -222,14 +200,14 @@ def _ring(rank: int) -> list[str]:
         for name, results in found.items()
         if not all(map(torch.equal, results, expected[name]))
     ]
-    if pool.lent or around.carrier.blocked_seconds <= 0:
-        wrong.append(f"{pool.lent} buffers, {around.carrier.blocked_seconds} s")
+    if carrier.lent or around.blocked_seconds() <= 0:
+        wrong.append(f"{carrier.lent} buffers, {around.blocked_seconds()} s")
     return wrong
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=_long)])
 def test_a_ring_has_the_bits_of_the_collectives(ranks, size: int) -> None:
-    assert ranks(size).run(_ring, timeout=_LIMIT) == [[]] * size
+    assert ranks(size).run(_ring, timeout=LIMIT) == [[]] * size
 
 
 def _round(rank: int) -> list[str]:
@@ -244,122 +222,104 @@ def _round(rank: int) -> list[str]:
     problems = [f"{s}" for s in samples if s.total <= 0 or s.cpu < 0 or s.blocked > s.total]
     if samples[0].blocked or not samples[1].blocked:
         problems.append(f"{samples}")
-    worker._groups.transport.close()
+    worker._transport.close()
     return problems
 
 
 def test_a_round_with_sleeping_gemms_gives_a_sample_per_variant(ranks) -> None:
-    assert ranks(2).run(_round, timeout=_LIMIT) == [[], []]
+    assert ranks(2).run(_round, timeout=LIMIT) == [[], []]
 
 
 # ------------------------------------------------------------------- recorded order
 
 
-class _Recorded(NoTransfers):
-    """A carrier that writes down what is asked of it."""
+class _Alone(NoTransfers):
+    """Of one of ``size`` ranks, without a group."""
 
-    def __init__(self, log: list[str], in_order: bool = True) -> None:
-        super().__init__(0, 2)
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self._idle, self._wholes = 0, size, {}, {}
+        self.blocked_seconds = 0.0
+
+
+class _Recorded(_Alone):
+    """A carrier that writes down what is asked of it; neighbours' blocks arrive when awaited."""
+
+    def __init__(self, log: list[str], size: int, in_order: bool = True) -> None:
+        super().__init__(size)
         self.log, self.in_order = log, in_order
 
-    def _noted(self, what: str, pending):
+    def _noted(self, what: str, pending: Pending) -> Any:
         self.log.append(what)
-        return SimpleNamespace(
-            wait=lambda: (self.log.append(f"{what} is there"), pending.wait())[1]
+        noted = SimpleNamespace(
+            result=lambda: (self.log.append(f"{what} is there"), pending.result())[1]
         )
+        noted.begun = lambda: noted
+        return noted
 
-    def gather(self, shard):
+    def gather(self, shard: torch.Tensor) -> Any:
         return self._noted("gather", super().gather(shard))
 
-    def scatter(self, full, out):
+    def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Any:
         return self._noted("scatter", super().scatter(full, out))
 
-
-@pytest.fixture
-def log(monkeypatch) -> list[str]:
-    log: list[str] = []
-
-    def gemm(out, a, b):
-        log.append(f"gemm of {a.shape[0]} rows")
-        torch.mm(a, b, out=out)
-
-    for module in (baselines, ring):
-        monkeypatch.setattr(module, "gemm_into", gemm)
-    return log
-
-
-def _column_backward(form: Blocking) -> None:
-    form.column_backward(torch.ones(8, 6), torch.ones(4, 3), torch.ones(6, 3))
-
-
-def test_the_reference_hides_nothing(log) -> None:
-    _column_backward(Blocking(_Recorded(log)))
-    assert log == [
-        *("gemm of 8 rows", "scatter", "scatter is there"),
-        *("gather", "gather is there"),
-    ]
-
-
-def test_megatrons_order(log) -> None:
-    _column_backward(MegatronOrder(_Recorded(log)))
-    assert log == [
-        *("gather", "gemm of 8 rows", "gather is there"),
-        *("scatter", "scatter is there"),  # with wgrad, which is no gemm_into, in between
-    ]
-
-
-def test_slices_of_collectives_have_one_under_way_while_the_one_before_is_computed(log) -> None:
-    Sliced(_Recorded(log, in_order=False), 2).gather_gemm(torch.ones(4, 3), torch.ones(6, 3))
-    assert log == [
-        *("gather", "gather is there", "gather", "gemm of 4 rows"),
-        *("gather is there", "gemm of 4 rows"),
-    ]
-
-
-def test_slices_of_direct_exchanges_are_all_posted_ahead(log) -> None:
-    Sliced(_Recorded(log), 2).gather_gemm(torch.ones(4, 3), torch.ones(6, 3))
-    assert log[:2] == ["gather", "gather"]
-
-
-def test_scattered_slices_travel_while_the_next_is_computed(log) -> None:
-    Sliced(_Recorded(log), 2).gemm_scatter(torch.ones(8, 3), torch.ones(6, 3))
-    assert log == [
-        *("gemm of 4 rows", "scatter", "gemm of 4 rows", "scatter"),
-        *("scatter is there", "scatter is there"),
-    ]
-
-
-class _Neighbours(_Recorded):
-    """Rank 0 of three, whose neighbours' blocks arrive when they are waited for."""
-
-    def __init__(self, log: list[str]) -> None:
-        super().__init__(log)
-        self.size = 3
-
-    def swap(self, out, target, into, source):
+    def swap(self, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> Any:
         return self._noted(f"to {target}", Pending(self, [], into.zero_()))
 
 
-def test_blocks_are_passed_on_while_they_are_multiplied(log) -> None:
-    Ring(_Neighbours(log)).gather_gemm(torch.ones(4, 3), torch.ones(6, 3))
-    assert log == [
-        *("to 1", "gemm of 4 rows", "to 1 is there"),
-        *("to 1", "gemm of 4 rows", "to 1 is there", "gemm of 4 rows"),
-    ]
+_GATHER_GEMM = "gather_gemm", (4, 3), (6, 3)
+_GEMM_SCATTER = "gemm_scatter", (8, 3), (6, 3)
+_BACKWARD = "column_backward", (8, 6), (4, 3), (6, 3)
 
 
-def test_sums_are_passed_on_while_the_next_partial_is_made(log) -> None:
-    Ring(_Neighbours(log)).gemm_scatter(torch.ones(12, 3), torch.ones(6, 3))
-    assert log == [
-        *("gemm of 4 rows", "to 2", "gemm of 4 rows", "to 2 is there"),
-        *("to 2", "gemm of 4 rows", "to 2 is there"),
-    ]
+@pytest.mark.parametrize(
+    ("layers", "size", "in_order", "half", "expected"),
+    [
+        (Blocking, 2, True, _BACKWARD,
+         "gemm 8, scatter, scatter is there, gather, gather is there"),
+        # wgrad, which is no gemm_into, is after the scatter.
+        (MegatronOrder, 2, True, _BACKWARD,
+         "gather, gemm 8, gather is there, scatter, scatter is there"),
+        (Sliced, 2, True, _BACKWARD,
+         "gather, gemm 4, scatter, gemm 4, scatter, gather is there, scatter is there, "
+         "scatter is there"),
+        (Sliced, 2, False, _GATHER_GEMM,
+         "gather, gather is there, gather, gemm 4, gather is there, gemm 4"),
+        (Sliced, 2, True, _GATHER_GEMM,
+         "gather, gather, gather is there, gemm 4, gather is there, gemm 4"),
+        (Sliced, 2, True, _GEMM_SCATTER,
+         "gemm 4, scatter, gemm 4, scatter, scatter is there, scatter is there"),
+        (Sliced, 2, False, _GEMM_SCATTER,
+         "gemm 4, scatter, gemm 4, scatter is there, scatter, scatter is there"),
+        (Ring, 3, True, _GATHER_GEMM,
+         "to 1, gemm 4, to 1 is there, to 1, gemm 4, to 1 is there, gemm 4"),
+        (Ring, 3, True, ("gemm_scatter", (12, 3), (6, 3)),
+         "gemm 4, to 2, gemm 4, to 2 is there, to 2, gemm 4, to 2 is there"),
+        # The input goes up while the sums go down.
+        (Ring, 3, True, ("column_backward", (12, 6), (4, 3), (6, 3)),
+         "to 1, gemm 4, to 2, to 1 is there, to 1, gemm 4, to 2 is there, to 2, to 1 is there, "
+         "gemm 4, to 2 is there"),
+    ],
+)  # fmt: skip
+def test_what_is_under_way_while_what_is_computed(
+    layers: Any,
+    size: int,
+    in_order: bool,
+    half: tuple[Any, ...],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
 
+    def gemm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        log.append(f"gemm {a.shape[0]}")
+        torch.mm(a, b, out=out)
 
-def test_the_input_goes_up_while_the_sums_go_down(log) -> None:
-    Ring(_Neighbours(log)).column_backward(torch.ones(12, 6), torch.ones(4, 3), torch.ones(6, 3))
-    assert log[:4] == ["to 1", "gemm of 4 rows", "to 2", "to 1 is there"]
-    assert [log.count(f"to {rank}") for rank in (1, 2)] == [2, 2]
+    monkeypatch.setattr(baselines, "gemm_into", gemm)
+    carrier = _Recorded(log, size, in_order)
+    made = layers(carrier, 2) if layers is Sliced else layers(carrier)
+    name, *shapes = half
+    getattr(made, name)(*map(torch.ones, shapes))
+    assert ", ".join(log) == expected
 
 
 # ------------------------------------------------------------------- sleeping GEMMs
@@ -453,9 +413,9 @@ def test_what_a_sleep_took_too_long_is_taken_off_the_next(monkeypatch) -> None:
 def test_gemms_sleep_in_a_backward_too() -> None:
     x = torch.ones(4, 3, requires_grad=True)
     weight = torch.ones(6, 3, requires_grad=True)
-    form = Blocking(NoTransfers(0, 2))
+    form = Blocking(_Alone(2))
     with SleepingGemms(1e9) as gemms:
-        y = baselines.column_parallel(form, x, weight)
+        y = form.all_gather_linear(x, weight)
         assert gemms.products == 1
         grads = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
     assert gemms.products == 3

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench import programme
-from commfuse_npu.tools.bench.arguments import parser
-from commfuse_npu.tools.bench.variants import REFERENCE, applies_to, chosen, of_group
+from commfuse_npu.tools.bench.command import parser
+from commfuse_npu.tools.bench.sweep import full, quick, with_options
+from commfuse_npu.tools.bench.variants import REFERENCE, chosen, of_group
 
 
 def _given(*words: str) -> argparse.Namespace:
     return parser().parse_args(words)
-
-
-def _names(patterns: list[str], size: int) -> list[str]:
-    return [variant.name for variant in chosen(patterns, size)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -31,69 +28,72 @@ def test_variants_have_names_of_their_own_and_lanes_that_are_used(size: int) -> 
             assert len(lanes) == variant.schedule.lanes <= size - 1
 
 
-def test_chunks_tapers_and_lanes_have_names() -> None:
-    ours = {variant.name: variant.schedule for variant in of_group(4)}
-    assert (ours["ours-c4"].lanes, ours["ours-c8-l1"].lanes) == (3, 1)
-    assert (ours["ours-c6-t1.5"].chunks, ours["ours-c6-t1.5"].taper) == (6, 1.5)
-    assert (ours["ours-c4-t0.5"].chunks, ours["ours-c4-t0.5"].taper) == (4, 0.5)
-    assert _names(["ours-c?"], 2) == [REFERENCE, "ours-c1", "ours-c2", "ours-c4", "ours-c8"]
+@pytest.mark.parametrize(
+    ("name", "lanes", "chunks", "taper"),
+    [("ours-c4", 3, 4, 1), ("ours-c8-l1", 1, 8, 1), ("ours-c6-t1.5", 3, 6, 1.5),
+     ("ours-c4-t0.5", 3, 4, 0.5), ("auto", 3, 1, 1)],
+)  # fmt: skip
+def test_chunks_tapers_and_lanes_have_names(
+    name: str, lanes: int, chunks: int, taper: float
+) -> None:
+    (schedule,) = (one.schedule for one in of_group(4) if one.name == name)
+    assert schedule is not None
+    assert (schedule.lanes, schedule.chunks, schedule.taper) == (lanes, chunks, taper)
 
 
-def test_the_reference_is_always_measured() -> None:
-    assert _names(["coc-4"], 2) == [REFERENCE, "coc-4"]
-
-
-def test_an_unknown_variant_is_refused() -> None:
+def test_patterns_choose_and_the_reference_is_always_measured() -> None:
+    found = chosen(["ours-c?", "co*"], 2)
+    assert [one.name for one in found if one.direct] == [
+        *(REFERENCE, "ours-c1", "ours-c2", "ours-c4", "ours-c8"),
+    ]
+    torchs = [(one.name, one.slices) for one in found if not one.direct]
+    assert torchs == [("collective", 1), ("coc-2", 2), ("coc-4", 4), ("coc-8", 8)]
     with pytest.raises(ValueError, match="'ours-c3'; choose from p2p, collective"):
         chosen(["ours-c3"], 2)
 
 
-def test_megatrons_order_needs_a_backward() -> None:
-    megatron = next(variant for variant in of_group(2) if variant.name == "megatron")
-    assert applies_to(megatron, "mlp")
-    assert not applies_to(megatron, "all-gather")
+@pytest.mark.parametrize(
+    ("name", "works"),
+    [("megatron", "mlp layer micro-batches"), ("ours-c4-wgrad", "mlp layer micro-batches"),
+     ("fb-overlap", "micro-batches"), ("p2p", "all-gather mlp layer micro-batches")],
+)  # fmt: skip
+def test_some_variants_need_a_backward_or_micro_batches(name: str, works: str) -> None:
+    (variant,) = (one for one in of_group(2) if one.name == name)
+    every = ("all-gather", "mlp", "layer", "micro-batches")
+    assert " ".join(work for work in every if variant.applies_to(work)) == works
 
 
-def test_options_make_a_programme_of_their_own() -> None:
+def test_options_make_a_programme_of_their_own_or_replace_values() -> None:
     given = _given("--ranks", "2,4", "--sleep-gemm", "10", "--works", "mlp")
-    sweeps = programme.with_options(programme.quick(), given)
+    sweeps = with_options(quick(), given)
     assert [(s.ranks, s.gflops, s.works) for s in sweeps] == [
-        (2, 10.0, ("mlp",)),
-        (4, 10.0, ("mlp",)),
+        *((2, 10.0, ("mlp",)), (4, 10.0, ("mlp",))),
     ]
-    assert "sleeping" in sweeps[0].mode
-
-
-def test_micro_batches_are_measured_with_the_overlap_made_for_them() -> None:
-    (sweep,) = programme.with_options(programme.full(), _given("--ranks", "2"))
-    named = [one for one in chosen(sweep.variants, 2) if one.name == "fb-overlap"]
-    assert [one for one in named if applies_to(one, "micro-batches")] == named != []
-
-
-def test_options_replace_values_of_the_programme() -> None:
-    sweeps = programme.with_options(programme.full(), _given("--ratios", "0.5"))
-    assert all(sweep.ratios == (0.5,) for sweep in sweeps)
+    assert sweeps[0].mode == "sleeping GEMMs (10 GFLOPS modelled)"
+    (sweep,) = with_options(full(), _given("--ranks", "2"))
+    assert "fb-overlap" in sweep.variants
+    assert (sweep.gflops, sweep.dtype) == (None, "fp32")
+    sweeps = with_options(full(), _given("--ratios", "0.5", "--rounds", "1"))
+    assert {(sweep.ratios, sweep.rounds) for sweep in sweeps} == {((0.5,), 1)}
     assert {sweep.ranks for sweep in sweeps} == {2, 4, 8}
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--works", "mlp,none"], "--works none: choose from all-gather"),
-        (["--variants", "best"], "no variant for 2 ranks is called 'best'"),
-        (["--config", "/no/such.yaml"], "/no/such.yaml"),
-        (["--device", "npu", "--sleep-gemm", "9"], "leave it out"),
+        ("--variants best", "no variant for 2 ranks is called 'best'"),
+        ("--dtypes fp64", "--dtypes fp64: choose from fp32, bf16"),
+        ("--device npu --sleep-gemm 9", "leave it out"),
+        ("--config /no/such.yaml", "/no/such.yaml"),
+        ("--ranks 1", "'1' is not a whole number from 2 to 64"),
+        ("--ratios -1", "'-1': ratios are numbers from 0 to 100"),
+        ("--sleep-gemm 0", "'0' is not a number above 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_starts(words, reason, capsys) -> None:
-    assert cli.main(["bench", *words]) == 2
-    assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words", [["--ranks", "1"], ["--ratios", "-1"], ["--rounds", "0"], ["--sleep-gemm", "0"]]
-)
-def test_values_out_of_range_are_refused(words: list[str]) -> None:
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    words: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
-        cli.main(["bench", *words])
+        sys.exit(cli.main(["bench", *words.split()]))
     assert left.value.code == 2
+    assert reason in capsys.readouterr().err

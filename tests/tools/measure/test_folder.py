@@ -1,4 +1,4 @@
-"""What a folder of a measurement takes, and what it refuses."""
+"""What a folder of a measurement takes, and what it refuses; and what is known besides."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ from typing import Any
 
 import pytest
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.tools.doctor import Package
 from commfuse_npu.tools.measure import folder as module
-from commfuse_npu.tools.measure.command import lacking_backend
+from commfuse_npu.tools.measure.command import lacking_backend, machine_facts
 from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
+from commfuse_npu.tools.measure.steps import Scale, slowest
+from tests.tools.doctor.machines import NPU_ANSWERS, machine
 
 ABOUT = {"device": "cpu", "ranks": 2}
 
 
-def test_steps_are_kept(tmp_path: Path) -> None:
+def test_steps_are_kept_and_resumed_only_on_request(tmp_path: Path) -> None:
     Folder(tmp_path / "new", ABOUT, resume=False).keep("links", {"times": []})
     again = Folder(tmp_path / "new", ABOUT, resume=True)
     assert again.kept("links") == {"times": []}
     assert again.kept("host") is None
-
-
-def test_a_run_is_resumed_only_on_request(tmp_path: Path) -> None:
-    Folder(tmp_path, ABOUT, resume=False)
     with pytest.raises(FolderError, match="holds a run; continue it with --resume"):
-        Folder(tmp_path, ABOUT, resume=False)
-
-
-def test_another_run_is_not_resumed(tmp_path: Path) -> None:
-    Folder(tmp_path, ABOUT, resume=False)
+        Folder(tmp_path / "new", ABOUT, resume=False)
     with pytest.raises(FolderError, match="ranks 2 there, 8 here; choose another"):
-        Folder(tmp_path, {**ABOUT, "ranks": 8}, resume=True)
+        Folder(tmp_path / "new", {**ABOUT, "ranks": 8}, resume=True)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -62,9 +58,24 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("commfuse_npu.tools.measure.folder.write_json", full)
+    monkeypatch.setattr(module, "write_json", full)
     with pytest.raises(FolderError, match=r"run/links\.json: No space left on device; free some"):
         folder.keep("links", {"times": []})
+
+
+def test_what_begins_late_is_ended_a_tenth_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    until, found = Deadline(50), []
+    for minutes in (0, 49, 2, 5):
+        now[0] += 60 * minutes
+        found.append((until.over, until.limit(600)))
+    assert found == [
+        (False, 600),
+        (False, pytest.approx(360)),
+        (True, pytest.approx(240)),
+        (True, 1),
+    ]
 
 
 def test_without_torch_npu_there_is_nothing_to_go_on_with(
@@ -75,16 +86,46 @@ def test_without_torch_npu_there_is_nothing_to_go_on_with(
     assert lacking_backend("cpu") == ""
 
 
-def test_what_begins_late_is_ended_a_tenth_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    until = Deadline(50)
-    assert not until.over
-    assert until.limit(600) == 600
-    now[0] += 49 * 60
-    assert not until.over
-    assert until.limit(600) == pytest.approx(360)
-    now[0] += 2 * 60
-    assert until.over
-    now[0] += 5 * 60
-    assert until.limit(600) == 1
+def test_facts_of_npus_are_what_the_doctor_sees_and_elsewhere_variables() -> None:
+    packages = {"torch": Package("2.7.1"), "torch_npu": Package("2.7.1.post2")}
+    given = {"HCCL_BUFFSIZE": "64", "NCCL_DEBUG": "INFO", "HOME": "/here"}
+    facts = machine_facts("npu", machine(given, packages, NPU_ANSWERS))
+    expected = {
+        "torch_npu": "2.7.1.post2",
+        "CANN": "not found",
+        "driver": "25.2.0",
+        "NPUs": "2 x 910B3",
+        "health": "NPU 1 (Warning)",
+        "links": "1 pairs HCCS",
+        "links of NPU1": "HCCS X",
+        "HCCL_BUFFSIZE": "64",
+        "P2P_HCCL_BUFFSIZE": "unset (20 MB)",
+    }
+    assert {what: facts[what] for what in expected} == expected
+    assert not {"NCCL_DEBUG", "HOME"} & facts.keys()
+    assert machine_facts("cuda", machine(given, {}, NPU_ANSWERS)) == {"NCCL_DEBUG": "INFO"}
+    assert machine_facts("cpu", machine(given, {}, NPU_ANSWERS)) == {}
+
+
+def test_the_slowest_rank_counts() -> None:
+    ranks = [[{"of": 1, "bytes taken": 4, "seconds": times}] for times in ([1.0, 4.0], [2.0, 3.0])]
+    assert slowest(ranks) == [{"of": 1, "bytes taken": 4, "seconds": [2.0, 4.0]}]
+    # Rank 2 has no part in a ping-pong, and does not know what it has taken.
+    found = slowest([*ranks, [{"of": 1, "bytes taken": None, "seconds": []}]])
+    assert found == [{"of": 1, "bytes taken": None, "seconds": [2.0, 4.0]}]
+    with pytest.raises(ValueError, match="device events returned zero durations"):
+        slowest([[{"seconds": [1.0, 0.0]}]])
+
+
+def test_sizes_of_a_model_on_a_cpu_and_on_npus() -> None:
+    here, there = (Scale.of(find_config("llama3_8b"), 8, device) for device in ("cpu", "npu"))
+    assert here.layers() == {
+        "qkv": (512, 96),
+        "proj": (64, 512),
+        "fc1": (512, 448),
+        "fc2": (224, 512),
+    }
+    assert there.layers()["fc1"] == (4096, 3584)
+    assert here.halves(4) == [512, 256, 128, 64]
+    assert here._replace(rows=40).halves(4) == [40, 20]
+    assert there.messages == [1 << 18, 1 << 22, 1 << 24, 1 << 26]

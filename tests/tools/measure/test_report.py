@@ -28,7 +28,9 @@ def training(
 
 
 def failed(name: str) -> Training:
-    return Training(FORM[name], None, "exit code 1 (x.log)\nTraceback\nOSError: no liblcal.so")
+    return Training(
+        FORM[name], TrainingLog(), "exit code 1 (x.log)\nTraceback\nOSError: no liblcal.so"
+    )
 
 
 def said(*trainings: Training, device: str = "npu") -> str:
@@ -105,7 +107,8 @@ def test_a_cpu_says_nothing_of_npus() -> None:
 
 def test_a_row_per_form() -> None:
     forms = training("megatron", 1000), training("commfuse", 700, "b", 1)
-    _, head, _, first, second = launch_table(forms)
+    _, heads, first, second = launch_table(forms)
+    head = heads.splitlines()[0]
     row = dict(zip(head.split(" | "), second.split(" | "), strict=True))
     assert row["ms"] == "700.0"
     assert row["against Megatron's order"] == "-30.0 %"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from commfuse_npu.config_file import find_config
 from commfuse_npu.tools.measure import worker
+from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.worker import Exchange, Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import PATIENT
+
+SCALE = Scale.of(find_config("llama3_8b"), 3, "cpu")
 
 
 class Asked(Worker):
@@ -28,16 +33,31 @@ class Asked(Worker):
     def slow_beside(self) -> dict[str, list[float]]:
         """The same where GEMMs of rank 1 take longer than the exchange."""
         shape = (2048, 512, 512) if self.rank == 1 else (8, 8, 8)
-        return self.beside(*shape, 64, 3)
+        return self.side_by_side(self._product(*shape), 64, 3)
 
-    def elsewhere(self) -> tuple[float, int | None]:
-        """A communicator, on a system that does not say what a process has."""
-        worker._RESIDENT = Path("/nowhere/statm")
-        return self.communicator(None)
+    def fast_beside(self) -> dict[str, list[float]]:
+        """GEMMs that the exchange outlasts."""
+        return self.side_by_side(self._product(8, 8, 8), 1 << 20, 3)
+
+    def elsewhere(self, scale: Scale) -> Times:
+        """Communicators, on a system that does not say what a process has."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "_RESIDENT", Path("/nowhere/statm"))
+            return self.communicators(scale)
+
+    def on_hccl(self) -> tuple[Times, list[int]]:
+        """What HCCL is asked for, and the sizes of the buffers of each communicator."""
+        sizes: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, "_backend", "hccl")
+            patch.setattr(worker, "buffers_of", lambda megabytes: sizes.append(megabytes))
+            found = self.communicators(SCALE)
+            return [*found, *self.host(SCALE)], sizes
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
+    """Of all tests of the module; the last one ends them."""
     seconds = PATIENT.total_seconds()
     with Ranks(3, device="cpu", timeout=seconds, worker=f"{__name__}:Asked") as made:
         yield made
@@ -49,7 +69,7 @@ def test_messages_come_from_whom_they_should(ranks: Ranks) -> None:
 
 
 def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks: Ranks) -> None:
-    found = ranks.ask("beside", 8, 8, 8, 1 << 20, 3)[0]
+    found = ranks.ask("fast_beside")[0]
     assert {what: len(times) for what, times in found.items()} == dict.fromkeys(
         ("gemm", "exchange", "gemm beside", "both"), 3
     )
@@ -58,10 +78,18 @@ def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks: Ranks
 
 
 def test_memory_of_a_lane_is_a_figure_or_none(ranks: Ranks) -> None:
-    for seconds, taken in ranks.ask("communicator", None):
-        assert seconds > 0
-        assert (taken is None) != Path("/proc/self/statm").exists()
-    assert [taken for _, taken in ranks.ask("elsewhere")] == [None] * 3
+    for rows in ranks.ask("communicators", SCALE):
+        assert len(rows) == 3
+        for row in rows:
+            assert row["seconds"][0] > 0
+            assert (row["bytes taken"] is None) != Path("/proc/self/statm").exists()
+    assert [row["bytes taken"] for row in ranks.ask("elsewhere", SCALE)[0]] == [None] * 3
+
+
+def test_hccl_is_asked_by_sizes_of_buffers_and_never_for_single_operations(ranks: Ranks) -> None:
+    found, sizes = ranks.ask("on_hccl")[0]
+    assert sizes == [1, 20, 200] * 3 == [row["MB of a buffer"] for row in found[:9]]
+    assert [row["what"] for row in found[9:]] == ["batch", "GEMM"]
 
 
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:

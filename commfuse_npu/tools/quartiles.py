@@ -1,0 +1,19 @@
+"""Quartiles, of as few values as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import quantiles
+
+__all__ = ["Range", "quartiles"]
+
+Range = tuple[float, float, float]
+"""Low, typical, high."""
+
+
+def quartiles(values: Sequence[float]) -> Range:
+    """The lower quartile, the median and the upper quartile."""
+    # Of one value Python before 3.13 makes none.
+    several = values if len(values) > 1 else [*values, *values]
+    low, middle, high = quantiles(several, n=4, method="inclusive")
+    return low, middle, high
