@@ -33,8 +33,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.bench.shapes import MICROBATCHES
-from commfuse_npu.tools.simulate.variants import Wgrad
 
 __all__ = [
     "COMMUNICATION",

@@ -16,9 +16,10 @@ the other; what remains exposed is the end of the first and the beginning of the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import Literal
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import DATA_PARALLEL_LANES
@@ -28,48 +29,69 @@ from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.rank import Rank, Width
 from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["BUCKET_PARAMETERS", "GRADIENT_BYTES", "DataParallel", "Exchanged", "buckets",
-           "exchanged", "exposed_gather", "exposed_scatter"]  # fmt: skip
+__all__ = ["GRADIENT_BYTES", "DataParallel", "buckets", "exposed", "exposed_gather",
+           "exposed_scatter"]  # fmt: skip
 
 DataParallel = Literal["blocking", "overlapped", "commfuse"]
 
-BUCKET_PARAMETERS = 40_000_000
+_BUCKET_PARAMETERS = 40_000_000
 """Megatron's default, at least a million per rank of the group."""
 GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""
 
 
-def buckets(layer_parameters: Sequence[float], ranks: int) -> list[list[int]]:
+def exposed(
+    group: Group,
+    layers: Sequence[tuple[float, float, float]],
+    how: DataParallel,
+    collective: Callable[[float], float],
+) -> tuple[float, float]:
+    """Seconds that gradients and parameters leave exposed.
+
+    Args:
+        group: the data-parallel ranks.
+        layers: parameters on one NPU, seconds of forward and backward, from the first to the last.
+        collective: seconds of a plain one, over blocks of so many bytes.
+    """
+    parameters, forward, backward = zip(*layers, strict=True)
+    order = buckets(parameters, group.size)
+    shards = [math.ceil(sum(parameters[layer] for layer in one) / group.size) for one in order]
+    if how == "commfuse":
+        out, sums, back = zip(*(_by_programs(group, shard) for shard in shards), strict=True)
+    else:
+        out, back = (
+            tuple(collective(shard * size) for shard in shards)
+            for size in (GRADIENT_BYTES, ITEM_BYTES)
+        )
+        sums = (0.0,) * len(shards)
+    if how == "blocking":
+        return sum(out), sum(back)
+    return exposed_scatter(backward, order, out, sums), exposed_gather(forward, order, back)
+
+
+def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:
     """Layers by bucket, in the order of the backward: a bucket is closed when it is large enough.
 
     Args:
-        layer_parameters: of each layer on one NPU, from the first layer to the last.
+        parameters: of each layer on one NPU, from the first layer to the last.
     """
-    limit = max(BUCKET_PARAMETERS, 1_000_000 * ranks)
+    limit = max(_BUCKET_PARAMETERS, 1_000_000 * ranks)
     found: list[list[int]] = [[]]
     held = 0.0
-    for layer in reversed(range(len(layer_parameters))):
+    for layer in reversed(range(len(parameters))):
         found[-1].append(layer)
-        held += layer_parameters[layer]
+        held += parameters[layer]
         if held >= limit:
             found.append([])
             held = 0.0
     return [bucket for bucket in found if bucket]
 
 
-class Exchanged(NamedTuple):
-    """Seconds of a bucket: its gradients on their way, adding them afterwards, its parameters."""
-
-    scatter: float
-    sums: float
-    gather: float
-
-
-def exchanged(group: Group, elements: int) -> Exchanged:
-    """By CommFuse's programs.
+@lru_cache(4096)
+def _by_programs(group: Group, elements: int) -> tuple[float, float, float]:
+    """Seconds of a bucket by CommFuse's programs: gradients, adding them afterwards, parameters.
 
     Args:
-        group: the data-parallel ranks.
         elements: of a rank's shard.
     """
     lanes = min(DATA_PARALLEL_LANES, group.direct.lanes_for(group.size))
@@ -89,12 +111,11 @@ def exchanged(group: Group, elements: int) -> Exchanged:
         program = bucket_gather(rank.place("parameters"), elements, True)
         rank.run("parameters", program, {"bucket": 1}, {}, item=ITEM_BYTES)
 
-    work = group.build(variant, gradients, 0).launches.operations
-    sums = sum(operation.seconds for operation in work)
+    sums = sum(one.seconds for one in group.build(variant, gradients, 0).operations)
     # What is added is added later: here only the transfers count.
     free = replace(group, machine=replace(group.machine, hbm_bandwidth=math.inf))
     scatter, gather = (free.play(variant, one, whole=False) for one in (gradients, parameters))
-    return Exchanged(scatter.seconds, sums, gather.seconds)
+    return scatter.seconds, sums, gather.seconds
 
 
 def exposed_scatter(

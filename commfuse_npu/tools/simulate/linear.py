@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Literal
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan import Schedule, split
@@ -176,71 +177,38 @@ def _takes_kernel(rank: Rank, inner: int) -> bool:
     )
 
 
-def _kernel(rank: Rank, gemm: float, size: float) -> float:
-    """Seconds of a kernel that others measured, over blocks of so many bytes."""
+def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
+    """A kernel that others measured, over blocks of so many bytes."""
     machine = rank.machine
     kernel = machine.catccos if rank.variant.name == "catccos" else machine.coc_fused
-    return machine.fused(kernel, gemm, size, rank.size)
+    rank.compute(name, machine.fused(kernel, gemm, size, rank.size))
 
 
-def _mc2_gather(
-    rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
-) -> tuple[int, ...]:
-    """The own block first, then tiles of all others as they arrive; a start for all of it.
+class _Mc2:
+    """MC2's kernel: tiles as its host cuts them, and a copy of the weight into another layout."""
 
-    Before, the weight is copied into another layout, beside the first transfer.
-    """
-    machine, n = rank.machine, rank.size
-    cut = tiling("gather", rows, inner, outer, n, machine.cores or _CORES, ring=_ring(rank))
-    launches, arrivals = 1, []
-    for tile in cut.rows:
-        size = tile * inner * item * machine.mc2_slowed(cut.slowed)
-        arrivals.append(_mc2_transfer(rank, f"{name} gather", size, launches))
-        launches = 0
-    _mc2_layout(rank, name, inner, outer, item, launches=0)
-    rank.compute(f"{name} own", machine.gemm(rows, inner, outer), launches=0)
-    for tile, waits in zip(cut.rows, arrivals, strict=True):
-        rank.compute(name, machine.gemm((n - 1) * tile, inner, outer, start=False), waits, 0)
-    return arrivals[-1]
+    def __init__(
+        self, rank: Rank, kind: Literal["gather", "scatter"], rows: int, inner: int, outer: int
+    ) -> None:
+        machine = rank.machine
+        self.rank = rank
+        self.ring = machine.inside.topology != "full_mesh"
+        cut = tiling(kind, rows, inner, outer, rank.size, machine.cores or _CORES, ring=self.ring,
+                     ordered=machine.ordered_sums > 0)  # fmt: skip
+        self.rows, self.slowed = cut.rows, machine.mc2_slowed(cut.slowed)
+        self.layout = machine.memory(2 * ITEM_BYTES * inner * outer)
 
+    def transfer(self, name: str, size: float, launches: int, *, sums: bool) -> tuple[int, ...]:
+        """Over a full mesh, or around a double ring.
 
-def _mc2_scatter(
-    rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
-) -> tuple[int, ...]:
-    """A tile of all blocks after the other, each sent off; see :func:`_mc2_gather`."""
-    machine, n = rank.machine, rank.size
-    ordered = machine.ordered_sums > 0
-    cores = machine.cores or _CORES
-    cut = tiling("scatter", rows, inner, outer, n, cores, ring=_ring(rank), ordered=ordered)
-    _mc2_layout(rank, name, inner, outer, item, launches=1)
-    waits: tuple[int, ...] = ()
-    for number, tile in enumerate(cut.rows):
-        seconds = machine.gemm(n * tile, inner, outer, start=not number)
-        rank.compute(name, seconds, launches=0)
-        size = tile * outer * item * machine.mc2_slowed(cut.slowed)
-        waits = _mc2_transfer(rank, f"{name} scatter", size, 0, sums=True)
-    return waits
-
-
-def _ring(rank: Rank) -> bool:
-    return rank.machine.inside.topology != "full_mesh"
-
-
-def _mc2_layout(rank: Rank, name: str, inner: int, outer: int, item: float, launches: int) -> None:
-    seconds = rank.machine.memory(2 * item * inner * outer)
-    rank.compute(f"{name} layout of the weight", seconds, launches=launches)
-
-
-def _mc2_transfer(
-    rank: Rank, name: str, size: float, launches: int, *, sums: bool = False
-) -> tuple[int, ...]:
-    """Over a full mesh, or around a double ring.
-
-    There the host's formula takes 74 to 95 us for any small one of 4 to 32 ranks: that many rounds.
-    """
-    if not _ring(rank) or rank.size == 2:
-        return rank.collective(name, size, launches=launches, sums=sums)
-    return rank.around(name, size, launches=launches, rounds=min(rank.size - 1, _ROUNDS))
+        There the host's formula takes 74 to 95 us for any small one of 4 to 32 ranks: that many
+        rounds.
+        """
+        rank, size = self.rank, size * self.slowed
+        if not self.ring or rank.size == 2:
+            return rank.collective(name, size, launches=launches, sums=sums)
+        rounds = min(rank.size - 1, _ROUNDS)
+        return rank.around(name, size, launches=launches, rounds=rounds)
 
 
 def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
@@ -260,17 +228,27 @@ def _gather_gemm(
     rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
 ) -> tuple[int, ...]:
     """Returns what to wait for until all rows are there."""
-    machine, n = rank.machine, rank.size
-    if rank.variant.kind == "kernel":
-        rank.compute(name, _kernel(rank, machine.gemm(rows * n, inner, outer), rows * inner * item))
+    machine, n, kind = rank.machine, rank.size, rank.variant.kind
+    whole, block = machine.gemm(rows * n, inner, outer), rows * inner * item
+    if kind == "kernel":
+        _measured_kernel(rank, name, whole, block)
         return ()
+    if _takes_kernel(rank, inner) and kind == "mc2":
+        # The own block first, then tiles of all others as they arrive; one start for all of it.
+        kernel, arrivals = _Mc2(rank, "gather", rows, inner, outer), []
+        for number, tile in enumerate(kernel.rows):
+            size, first = tile * inner * item, not number
+            arrivals.append(kernel.transfer(f"{name} gather", size, int(first), sums=False))
+        rank.compute(f"{name} layout of the weight", kernel.layout, launches=0)
+        rank.compute(f"{name} own", machine.gemm(rows, inner, outer), launches=0)
+        for tile, waits in zip(kernel.rows, arrivals, strict=True):
+            seconds = machine.gemm((n - 1) * tile, inner, outer, start=False)
+            rank.compute(name, seconds, waits, launches=0)
+        return arrivals[-1]
     if _takes_kernel(rank, inner):
-        if rank.variant.kind == "mc2":
-            return _mc2_gather(rank, name, rows, inner, outer, item)
-        waits = rank.collective(f"{name} gather", rows * inner * item, launches=0)
-        seconds = machine.gemm(rows * n, inner, outer)
-        last = seconds / (_TILES * n)
-        rank.compute(name, seconds - last)
+        waits = rank.collective(f"{name} gather", block, launches=0)
+        last = whole / (_TILES * n)
+        rank.compute(name, whole - last)
         rank.compute(f"{name} last tile", last, waits, launches=0)
         return waits
     slices = _slices(rank, name, rows)
@@ -301,17 +279,23 @@ def _gemm_scatter(
             ``plain`` variants, which wait first.
     """
     machine, n, kind = rank.machine, rank.size, rank.variant.kind
+    whole, block = machine.gemm(rows * n, inner, outer), rows * outer * item
     waits: tuple[int, ...] = ()
     if kernel and kind == "kernel":
-        rank.compute(name, _kernel(rank, machine.gemm(rows * n, inner, outer), rows * outer * item))
+        _measured_kernel(rank, name, whole, block)
     elif kernel and _takes_kernel(rank, inner) and kind == "mc2":
-        waits = _mc2_scatter(rank, name, rows, inner, outer, item)
+        # A tile of all blocks after the other, each sent off.
+        cut = _Mc2(rank, "scatter", rows, inner, outer)
+        rank.compute(f"{name} layout of the weight", cut.layout)
+        for number, tile in enumerate(cut.rows):
+            seconds = machine.gemm(n * tile, inner, outer, start=not number)
+            rank.compute(name, seconds, launches=0)
+            waits = cut.transfer(f"{name} scatter", tile * outer * item, 0, sums=True)
     elif kernel and _takes_kernel(rank, inner):
-        seconds, block = machine.gemm(rows * n, inner, outer), rows * outer * item
-        first = seconds / (_TILES * n)
+        first = whole / (_TILES * n)
         rank.compute(f"{name} first tile", first)
         rank.collective(f"{name} scatter", block * (1 - 1 / _TILES), launches=0, sums=True)
-        rank.compute(name, seconds - first, launches=0)
+        rank.compute(name, whole - first, launches=0)
         waits = rank.collective(f"{name} last scatter", block / _TILES, launches=0, sums=True)
     else:
         slices = _slices(rank, name, rows)

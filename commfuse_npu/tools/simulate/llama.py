@@ -36,7 +36,7 @@ from commfuse_npu.tools.simulate.linear import (
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
-           "head_backward", "head_forward", "mlp_in", "mlp_out", "output_projection"]  # fmt: skip
+           "head_backward", "head_forward"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
@@ -126,21 +126,6 @@ def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: i
     rank.compute(name, seconds, launches=launches)
 
 
-def output_projection(rank: Rank, shape: LayerShape) -> None:
-    """Add ``proj`` and its scatter, forward."""
-    row(rank, "proj", shape.block, shape.inner, shape.hidden)
-
-
-def mlp_in(rank: Rank, shape: LayerShape) -> None:
-    """Add the gather and ``fc1``, forward."""
-    column(rank, "fc1", shape.block, shape.hidden, 2 * shape.feed_forward // shape.ranks)
-
-
-def mlp_out(rank: Rank, shape: LayerShape) -> None:
-    """Add ``fc2`` and its scatter, forward."""
-    row(rank, "fc2", shape.block, shape.feed_forward // shape.ranks, shape.hidden)
-
-
 class Attended(NamedTuple):
     """Attention under context parallelism, which is played by itself.
 
@@ -175,11 +160,11 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
         whole = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention", whole)
         if outside:
-            output_projection(rank, shape)
+            row(rank, "proj", block, shape.inner, h)
     _elementwise(rank, "residual, norm", block, h, h, h, h, launches=2)
-    mlp_in(rank, shape)
+    column(rank, "fc1", block, h, 2 * shape.feed_forward // n)
     _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
-    mlp_out(rank, shape)
+    row(rank, "fc2", block, f, h)
     _elementwise(rank, "residual", block, h, h, h)
 
 

@@ -13,8 +13,8 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.launch_options import options
 from commfuse_npu.tools.simulate.recommend import Candidate
-from commfuse_npu.tools.simulate.recommendation_report import options
 from commfuse_npu.tools.simulate.step import Layout
 from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
 from commfuse_npu.tools.simulate.variants import Variant
@@ -30,14 +30,13 @@ ALONE = Layout(8, 1, 1, 1)
 
 def candidate(variant: Variant, layout: Layout, **changes: object) -> Candidate:
     what = replace(training(MODEL, layout, MODEL.seq_length, Options()), **changes)
-    return Candidate(what, variant, 1.0, footprint(MODEL, what, variant, HARDWARE))
+    return Candidate(what, variant, 1.0, footprint(what, variant, HARDWARE))
 
 
-NOBODYS = {"plain-mesh", "plain-ring", "coc-tuned", "catccos", "kernel-ideal"}
 FORMS = {
     variant.name: variant
     for variant in of_hardware(HARDWARE, ALONE, Options())
-    if variant.name not in NOBODYS
+    if variant.role not in ("plain", "bound")
 }
 
 

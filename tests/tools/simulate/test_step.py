@@ -14,9 +14,10 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import in_flight_without
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate import engine, group
+from commfuse_npu.tools.simulate import data_parallel, engine, group
+from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
-from commfuse_npu.tools.simulate.pipeline_parallel import one_forward_one_backward
+from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, fused, variants
@@ -121,15 +122,18 @@ def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
 
 
 def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
-    base = step(64)
-    small = Step(base.machine, replace(base.training, vocabulary=8))
+    def left(layout: Layout, **model: object) -> float:
+        what = training(replace(LLAMA, **model), layout, 8192, Options(micro_batches=4))
+        return Step(ROCE.machine(), what).time(REFERENCE).data_parallel
+
     # The embedding's gradients come last and its parameters are needed first.
-    assert base.time(REFERENCE).data_parallel > 1.2 * small.time(REFERENCE).data_parallel
+    several = Layout(8, 1, 2, 4)
+    assert left(several) > 1.2 * left(several, vocab_size=8)
     # A table that is shared is exchanged once.
-    one = replace(base.training, layers=(8,), tp=8, dp=8)
+    one = Layout(8, 1, 8, 1)
     tied, untied = (
-        Step(base.machine, replace(one, tied=tied)).time(REFERENCE).data_parallel
-        for tied in (True, False)
+        left(one, num_layers=8, untie_embeddings_and_output_weights=untie)
+        for untie in (False, True)
     )
     assert tied <= untied
 
@@ -163,6 +167,8 @@ def test_a_step_of_many_npus_simulates_no_more_than_one_of_64(monkeypatch, many:
     counts = {}
     for npus in (64, many):
         played.clear()
+        for kept in ("_head", "_ahead_of_the_device", "_collective"):
+            getattr(step_module, kept).cache_clear()
         assert step(npus).time(REFERENCE).seconds > 0
         assert {programs for programs, _ in played} == {1}
         counts[npus] = sum(spans for _, spans in played)
@@ -213,14 +219,14 @@ def test_flops_are_those_of_the_parameters_and_of_attention() -> None:
     assert what.parameters == LLAMA.number_of_parameters - embedding
     per_token = 6 * what.parameters + 6 * 80 * 8192 * 8192
     assert what.flops == pytest.approx(per_token * 8192 * 4)
-    assert what.npus == 32
+    assert what.layout.npus == 32
 
 
 @pytest.mark.parametrize("ulysses", [False, True])
 def test_context_parallelism_splits_the_attention(ulysses: bool) -> None:
     alone = step(64)
-    what = replace(alone.training, cp=2, dp=1, ulysses=ulysses)
-    split = Step(alone.machine, what)
+    options = Options(micro_batches=4, ulysses="plain" if ulysses else "none")
+    split = Step(alone.machine, training(LLAMA, Layout(8, 2, 1, 4), 8192, options))
     free, half = alone.time(COMPUTE_ONLY, free=True), split.time(COMPUTE_ONLY, free=True)
     assert 0.4 < half.layer_forward / free.layer_forward < 0.75
 
@@ -275,12 +281,10 @@ def test_an_unknown_variant_is_refused() -> None:
 
 
 def test_a_step_waits_for_gradients_and_for_parameters(monkeypatch) -> None:
-    from commfuse_npu.tools.simulate import step as module
-
     base = step(64).time(REFERENCE)
     for name in ("exposed_gather", "exposed_scatter"):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, lambda *_: 100.0)
+            patch.setattr(data_parallel, name, lambda *_: 100.0)
             time = step(64).time(REFERENCE)
         assert 99.0 < time.seconds - base.seconds < 101.0, name
         assert time.data_parallel - base.data_parallel > 99.0
@@ -291,7 +295,5 @@ def test_one_tensor_parallel_rank_has_nothing_to_hide() -> None:
     model = ModelConfig.load(CONFIGS / "llama3_8b.yaml")
     options = Options(micro_batches=1, corners=False)
     (point,) = sweep(model, server, [Layout(1, 1, 2, 1)], [2048], options)
-    times = {outcome.step.typical for outcome in point.outcomes}
+    times = {outcome.step.typical for outcome in point.outcomes.values()}
     assert max(times) == pytest.approx(min(times))
-    removed = point.outcomes[0].as_json()["removed"]
-    assert removed == {"low": None, "typical": None, "high": None}
