@@ -78,13 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         "--commfuse-ulysses; none: as the model's file says",
     )
     what.add_argument(
-        "--data-parallel",
-        choices=("blocking", "overlapped", "commfuse"),
-        default="overlapped",
-        help="exchange of gradients and parameters: Megatron's without overlap, with it, or "
-        "--commfuse-dp; default %(default)s",
-    )
-    what.add_argument(
         "--deterministic",
         action="store_true",
         help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "
@@ -159,7 +152,6 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
         patterns=given.variants,
         recompute=given.recompute,
         ulysses=given.ulysses,
-        data_parallel=given.data_parallel,
         corners=not given.typical,
     )
     of_hardware(hardware, first, options)  # names that there are

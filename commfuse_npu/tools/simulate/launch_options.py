@@ -90,8 +90,6 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
         yield from ("--commfuse-wgrad", variant.wgrad)
     if variant.sums == "once":
         yield from ("--commfuse-reduce-dtype", "float32")
-    if training.data_parallel == "commfuse":
-        yield "--commfuse-dp"
 
 
 def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelConfig:

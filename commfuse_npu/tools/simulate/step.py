@@ -21,7 +21,7 @@ from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.context_parallel import Attention, ContextParallel
-from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, DataParallel, exposed
+from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
 from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
@@ -57,14 +57,12 @@ class Training:
     Attributes:
         model: with the layout, the sequence length and the batch of this training.
         fuse_ulysses: whether CommFuse's variants fuse the exchanges of Ulysses.
-        data_parallel: how gradients and parameters are exchanged.
         vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
     """
 
     model: ModelConfig
     recompute: Recompute = "none"
     fuse_ulysses: bool = False
-    data_parallel: DataParallel = "overlapped"
     vpp: int = 1
 
     @property
@@ -402,7 +400,7 @@ class Step:
         below = table if last and not (tied and stage == 0) else []
         group = Group(self.machine, ranks, stride=layout.tp)
         rows = [*above, *[of_layer] * layers, *below]
-        return exposed(group, rows, training.data_parallel, partial(_collective, group))
+        return exposed(ranks, rows, partial(_collective, group))
 
     @property
     def _between_stages(self) -> float:

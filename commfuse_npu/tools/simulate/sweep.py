@@ -16,7 +16,6 @@ from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.data_parallel import DataParallel
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.pipeline import interleaves
@@ -118,7 +117,6 @@ class Options:
     patterns: tuple[str, ...] = ("*",)
     recompute: Recompute = "none"
     ulysses: Literal["none", "plain", "fused"] = "none"
-    data_parallel: DataParallel = "overlapped"
     corners: bool = True
 
 
@@ -151,7 +149,7 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     )
     fitted.validate()
     fuses = options.ulysses == "fused"
-    found = Training(fitted, options.recompute, fuses, options.data_parallel, layout.vpp)
+    found = Training(fitted, options.recompute, fuses, layout.vpp)
     if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in found.layers)):
         raise ConfigError(
             f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "

@@ -108,17 +108,13 @@ def test_buckets_close_when_they_are_large_enough() -> None:
 
 
 def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
-    order, free = [[2], [1], [0]], [0.0] * 3
-    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, free) == 3.0
+    order = [[2], [1], [0]]
+    assert exposed_scatter([5.0] * 3, order, [3.0] * 3) == 3.0
     assert exposed_gather([5.0] * 3, order, [3.0] * 3) == 3.0
     # A slow link: everything but what the layers cover.
-    assert exposed_scatter([1.0] * 3, order, [3.0] * 3, free) == 1 + 9 - 3
+    assert exposed_scatter([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
     assert exposed_gather([1.0] * 3, order, [3.0] * 3) == 9 + 1 - 3
-    assert exposed_scatter([1.0] * 3, order, free, free) == 0.0
-    # Sums come one after the other.  The first two have arrived; the third is waited for.
-    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [1.0] * 3) == 3 + 1
-    assert exposed_scatter([5.0] * 3, order, [0.5] * 3, [1.0] * 3) == 3
-    assert exposed_scatter([5.0] * 3, order, [3.0] * 3, [4.0] * 3) == 12
+    assert exposed_scatter([1.0] * 3, order, [0.0] * 3) == 0.0
 
 
 def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
@@ -136,16 +132,6 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
         for untie in (False, True)
     )
     assert tied <= untied
-
-
-def test_data_parallelism_costs_what_is_not_hidden() -> None:
-    times = {
-        how: step(512, data_parallel=how).time(REFERENCE)
-        for how in ("blocking", "overlapped", "commfuse")
-    }
-    assert times["blocking"].data_parallel > times["commfuse"].data_parallel
-    assert times["commfuse"].data_parallel > times["overlapped"].data_parallel > 0
-    assert times["blocking"].seconds > times["overlapped"].seconds
 
 
 def step(npus: int, hardware: Hardware = ROCE, **options: object) -> Step:
@@ -251,33 +237,12 @@ def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
     assert free.waiting < 0.01 * free.layer_forward
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (Layout(16, 1, 1, 4), "8 query groups are not divisible by TP 16; choose TP from 1, 2, 4"),
-        (Layout(8, 1, 1, 3), "80 layers are not divisible by PP 3"),
-        (Layout(8, 3, 1, 4), "sequence length 8192 is not divisible by TP*CP = 8*3 = 24"),
-        (Layout(8, 1, 3, 4), "global batch size 512 is not divisible by"),
-    ],
-)
-def test_a_layout_that_does_not_fit_the_model_is_explained(layout: Layout, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        training(LLAMA, layout, 8192, Options())
-    assert message in str(error.value)
-
-
-def test_a_layout_that_does_not_fit_the_machine_is_explained() -> None:
-    server = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
-    with pytest.raises(ValueError, match=r"= 32 NPUs are more than the 8 of 1 nodes of 8"):
-        list(sweep(LLAMA, server, [Layout(8, 1, 1, 4)], [8192], Options()))
+def test_a_layout_that_does_not_fit_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"8192 is not divisible by TP\*CP = 8\*3 = 24"):
+        training(LLAMA, Layout(8, 3, 1, 4), 8192, Options())
     uneven = replace(ROCE, npus_per_node=6)
     with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
         list(sweep(LLAMA, uneven, [Layout(8, 1, 1, 4)], [8192], Options()))
-
-
-def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no variant is called 'warp'; choose from plain-mesh"):
-        list(sweep(LLAMA, ROCE, [Layout(8, 1, 1, 4)], [8192], Options(patterns=("warp",))))
 
 
 def test_a_step_waits_for_gradients_and_for_parameters(monkeypatch) -> None:
