@@ -3,7 +3,7 @@
 Fused they run the programs of :mod:`commfuse_npu.ops.linear`; the others are written down here.
 
 Legend: a *block* is the part of one rank, ``rows`` rows of ``n * rows``; ``inputs`` and ``outputs``
-are the features of this rank's weight ``[outputs, inputs]``; ``item`` is the bytes of a number.
+are the features of this rank's weight ``[outputs, inputs]``.
 """
 
 from __future__ import annotations
@@ -22,33 +22,27 @@ from commfuse_npu.tools.simulate.rank import Rank, Width, Work
 __all__ = ["column", "column_gradients", "gemm_work", "row", "row_gradients", "wgrad_seconds"]
 
 
-def column(
-    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
-) -> None:
+def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """Gather blocks -> GEMM."""
     if _fused(rank, name):
         program = gather_gemm(rank.place(name), rows, inputs, outputs, False, None, 0)
         columns = {"shard": inputs, "weight": outputs, "out": outputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
+        rank.run(name, program, columns, {"gemm": gemm_work(rank)})
         return
-    _gather_gemm(rank, name, rows, inputs, outputs, item)
+    _gather_gemm(rank, name, rows, inputs, outputs)
 
 
-def row(
-    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
-) -> None:
+def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """GEMM -> reduce-scatter of the product, which what follows needs."""
     if _fused(rank, name):
         program = gemm_scatter(rank.place(name), rows, inputs, outputs)
         columns = {"a": inputs, "weight": outputs, "out": outputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
+        rank.run(name, program, columns, {"gemm": gemm_work(rank)})
         return
-    _gemm_scatter(rank, name, rows, inputs, outputs, item, kernel=True)
+    _gemm_scatter(rank, name, rows, inputs, outputs, kernel=True)
 
 
-def column_gradients(
-    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
-) -> Iterator[None]:
+def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> Iterator[None]:
     """dgrad -> reduce-scatter; the input is gathered again -> wgrad.
 
     Stops where it may be begun ahead: fused when the input is on its way, else at once.
@@ -61,13 +55,13 @@ def column_gradients(
         # Columns of a weight are no run of its memory.
         strided = len(place.schedule.runs(inputs, "last")) > 1
         works = {
-            "gemm": gemm_work(rank, item if strided else 0),
+            "gemm": gemm_work(rank, ITEM_BYTES if strided else 0),
             "wgrad": _wgrad_work(rank, rows * rank.size),
         }
-        yield from rank.begin(name, program, columns, works, item=item)
+        yield from rank.begin(name, program, columns, works)
         return
     yield
-    waits = rank.collective(f"{name} re-gather", rows * inputs * item)
+    waits = rank.collective(f"{name} re-gather", rows * inputs * ITEM_BYTES)
     if rank.variant.kind == "plain":
         rank.need(waits)
 
@@ -76,7 +70,7 @@ def column_gradients(
         rank.compute(f"{name} wgrad", seconds, waits)
 
     # A fused kernel has no form for this backward.
-    _gemm_scatter(rank, name, rows, outputs, inputs, item, kernel=False, behind=behind)
+    _gemm_scatter(rank, name, rows, outputs, inputs, kernel=False, behind=behind)
 
 
 def row_gradients(
@@ -86,7 +80,6 @@ def row_gradients(
     inputs: int,
     outputs: int,
     *,
-    item: float = ITEM_BYTES,
     before: Iterator[None] | None = None,
 ) -> None:
     """Gradients arrive -> dgrad, then wgrad over all of them, or of each.
@@ -110,9 +103,9 @@ def row_gradients(
             return last(one, width)
 
         columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank), "wgrad": wgrad}, item=item)
+        rank.run(name, program, columns, {"gemm": gemm_work(rank), "wgrad": wgrad})
         return
-    waits = _gather_gemm(rank, name, rows, outputs, inputs, item)
+    waits = _gather_gemm(rank, name, rows, outputs, inputs)
     rank.compute(f"{name} wgrad", wgrad_seconds(rank, whole, inputs, outputs), waits)
 
 
@@ -219,17 +212,17 @@ def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
     return [stop - start for start, stop in pairwise(split(rows, slices))]
 
 
-def _reorder(rank: Rank, name: str, rows: int, columns: int, item: float) -> None:
+def _reorder(rank: Rank, name: str, rows: int, columns: int) -> None:
     """Slices hold rows of every block: a copy puts them in order."""
-    rank.compute(f"{name} reorder", rank.machine.memory(2 * rows * rank.size * columns * item))
+    rank.compute(
+        f"{name} reorder", rank.machine.memory(2 * rows * rank.size * columns * ITEM_BYTES)
+    )
 
 
-def _gather_gemm(
-    rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
-) -> tuple[int, ...]:
+def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
     """Returns what to wait for until all rows are there."""
     machine, n, kind = rank.machine, rank.size, rank.variant.kind
-    whole, block = machine.gemm(rows * n, inner, outer), rows * inner * item
+    whole, block = machine.gemm(rows * n, inner, outer), rows * inner * ITEM_BYTES
     if kind == "kernel":
         _measured_kernel(rank, name, whole, block)
         return ()
@@ -237,7 +230,7 @@ def _gather_gemm(
         # The own block first, then tiles of all others as they arrive; one start for all of it.
         kernel, arrivals = _Mc2(rank, "gather", rows, inner, outer), []
         for number, tile in enumerate(kernel.rows):
-            size, first = tile * inner * item, not number
+            size, first = tile * inner * ITEM_BYTES, not number
             arrivals.append(kernel.transfer(f"{name} gather", size, int(first), sums=False))
         rank.compute(f"{name} layout of the weight", kernel.layout, launches=0)
         rank.compute(f"{name} own", machine.gemm(rows, inner, outer), launches=0)
@@ -252,11 +245,11 @@ def _gather_gemm(
         rank.compute(f"{name} last tile", last, waits, launches=0)
         return waits
     slices = _slices(rank, name, rows)
-    arrivals = [rank.collective(f"{name} gather", part * inner * item) for part in slices]
+    arrivals = [rank.collective(f"{name} gather", part * inner * ITEM_BYTES) for part in slices]
     for part, waits in zip(slices, arrivals, strict=True):
         rank.compute(name, machine.gemm(part * n, inner, outer), waits)
     if len(slices) > 1:
-        _reorder(rank, name, rows, outer, item)
+        _reorder(rank, name, rows, outer)
     return arrivals[-1]
 
 
@@ -266,7 +259,6 @@ def _gemm_scatter(
     rows: int,
     inner: int,
     outer: int,
-    item: float,
     *,
     kernel: bool,
     behind: Callable[[], None] | None = None,
@@ -279,7 +271,7 @@ def _gemm_scatter(
             ``plain`` variants, which wait first.
     """
     machine, n, kind = rank.machine, rank.size, rank.variant.kind
-    whole, block = machine.gemm(rows * n, inner, outer), rows * outer * item
+    whole, block = machine.gemm(rows * n, inner, outer), rows * outer * ITEM_BYTES
     waits: tuple[int, ...] = ()
     if kernel and kind == "kernel":
         _measured_kernel(rank, name, whole, block)
@@ -290,7 +282,7 @@ def _gemm_scatter(
         for number, tile in enumerate(cut.rows):
             seconds = machine.gemm(n * tile, inner, outer, start=not number)
             rank.compute(name, seconds, launches=0)
-            waits = cut.transfer(f"{name} scatter", tile * outer * item, 0, sums=True)
+            waits = cut.transfer(f"{name} scatter", tile * outer * ITEM_BYTES, 0, sums=True)
     elif kernel and _takes_kernel(rank, inner):
         first = whole / (_TILES * n)
         rank.compute(f"{name} first tile", first)
@@ -300,10 +292,10 @@ def _gemm_scatter(
     else:
         slices = _slices(rank, name, rows)
         if len(slices) > 1:
-            _reorder(rank, name, rows, inner, item)
+            _reorder(rank, name, rows, inner)
         for part in slices:
             rank.compute(name, machine.gemm(part * n, inner, outer))
-            waits = rank.collective(f"{name} scatter", part * outer * item, sums=True)
+            waits = rank.collective(f"{name} scatter", part * outer * ITEM_BYTES, sums=True)
         if kind == "plain":
             rank.need(waits)
             waits = ()

@@ -240,11 +240,9 @@ class Rank:
         program: Program,
         columns: Mapping[str, int],
         works: Mapping[str, Work],
-        *,
-        item: float = ITEM_BYTES,
     ) -> None:
         """Run a program from its start to its end; see :meth:`begin`."""
-        rest(self.begin(operation, program, columns, works, item=item))
+        rest(self.begin(operation, program, columns, works))
 
     def begin(
         self,
@@ -252,23 +250,20 @@ class Rank:
         program: Program,
         columns: Mapping[str, int],
         works: Mapping[str, Work],
-        *,
-        item: float = ITEM_BYTES,
     ) -> Iterator[None]:
         """Run a program, with a stop at its mark if it has one.
 
         Args:
             columns: of the buffers that the operation brings along.
             works: by name.
-            item: bytes of a number.
         """
         key = self._key(operation)
         widths = dict(columns)
-        items = dict.fromkeys(columns, item)
+        items = dict.fromkeys(columns, ITEM_BYTES)
         for scratch in program.scratch:
             widths[scratch.name] = scratch.columns
             wide = scratch.wide and self.variant.sums == "once"
-            items[scratch.name] = SUM_BYTES if wide else item
+            items[scratch.name] = SUM_BYTES if wide else ITEM_BYTES
 
         def width(span: Span) -> int:
             if span.columns is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.hardware.machine import Machine
-from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
@@ -39,8 +36,6 @@ from commfuse_npu.tools.simulate.recommendation_report import as_json, report
 from commfuse_npu.tools.simulate.step import Layout, Step, StepTime, Training
 from commfuse_npu.tools.simulate.sweep import Options, training
 from commfuse_npu.tools.simulate.variants import Variant, direct, fused
-from mindspeed_patches.arguments import DEFAULTS, commfuse_options
-from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
 from tests.launchers.launching import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -233,42 +228,6 @@ def test_nothing_fits() -> None:
         recommend(LLAMA3_8B, CLUSTER, 20)
     with pytest.raises(ValueError, match="--npus 8 is not divisible by --tp 2 times --pp 3 = 6"):
         recommend(LLAMA3_8B, SERVER, 8, fixed=Fixed(tp=2, pp=3))
-
-
-def test_the_options_are_those_of_features(found: Recommendation) -> None:
-    blocks = fused(direct(8, 8), 7, 4, taper=2.0, wgrad="blocks")
-    wgrads = set()
-    others = [candidate(Layout(8, 1, 2, 4), one) for one in (blocks, fused(direct(8, 8), 2, 4))]
-    for one in (*found.schedules, *others):
-        given = _given(options(SMALL, one))
-        if one.variant.kind == "turns":
-            assert given.commfuse_fb_overlap
-            assert not given.use_commfuse
-            check_compatible(given, FB_OVERLAP_REFUSALS)
-            continue
-        assert given.use_commfuse
-        for refusals in (REFUSALS, ATTENTION_REFUSALS):
-            check_compatible(given, refusals)
-        read, schedule = commfuse_options(given), one.variant.schedule
-        for name in ("lanes", "chunks", "taper"):
-            assert getattr(read.linear.schedule, name) == getattr(schedule, name)
-        assert read.attention == one.variant.attention
-        assert read.linear.wgrad == one.variant.wgrad
-        wgrads.add(read.linear.wgrad)
-    assert wgrads == {"whole", "blocks"}
-
-
-def _given(words: Sequence[str]) -> argparse.Namespace:
-    """As Megatron's parser leaves them, with the options that nobody gave."""
-    given: dict[str, object] = dict(DEFAULTS)
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            given[name] = True
-        else:
-            given[name] = word
-    return argparse.Namespace(**given)
 
 
 def candidate(layout: Layout, variant: Variant | None = None) -> Candidate:
