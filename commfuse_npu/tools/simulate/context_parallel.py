@@ -104,7 +104,9 @@ def _attended(
         if free:
             found.append(Attended(whole))
         else:
-            played = group.play(REFERENCE, around, whole=group.uneven_ring)
+            # On a ring over several nodes only some of the ranks send to another node.
+            differ = 1 < group.members_per_node < group.size
+            played = group.play(REFERENCE, around, whole=differ)
             found.append(Attended(played.seconds, played.waiting))
     return found[0], found[1]
 

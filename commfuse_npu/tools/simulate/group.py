@@ -69,11 +69,6 @@ class Group:
         return Links(self.machine, self.size, self.stride).members_per_node
 
     @property
-    def uneven_ring(self) -> bool:
-        """Whether on a ring only some of the ranks send to another node."""
-        return 1 < self.members_per_node < self.size
-
-    @property
     def direct(self) -> Schedule:
         """Transfers straight to every peer."""
         return direct(self.size, self.members_per_node)

@@ -96,12 +96,6 @@ class LayerShape:
         """Bytes of a row of the hidden activation, which is all that is ever sent."""
         return self.hidden * ITEM_BYTES
 
-    @property
-    def attention_flops(self) -> float:
-        """Of one rank, forward."""
-        parts = self.ranks * (self.attended // self.sequence)
-        return 2.0 * self.batch * self.attended**2 * self.hidden / parts
-
     def attention(self, machine: Machine, factor: float = 1.0) -> Queries:
         """Seconds of attention of a run of query rows, times ``factor``.
 
@@ -109,7 +103,9 @@ class LayerShape:
         ends of the sequence, so that there all rows cost the same.
         """
         uniform = self.attended != self.sequence
-        whole = machine.attention(self.attention_flops * factor)
+        parts = self.ranks * (self.attended // self.sequence)
+        flops = 2.0 * self.batch * self.attended**2 * self.hidden / parts
+        whole = machine.attention(flops * factor)
 
         def seconds(run: slice) -> float:
             start, stop = run.start / self.rows, run.stop / self.rows

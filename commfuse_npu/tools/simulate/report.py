@@ -35,10 +35,10 @@ class Standing:
     points: Sequence[Point]
 
     def best(self, *roles: Role, alike: bool = False) -> Variant | None:
-        """Of the variants with these roles, by the sum over the points of a step's share of plain.
+        """The variant of these roles with the shortest steps over all points, as shares of plain.
 
         Args:
-            alike: only among what has Megatron's bits.
+            alike: consider only what has Megatron's bits.
         """
         scores: dict[Variant, float] = {}
         for point in self.points:

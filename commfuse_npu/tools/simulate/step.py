@@ -254,7 +254,7 @@ def _head(machine: Machine, shape: LayerShape, variant: Variant, rough: bool) ->
 
 
 @lru_cache(_KEPT)
-def _ahead_of_the_device(
+def _cost(
     machine: Machine,
     shape: LayerShape,
     variant: Variant,
@@ -338,7 +338,7 @@ class Step:
         attended = self._attended(variant)
         if variant.kind == "turns":
             return self._turning(variant, attended)
-        forward, backward = (self._cost(variant, p, attended) for p in ("forward", "backward"))
+        forward, backward = (self._of_layer(variant, p, attended) for p in ("forward", "backward"))
         # The host runs on from one to the other, so that it and the device meet at the end of both.
         runs = 2 if self.training.again else 1
         hosts = [one.host(self.machine) for one in (forward, backward)]
@@ -349,19 +349,19 @@ class Step:
         waiting += sum(one.waiting for one in attended or ())
         return LayerTime(seconds[0], seconds[1], waiting)
 
-    def _cost(self, variant: Variant, part: _Part | int, attended: Attention) -> _Cost:
+    def _of_layer(self, variant: Variant, part: _Part | int, attended: Attention) -> _Cost:
         machine, training = self.machine, self.training
         again = training.again and variant.kind == "turns"
         if not variant.tuned:
             # It is played as if everything were launched: what launching takes is counted later.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
         rough = self.rough and variant.kind != "turns"
-        return _ahead_of_the_device(machine, training.shape, variant, part, attended, again, rough)
+        return _cost(machine, training.shape, variant, part, attended, again, rough)
 
     def _turning(self, variant: Variant, attended: Attention) -> LayerTime:
         """Megatron's order alone; side by side what two more layers add to two."""
         alone = self.layer_time(MEGATRON)
-        two, four = (self._cost(variant, layers, attended) for layers in (2, 4))
+        two, four = (self._of_layer(variant, layers, attended) for layers in (2, 4))
         more = four.beyond(two)
         layer = max(more.device, more.host(self.machine)) / 2
         pair = layer, max(0.0, two.device - 2 * layer)
