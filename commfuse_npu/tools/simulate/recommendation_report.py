@@ -89,12 +89,11 @@ def layouts(
     for place, one in places:
         what, (tp, cp, dp, _, _) = one.training, one.training.layout
         mark = "**" if one is found.best else ""
-        npu_seconds = one.seconds * what.layout.npus
         cells = (
             *(place, str(tp), str(cp), _pipeline(one), str(dp), what.recompute),
             *(f"{mark}{one.variant.name}{mark}", seconds(one.seconds)),
-            f"{what.tokens / npu_seconds:.0f}",
-            f"{what.flops / (npu_seconds * peak):.1%}",
+            f"{what.tokens_per_second(one.seconds):.0f}",
+            f"{what.utilization(one.seconds, peak):.1%}",
             f"{one.memory.total / 2**30:.1f} GiB",
         )
         yield one, cells

@@ -88,11 +88,6 @@ class Training:
         return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
 
     @property
-    def tokens(self) -> int:
-        """Of a step, on all NPUs."""
-        return self.model.seq_length * self.model.global_batch_size
-
-    @property
     def ulysses(self) -> bool:
         """Whether context parallelism exchanges heads instead of passing keys around."""
         return self.model.context_parallel_algo == "ulysses_cp_algo"
@@ -124,12 +119,23 @@ class Training:
         table = model.vocab_size * model.hidden_size
         return model.number_of_parameters - table * model.untie_embeddings_and_output_weights
 
+    def tokens_per_second(self, seconds: float) -> float:
+        """Of an NPU, if a step takes so long."""
+        tokens = self.model.seq_length * self.model.global_batch_size
+        return tokens / (seconds * self.layout.npus)
+
     @property
     def flops(self) -> float:
         """Model FLOP of a step: 6 per parameter and token, and 6 * S * H per layer and token for
         causal attention; recomputation does not count (PaLM's model FLOPs utilization)."""
-        scores = 6.0 * sum(self.layers) * self.model.hidden_size * self.model.seq_length
-        return self.tokens * (6.0 * self.parameters + scores)
+        model = self.model
+        scores = 6.0 * model.num_layers * model.hidden_size * model.seq_length
+        tokens = model.seq_length * model.global_batch_size
+        return tokens * (6.0 * self.parameters + scores)
+
+    def utilization(self, seconds: float, peak: float) -> float:
+        """Share of the NPUs' peak FLOP/s that a step of so many seconds reaches."""
+        return self.flops / (seconds * self.layout.npus * peak)
 
     @property
     def shape(self) -> LayerShape:
@@ -147,23 +153,11 @@ class Training:
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step and of its parts.
-
-    Attributes:
-        layer_forward, layer_backward: of one layer of one micro-batch.
-        waiting: seconds of a layer, forward and backward, in which the engine stood still.
-        data_parallel: what of the step its buckets leave exposed.
-    """
+    """Seconds of a step, of one layer of a micro-batch in it, and of buckets that are exposed."""
 
     seconds: float
-    layer_forward: float
-    layer_backward: float
-    waiting: float
+    layer: float
     data_parallel: float
-
-    @property
-    def layer(self) -> float:
-        return self.layer_forward + self.layer_backward
 
 
 class LayerTime(NamedTuple):
@@ -331,7 +325,7 @@ class Step:
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True)) - end
             late += tails[0][1]
             end += late
-        return StepTime(end + self._optimizer, f, b, layer.waiting, late)
+        return StepTime(end + self._optimizer, f + b, late)
 
     def layer_time(self, variant: Variant) -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""

@@ -250,10 +250,8 @@ def _point(
             shorter=Range.of([1 - s / p.seconds for s, p in zip(seconds, plain, strict=True)]),
             layer=Range.of([one.layer for one in took]),
             exposed=Range.of([s - one.seconds for s, one in zip(seconds, ideal, strict=True)]),
-            mfu=Range.of(
-                [what.flops / (s * npus * p) for s, p in zip(seconds, peaks, strict=True)]
-            ),
-            tokens=Range.of([what.tokens / (s * npus) for s in seconds]),
+            mfu=Range.of([what.utilization(*of) for of in zip(seconds, peaks, strict=True)]),
+            tokens=Range.of([what.tokens_per_second(one) for one in seconds]),
             memory=footprint(what, variant, hardware).total,
         )
 

@@ -97,7 +97,7 @@ class TimedStep:
 
     def time(self, variant: Variant) -> StepTime:
         layer = 0.5 if variant.kind == "compute" else 0.5 + self.tp
-        return StepTime(self.seconds[self.tp, variant.ours], layer, 0.0, 0.0, 0.0)
+        return StepTime(self.seconds[self.tp, variant.ours], layer, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_recomputation_adds_a_forward() -> None:
         step(64, recompute="full").time(COMPUTE_ONLY, free=True),
     )
     layers = 4 - 1 + 4  # the longest chain of stages and micro-batches, of 20 layers or more each
-    assert full.seconds - none.seconds >= layers * 17 * none.layer_forward
+    assert full.seconds - none.seconds >= layers * 17 * step(64).layer_time(COMPUTE_ONLY).forward
 
 
 def test_flops_are_those_of_the_parameters_and_of_attention() -> None:
@@ -213,8 +213,8 @@ def test_context_parallelism_splits_the_attention(ulysses: bool) -> None:
     alone = step(64)
     options = Options(micro_batches=4, ulysses="plain" if ulysses else "none")
     split = Step(alone.machine, training(LLAMA, Layout(8, 2, 1, 4), 8192, options))
-    free, half = alone.time(COMPUTE_ONLY, free=True), split.time(COMPUTE_ONLY, free=True)
-    assert 0.4 < half.layer_forward / free.layer_forward < 0.75
+    whole, half = (one.layer_time(COMPUTE_ONLY).forward for one in (alone, split))
+    assert 0.4 < half / whole < 0.75
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
@@ -229,12 +229,12 @@ def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
         here = Step(server.machine(), training(model, Layout(tp, cp, 1, 1), 32768, options))
         # Each group takes as many of the lanes as it has peers.
         ours = fused(Schedule(), lanes=3, chunks=2)
-        times[how] = [here.time(one) for one in (COMPUTE_ONLY, REFERENCE, ours)]
+        times[how] = [here.layer_time(one) for one in (COMPUTE_ONLY, REFERENCE, ours)]
     free, plain, fused_time = times["fused"]
     assert times["plain"][:2] == [free, plain]
     assert free.seconds < fused_time.seconds < times["plain"][2].seconds
     assert fused_time.waiting < times["plain"][2].waiting <= plain.waiting
-    assert free.waiting < 0.01 * free.layer_forward
+    assert free.waiting < 0.01 * free.forward
 
 
 def test_a_layout_that_does_not_fit_is_explained() -> None:
