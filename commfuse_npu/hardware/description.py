@@ -25,72 +25,72 @@ Choice = Literal["favourable", "typical", "unfavourable"]
 
 
 class _Rule(NamedTuple):
-    """What a figure may be."""
+    """What a figure may be; a rate may not be zero: ``least`` is refused unless ``inclusive``."""
 
     unit: str
-    least: float
+    least: float = 0
     most: float = math.inf
+    inclusive: bool = False
     more_is_better: bool = True
-    group: Literal["compute", "links", "both"] = "compute"
-    exclusive: bool = True
-    """Whether ``least`` itself is refused, as for rates, which may not be zero."""
+    links: bool = False
+    """Whether it decides how long transfers take, not computing."""
 
     def allows(self, value: float) -> bool:
-        above = value > self.least if self.exclusive else value >= self.least
+        above = value >= self.least if self.inclusive else value > self.least
         # Not isfinite, which cannot be asked about a whole number that no float holds.
         return above and value <= min(self.most, sys.float_info.max)
 
     def __str__(self) -> str:
-        bound = f"above {self.least:g}" if self.exclusive else f"{self.least:g} or more"
+        bound = f"{self.least:g} or more" if self.inclusive else f"above {self.least:g}"
         return bound + (f" and at most {self.most:g}" if math.isfinite(self.most) else "")
 
 
+_SHARE = _Rule("share", most=1)
+_RATE = _Rule("bytes/s")
+_HIDDEN = _Rule("share", most=1, inclusive=True, links=True)
+_COST = _Rule("share", most=1, inclusive=True, more_is_better=False, links=True)
+_SECONDS = _Rule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
 _KERNELS = "coc_fused", "catccos"
-_KERNEL_RULES = {
-    "hidden": _Rule("share", 0, 1, group="links", exclusive=False),
-    "hidden_gemm": _Rule("share", 0, 1, group="links", exclusive=False),
-    "efficiency": _Rule("share", 0, 1, group="links"),
-}
+_OF_KERNEL = {"hidden": _HIDDEN, "hidden_gemm": _HIDDEN, "efficiency": _SHARE._replace(links=True)}
 
 _RULES: dict[str, dict[str, _Rule]] = {
     "npu": {
-        "cube_flops": _Rule("FLOP/s", 0),
-        "gemm_efficiency": _Rule("share", 0, 1),
-        "cores": _Rule("cores", 0, exclusive=False),
-        "gemm_start": _Rule("seconds", 0, 1, more_is_better=False, exclusive=False),
-        "half_rows": _Rule("rows", 0, more_is_better=False, exclusive=False),
-        "attention_efficiency": _Rule("share", 0, 1),
-        "hbm_bandwidth": _Rule("bytes/s", 0),
-        "hbm_efficiency": _Rule("share", 0, 1),
-        "hbm_bytes": _Rule("bytes", 0),
-        "transfer_slowdown": _Rule(
-            "share", 0, 0.9, more_is_better=False, group="links", exclusive=False
-        ),
+        "cube_flops": _Rule("FLOP/s"),
+        "gemm_efficiency": _SHARE,
+        "cores": _Rule("cores", inclusive=True),
+        "gemm_start": _SECONDS._replace(links=False),
+        "half_rows": _Rule("rows", inclusive=True, more_is_better=False),
+        "attention_efficiency": _SHARE,
+        "hbm_bandwidth": _RATE,
+        "hbm_efficiency": _SHARE,
+        "hbm_bytes": _Rule("bytes"),
+        "transfer_slowdown": _COST._replace(most=0.9),
     },
     "host": {
-        "launch_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
-        "post_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
-        "event_overhead": _Rule("seconds", 0, 1, False, "links", exclusive=False),
-        "communicator_bytes": _Rule("bytes", 0, more_is_better=False, exclusive=False),
-        "message_copies": _Rule("copies", 0, 4, False, "links", exclusive=False),
+        "launch_overhead": _SECONDS,
+        "post_overhead": _SECONDS,
+        "event_overhead": _SECONDS,
+        "communicator_bytes": _Rule("bytes", inclusive=True, more_is_better=False),
+        "message_copies": _COST._replace(unit="copies", most=4),
     },
     "rivals": {
-        **{f"{kernel}_{name}": rule for kernel in _KERNELS for name, rule in _KERNEL_RULES.items()},
-        "mc2_grows": _Rule("share", 0, 1, False, "links", exclusive=False),
-        "ordered_sums": _Rule("share", 0, 1, False, "links", exclusive=False),
+        **{f"{kernel}_{name}": rule for kernel in _KERNELS for name, rule in _OF_KERNEL.items()},
+        "mc2_grows": _COST,
+        "ordered_sums": _COST,
     },
 }
 _LEVEL_RULES = {
-    "rate": _Rule("bytes/s", 0, group="links"),
-    "efficiency": _Rule("share", 0, 1, group="links"),
-    "latency": _Rule("seconds", 0, 1, False, "links", exclusive=False),
-    "beside_work": _Rule("times", 1, 10, False, "links", exclusive=False),
+    "rate": _RATE._replace(links=True),
+    "efficiency": _SHARE._replace(links=True),
+    "latency": _SECONDS,
+    "beside_work": _COST._replace(unit="times", least=1, most=10),
 }
 _TOPOLOGIES: dict[str, tuple[LinkTopology, ...]] = {
     "inside": ("full_mesh", "switched"),
     "between": ("nic_per_npu", "nic_per_node"),
 }
-_SCALARS = ("name", "version", "npus_per_host", "npus_per_node", "nodes", "batched_transfers")
+_WHOLE = ("version", "npus_per_host", "npus_per_node", "nodes")
+_PARTS = ("low", "typical", "high")
 
 
 @dataclass(frozen=True)
@@ -150,25 +150,16 @@ class Hardware:
         levels = [level for level in _TOPOLOGIES if level in content]
         figures = {
             f"{section}.{name}": Figure(
-                float(content[section][name]["low"]),
-                float(content[section][name]["typical"]),
-                float(content[section][name]["high"]),
-                content[section][name]["source"].strip(),
+                float(of["low"]), float(of["typical"]), float(of["high"]), of["source"].strip()
             )
             for section in (*_RULES, *levels)
             for name in _rules_of(section)
+            for of in [content[section][name]]
         }
-        return cls(
-            path=path,
-            name=content["name"],
-            version=content["version"],
-            npus_per_host=content["npus_per_host"],
-            npus_per_node=content["npus_per_node"],
-            nodes=content["nodes"],
-            batched=content["batched_transfers"],
-            topologies={level: content[level]["topology"] for level in levels},
-            figures=figures,
-        )
+        whole = {name: content[name] for name in _WHOLE}
+        batched, name = content["batched_transfers"], content["name"]
+        topologies = {level: content[level]["topology"] for level in levels}
+        return cls(path, name, **whole, batched=batched, topologies=topologies, figures=figures)
 
     def posting(self, seconds: float) -> Hardware:
         """The same with a host that takes so many seconds to post a batch and to wait for it."""
@@ -179,8 +170,7 @@ class Hardware:
         """The same with a host that takes so many seconds per launch, of which a post has one."""
         launch, post = (self.figures[f"host.{name}_overhead"] for name in ("launch", "post"))
         low, typical, high = (
-            max(seconds, getattr(post, end) + seconds - getattr(launch, end))
-            for end in ("low", "typical", "high")
+            max(seconds, getattr(post, end) + seconds - getattr(launch, end)) for end in _PARTS
         )
         slower = {
             "host.launch_overhead": Figure(seconds, seconds, seconds, "given"),
@@ -200,7 +190,7 @@ class Hardware:
         def value(name: str) -> float:
             figure, section = self.figures[name], name.split(".")[0]
             rule = _rules_of(section)[name.split(".")[1]]
-            choice = links if rule.group == "links" else compute
+            choice = links if rule.links else compute
             if choice == "typical":
                 return figure.typical
             return figure.high if (choice == "favourable") == rule.more_is_better else figure.low
@@ -216,7 +206,7 @@ class Hardware:
             )
 
         def kernel(name: str) -> FusedKernel:
-            hidden, hidden_gemm, efficiency = (value(f"rivals.{name}_{of}") for of in _KERNEL_RULES)
+            hidden, hidden_gemm, efficiency = (value(f"rivals.{name}_{of}") for of in _OF_KERNEL)
             return FusedKernel(hidden, hidden_gemm, value("inside.rate") * efficiency)
 
         inside = level("inside")
@@ -265,12 +255,12 @@ def _rules_of(section: str) -> Mapping[str, _Rule]:
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    known = (*_SCALARS, *_RULES, *_TOPOLOGIES)
+    known = ("name", *_WHOLE, "batched_transfers", *_RULES, *_TOPOLOGIES)
     yield from _unknown(content, known, "")
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
     whole = True
-    for name in ("version", "npus_per_host", "npus_per_node", "nodes"):
+    for name in _WHOLE:
         value = content.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             whole = False
@@ -313,16 +303,15 @@ def _section_problems(section: str, content: Any) -> Iterator[str]:
 
 
 def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
-    parts = ("low", "typical", "high")
     if not isinstance(content, dict):
         yield f"{name}: {content!r} is not a mapping of low, typical, high and source"
         return
-    yield from _unknown(content, (*parts, "source"), name)
+    yield from _unknown(content, (*_PARTS, "source"), name)
     source = content.get("source")
     if not isinstance(source, str) or not source.strip():
         yield f"{name}.source: {source!r} names no source; say where it is from, or: assumed"
     values: list[float] = []
-    for part in parts:
+    for part in _PARTS:
         value = content.get(part)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             # yaml reads 1e9 as text; 1.0e+9 is a number.
@@ -332,7 +321,7 @@ def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
             yield f"{name}.{part}: {value!r} {rule.unit} is not {rule}"
         else:
             values.append(value)
-    if len(values) == len(parts) and values != sorted(values):
+    if len(values) == len(_PARTS) and values != sorted(values):
         low, typical, high = values
         yield f"{name}: low {low:g}, typical {typical:g}, high {high:g} are not in rising order"
 

@@ -35,11 +35,12 @@ _MOST_TP = 4096
 """Up to this size of groups those are named that would do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A Llama (RMSNorm, SwiGLU, rotary embeddings, no biases), its training and its layout.
 
-    Attributes are Megatron's options of the same name, but for these:
+    Attributes are Megatron's options of the same name, and so are the defaults; a file names all of
+    them.  But for these:
 
     Attributes:
         vocab_size: of the tokenizer, before padding.  Not passed on, where the tokenizer says it.
@@ -57,35 +58,35 @@ class ModelConfig:
     num_attention_heads: int
     num_query_groups: int
     vocab_size: int
-    make_vocab_size_divisible_by: int
+    make_vocab_size_divisible_by: int = 128
     seq_length: int
     max_position_embeddings: int
-    rotary_base: int
-    norm_epsilon: float
-    untie_embeddings_and_output_weights: bool
-    init_method_std: float
-    tokenizer_type: str
-    bf16: bool
+    rotary_base: int = 10000
+    norm_epsilon: float = 1e-05
+    untie_embeddings_and_output_weights: bool = False
+    init_method_std: float = 0.02
+    tokenizer_type: str = "NullTokenizer"
+    bf16: bool = False
     # Training
     micro_batch_size: int
     global_batch_size: int
-    train_iters: int
-    lr: float
-    min_lr: float
-    lr_warmup_fraction: float
-    weight_decay: float
-    clip_grad: float
-    adam_beta1: float
-    adam_beta2: float
+    train_iters: int = 1
+    lr: float = 0.0
+    min_lr: float = 0.0
+    lr_warmup_fraction: float = 0.0
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
     # Parallel layout
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    context_parallel_size: int
-    context_parallel_algo: str
-    sequence_parallel: bool
-    num_layer_list: tuple[int, ...] | None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel_algo: str = "megatron_cp_algo"
+    sequence_parallel: bool = False
+    num_layer_list: tuple[int, ...] | None = None
     npus_per_node: int
-    nnodes: int
+    nnodes: int = 1
     # Besides, where there are any
     pretrain_options: tuple[str, ...] = ()
     commfuse_options: tuple[str, ...] = ("--use-commfuse",)
@@ -117,7 +118,6 @@ class ModelConfig:
             )
         ffn = 4 * given["hidden_size"]
         values = {
-            **_MEGATRON_DEFAULTS,
             "ffn_hidden_size": ffn * 2 // 3 // 64 * 64 if "--swiglu" in options else ffn,
             "max_position_embeddings": given["seq_length"],
             **given,
@@ -126,9 +126,10 @@ class ModelConfig:
             values["num_query_groups"] = values["num_attention_heads"]
         if "--padded-vocab-size" in options:
             values["make_vocab_size_divisible_by"] = 1
-        ranks = math.prod(values[f"{kind}_parallel_size"] for kind in _MODEL_PARALLEL)
-        values.setdefault("npus_per_node", max(1, ranks // values["nnodes"]))
-        replicas = values["npus_per_node"] * values["nnodes"] // ranks
+        ranks = math.prod(values.get(f"{kind}_parallel_size", 1) for kind in _MODEL_PARALLEL)
+        nodes = values.get("nnodes", 1)
+        values.setdefault("npus_per_node", max(1, ranks // nodes))
+        replicas = values["npus_per_node"] * nodes // ranks
         values.setdefault("global_batch_size", values["micro_batch_size"] * max(1, replicas))
         return cls(**values)
 
@@ -162,13 +163,22 @@ class ModelConfig:
         return -(-self.vocab_size // multiple) * multiple
 
     @property
+    def qkv_size(self) -> int:
+        """Features of all queries, keys and values."""
+        head = self.hidden_size // self.num_attention_heads
+        return head * (self.num_attention_heads + 2 * self.num_query_groups)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        return self.hidden_size * (self.qkv_size + self.hidden_size + 3 * self.ffn_hidden_size + 2)
+
+    @property
     def number_of_parameters(self) -> int:
         """Of the whole model, with the vocabulary as published, before padding."""
-        hidden, head = self.hidden_size, self.hidden_size // self.num_attention_heads
-        qkv = hidden * head * (self.num_attention_heads + 2 * self.num_query_groups)
-        layer = qkv + hidden * hidden + 3 * hidden * self.ffn_hidden_size + 2 * hidden
         tables = 2 if self.untie_embeddings_and_output_weights else 1
-        return tables * self.vocab_size * hidden + self.num_layers * layer + hidden
+        tables_and_norm = (tables * self.vocab_size + 1) * self.hidden_size
+        return tables_and_norm + self.num_layers * self.layer_parameters
 
     @property
     def tokenizer_option(self) -> str:
@@ -342,30 +352,6 @@ _VARIABLES = {
     "num_layer_list": "NUM_LAYER_LIST",
     "npus_per_node": "NPUS_PER_NODE",
     "nnodes": "NNODES",
-}
-_MEGATRON_DEFAULTS: dict[str, Any] = {
-    "make_vocab_size_divisible_by": 128,
-    "rotary_base": 10000,
-    "norm_epsilon": 1e-5,
-    "untie_embeddings_and_output_weights": False,
-    "init_method_std": 0.02,
-    "tokenizer_type": "NullTokenizer",
-    "bf16": False,
-    "train_iters": 1,
-    "lr": 0.0,
-    "min_lr": 0.0,
-    "lr_warmup_fraction": 0.0,
-    "weight_decay": 0.01,
-    "clip_grad": 1.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "context_parallel_algo": "megatron_cp_algo",
-    "sequence_parallel": False,
-    "num_layer_list": None,
-    "nnodes": 1,
 }
 _REQUIRED = (
     "num_layers",

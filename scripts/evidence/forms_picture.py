@@ -14,10 +14,17 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.report.drawing import draw
-from commfuse_npu.tools.simulate.page import layer, layer_picture
+from commfuse_npu.tools.simulate.page import layer_picture
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, best_lanes, training
-from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS, Variant, direct, tuned
+from commfuse_npu.tools.simulate.variants import (
+    MEGATRON,
+    REFERENCE,
+    TURNS,
+    Variant,
+    direct,
+    fused,
+)
 
 __all__ = ["forms", "main", "step"]
 
@@ -36,10 +43,10 @@ def step() -> Step:
 def forms() -> dict[str, Variant]:
     """By title."""
     hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
-    ours = tuned(direct(_TP, _TP), best_lanes(hardware, _TP), (1, 2, 3, 4, 6))
+    ours = fused(direct(_TP, _TP), best_lanes(hardware, _TP), (1, 2, 3, 4, 6))
     return {
         "plain collectives": REFERENCE,
-        "Megatron's order": Variant("megatron", "megatron"),
+        "Megatron's order": MEGATRON,
         "fused layers (tuned)": ours,
         "forward-backward overlap, side by side": TURNS,
     }
@@ -50,5 +57,5 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     default = Path(__file__).resolve().parents[2] / "docs" / "forms.svg"
     parser.add_argument("out", type=Path, nargs="?", default=default)
-    draw([layer_picture(layer(step(), [*forms().items()]))], _TITLE, parser.parse_args(argv).out)
+    draw([layer_picture(step(), forms())], _TITLE, parser.parse_args(argv).out)
     return 0

@@ -20,10 +20,9 @@ no partner, with hosts that take 15, 55 and 99 us for a launch.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -32,33 +31,34 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine, covering_outputs
 from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Shared, Step, Training
+from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
 from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
+    COC,
     COC_FUSED,
+    COC_TUNED,
     COMPUTE_ONLY,
     IDEAL,
     MC2,
+    MEGATRON,
     REFERENCE,
     TURNS,
     Variant,
     direct,
     fused,
-    sliced,
-    tuned,
 )
-from scripts.evidence.markdown_section import replace_section
 
-__all__ = ["BOUNDS", "OURS", "RIVALS", "Point", "main", "point", "report"]
+__all__ = ["BOUNDS", "OURS", "RIVALS", "Point", "forms", "main", "point", "report", "section",
+           "steps", "steps_report"]  # fmt: skip
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 6)
-_SLICES = (2, 4, 8)
 
 OURS = ("ours", "ours, other rounding", "default", "forward-backward")
 _KERNEL = "CoC fused"
@@ -68,10 +68,12 @@ _STEP_FORMS = ("default", *RIVALS)
 _HOSTS = (15, 55, 99)
 """Microseconds per launch."""
 _MICRO_BATCHES = (8, 32)
-_RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 _GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "forward-backward")
 _KERNELS = ("MC2", _KERNEL)
 """What waits inside of them is not seen."""
+
+Shares = dict[str, float]
+"""By form."""
 
 
 class Point(NamedTuple):
@@ -86,51 +88,59 @@ class Point(NamedTuple):
     model: str
     tp: int
     sequence: int
-    shares: tuple[dict[str, float], ...]
-    ordered: dict[str, float]
-    waiting: dict[str, float]
+    shares: tuple[Shares, ...]
+    ordered: Shares
+    waiting: Shares
 
     def added_gone(self, form: str) -> float:
         """Share of what blocking collectives add to a layer that is gone, at typical figures."""
         shares = self.shares[0]
         return (1 - shares[form]) / (1 - shares["compute"])
 
-    def ahead(self, form: str, others: Sequence[str]) -> bool:
-        """Whether a form is faster than all the others, at typical figures."""
-        return _ahead(self.shares[0], form, others)
 
-    def ahead_everywhere(self, form: str, others: Sequence[str]) -> bool:
-        """Whether it is at every end of the ranges."""
-        return all(_ahead(shares, form, others) for shares in self.shares)
-
-    def ahead_ordered(self, form: str, others: Sequence[str]) -> bool:
-        """Whether it is with HCCL's sums in an order."""
-        return _ahead(self.ordered, form, others)
-
-
-def _ahead(shares: dict[str, float], form: str, others: Sequence[str]) -> bool:
+def _ahead(shares: Shares, form: str, others: Sequence[str]) -> bool:
+    """Whether a form is faster than all the others that there are."""
     return all(shares[form] < shares[other] for other in others if other in shares)
 
 
 def forms(machine: Machine, lanes: int, what: Training) -> dict[str, Variant]:
     """By name."""
-    tp, rows, hidden = what.tp, what.shape.block, what.hidden
+    tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
     base, least = direct(tp, tp), covering_outputs(machine, tp)
-    megatron = Variant("megatron", "megatron")
     default = fused(base, lanes, usual_chunks(tp, rows, hidden), collectives_from=least)
     return {
-        "ours": tuned(base, lanes, _CHUNKS),
-        "ours, other rounding": tuned(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
-        "default": default if rows >= least_rows(tp, hidden) else megatron,
-        **{f"CoC {k}": Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES},
+        "ours": fused(base, lanes, _CHUNKS),
+        "ours, other rounding": fused(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
+        "default": default if rows >= least_rows(tp, hidden) else MEGATRON,
+        **{f"CoC {one.slices}": one for one in COC},
         "forward-backward": TURNS,
         **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
-        "Megatron": megatron,
+        "Megatron": MEGATRON,
         "MC2": MC2,
-        "CoC tuned": sliced(),
+        "CoC tuned": COC_TUNED,
         "ideal": IDEAL,
         "compute": COMPUTE_ONLY,
     }
+
+
+def _times(
+    hardware: Hardware, corner: int, what: Training, left_out: Sequence[str] = ()
+) -> dict[str, LayerTime]:
+    """By form; ``""``: with blocking collectives; of CoC in slices the fastest."""
+    every = forms(hardware.machine(), best_lanes(hardware, what.layout.tp), what)
+    step = Step(hardware.machine(*CORNERS[corner]), what)
+    found = {name: step.layer_time(of) for name, of in every.items() if name not in left_out}
+
+    def seconds(time: LayerTime) -> float:
+        return time.seconds + (time.forward if what.again else 0.0)
+
+    slices = [found.pop(f"CoC {one.slices}") for one in COC]
+    return {"": step.layer_time(REFERENCE), **found, "CoC": min(slices, key=seconds)}
+
+
+def _layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
+    one = Options(micro_batch=1, micro_batches=1, recompute=recompute)
+    return training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, one)
 
 
 def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
@@ -140,42 +150,20 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
         corners: how many of the corners of the machine's description.
     """
     hardware = Hardware.load(find_config(machine, "hardware"))
-    options = Options(micro_batch=1, micro_batches=1)
-    what = training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
-    every = forms(hardware.machine(), best_lanes(hardware, tp), what)
-    times = [
-        _times(Step(hardware.machine(compute, links), what), every)
-        for compute, links in CORNERS[:corners]
-    ]
-    ordered = _times(Step(replace(hardware, deterministic=True).machine(), what), every)
-    plain, typical = times[0]
-    waiting = {name: one.waiting / plain.waiting for name, one in typical.items()}
-    shares = tuple(map(_shares, times))
-    return Point(machine, model, tp, sequence, shares, _shares(ordered), waiting)
+    what = _layer(model, tp, sequence)
+    times = [_times(hardware, corner, what) for corner in range(corners)]
+    times.append(_times(replace(hardware, deterministic=True), 0, what))
+
+    def shares(found: dict[str, LayerTime]) -> Shares:
+        return {name: one.seconds / found[""].seconds for name, one in found.items() if name}
+
+    plain = times[0][""].waiting
+    waiting = {name: one.waiting / plain for name, one in times[0].items() if name}
+    *every, ordered = map(shares, times)
+    return Point(machine, model, tp, sequence, tuple(every), ordered, waiting)
 
 
-_Times = tuple[LayerTime, dict[str, LayerTime]]
-"""With blocking collectives, and by form."""
-
-
-def _times(step: Step, every: dict[str, Variant]) -> _Times:
-    found = {name: step.layer_time(one) for name, one in every.items()}
-    again = step.training.recompute == "full"
-    slices = [found.pop(f"CoC {k}") for k in _SLICES]
-    found["CoC"] = min(slices, key=partial(_seconds, again=again))
-    return step.layer_time(REFERENCE), found
-
-
-def _seconds(time: LayerTime, *, again: bool) -> float:
-    return time.seconds + (time.forward if again else 0.0)
-
-
-def _shares(times: _Times) -> dict[str, float]:
-    plain, found = times
-    return {name: one.seconds / plain.seconds for name, one in found.items()}
-
-
-_Steps = dict[tuple[int, Recompute, int], list[dict[str, float]]]
+_Steps = dict[tuple[int, Recompute, int], list[Shares]]
 """Seconds per layer and micro-batch by form, at every corner; by host, recomputation and
 micro-batches."""
 
@@ -183,75 +171,67 @@ micro-batches."""
 def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
     """Simulate steps without a pipeline, of forms that can be launched and are not tuned."""
     described = Hardware.load(find_config(machine, "hardware"))
-    config = ModelConfig.load(find_config(model))
     found: _Steps = {}
-    for corner in CORNERS:
-        shared: Shared = {}
-        for host, recompute in product(_HOSTS, _RECOMPUTES):
-            hardware = described.launching(host * 1e-6)
-            options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
-            what = training(config, Layout(tp, 1, 1, 1), sequence, options)
-            every = forms(hardware.machine(), best_lanes(hardware, tp), what)
-            known = {name: of for name, of in every.items() if name not in (*BOUNDS, *OURS[:2])}
-            _, times = _times(Step(hardware.machine(*corner), what, shared=shared), known)
-            for count in _MICRO_BATCHES:
-                lengths = {name: _length(of, count, recompute) for name, of in times.items()}
-                found.setdefault((host, recompute, count), []).append(lengths)
+    for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
+        hardware = described.launching(host * 1e-6)
+        what = _layer(model, tp, sequence, recompute)
+        times = _times(hardware, corner, what, (*BOUNDS, *OURS[:2]))
+        del times[""]
+        for count in _MICRO_BATCHES:
+            lengths = {name: _length(of, count, what.again) for name, of in times.items()}
+            found.setdefault((host, recompute, count), []).append(lengths)
     return found
 
 
-def _length(time: LayerTime, micro_batches: int, recompute: Recompute) -> float:
-    alone = time.alone + (time.forward if recompute == "full" else 0.0)
+def _length(time: LayerTime, micro_batches: int, again: bool) -> float:
+    alone = time.alone + (time.forward if again else 0.0)
     paired = alone if time.pair is None else time.pair[0]
     return alone + (paired - alone) * (micro_batches - 1) / micro_batches
 
 
-def _steps(given: tuple[str, str, int, int]) -> _Steps:
-    return steps(*given)
+# ------------------------------------------------------------------------ Markdown
+
+
+def _table(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield table_row(head)
+    yield f"|{align}|"
+    yield from map(table_row, rows)
+
+
+def _titles(names: Sequence[str], kernels: int) -> list[str]:
+    return [f"{name} (of {kernels})" if name == _KERNEL else name for name in names]
 
 
 def steps_report(points: Sequence[_Steps]) -> str:
-    """Markdown: at how many points steps of forward-backward are shorter."""
+    """At how many points steps of forward-backward are shorter."""
     kernels = sum(_KERNEL in next(iter(one.values()))[0] for one in points)
-    titles = (f"{name} (of {kernels})" if name == _KERNEL else name for name in _STEP_FORMS)
-    lines = [
-        f"| *forward-backward* ahead, of {len(points)} points | {' | '.join(titles)} |",
-        f"|---|{'---|' * len(_STEP_FORMS)}",
-    ]
-    for key in points[0]:
+
+    def counts(key: tuple[int, Recompute, int]) -> Iterator[str]:
         host, recompute, count = key
-        counts = []
+        yield f"{host} us, {count} micro-batches{', recomputed' * (recompute == 'full')}"
         for form in _STEP_FORMS:
             corners = [one[key] for one in points if form in one[key][0]]
             ahead = [[_ahead(of, "forward-backward", (form,)) for of in one] for one in corners]
-            counts.append(f"{sum(one[0] for one in ahead)}; {sum(map(all, ahead))}")
-        said = f"{host} us, {count} micro-batches{', recomputed' * (recompute == 'full')}"
-        lines.append(f"| {said} | {' | '.join(counts)} |")
-    return "\n".join(lines)
+            yield f"{sum(one[0] for one in ahead)}; {sum(map(all, ahead))}"
 
-
-def _point(given: tuple[str, str, int, int]) -> Point:
-    return point(*given)
+    head = f"*forward-backward* ahead, of {len(points)} points", *_titles(_STEP_FORMS, kernels)
+    align = "|".join(["---"] * (1 + len(_STEP_FORMS)))
+    return "\n".join(_table(head, align, [[*counts(key)] for key in points[0]]))
 
 
 def report(points: Sequence[Point]) -> str:
-    """Markdown: where we are ahead, and a row per point."""
+    """Where we are ahead, what is gone, and a row per point."""
     names = [*OURS, *RIVALS, *BOUNDS]
-    lines = [
-        *_verdicts(points),
-        "",
-        *_gone(points),
-        "",
-        f"| machine | model | TP | tokens | {' | '.join(names)} |",
-        f"|---|---|---:|---:|{'---:|' * len(names)}",
-    ]
-    for one in points:
+
+    def row(one: Point) -> list[str]:
         fastest = min(one.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
         cells = (_cell(one, name, fastest) for name in names)
-        lines.append(
-            f"| {one.machine} | {one.model} | {one.tp} | {one.sequence} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
+        return [one.machine, one.model, str(one.tp), str(one.sequence), *cells]
+
+    head = "machine", "model", "TP", "tokens", *names
+    align = "---|---|---:|---:|" + "|".join(["---:"] * len(names))
+    rows = _table(head, align, map(row, points))
+    return "\n".join([*_verdicts(points), "", *_gone(points), "", *rows])
 
 
 def _cell(one: Point, name: str, fastest: float) -> str:
@@ -265,44 +245,45 @@ def _cell(one: Point, name: str, fastest: float) -> str:
 
 
 def _verdicts(points: Sequence[Point]) -> Iterator[str]:
+    """How often each of ours is ahead: typically, at every corner, with sums in an order."""
     kernels = sum(_KERNEL in one.shares[0] for one in points)
-    titles = (f"{name} (of {kernels})" if name == _KERNEL else name for name in RIVALS)
-    yield f"| ahead, of {len(points)} points | {' | '.join(titles)} | all of them |"
-    yield f"|---|{'---|' * (len(RIVALS) + 1)}"
-    for form in OURS:
-        counts = [_counts(points, form, others) for others in (*((one,) for one in RIVALS), RIVALS)]
-        yield f"| *{form}* | {' | '.join(counts)} |"
+
+    def count(form: str, others: Sequence[str]) -> str:
+        there = [one for one in points if len(others) > 1 or others[0] in one.shares[0]]
+        typical = sum(_ahead(one.shares[0], form, others) for one in there)
+        everywhere = sum(all(_ahead(of, form, others) for of in one.shares) for one in there)
+        return f"{typical}; {everywhere}; {sum(_ahead(o.ordered, form, others) for o in there)}"
+
+    head = f"ahead, of {len(points)} points", *_titles(RIVALS, kernels), "all of them"
+    groups = [*((one,) for one in RIVALS), RIVALS]
+    rows = [[f"*{form}*", *(count(form, others) for others in groups)] for form in OURS]
+    yield from _table(head, "|".join(["---"] * len(head)), rows)
     yield ""
     yield "At typical figures; at every end of the ranges; with HCCL's sums in an order."
     yield ""
-    ideal = [one for one in points if one.ahead("ideal", OURS)]
-    yield f"The ideal kernels are ahead of all of ours at {len(ideal)} of {len(points)} points."
+    ideal = sum(_ahead(one.shares[0], "ideal", OURS) for one in points)
+    yield f"The ideal kernels are ahead of all of ours at {ideal} of {len(points)} points."
     for form in OURS:
-        behind = [one for one in points if not one.ahead(form, ("CoC", "Megatron"))]
+        behind = [one for one in points if not _ahead(one.shares[0], form, ("CoC", "Megatron"))]
         if 0 < len(behind) <= 8:
-            yield f"*{form}* is behind CoC in slices or Megatron's order at {_names(behind)}."
-
-
-def _names(points: Sequence[Point]) -> str:
-    return ", ".join(f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in points)
+            where = ", ".join(f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in behind)
+            yield f"*{form}* is behind CoC in slices or Megatron's order at {where}."
 
 
 def _gone(points: Sequence[Point]) -> Iterator[str]:
     """Of waiting and of added time, at TP 8 with 8,192 tokens, and over all points."""
-    yield f"| gone: waiting, added time | {' | '.join(_GONE)} |"
-    yield f"|---|{'---:|' * len(_GONE)}"
     shown = [one for one in points if (one.tp, one.sequence) == (8, 8192)]
-    for name, some in [
-        *((f"{one.machine} {one.model}", [one]) for one in shown),
-        ("all points", points),
-    ]:
-        cells = (
-            f"{_percent(() if form in _KERNELS else [1 - one.waiting[form] for one in there])}, "
-            f"{_percent([one.added_gone(form) for one in there])}"
-            for form in _GONE
-            for there in [[one for one in some if form in one.shares[0]]]
-        )
-        yield f"| {name} | {' | '.join(cells)} |"
+    groups = [*((f"{one.machine} {one.model}", [one]) for one in shown), ("all points", points)]
+
+    def cells(some: Sequence[Point]) -> Iterator[str]:
+        for form in _GONE:
+            there = [one for one in some if form in one.shares[0]]
+            waits = () if form in _KERNELS else [1 - one.waiting[form] for one in there]
+            yield f"{_percent(waits)}, {_percent([one.added_gone(form) for one in there])}"
+
+    head = "gone: waiting, added time", *_GONE
+    align = "---|" + "|".join(["---:"] * len(_GONE))
+    yield from _table(head, align, [[name, *cells(some)] for name, some in groups])
 
 
 def _percent(shares: Sequence[float]) -> str:
@@ -312,12 +293,21 @@ def _percent(shares: Sequence[float]) -> str:
     return low if low == high else f"{low} .. {high}"
 
 
-def _counts(points: Sequence[Point], form: str, others: Sequence[str]) -> str:
-    there = [one for one in points if len(others) > 1 or others[0] in one.shares[0]]
-    typical = sum(one.ahead(form, others) for one in there)
-    everywhere = sum(one.ahead_everywhere(form, others) for one in there)
-    ordered = sum(one.ahead_ordered(form, others) for one in there)
-    return f"{typical}; {everywhere}; {ordered}"
+def section(page: str, name: str, text: str) -> str:
+    """A page with ``text`` between the comments of ``name``; all else was written by hand.
+
+    Raises:
+        ValueError: the comments are not there, each once and in order.
+    """
+    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+    before, _, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not closed or begin in rest or end in before + after:
+        raise ValueError(
+            f"the page has to have {begin!r} and {end!r} once each, in this order; add them where "
+            "the section belongs"
+        )
+    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -335,10 +325,12 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     wanted = [*product(given.machines, given.models, given.tp, given.sequence_lengths)]
     with ProcessPoolExecutor() as pool:
-        hosts = pool.map(_steps, wanted)
-        text = report(list(pool.map(_point, wanted)))
-        text += "\n\n" + steps_report(list(hosts))
+        hosts = [pool.submit(steps, *one) for one in wanted]
+        layers = [pool.submit(point, *one) for one in wanted]
+        text = report([one.result() for one in layers])
+        text += "\n\n" + steps_report([one.result() for one in hosts])
     print(text)
     if given.markdown:
-        replace_section(given.markdown, "layers", text)
+        page = section(given.markdown.read_text("utf-8"), "layers", text)
+        given.markdown.write_text(page, "utf-8")
     return 0

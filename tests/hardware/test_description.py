@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.description import Hardware, described
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
@@ -121,17 +121,13 @@ def test_all_problems_are_named_at_once(tmp_path: Path, content: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a: [", "is not valid yaml"), ("- 1", "holds list, not a mapping")]
+    ("names", "expected"),
+    [
+        ("910B3 Ascend910B3 910B", "ascend_910b_server"),
+        ("Ascend910 Ascend910_9391", "ascend_910c_supernode"),
+        ("310P3 Ascend310P3 910A Ascend910ProB None cpu", None),
+    ],
 )
-def test_what_is_no_description_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "machine.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=message):
-        Hardware.load(path)
-
-
-def test_files_that_are_not_there_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the configuration nowhere\.yaml"):
-        Hardware.load(Path("nowhere.yaml"))
-    with pytest.raises(ConfigError, match="neither a file nor one of ascend_910b_roce"):
-        find_config("ascend_920", "hardware")
+def test_names_of_npus_as_npu_smi_and_as_torch_npu_have_them(names: str, expected: str) -> None:
+    assert {described(name) for name in names.split()} == {expected}
+    assert expected is None or find_config(expected, "hardware").is_file()

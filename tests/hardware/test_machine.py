@@ -39,20 +39,20 @@ def test_no_rows_are_no_gemm() -> None:
     assert replace(CORES, gemm_start=5.0).gemm(0, 64, 256) == 0
 
 
-def gathered(machine: Machine, *, item: float = 1.0, steady: bool = False) -> float:
+def gathered(machine: Machine, *, steady: bool = False) -> float:
     """Two ranks: the own block's GEMM beside the transfer, then the other's."""
 
     def build(rank: Rank) -> None:
-        column(rank, "x", 8, 8, 8, item=item)
+        column(rank, "x", 8, 8, 8)
 
     return Group(machine, 2).play(fused(1), build, steady=steady).seconds
 
 
 def test_a_transfer_is_slower_beside_work() -> None:
-    """64 bytes at 1 byte/s beside 32 seconds of work: of them 16 at half of the rate."""
-    machine = replace(IDEAL, cube_flops=2.0 * 8 * 8 * 8 / 32)
+    """128 bytes at 2 bytes/s beside 32 seconds of work: of them 16 at half of the rate."""
+    machine = ideal(rate=2.0, cube_flops=2.0 * 8 * 8 * 8 / 32)
     assert gathered(machine) == 64 + 32
-    slower = replace(machine, inside=Level("full_mesh", 1.0, 0.0, beside_work=2.0))
+    slower = replace(machine, inside=Level("full_mesh", 2.0, 0.0, beside_work=2.0))
     assert gathered(slower) == 32 + (64 - 16) + 32
 
 
@@ -60,8 +60,7 @@ def test_buffers_at_both_ends_of_a_batch_and_none_of_a_collective() -> None:
     """A copy reads and writes: 4 bytes of traffic per byte of a message, over both ends."""
     machine = ideal(hbm_bandwidth=4.0, cube_flops=1e30)
     copied = replace(machine, message_copies=1.0)
-    expected = gathered(machine, item=100.0) + 4 * 6400 / 4
-    assert gathered(copied, item=100.0) == pytest.approx(expected)
+    assert gathered(copied) == pytest.approx(gathered(machine) + 4 * 128 / 4)
 
     def build(rank: Rank) -> None:
         rank.need(rank.collective("x", 64.0))

@@ -145,5 +145,5 @@ def test_a_layers_launches(layer: torch.nn.Module) -> None:
     for found, build in ((forward, llama.forward), (backward, llama.backward)):
         rank = Rank(ideal(), 0, 1, 1, Variant("megatron", "megatron"))
         build(rank, shape)
-        charged = sum(one.launches for one in rank.finish().operations)
+        charged = sum(one.launches for one in rank.finish())
         assert charged == len(found.launches), found.launches

@@ -22,11 +22,11 @@ from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.program import SHOWN, add_program_options, print_program
 from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
 from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.recommendation_report import as_json, options, report
+from commfuse_npu.tools.simulate.recommendation_report import as_json, report
 from commfuse_npu.tools.simulate.sweep import Options
-from commfuse_npu.tools.simulate.written_plan import check_target, write_plan
 from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
@@ -177,7 +177,7 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
         return refuse("plan", error, code=1)
     tell("")
     print(report(found, model, path, hardware))
-    title = f"{path.stem}, {found.best.layout.npus} NPUs of {hardware.name}"
+    title = f"{path.stem}, {found.best.training.layout.npus} NPUs of {hardware.name}"
     launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
     launches = {
         "Options of pretrain_gpt.py:": " ".join(options(model, found.best)),
@@ -198,7 +198,7 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
                 "--write",
                 given.write,
                 f". On every node:\n\n    {launcher}",
-                lambda path: write_plan(path, found, model, hardware),
+                lambda path: write_plan(path, model, hardware, found.best),
             ),
             Output(
                 "--json",

@@ -1,4 +1,4 @@
-"""``commfuse-npu simulate``: from options to tables, a verdict, pictures and a trace."""
+"""``commfuse-npu simulate``: from options to tables, a verdict and pictures."""
 
 from __future__ import annotations
 
@@ -6,41 +6,128 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import refuse
+from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
+from commfuse_npu.tools.option_types import words as word_list
 from commfuse_npu.tools.outputs import Output, write_outputs
-from commfuse_npu.tools.report.charts import Row
 from commfuse_npu.tools.report.drawing import draw
-from commfuse_npu.tools.simulate.arguments import parser
-from commfuse_npu.tools.simulate.page import layer, layer_picture, sweep_page
-from commfuse_npu.tools.simulate.plot import pictures
-from commfuse_npu.tools.simulate.recommendation_report import launching
-from commfuse_npu.tools.simulate.report import heading, table
-from commfuse_npu.tools.simulate.standing import of as standing_of
-from commfuse_npu.tools.simulate.standing import verdict
+from commfuse_npu.tools.simulate.launch_options import launching
+from commfuse_npu.tools.simulate.page import layer_picture, sweep_page, sweep_picture
+from commfuse_npu.tools.simulate.report import Standing, sources, table
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
 from commfuse_npu.tools.tell import tell
 
 __all__ = ["main"]
 
+_MOST_TOKENS, _MOST_MICRO_BATCHES, _MOST_CHUNKS = 1 << 24, 1 << 16, 256
+"""Nobody trains with more, and the simulation would not end."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="commfuse-npu simulate",
+        description="Simulates training steps on a described machine, for this project's ops and "
+        "for what they compete with. Nothing is measured; ranges show how uncertain the "
+        "description is.",
+        epilog="Exit codes: 0 simulated, 2 options or files make no sense.",
+    )
+    what = parser.add_argument_group("what is simulated")
+    what.add_argument(
+        "--model", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s"
+    )
+    what.add_argument(
+        "--hardware",
+        default="ascend_910b_server",
+        help="a yaml file, or its name in configs/hardware/: %(default)s",
+    )
+    for name, meaning in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
+        what.add_argument(
+            f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
+        )
+    what.add_argument(
+        "--npus",
+        type=whole(),
+        nargs="+",
+        help="numbers of NPUs instead of --dp, to see what scales",
+    )
+    what.add_argument(
+        "--sequence-lengths",
+        type=whole(1, _MOST_TOKENS),
+        nargs="+",
+        help="the model's by default",
+        metavar="S",
+    )
+    what.add_argument("--micro-batch", type=whole(), help="sequences; the model's by default")
+    what.add_argument(
+        "--micro-batches",
+        type=whole(1, _MOST_MICRO_BATCHES),
+        help="per step and replica; by default what the model's global batch gives",
+    )
+    what.add_argument("--recompute", choices=("none", "full"), default="none")
+    what.add_argument(
+        "--ulysses",
+        choices=("none", "plain", "fused"),
+        default="none",
+        help="context parallelism by exchanging heads; fused: CommFuse's variants with "
+        "--commfuse-ulysses; none: as the model's file says",
+    )
+    what.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "
+        "tensor-parallel reduce-scatters; ours do it always",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--variants", type=word_list, default=("*",), help="names or patterns: 'coc-*,commfuse-*'"
+    )
+    how.add_argument("--lanes", type=whole(), help="of CommFuse; by default what suits the links")
+    how.add_argument(
+        "--chunks", type=whole(1, _MOST_CHUNKS), nargs="+", default=[1, 2, 4], help="of CommFuse"
+    )
+    how.add_argument(
+        "--launch-us",
+        type=positive,
+        metavar="US",
+        help="microseconds for which a launch keeps the host, and a batch as many more, instead of "
+        "the description's",
+    )
+    how.add_argument(
+        "--post-us",
+        type=positive,
+        metavar="US",
+        help="microseconds for which a point-to-point batch keeps the host, posted and waited for, "
+        "instead of the description's",
+    )
+    how.add_argument(
+        "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
+    )
+    out = parser.add_argument_group("what comes out (besides Markdown tables)")
+    out.add_argument("--json", type=new_file, metavar="FILE")
+    out.add_argument("--all", action="store_true", help="all variants, not those that matter")
+    out.add_argument(
+        "--html", type=page, metavar="FILE", help="one page: verdict, pictures, a layer's Gantt"
+    )
+    out.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
+    return parser
+
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand; see :mod:`.arguments` for the options."""
-    given = parser().parse_args(words)
+    """Run the subcommand."""
+    given = _parser().parse_args(words)
     try:
-        return _main(given, words)
+        return _main(given, ["commfuse-npu", "simulate", *words])
     except (ValueError, OSError, ImportError) as error:
         return refuse("simulate", error)
 
 
-def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
+def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
     hardware = Hardware.load(find_config(given.hardware, "hardware"))
     hardware = replace(hardware, deterministic=given.deterministic)
     if given.launch_us is not None:
@@ -50,7 +137,12 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     model_path = find_config(given.model)
     model = ModelConfig.load(model_path)
     layouts = _layouts(given, model)
-    _refuse_what_is_not_there(given, layouts[0])
+    tp, cp, _, pp, _ = first = layouts[0]
+    if (given.lanes or 0) > max(1, max(tp, cp) - 1):
+        raise ValueError(
+            f"--lanes {given.lanes}: a group of {max(tp, cp)} ranks has {max(1, max(tp, cp) - 1)}; "
+            f"choose {max(1, max(tp, cp) - 1)} or less"
+        )
     sequences = given.sequence_lengths or [model.seq_length]
     options = Options(
         micro_batch=given.micro_batch,
@@ -60,20 +152,19 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
         patterns=given.variants,
         recompute=given.recompute,
         ulysses=given.ulysses,
-        data_parallel=given.data_parallel,
         corners=not given.typical,
     )
-    first = layouts[0]
-    known = {variant.name: variant for variant in of_hardware(hardware, first, options)}
+    of_hardware(hardware, first, options)  # names that there are
     try:
         swept = sweep(model, hardware, layouts, sequences, options, tell)
     except ConfigError as error:
         lines = [_own_options(line) for line in str(error).splitlines()]
         raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
-    replicas = ", ".join(str(layout.dp) for layout in layouts)
-    sizes = f"TP {first.tp}, CP {first.cp}, PP {first.pp}, DP {replicas}"
-    print(heading(hardware, model_path.stem, sizes))
+    sizes = f"TP {tp}, CP {cp}, PP {pp}, DP {', '.join(str(one.dp) for one in layouts)}"
+    title = f"{model_path.stem} on {hardware.name}, {sizes}"
+    print(f"{title}\n{sources(hardware)}")
     points: list[Point] = []
+    standing = Standing(points)
     everything = given.all or options.patterns != Options.patterns
     try:
         for point in swept:
@@ -81,30 +172,16 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
     finally:
         # Whatever ends it: what was found until then is shown.
         tell("")
-        standing = standing_of(points, known)
-        names = standing.shown(list(known), everything)
+        shown = standing.shown(everything) if points else []
         for point in points:
-            print("\n" + table(point, standing, names), flush=True)
+            print("\n" + table(point, shown), flush=True)
     print()
     what = training(model, first, sequences[0], options)
-    step = Step(hardware.machine(), what)
-    launches = {
-        name: [*launching(known[name], what)] for name in (standing.ours, standing.alike) if name
-    }
-    said = verdict(points, standing, launches)
-    rows: list[Row] = []
+    said = standing.verdict(lambda variant: " ".join(launching(variant, what)))
+    drawn = []
     if given.plot or given.html:
-        rows = layer(step, [(name, known[name]) for name in standing.compared])
-    title = f"{model_path.stem} on {hardware.name}, {sizes}"
-
-    def picture_file(path: Path) -> None:
-        drawn = [*pictures(points, standing, names), layer_picture(rows)]
-        draw(drawn, f"{title} (simulated)", path)
-
-    def page_file(path: Path) -> None:
-        command = ["commfuse-npu", "simulate", *words]
-        sweep_page(path, title, command, hardware, points, standing, names, said, rows)
-
+        layer = layer_picture(Step(hardware.machine(), what), standing.compared)
+        drawn = [sweep_picture(points, shown), layer]
     code = write_outputs(
         "simulate",
         [
@@ -114,8 +191,18 @@ def _main(given: argparse.Namespace, words: Sequence[str]) -> int:
                 ": all figures",
                 lambda path: write_json(path, _as_json(given.model, hardware, points), indent=1),
             ),
-            Output("--plot", given.plot, ": pictures", picture_file),
-            Output("--html", given.html, ": a page for a browser", page_file),
+            Output(
+                "--plot",
+                given.plot,
+                ": pictures",
+                lambda path: draw(drawn, f"{title} (simulated)", path),
+            ),
+            Output(
+                "--html",
+                given.html,
+                ": a page for a browser",
+                lambda path: sweep_page(path, title, command, hardware, points, shown, said, drawn),
+            ),
         ],
     )
     print()
@@ -127,14 +214,6 @@ def _own_options(problem: str) -> str:
     """Name what can be given here: a launch's other options are keys of the model's file."""
     here = problem.replace("--seq-length", "--sequence-lengths")
     return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda of: of[1].replace("-", "_"), here)
-
-
-def _refuse_what_is_not_there(given: argparse.Namespace, layout: Layout) -> None:
-    ranks = max(layout.tp, layout.cp)
-    most = max(1, ranks - 1)
-    if (given.lanes or 0) > most:
-        said = f"--lanes {given.lanes}: a group of {ranks} ranks has {most}"
-        raise ValueError(f"{said}; choose {most} or less")
 
 
 def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
@@ -173,7 +252,7 @@ def _as_json(model: str, hardware: Hardware, points: list[Point]) -> dict[str, A
                 "npus": point.npus,
                 "micro_batches": point.micro_batches,
                 "ratio": point.ratio._asdict(),
-                "variants": [outcome.as_json() for outcome in point.outcomes],
+                "variants": [outcome.as_json() for outcome in point.outcomes.values()],
             }
             for point in points
         ],

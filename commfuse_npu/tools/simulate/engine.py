@@ -17,29 +17,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Launches, Message, Operation
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Message, Operation
 from commfuse_npu.tools.simulate.links import LinkId, Links
 
-__all__ = ["Cause", "Moved", "SimulationError", "Span", "Timeline", "simulate"]
-
+__all__ = ["Moved", "SimulationError", "Span", "Timeline", "simulate"]
 
 _STREAMS = COMPUTE, ASIDE
 
 
 class SimulationError(RuntimeError):
     """The launches cannot be played to their end: ranks wait for each other, or for nobody."""
-
-
-class Cause(NamedTuple):
-    """What an operation or a transfer waited for last; times are contiguous along causes."""
-
-    kind: Literal["operation", "host", "start"]
-    rank: int = 0
-    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +42,15 @@ class Span:
     operation: Operation
     start: float
     end: float
-    cause: Cause
-    """Why it did not start earlier."""
-    ended_by: int | None
-    """Index into ``moved`` of the transfer that ended it, for exchanges."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """A transfer that was played.  ``ready``: both ends started; ``start``: after the latency."""
 
     message: Message
-    links: tuple[LinkId, ...]
     ready: float
     start: float
     end: float
-    cause: Cause
-    """The end that started last."""
 
 
 @dataclass(frozen=True)
@@ -79,41 +62,54 @@ class Timeline:
     moved: tuple[Moved, ...]
 
 
-class _Flow:
-    __slots__ = (
-        "cause",
-        "links",
-        "message",
-        "rate",
-        "ready",
-        "remaining",
-        "since",
-        "start",
-        "turn",
-    )
+class _Task:
+    """An operation, what it still waits for, and how many of its transfers are left."""
 
-    def __init__(self, message: Message, links: tuple[LinkId, ...], ready: float, cause: Cause):
-        self.message, self.links, self.ready, self.cause = message, links, ready, cause
-        self.remaining = message.size
-        self.rate = self.start = self.since = 0.0
-        self.turn = 0
+    __slots__ = ("followers", "index", "left", "operation", "rank", "start", "waits")
+
+    def __init__(self, rank: int, index: int, operation: Operation) -> None:
+        self.rank, self.index, self.operation = rank, index, operation
+        self.left = len(operation.sends) + len(operation.receives)
+        self.followers: list[_Task] = []
+        self.waits, self.start = 0, math.nan
 
 
-class _Work:
-    """What a compute engine is doing."""
+class _Running:
+    """Work of a stream, or a transfer: how much of it is left, and how fast it goes."""
 
-    __slots__ = ("index", "rate", "remaining", "since", "turn")
+    __slots__ = ("left", "rate", "since", "turn")
 
-    def __init__(self, index: int, seconds: float, rate: float, now: float) -> None:
-        self.index, self.remaining, self.rate, self.since = index, seconds, rate, now
-        self.turn = 0
+    def __init__(self, left: float, now: float) -> None:
+        self.left, self.rate, self.since, self.turn = left, 0.0, now, 0
+
+    def change(self, rate: float, now: float) -> float:
+        """Go on at another rate; the time of the end."""
+        if not math.isinf(self.rate):
+            self.left = max(0.0, self.left - self.rate * (now - self.since))
+        self.rate, self.since = rate, now
+        self.turn += 1
+        return now + self.left / rate
+
+
+class _Work(_Running):
+    __slots__ = ("task",)
+
+    def __init__(self, task: _Task, now: float) -> None:
+        super().__init__(task.operation.seconds, now)
+        self.task = task
+
+
+class _Flow(_Running):
+    __slots__ = ("links", "message", "ready", "start")
+
+    def __init__(self, message: Message, links: tuple[LinkId, ...], now: float) -> None:
+        super().__init__(message.size, now)
+        self.message, self.links = message, links
+        self.ready = self.start = now
 
 
 def simulate(
-    launches: Sequence[Launches],
-    links: Links,
-    *,
-    launched: bool = False,
+    launches: Sequence[Sequence[Operation]], links: Links, *, launched: bool = False
 ) -> Timeline:
     """Play the launches of ranks ``0, 1, ...`` to their end.
 
@@ -129,71 +125,54 @@ def simulate(
 
 class _Simulation:
     def __init__(
-        self,
-        launches: Sequence[Launches],
-        links: Links,
-        launched: bool,
+        self, launches: Sequence[Sequence[Operation]], links: Links, launched: bool
     ) -> None:
-        self.links, self.launched = links, launched
-        self.slowdown = links.machine.transfer_slowdown
-        self.operations = [rank.operations for rank in launches]
+        self.links = links
         self.now = 0.0
-        self._events: list[tuple[float, int, str, object, int]] = []
+        self._events: list[tuple[float, int, Callable[[Any], None], Any, int]] = []
         self._sequence = 0
-        self._ends: dict[object, int] = {}
-        self._owners: dict[object, list[tuple[int, int]]] = {}
+        self._one_end: set[object] = set()
+        self._ends: dict[object, list[_Task]] = {}
         self._on_link: dict[LinkId, dict[_Flow, None]] = {}
         self._capacity: dict[LinkId, float] = {}
         self._transfers: list[dict[_Flow, None]] = [{} for _ in launches]
         self._busy = [False] * len(launches)
-        self._running: dict[tuple[int, str], _Work] = {}
+        self._working: dict[tuple[int, str], _Work] = {}
         self._spans: list[Span] = []
         self._moved: list[Moved] = []
         self._shared_anew: dict[LinkId, None] = {}
         self._hurried: dict[int, None] = {}
-        self._left = self._turns = 0
-        self._prepare()
+        self._tasks = [
+            task
+            for rank, operations in enumerate(launches)
+            for task in self._of_rank(rank, operations, launched)
+        ]
 
-    def _prepare(self) -> None:
-        self._waiting: list[list[int]] = []
-        self._open: list[list[int]] = []
-        self._followers: list[list[list[int]]] = []
-        self._started: list[list[float]] = []
-        self._cause: list[list[Cause]] = []
-        ready: list[tuple[int, int]] = []
-        for rank, operations in enumerate(self.operations):
-            waiting = [0] * len(operations)
-            followers: list[list[int]] = [[] for _ in operations]
-            last: dict[str, int] = {}
-            launched = 0.0
-            for index, operation in enumerate(operations):
-                needs = set(operation.after)
-                if operation.engine is not None:
-                    if operation.engine in last:
-                        needs.add(last[operation.engine])
-                    last[operation.engine] = index
-                for need in needs:
-                    followers[need].append(index)
-                waiting[index] = len(needs)
-                launched += 0.0 if self.launched else operation.host(self.links.machine)
-                if launched > 0:
-                    waiting[index] += 1
-                    self._push(launched, "launched", rank, index)
-                for message in (*operation.sends, *operation.receives):
-                    self._owners.setdefault(message.key, []).append((rank, index))
-                if waiting[index] == 0:
-                    ready.append((rank, index))
-            self._left += len(operations)
-            self._waiting.append(waiting)
-            self._followers.append(followers)
-            self._open.append([len(op.sends) + len(op.receives) for op in operations])
-            self._started.append([math.nan] * len(operations))
-            self._cause.append([Cause("start")] * len(operations))
-        self._ready = ready
+    def _of_rank(self, rank: int, operations: Sequence[Operation], launched: bool) -> list[_Task]:
+        tasks = [_Task(rank, *numbered) for numbered in enumerate(operations)]
+        last: dict[str, int] = {}
+        at = 0.0
+        for task in tasks:
+            operation = task.operation
+            needs = set(operation.after)
+            if operation.engine is not None:
+                if operation.engine in last:
+                    needs.add(last[operation.engine])
+                last[operation.engine] = task.index
+            for need in needs:
+                tasks[need].followers.append(task)
+            task.waits = len(needs)
+            at += 0.0 if launched else operation.host(self.links.machine)
+            if at > 0:
+                task.waits += 1
+                self._push(at, self._met, task, 0)
+            for message in (*operation.sends, *operation.receives):
+                self._ends.setdefault(message.key, []).append(task)
+        return tasks
 
     def run(self) -> Timeline:
-        for rank, index in self._ready:
-            self._start(rank, index)
+        for task in [one for one in self._tasks if not one.waits]:
+            self._start(task)
         while self._events or self._shared_anew:
             # Once for all that begins and ends in an instant: a rank of a large group has a
             # transfer per peer, and each would share the link among all of them again.
@@ -201,108 +180,68 @@ class _Simulation:
                 self._set_rates()
             if not self._events:
                 break
-            time, _, kind, what, number = heapq.heappop(self._events)
-            if kind == "launched":
-                assert isinstance(what, int)
-                self.now = time
-                self._met(what, number, Cause("host", what, number))
-            elif kind == "work":
-                assert isinstance(what, tuple)
-                work = self._running.get(what)
-                if work is None or work.turn != number:
-                    continue  # its rate has changed since
-                self.now = time
-                del self._running[what]
-                self._change_speed(what[0])
-                self._done(what[0], work.index, None)
-                self._look_at(what[0])
-            elif kind == "begin":
-                assert isinstance(what, _Flow)
-                self.now = time
-                self._begin(what)
-            else:
-                assert isinstance(what, _Flow)
-                if what.turn != number:
-                    continue
-                self.now = time
-                self._end(what)
-        if self._left:
+            time, _, happens, what, turn = heapq.heappop(self._events)
+            if isinstance(what, _Running) and what.turn != turn:
+                continue  # its rate has changed since
+            self.now = time
+            happens(what)
+        if len(self._spans) < len(self._tasks):
             raise SimulationError(self._stuck())
         return Timeline(self.now, tuple(self._spans), tuple(self._moved))
 
     def _stuck(self) -> str:
         """Names the exchange that hangs first; the others wait behind it."""
-        hanging = [
-            (start, rank, index)
-            for rank, started in enumerate(self._started)
-            for index, start in enumerate(started)
-            if not math.isnan(start) and self._open[rank][index] > 0
-        ]
+        left = len(self._tasks) - len(self._spans)
+        hanging = [one for one in self._tasks if not math.isnan(one.start) and one.left]
         if not hanging:
-            return f"{self._left} operations wait for each other"
-        _, rank, index = min(hanging)
-        operation = self.operations[rank][index]
+            return f"{left} operations wait for each other"
+        first = min(hanging, key=lambda one: (one.start, one.rank, one.index))
         return (
-            f"rank {rank} waits for ever in {operation.name!r} on {operation.engine}: "
-            f"{self._open[rank][index]} transfers never began, because their other ends never "
-            f"started; {self._left} operations are left"
+            f"rank {first.rank} waits for ever in {first.operation.name!r} on "
+            f"{first.operation.engine}: {first.left} transfers never began, because their other "
+            f"ends never started; {left} operations are left"
         )
 
-    def _push(self, time: float, kind: str, what: object, number: int) -> None:
+    def _push(self, time: float, happens: Callable[[Any], None], what: Any, turn: int) -> None:
         self._sequence += 1
-        heapq.heappush(self._events, (time, self._sequence, kind, what, number))
+        heapq.heappush(self._events, (time, self._sequence, happens, what, turn))
 
-    def _met(self, rank: int, index: int, cause: Cause) -> None:
-        self._waiting[rank][index] -= 1
-        self._cause[rank][index] = cause
-        if self._waiting[rank][index] == 0:
-            self._start(rank, index)
+    def _met(self, task: _Task) -> None:
+        """One thing less that it waits for."""
+        task.waits -= 1
+        if task.waits == 0:
+            self._start(task)
 
-    def _start(self, rank: int, index: int) -> None:
-        operation = self.operations[rank][index]
-        self._started[rank][index] = self.now
+    def _start(self, task: _Task) -> None:
+        operation = task.operation
+        task.start = self.now
         if operation.engine in _STREAMS:
-            work = _Work(index, operation.seconds, 0.0, self.now)
-            self._running[rank, operation.engine] = work
-            self._change_speed(rank)
-            self._look_at(rank)
+            self._working[task.rank, operation.engine] = _Work(task, self.now)
+            self._change_speed(task.rank)
+            self._look_at(task.rank)
             return
-        if not self._open[rank][index]:
-            self._done(rank, index, None)
+        if not task.left:
+            self._done(task)
             return
         for message in (*operation.sends, *operation.receives):
-            ends = self._ends.get(message.key, 0) + 1
-            self._ends[message.key] = ends
-            if ends == 2:
-                path = self.links.path(message.source, message.target)
-                flow = _Flow(message, path, self.now, Cause("operation", rank, index))
-                latency = self.links.latency(message.source, message.target)
-                self._push(self.now + latency + message.delay, "begin", flow, 0)
+            if message.key not in self._one_end:
+                self._one_end.add(message.key)  # the other end begins it
+                continue
+            path = self.links.path(message.source, message.target)
+            latency = self.links.latency(message.source, message.target)
+            flow = _Flow(message, path, self.now)
+            self._push(self.now + latency + message.delay, self._begin, flow, 0)
 
-    def _done(self, rank: int, index: int, ended_by: int | None) -> None:
-        self._left -= 1
-        self._spans.append(
-            Span(
-                rank,
-                index,
-                self.operations[rank][index],
-                self._started[rank][index],
-                self.now,
-                self._cause[rank][index],
-                ended_by,
-            )
-        )
-        cause = Cause("operation", rank, index)
-        for follower in self._followers[rank][index]:
-            self._met(rank, follower, cause)
+    def _done(self, task: _Task) -> None:
+        self._spans.append(Span(task.rank, task.index, task.operation, task.start, self.now))
+        for follower in task.followers:
+            self._met(follower)
 
     # ------------------------------------------------------------------- transfers
 
     def _touched(self, message: Message) -> tuple[int, ...]:
         """The ranks whose memory a transfer reads or writes."""
-        if self.links.folded:
-            return (0,)
-        return message.source, message.target
+        return (0,) if self.links.folded else (message.source, message.target)
 
     def _begin(self, flow: _Flow) -> None:
         flow.start = flow.since = self.now
@@ -324,14 +263,11 @@ class _Simulation:
             if not self._transfers[rank]:
                 self._change_speed(rank)
         self._shared_anew.update(dict.fromkeys(flow.links))
-        self._moved.append(
-            Moved(flow.message, flow.links, flow.ready, flow.start, self.now, flow.cause)
-        )
-        number = len(self._moved) - 1
-        for rank, index in self._owners[flow.message.key]:
-            self._open[rank][index] -= 1
-            if self._open[rank][index] == 0:
-                self._done(rank, index, number)
+        self._moved.append(Moved(flow.message, flow.ready, flow.start, self.now))
+        for task in self._ends[flow.message.key]:
+            task.left -= 1
+            if task.left == 0:
+                self._done(task)
 
     def _set_rates(self) -> None:
         """Give the transfers whose links or ends have changed the rate that they have from now."""
@@ -344,36 +280,33 @@ class _Simulation:
             rate = min(self._capacity[link] / len(self._on_link[link]) for link in flow.links)
             if any(self._busy[rank] for rank in self._touched(flow.message)):
                 rate /= self.links.beside_work(flow.message.source, flow.message.target)
-            if rate == flow.rate:
-                continue
-            if not math.isinf(flow.rate):
-                flow.remaining -= flow.rate * (self.now - flow.since)
-            flow.rate, flow.since = rate, self.now
-            flow.turn += 1
-            left = max(0.0, flow.remaining) / rate
-            self._push(self.now + left, "end", flow, flow.turn)
+            if rate != flow.rate:
+                end = flow.change(rate, self.now)
+                self._push(end, self._end, flow, flow.turn)
 
     # ------------------------------------------------------------------- work
 
+    def _worked(self, work: _Work) -> None:
+        rank, engine = work.task.rank, work.task.operation.engine
+        assert engine is not None
+        del self._working[rank, engine]
+        self._change_speed(rank)
+        self._done(work.task)
+        self._look_at(rank)
+
     def _look_at(self, rank: int) -> None:
         """Transfers of a rank are slower beside its work."""
-        busy = (rank, COMPUTE) in self._running
+        busy = (rank, COMPUTE) in self._working
         if busy != self._busy[rank]:
             self._busy[rank] = busy
             self._hurried[rank] = None
 
     def _change_speed(self, rank: int) -> None:
-        running = [(rank, engine) for engine in _STREAMS if (rank, engine) in self._running]
-        disturbed = bool(self._transfers[rank]) or len(running) > 1
-        rate = 1.0 - self.slowdown if disturbed else 1.0
-        for key in running:
-            work = self._running[key]
-            if work.rate == rate:
-                continue
-            work.remaining = max(0.0, work.remaining - work.rate * (self.now - work.since))
-            work.since, work.rate = self.now, rate
-            # Turns are unique in a simulation, so that an event of finished work is never taken
-            # for one of the next.
-            self._turns += 1
-            work.turn = self._turns
-            self._push(self.now + work.remaining / rate, "work", key, work.turn)
+        of_rank = (self._working.get((rank, engine)) for engine in _STREAMS)
+        working = [work for work in of_rank if work is not None]
+        disturbed = bool(self._transfers[rank]) or len(working) > 1
+        rate = 1.0 - self.links.machine.transfer_slowdown if disturbed else 1.0
+        for work in working:
+            if work.rate != rate:
+                end = work.change(rate, self.now)
+                self._push(end, self._worked, work, work.turn)

@@ -22,18 +22,22 @@ input and the gradient of all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
 from commfuse_npu.runtime.hccl_options import lane_megabytes
-from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.context_parallel import ContextParallel
+from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.step import Shared, Step, Training
+from commfuse_npu.tools.simulate.rank import Ran
+from commfuse_npu.tools.simulate.step import Training
 from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["USABLE", "Footprint", "buffers", "communicators", "footprint", "limit"]
+__all__ = ["USABLE", "Footprint", "footprint", "limit"]
 
 USABLE = 0.9
 """Share of the device memory that tensors may take; assumed: the rest is CANN's, and gaps."""
@@ -44,8 +48,7 @@ _LOGITS = 2 + 4 + 4
 """Per logit: in bf16, in fp32 for the loss, and its gradient."""
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """Bytes on the fullest NPU.
 
     Attributes:
@@ -69,94 +72,89 @@ def limit(hardware: Hardware) -> float:
     return USABLE * hardware.typical("npu.hbm_bytes")
 
 
-def footprint(
-    model: ModelConfig,
-    training: Training,
-    variant: Variant,
-    hardware: Hardware,
-    shared: Shared | None = None,
-) -> Footprint:
-    """What the fullest pipeline stage needs; ``shared``: see :class:`~.step.Step`."""
-    stages = (_stage(model, training, stage, variant) for stage in range(len(training.layers)))
-    weights, gradients, optimizer, activations = max(stages, key=sum)
-    sizes = training.tp, training.cp, training.dp, len(training.layers)
-    # One communicator of every kind of group, and the variant's lanes besides.
-    groups = sum(size > 1 for size in sizes) * hardware.typical("host.communicator_bytes")
-    step = Step(hardware.machine(), training, shared={} if shared is None else shared)
-    lanes = communicators(variant, step, hardware) if variant.ours else 0.0
-    communication = buffers(variant, step) + groups + lanes
-    return Footprint(weights, gradients, optimizer, activations, communication)
+def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footprint:
+    """What the fullest pipeline stage needs."""
+    layout, machine = training.layout, hardware.machine()
+    stages = (_stage(training, stage, variant) for stage in range(layout.pp))
+    ran: tuple[Ran, ...] = ()
+    if variant.kind == "fused":
+        ran = _programs(machine, training.shape, training.context, variant)
+    # One communicator of every kind of group, and the variant's lanes besides, whose two buffers
+    # are sized to their messages, from 16 MB to HCCL's own size.
+    most = hardware.typical("host.communicator_bytes")
+    groups = sum(size > 1 for size in layout[:4]) * most
+    lanes = (
+        one.program.lanes * min(most, 2 * 2.0**20 * lane_megabytes(one.message)) for one in ran
+    )
+    communication = _buffers(variant, training.shape, ran) + groups + max(lanes, default=0.0)
+    return Footprint(*max(stages, key=sum), communication)
 
 
-def _stage(
-    model: ModelConfig, training: Training, stage: int, variant: Variant
-) -> tuple[float, float, float, float]:
-    shape, stages = training.shape, len(training.layers)
-    layers = training.layers[stage]
-    table = training.vocabulary * training.hidden
-    last = stage == stages - 1
-    tables = (stage == 0) + (last and (model.untie_embeddings_and_output_weights or stages > 1))
-    parameters = (layers * training.layer_parameters + tables * table) / training.tp
-    rows = shape.rows / training.tp
+def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, float, float, float]:
+    shape, layout, model = training.shape, training.layout, training.model
+    layers, last = training.layers[stage], stage == layout.pp - 1
+    table = shape.vocabulary * shape.hidden
+    tables = (stage == 0) + (last and (model.untie_embeddings_and_output_weights or layout.pp > 1))
+    parameters = (layers * model.layer_parameters + tables * table) / layout.tp
+    rows = shape.rows / layout.tp
     heads = model.num_attention_heads
     whole = rows * (
         ITEM_BYTES * (5 * shape.hidden + shape.qkv + 3 * shape.feed_forward) + _STATISTICS * heads
     )
-    kept = whole if training.recompute == "none" else rows * ITEM_BYTES * shape.hidden
-    layout = stages, stage, training.vpp, training.micro_batches
+    kept = rows * ITEM_BYTES * shape.hidden if training.again else whole
+    order = layout.pp, stage, layout.vpp, training.micro_batches
     if variant.kind == "turns":
-        held = most_in_flight(slots(*layout)) / training.vpp
+        held = most_in_flight(slots(*order)) / layout.vpp
     else:
-        held = in_flight_without(*layout) / training.vpp
+        held = in_flight_without(*order) / layout.vpp
     activations = held * layers * kept
-    if training.recompute == "full":
+    if training.again:
         activations += whole
     if last:
         activations += _LOGITS * rows * shape.vocabulary
-    shared = _ADAM / (training.dp * training.cp)
+    shared = _ADAM / (layout.dp * layout.cp)
     return ITEM_BYTES * parameters, _GRADIENT * parameters, shared * parameters, activations
 
 
-def buffers(variant: Variant, step: Step) -> float:
+def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float:
     """Bytes of gathered tensors, partial sums and scratch for a layer's transfers."""
-    shape = step.training.shape
-    if variant.schedule is not None:
-        ran = step.programs(variant)
+    if variant.kind == "fused":
         wide = SUM_BYTES if variant.sums == "once" else ITEM_BYTES
-        scratch = max(
-            (
-                ITEM_BYTES * program.scratch_elements() + wide * program.scratch_elements(wide=True)
-                for program, _ in ran
-            ),
-            default=0,
+        scratch = (
+            ITEM_BYTES * one.program.scratch_elements()
+            + wide * one.program.scratch_elements(wide=True)
+            for one in ran
         )
-        return scratch + (_summed(shape) if ran and variant.wgrad == "blocks" else 0.0)
+        most = max(scratch, default=0)
+        if not ran or variant.wgrad != "blocks":
+            return most
+        # The largest weight gradient is summed in fp32.
+        widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
+        return most + float(SUM_BYTES * shape.hidden * widest)
     if variant.kind == "compute" or shape.ranks == 1:
         return 0.0
     # Slices: and what the reordering copy writes.
     return (3.0 if variant.kind == "sliced" else 2.0) * shape.rows * shape.row_bytes
 
 
-def _summed(shape: LayerShape) -> float:
-    """Bytes of the largest weight gradient: by blocks it is summed in fp32."""
-    widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
-    return float(SUM_BYTES * shape.hidden * widest)
-
-
-def communicators(variant: Variant, step: Step, hardware: Hardware) -> float:
-    """Bytes that HCCL allocates: one communicator for plain collectives, one per lane for programs.
-
-    The lanes' two buffers are sized to their messages, from 16 MB to HCCL's own size
-    (:func:`~commfuse_npu.runtime.hccl_options.lane_megabytes`).
-    """
-    whole = hardware.typical("host.communicator_bytes")
-
-    def sized(message: float) -> float:
-        return min(whole, 2 * 2.0**20 * lane_megabytes(message))
-
-    if variant.kind in ("compute", "turns"):
-        return 0.0
-    if variant.schedule is None:
-        return whole
-    ran = step.programs(variant)
-    return max((program.lanes * sized(message) for program, message in ran), default=0.0)
+@lru_cache(4096)
+def _programs(
+    machine: Machine, shape: LayerShape, context: ContextParallel | None, variant: Variant
+) -> tuple[Ran, ...]:
+    """What a rank runs of a layer and of the head, with every schedule that is tried."""
+    found: list[Ran] = []
+    group = Group(machine, shape.ranks)
+    for one in [variant.with_way(way) for way in variant.tuned] or [variant]:
+        forward, backward = (context and context.attended(machine, one)) or (None, None)
+        for build in (
+            lambda rank, attended=forward: llama.forward(rank, shape, attended),
+            lambda rank, attended=backward: llama.backward(rank, shape, attended),
+            lambda rank: llama.head_forward(rank, shape),
+            lambda rank: llama.head_backward(rank, shape),
+        ):
+            found += group.build(one, build, 0).ran.values()
+        if context and context.fuses:
+            exchanges, ulysses = context.exchanges(machine, one.schedule)
+            for part in (ulysses.forward, ulysses.backward):
+                found += context.group(machine).build(exchanges, part, 0).ran.values()
+    return tuple(found)

@@ -6,16 +6,16 @@ with fused programs is simulated rank by rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
-from commfuse_npu.tools.simulate.launches import Launches, fold
+from commfuse_npu.tools.simulate.launches import COMPUTE, Operation, fold
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import Variant, direct
+from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, direct
 
 __all__ = ["Group", "Played"]
 
@@ -29,7 +29,7 @@ class Played:
     """
 
     timeline: Timeline
-    launches: tuple[Launches, ...]
+    launches: tuple[Sequence[Operation], ...]
     links: Links
     host: float = 0.0
 
@@ -46,7 +46,7 @@ class Played:
     @property
     def busy(self) -> float:
         """Seconds that the compute engine worked, averaged over the ranks."""
-        spans = (span for span in self.timeline.spans if span.operation.engine == "compute")
+        spans = (span for span in self.timeline.spans if span.operation.engine == COMPUTE)
         return sum(span.end - span.start for span in spans) / max(1, len(self.launches))
 
     @property
@@ -93,19 +93,16 @@ class Group:
             variant = self._tuned(variant, build, steady)
         links = Links(self.machine, self.size, self.stride, folded=True)
         if whole is None:
-            # On a ring over several nodes only some ranks send to another node.
-            ring = variant.ring and links.spans_nodes and self.members_per_node > 1
             # Ranks in the middle have blocks on both sides of their own, and under a causal mask
             # blocks cost differently.
-            differ = self.size > 2 or variant.attention
-            whole = ring or (variant.kind == "fused" and differ)
+            whole = variant.kind == "fused" and (self.size > 2 or variant.attention)
         if whole:
             launches = [self.build(variant, build, rank).finish() for rank in range(self.size)]
             links = Links(self.machine, self.size, self.stride)
         else:
             launches = [fold(self.build(variant, build, self.size // 2).finish())]
         timeline = simulate(launches, links, launched=steady)
-        hosts = (sum(one.host(self.machine) for one in rank.operations) for rank in launches)
+        hosts = (sum(one.host(self.machine) for one in rank) for rank in launches)
         host = max(hosts) if steady else 0.0
         return Played(timeline, tuple(launches), links, host)
 
@@ -115,12 +112,7 @@ class Group:
         build(built)
         return built
 
-    def _tuned(
-        self,
-        variant: Variant,
-        build: Callable[[Rank], None],
-        steady: bool,
-    ) -> Variant:
+    def _tuned(self, variant: Variant, build: Callable[[Rank], None], steady: bool) -> Variant:
         """With the fastest way for each operation, one after the other, all others as found.
 
         What hides the transfers of an operation may be the work of another, so it is the time of
@@ -137,7 +129,7 @@ class Group:
             if (time := seconds(other)) < best:
                 found, best = other, time
         built = self.build(found, build, 0)
-        for operation, usual in built.operations.items():
+        for operation, usual in built.ways.items():
             fixed = found
             for way in (*variant.tuned, *([None] if operation in built.either else [])):
                 tried = fixed.choose(operation, way)
@@ -145,8 +137,8 @@ class Group:
                     found, best = tried, time
         return found
 
-    def collective(self, size: float, variant: Variant) -> float:
+    def collective(self, size: float) -> float:
         """Seconds of a plain collective by itself, over blocks of so many bytes."""
         if self.size == 1 or size <= 0:
             return 0.0
-        return self.play(variant, lambda rank: rank.need(rank.collective("blocks", size))).seconds
+        return self.play(REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds

@@ -6,10 +6,9 @@ Of all ranks the one in the middle is shown, or the one that stands for all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from commfuse_npu.tools.report.charts import Bit, Row
-from commfuse_npu.tools.simulate.engine import Moved, Timeline
 from commfuse_npu.tools.simulate.group import Played
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 
@@ -17,6 +16,7 @@ __all__ = ["lanes"]
 
 _LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
 _LINKS = "links"
+_INSTANT = 1e-9
 _RANK = re.compile(r" (block|partial for) \d+")
 
 
@@ -27,64 +27,50 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
     first stream stands still.
     """
     bits: list[Bit] = []
-    offset = 0.0
+    begin = 0.0
+
+    def add(lane: str, said: str, start: float, end: float, kind: str) -> None:
+        bits.append(Bit(lane, said, 1e3 * (begin + start), 1e3 * (begin + end), kind))
+
     for part, played in parts:
-        rank, timeline = played.shown, played.timeline
-        work = [span for span in timeline.spans if span.rank == rank and span.end > span.start]
-        for engine, lane in _LANES.items():
-            bits += [
-                Bit(lane, f"{part}: {s.operation.name}", offset + s.start, offset + s.end, "work")
-                for s in work
-                if s.operation.engine == engine
-            ]
-        busy = sorted((s.start, s.end) for s in work if s.operation.engine == COMPUTE)
-        for start, end in _gaps(busy, played.seconds):
-            waiting = f"{part}: waiting"
-            bits.append(Bit(_LANES[COMPUTE], waiting, offset + start, offset + end, "waiting"))
-        for said, start, end in _transfers(timeline, rank, played.links.folded):
-            bits.append(Bit(_LINKS, f"{part}: {said}", offset + start, offset + end, "transfer"))
-        offset += played.seconds
+        at = 0.0
+        for span in played.timeline.spans:
+            lane = _LANES.get(span.operation.engine or "")
+            if lane is None or span.rank != played.shown or span.start == span.end:
+                continue
+            if lane == _LANES[COMPUTE]:
+                if span.start - at > _INSTANT:
+                    add(lane, f"{part}: waiting", at, span.start, "waiting")
+                at = span.end
+            add(lane, f"{part}: {span.operation.name}", span.start, span.end, "work")
+        if played.seconds - at > _INSTANT:
+            add(_LANES[COMPUTE], f"{part}: waiting", at, played.seconds, "waiting")
+        for said, start, end in _transfers(played):
+            add(_LINKS, f"{part}: {said}", start, end, "transfer")
+        begin += played.seconds
     waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting")
     used = {bit.lane for bit in bits}
-    said = f"{title}: {offset * 1e3:.1f} ms, waiting {waited * 1e3:.1f} ms"
-    in_ms = tuple(bit._replace(start=bit.start * 1e3, end=bit.end * 1e3) for bit in bits)
-    return Row(said, tuple(one for one in (*_LANES.values(), _LINKS) if one in used), in_ms)
+    said = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
+    return Row(said, tuple(one for one in (*_LANES.values(), _LINKS) if one in used), tuple(bits))
 
 
-def _transfers(timeline: Timeline, rank: int, folded: bool) -> Iterator[tuple[str, float, float]]:
+def _transfers(played: Played) -> Iterator[tuple[str, float, float]]:
     """Names and times; of those that overlap under one name, one."""
     names = {
-        message.key: span.operation.name
-        for span in timeline.spans
+        message.key: _RANK.sub("", span.operation.name)  # to whom does not matter, the chunk does
+        for span in played.timeline.spans
         for message in span.operation.sends
     }
-    mine: dict[str, list[Moved]] = {}
-    for moved in timeline.moved:
-        if folded or moved.message.source == rank:
-            # To whom does not matter here: the chunk does.
-            said = _RANK.sub("", names[moved.message.key])
-            mine.setdefault(said, []).append(moved)
-    for said, found in mine.items():
-        for start, end in _merged((one.start, one.end) for one in found):
-            yield said, start, end
-
-
-def _merged(times: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    last: tuple[float, float] | None = None
-    for start, end in sorted(times):
-        if last is not None and start <= last[1]:
-            last = last[0], max(last[1], end)
-            continue
-        if last is not None:
-            yield last
-        last = start, end
-    if last is not None:
-        yield last
-
-
-def _gaps(busy: Iterable[tuple[float, float]], end: float) -> Iterator[tuple[float, float]]:
-    at = 0.0
-    for start, stop in [*_merged(busy), (end, end)]:
-        if start - at > 1e-9:
-            yield at, start
-        at = max(at, stop)
+    mine: dict[str, list[tuple[float, float]]] = {}
+    for moved in played.timeline.moved:
+        if played.links.folded or moved.message.source == played.shown:
+            times = mine.setdefault(names[moved.message.key], [])
+            times.append((moved.start, moved.end))
+    for said, times in mine.items():
+        merged: list[list[float]] = []
+        for start, end in sorted(times):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        yield from ((said, start, end) for start, end in merged)

@@ -3,13 +3,14 @@
 Fused they run the programs of :mod:`commfuse_npu.ops.linear`; the others are written down here.
 
 Legend: a *block* is the part of one rank, ``rows`` rows of ``n * rows``; ``inputs`` and ``outputs``
-are the features of this rank's weight ``[outputs, inputs]``; ``item`` is the bytes of a number.
+are the features of this rank's weight ``[outputs, inputs]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Literal
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan import Schedule, split
@@ -21,33 +22,27 @@ from commfuse_npu.tools.simulate.rank import Rank, Width, Work
 __all__ = ["column", "column_gradients", "gemm_work", "row", "row_gradients", "wgrad_seconds"]
 
 
-def column(
-    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
-) -> None:
+def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """Gather blocks -> GEMM."""
     if _fused(rank, name):
         program = gather_gemm(rank.place(name), rows, inputs, outputs, False, None, 0)
         columns = {"shard": inputs, "weight": outputs, "out": outputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
+        rank.run(name, program, columns, {"gemm": gemm_work(rank)})
         return
-    _gather_gemm(rank, name, rows, inputs, outputs, item)
+    _gather_gemm(rank, name, rows, inputs, outputs)
 
 
-def row(
-    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
-) -> None:
+def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """GEMM -> reduce-scatter of the product, which what follows needs."""
     if _fused(rank, name):
         program = gemm_scatter(rank.place(name), rows, inputs, outputs)
         columns = {"a": inputs, "weight": outputs, "out": outputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank)}, item=item)
+        rank.run(name, program, columns, {"gemm": gemm_work(rank)})
         return
-    _gemm_scatter(rank, name, rows, inputs, outputs, item, kernel=True)
+    _gemm_scatter(rank, name, rows, inputs, outputs, kernel=True)
 
 
-def column_gradients(
-    rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, item: float = ITEM_BYTES
-) -> Iterator[None]:
+def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> Iterator[None]:
     """dgrad -> reduce-scatter; the input is gathered again -> wgrad.
 
     Stops where it may be begun ahead: fused when the input is on its way, else at once.
@@ -60,13 +55,13 @@ def column_gradients(
         # Columns of a weight are no run of its memory.
         strided = len(place.schedule.runs(inputs, "last")) > 1
         works = {
-            "gemm": gemm_work(rank, item if strided else 0),
+            "gemm": gemm_work(rank, ITEM_BYTES if strided else 0),
             "wgrad": _wgrad_work(rank, rows * rank.size),
         }
-        yield from rank.begin(name, program, columns, works, item=item)
+        yield from rank.begin(name, program, columns, works)
         return
     yield
-    waits = rank.collective(f"{name} re-gather", rows * inputs * item)
+    waits = rank.collective(f"{name} re-gather", rows * inputs * ITEM_BYTES)
     if rank.variant.kind == "plain":
         rank.need(waits)
 
@@ -75,7 +70,7 @@ def column_gradients(
         rank.compute(f"{name} wgrad", seconds, waits)
 
     # A fused kernel has no form for this backward.
-    _gemm_scatter(rank, name, rows, outputs, inputs, item, kernel=False, behind=behind)
+    _gemm_scatter(rank, name, rows, outputs, inputs, kernel=False, behind=behind)
 
 
 def row_gradients(
@@ -85,7 +80,6 @@ def row_gradients(
     inputs: int,
     outputs: int,
     *,
-    item: float = ITEM_BYTES,
     before: Iterator[None] | None = None,
 ) -> None:
     """Gradients arrive -> dgrad, then wgrad over all of them, or of each.
@@ -109,9 +103,9 @@ def row_gradients(
             return last(one, width)
 
         columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank), "wgrad": wgrad}, item=item)
+        rank.run(name, program, columns, {"gemm": gemm_work(rank), "wgrad": wgrad})
         return
-    waits = _gather_gemm(rank, name, rows, outputs, inputs, item)
+    waits = _gather_gemm(rank, name, rows, outputs, inputs)
     rank.compute(f"{name} wgrad", wgrad_seconds(rank, whole, inputs, outputs), waits)
 
 
@@ -176,71 +170,38 @@ def _takes_kernel(rank: Rank, inner: int) -> bool:
     )
 
 
-def _kernel(rank: Rank, gemm: float, size: float) -> float:
-    """Seconds of a kernel that others measured, over blocks of so many bytes."""
+def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
+    """A kernel that others measured, over blocks of so many bytes."""
     machine = rank.machine
     kernel = machine.catccos if rank.variant.name == "catccos" else machine.coc_fused
-    return machine.fused(kernel, gemm, size, rank.size)
+    rank.compute(name, machine.fused(kernel, gemm, size, rank.size))
 
 
-def _mc2_gather(
-    rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
-) -> tuple[int, ...]:
-    """The own block first, then tiles of all others as they arrive; a start for all of it.
+class _Mc2:
+    """MC2's kernel: tiles as its host cuts them, and a copy of the weight into another layout."""
 
-    Before, the weight is copied into another layout, beside the first transfer.
-    """
-    machine, n = rank.machine, rank.size
-    cut = tiling("gather", rows, inner, outer, n, machine.cores or _CORES, ring=_ring(rank))
-    launches, arrivals = 1, []
-    for tile in cut.rows:
-        size = tile * inner * item * machine.mc2_slowed(cut.slowed)
-        arrivals.append(_mc2_transfer(rank, f"{name} gather", size, launches))
-        launches = 0
-    _mc2_layout(rank, name, inner, outer, item, launches=0)
-    rank.compute(f"{name} own", machine.gemm(rows, inner, outer), launches=0)
-    for tile, waits in zip(cut.rows, arrivals, strict=True):
-        rank.compute(name, machine.gemm((n - 1) * tile, inner, outer, start=False), waits, 0)
-    return arrivals[-1]
+    def __init__(
+        self, rank: Rank, kind: Literal["gather", "scatter"], rows: int, inner: int, outer: int
+    ) -> None:
+        machine = rank.machine
+        self.rank = rank
+        self.ring = machine.inside.topology != "full_mesh"
+        cut = tiling(kind, rows, inner, outer, rank.size, machine.cores or _CORES, ring=self.ring,
+                     ordered=machine.ordered_sums > 0)  # fmt: skip
+        self.rows, self.slowed = cut.rows, machine.mc2_slowed(cut.slowed)
+        self.layout = machine.memory(2 * ITEM_BYTES * inner * outer)
 
+    def transfer(self, name: str, size: float, launches: int, *, sums: bool) -> tuple[int, ...]:
+        """Over a full mesh, or around a double ring.
 
-def _mc2_scatter(
-    rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
-) -> tuple[int, ...]:
-    """A tile of all blocks after the other, each sent off; see :func:`_mc2_gather`."""
-    machine, n = rank.machine, rank.size
-    ordered = machine.ordered_sums > 0
-    cores = machine.cores or _CORES
-    cut = tiling("scatter", rows, inner, outer, n, cores, ring=_ring(rank), ordered=ordered)
-    _mc2_layout(rank, name, inner, outer, item, launches=1)
-    waits: tuple[int, ...] = ()
-    for number, tile in enumerate(cut.rows):
-        seconds = machine.gemm(n * tile, inner, outer, start=not number)
-        rank.compute(name, seconds, launches=0)
-        size = tile * outer * item * machine.mc2_slowed(cut.slowed)
-        waits = _mc2_transfer(rank, f"{name} scatter", size, 0, sums=True)
-    return waits
-
-
-def _ring(rank: Rank) -> bool:
-    return rank.machine.inside.topology != "full_mesh"
-
-
-def _mc2_layout(rank: Rank, name: str, inner: int, outer: int, item: float, launches: int) -> None:
-    seconds = rank.machine.memory(2 * item * inner * outer)
-    rank.compute(f"{name} layout of the weight", seconds, launches=launches)
-
-
-def _mc2_transfer(
-    rank: Rank, name: str, size: float, launches: int, *, sums: bool = False
-) -> tuple[int, ...]:
-    """Over a full mesh, or around a double ring.
-
-    There the host's formula takes 74 to 95 us for any small one of 4 to 32 ranks: that many rounds.
-    """
-    if not _ring(rank) or rank.size == 2:
-        return rank.collective(name, size, launches=launches, sums=sums)
-    return rank.around(name, size, launches=launches, rounds=min(rank.size - 1, _ROUNDS))
+        There the host's formula takes 74 to 95 us for any small one of 4 to 32 ranks: that many
+        rounds.
+        """
+        rank, size = self.rank, size * self.slowed
+        if not self.ring or rank.size == 2:
+            return rank.collective(name, size, launches=launches, sums=sums)
+        rounds = min(rank.size - 1, _ROUNDS)
+        return rank.around(name, size, launches=launches, rounds=rounds)
 
 
 def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
@@ -251,34 +212,44 @@ def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
     return [stop - start for start, stop in pairwise(split(rows, slices))]
 
 
-def _reorder(rank: Rank, name: str, rows: int, columns: int, item: float) -> None:
+def _reorder(rank: Rank, name: str, rows: int, columns: int) -> None:
     """Slices hold rows of every block: a copy puts them in order."""
-    rank.compute(f"{name} reorder", rank.machine.memory(2 * rows * rank.size * columns * item))
+    rank.compute(
+        f"{name} reorder", rank.machine.memory(2 * rows * rank.size * columns * ITEM_BYTES)
+    )
 
 
-def _gather_gemm(
-    rank: Rank, name: str, rows: int, inner: int, outer: int, item: float
-) -> tuple[int, ...]:
+def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
     """Returns what to wait for until all rows are there."""
-    machine, n = rank.machine, rank.size
-    if rank.variant.kind == "kernel":
-        rank.compute(name, _kernel(rank, machine.gemm(rows * n, inner, outer), rows * inner * item))
+    machine, n, kind = rank.machine, rank.size, rank.variant.kind
+    whole, block = machine.gemm(rows * n, inner, outer), rows * inner * ITEM_BYTES
+    if kind == "kernel":
+        _measured_kernel(rank, name, whole, block)
         return ()
+    if _takes_kernel(rank, inner) and kind == "mc2":
+        # The own block first, then tiles of all others as they arrive; one start for all of it.
+        kernel, arrivals = _Mc2(rank, "gather", rows, inner, outer), []
+        for number, tile in enumerate(kernel.rows):
+            size, first = tile * inner * ITEM_BYTES, not number
+            arrivals.append(kernel.transfer(f"{name} gather", size, int(first), sums=False))
+        rank.compute(f"{name} layout of the weight", kernel.layout, launches=0)
+        rank.compute(f"{name} own", machine.gemm(rows, inner, outer), launches=0)
+        for tile, waits in zip(kernel.rows, arrivals, strict=True):
+            seconds = machine.gemm((n - 1) * tile, inner, outer, start=False)
+            rank.compute(name, seconds, waits, launches=0)
+        return arrivals[-1]
     if _takes_kernel(rank, inner):
-        if rank.variant.kind == "mc2":
-            return _mc2_gather(rank, name, rows, inner, outer, item)
-        waits = rank.collective(f"{name} gather", rows * inner * item, launches=0)
-        seconds = machine.gemm(rows * n, inner, outer)
-        last = seconds / (_TILES * n)
-        rank.compute(name, seconds - last)
+        waits = rank.collective(f"{name} gather", block, launches=0)
+        last = whole / (_TILES * n)
+        rank.compute(name, whole - last)
         rank.compute(f"{name} last tile", last, waits, launches=0)
         return waits
     slices = _slices(rank, name, rows)
-    arrivals = [rank.collective(f"{name} gather", part * inner * item) for part in slices]
+    arrivals = [rank.collective(f"{name} gather", part * inner * ITEM_BYTES) for part in slices]
     for part, waits in zip(slices, arrivals, strict=True):
         rank.compute(name, machine.gemm(part * n, inner, outer), waits)
     if len(slices) > 1:
-        _reorder(rank, name, rows, outer, item)
+        _reorder(rank, name, rows, outer)
     return arrivals[-1]
 
 
@@ -288,7 +259,6 @@ def _gemm_scatter(
     rows: int,
     inner: int,
     outer: int,
-    item: float,
     *,
     kernel: bool,
     behind: Callable[[], None] | None = None,
@@ -301,25 +271,31 @@ def _gemm_scatter(
             ``plain`` variants, which wait first.
     """
     machine, n, kind = rank.machine, rank.size, rank.variant.kind
+    whole, block = machine.gemm(rows * n, inner, outer), rows * outer * ITEM_BYTES
     waits: tuple[int, ...] = ()
     if kernel and kind == "kernel":
-        rank.compute(name, _kernel(rank, machine.gemm(rows * n, inner, outer), rows * outer * item))
+        _measured_kernel(rank, name, whole, block)
     elif kernel and _takes_kernel(rank, inner) and kind == "mc2":
-        waits = _mc2_scatter(rank, name, rows, inner, outer, item)
+        # A tile of all blocks after the other, each sent off.
+        cut = _Mc2(rank, "scatter", rows, inner, outer)
+        rank.compute(f"{name} layout of the weight", cut.layout)
+        for number, tile in enumerate(cut.rows):
+            seconds = machine.gemm(n * tile, inner, outer, start=not number)
+            rank.compute(name, seconds, launches=0)
+            waits = cut.transfer(f"{name} scatter", tile * outer * ITEM_BYTES, 0, sums=True)
     elif kernel and _takes_kernel(rank, inner):
-        seconds, block = machine.gemm(rows * n, inner, outer), rows * outer * item
-        first = seconds / (_TILES * n)
+        first = whole / (_TILES * n)
         rank.compute(f"{name} first tile", first)
         rank.collective(f"{name} scatter", block * (1 - 1 / _TILES), launches=0, sums=True)
-        rank.compute(name, seconds - first, launches=0)
+        rank.compute(name, whole - first, launches=0)
         waits = rank.collective(f"{name} last scatter", block / _TILES, launches=0, sums=True)
     else:
         slices = _slices(rank, name, rows)
         if len(slices) > 1:
-            _reorder(rank, name, rows, inner, item)
+            _reorder(rank, name, rows, inner)
         for part in slices:
             rank.compute(name, machine.gemm(part * n, inner, outer))
-            waits = rank.collective(f"{name} scatter", part * outer * item, sums=True)
+            waits = rank.collective(f"{name} scatter", part * outer * ITEM_BYTES, sums=True)
         if kind == "plain":
             rank.need(waits)
             waits = ()

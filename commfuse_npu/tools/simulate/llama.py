@@ -36,7 +36,7 @@ from commfuse_npu.tools.simulate.linear import (
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
-           "head_backward", "head_forward", "mlp_in", "mlp_out", "output_projection"]  # fmt: skip
+           "head_backward", "head_forward"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
@@ -96,12 +96,6 @@ class LayerShape:
         """Bytes of a row of the hidden activation, which is all that is ever sent."""
         return self.hidden * ITEM_BYTES
 
-    @property
-    def attention_flops(self) -> float:
-        """Of one rank, forward."""
-        parts = self.ranks * (self.attended // self.sequence)
-        return 2.0 * self.batch * self.attended**2 * self.hidden / parts
-
     def attention(self, machine: Machine, factor: float = 1.0) -> Queries:
         """Seconds of attention of a run of query rows, times ``factor``.
 
@@ -109,7 +103,9 @@ class LayerShape:
         ends of the sequence, so that there all rows cost the same.
         """
         uniform = self.attended != self.sequence
-        whole = machine.attention(self.attention_flops * factor)
+        parts = self.ranks * (self.attended // self.sequence)
+        flops = 2.0 * self.batch * self.attended**2 * self.hidden / parts
+        whole = machine.attention(flops * factor)
 
         def seconds(run: slice) -> float:
             start, stop = run.start / self.rows, run.stop / self.rows
@@ -124,21 +120,6 @@ def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: i
     """Work that reads and writes so many numbers per row."""
     seconds = rank.machine.memory(rows * sum(widths) * ITEM_BYTES)
     rank.compute(name, seconds, launches=launches)
-
-
-def output_projection(rank: Rank, shape: LayerShape) -> None:
-    """Add ``proj`` and its scatter, forward."""
-    row(rank, "proj", shape.block, shape.inner, shape.hidden)
-
-
-def mlp_in(rank: Rank, shape: LayerShape) -> None:
-    """Add the gather and ``fc1``, forward."""
-    column(rank, "fc1", shape.block, shape.hidden, 2 * shape.feed_forward // shape.ranks)
-
-
-def mlp_out(rank: Rank, shape: LayerShape) -> None:
-    """Add ``fc2`` and its scatter, forward."""
-    row(rank, "fc2", shape.block, shape.feed_forward // shape.ranks, shape.hidden)
 
 
 class Attended(NamedTuple):
@@ -175,11 +156,11 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
         whole = attend(slice(0, shape.rows)) if attention is None else attention.seconds
         rank.compute("attention", whole)
         if outside:
-            output_projection(rank, shape)
+            row(rank, "proj", block, shape.inner, h)
     _elementwise(rank, "residual, norm", block, h, h, h, h, launches=2)
-    mlp_in(rank, shape)
+    column(rank, "fc1", block, h, 2 * shape.feed_forward // n)
     _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
-    mlp_out(rank, shape)
+    row(rank, "fc2", block, f, h)
     _elementwise(rank, "residual", block, h, h, h)
 
 

@@ -25,7 +25,7 @@ from then on, so that no step pays for it; a batch is expanded each time, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
@@ -43,7 +43,7 @@ from commfuse_npu.plan.program import (
     Wait,
 )
 from commfuse_npu.plan.schedule import Place, Schedule
-from commfuse_npu.tools.simulate.launches import Key, Launches, Message
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
 __all__ = ["Ran", "Rank", "Width", "Work", "rest"]
@@ -77,23 +77,38 @@ class Rank:
 
     Args:
         members_per_node: ranks of the group in a node, ``size`` if it fits one.
+        prefix: of the keys of its messages, where the launches of two of these are put together.
 
     Attributes:
+        operations: what the host launches, in order.
         ran: the programs, by operation.
-        operations: the ways in which they were run, by name.
+        ways: how operations were run, by name.
         either: the operations that can be run by collectives as well.
     """
 
     def __init__(
-        self, machine: Machine, rank: int, size: int, members_per_node: int, variant: Variant
+        self,
+        machine: Machine,
+        rank: int,
+        size: int,
+        members_per_node: int,
+        variant: Variant,
+        prefix: str = "",
     ) -> None:
         self.machine, self.rank, self.size, self.variant = machine, rank, size, variant
         self.members_per_node = members_per_node
-        self.launches = Launches(machine.batched)
+        self.operations: list[Operation] = []
         self.ran: dict[str, Ran] = {}
-        self.operations: dict[str, Way] = {}
+        self.ways: dict[str, Way] = {}
         self.either: set[str] = set()
+        self._prefix, self._prefixes = prefix, 0
+        self._last: dict[str, int] = {}
         self._pending: dict[bool, set[int]] = {False: set(), True: set()}
+
+    def add(self, one: Operation, after: Iterable[int]) -> int:
+        """Launch an operation that waits for these; its index."""
+        self.operations.append(one._replace(after=tuple(sorted(after))))
+        return len(self.operations) - 1
 
     def compute(
         self,
@@ -107,17 +122,56 @@ class Rank:
     ) -> None:
         """Work that needs what was received ``after``, and what :meth:`need` named."""
         waits, self._pending[aside] = self._pending[aside].union(after), set()
-        self.launches.compute(name, seconds, waits, launches, aside=aside, events=events)
+        engine = ASIDE if aside else COMPUTE
+        work = Operation(name, engine, seconds, launches=launches, events=events)
+        self._last[engine] = self.add(work, waits)
 
     def need(self, others: Iterable[int], *, aside: bool = False) -> None:
         """What follows on a stream needs these to be done."""
         self._pending[aside].update(others)
 
-    def finish(self) -> Launches:
+    def finish(self) -> list[Operation]:
         """End with waiting for what is left."""
         if self._pending[False]:
             self.compute("end", 0.0, launches=0)
-        return self.launches
+        return self.operations
+
+    def _exchange(
+        self,
+        name: str,
+        lane: str,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        after: Iterable[int] = (),
+        launches: int = 0,
+        posts: int = 0,
+        events: int = 0,
+    ) -> tuple[int, int]:
+        """Transfers on a lane; what is done when they are received, and when they are sent.
+
+        As torch's process groups do, they start after all work that was launched before them.  The
+        send and the receive of a step complete as a unit (HCCL), or a receive waits for no lane,
+        and a send holds its lane until it is done (gloo).
+        """
+        needs = self._pending[False].union(after)
+        if COMPUTE in self._last:
+            needs.add(self._last[COMPUTE])
+        host = launches, posts, events
+        one = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
+        if self.machine.batched:
+            both = self.add(one, needs)
+            return both, both
+        received = sent = -1
+        if receives:
+            received = self.add(one._replace(engine=None, sends=()), needs)
+        if sends:
+            sent = self.add(one._replace(receives=()), needs)
+        return received, sent
+
+    def _key(self, name: str) -> Key:
+        """The beginning of keys that no other operation of this rank uses; the same on all."""
+        self._prefixes += 1
+        return self._prefix + name, self._prefixes
 
     # ------------------------------------------------------------- plain collectives
 
@@ -131,32 +185,19 @@ class Rank:
         """
         if self.size == 1 or self.variant.kind == "compute":
             return ()
-        if self.variant.ring:
-            return self.around(name, size, launches=launches)
         if sums:
             size *= self.machine.summed(self.size)
-        prefix = self.launches.unique(name)
+        key = self._key(name)
         schedule = direct(self.size, self.members_per_node)
         sends, receives = [], []
         for step, hop in enumerate(schedule.hops(self.rank, self.size, "first")):
-            sends.append(Message((*prefix, step, self.rank), self.rank, hop.target, size))
-            receives.append(Message((*prefix, step, hop.source), hop.source, self.rank, size))
-        received, _ = self.launches.exchange(
-            name,
-            _COLLECTIVE,
-            sends,
-            receives,
-            after=self._pending[False],
-            launches=launches,
-            events=_EVENTS * launches,
-        )
-        return (received,)
+            sends.append(Message((*key, step, self.rank), self.rank, hop.target, size))
+            receives.append(Message((*key, step, hop.source), hop.source, self.rank, size))
+        host = launches, 0, _EVENTS * launches
+        return self._exchange(name, _COLLECTIVE, sends, receives, (), *host)[:1]
 
-    def around(
-        self, name: str, size: float, *, launches: int = 1, rounds: int | None = None
-    ) -> tuple[int, ...]:
-        """The same in rounds of a ring, by default one per peer."""
-        rounds = rounds or self.size - 1
+    def around(self, name: str, size: float, *, launches: int, rounds: int) -> tuple[int, ...]:
+        """The same in so many rounds of a ring."""
         waits: tuple[int, ...] = ()
         for _ in range(rounds):
             part = size * (self.size - 1) / rounds
@@ -168,24 +209,18 @@ class Rank:
         self, name: str, size: float, *, after: Iterable[int] = (), launches: int = 1
     ) -> tuple[int, ...]:
         """One round of a ring: so many bytes to the next rank, and from the one before."""
-        prefix = self.launches.unique(name)
+        key = self._key(name)
         up, down = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        received, _ = self.launches.exchange(
-            name,
-            _COLLECTIVE,
-            [Message((*prefix, self.rank), self.rank, up, size)],
-            [Message((*prefix, down), down, self.rank, size)],
-            after=self._pending[False].union(after),
-            launches=launches,
-            events=_EVENTS * launches,
-        )
-        return (received,)
+        send = Message((*key, self.rank), self.rank, up, size)
+        receive = Message((*key, down), down, self.rank, size)
+        host = launches, 0, _EVENTS * launches
+        return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
 
     # ------------------------------------------------------------- programs
 
     def way(self, operation: str) -> Way:
         """How an operation is run."""
-        return self.operations.setdefault(operation, self.variant.way(operation))
+        return self.ways.setdefault(operation, self.variant.way(operation))
 
     def place(self, operation: str, *, causal: bool = False) -> Place:
         """For whom a program is compiled.
@@ -205,11 +240,9 @@ class Rank:
         program: Program,
         columns: Mapping[str, int],
         works: Mapping[str, Work],
-        *,
-        item: float = ITEM_BYTES,
     ) -> None:
         """Run a program from its start to its end; see :meth:`begin`."""
-        rest(self.begin(operation, program, columns, works, item=item))
+        rest(self.begin(operation, program, columns, works))
 
     def begin(
         self,
@@ -217,23 +250,20 @@ class Rank:
         program: Program,
         columns: Mapping[str, int],
         works: Mapping[str, Work],
-        *,
-        item: float = ITEM_BYTES,
     ) -> Iterator[None]:
         """Run a program, with a stop at its mark if it has one.
 
         Args:
             columns: of the buffers that the operation brings along.
             works: by name.
-            item: bytes of a number.
         """
-        prefix: Key = self.launches.unique(operation)
+        key = self._key(operation)
         widths = dict(columns)
-        items = dict.fromkeys(columns, item)
+        items = dict.fromkeys(columns, ITEM_BYTES)
         for scratch in program.scratch:
             widths[scratch.name] = scratch.columns
             wide = scratch.wide and self.variant.sums == "once"
-            items[scratch.name] = SUM_BYTES if wide else item
+            items[scratch.name] = SUM_BYTES if wide else ITEM_BYTES
 
         def width(span: Span) -> int:
             if span.columns is not None:
@@ -247,7 +277,7 @@ class Rank:
             step, _, source, target, _ = end.transfer
             sent = size(end.span)
             delay = self.machine.buffered(sent)
-            return Message((*prefix, step, source), source, target, sent, delay)
+            return Message((*key, step, source), source, target, sent, delay)
 
         ends = [end for post in program.posts for end in (post.send, post.receive) if end]
         self.ran[operation] = Ran(program, max((size(end.span) for end in ends), default=0.0))
@@ -259,13 +289,11 @@ class Rank:
                 end = one.send or one.receive
                 assert end is not None
                 step, lane = end.transfer.step, end.transfer.lane
-                got, gone = self.launches.exchange(
+                got, gone = self._exchange(
                     f"{operation} {end.transfer.piece}",
                     f"lane {lane}",
                     [message(one.send)] if one.send else [],
                     [message(one.receive)] if one.receive else [],
-                    after=self._pending[False],
-                    launches=0,
                     posts=1,
                 )
                 if one.receive:
@@ -286,7 +314,7 @@ class Rank:
             elif isinstance(one, Add):
                 self._add(operation, one, size)
             elif isinstance(one, Record):
-                events[one.event] = self.launches.last(aside=one.aside)
+                events[one.event] = self._last.get(ASIDE if one.aside else COMPUTE)
             elif isinstance(one, Hold):
                 event = events[one.event]
                 self.need([] if event is None else [event], aside=one.aside)

@@ -10,10 +10,10 @@ how much it is worth.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from commfuse_npu.config_file import ConfigError, config_names, find_config
@@ -23,8 +23,8 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.links import PlacementError
-from commfuse_npu.tools.simulate.pipeline_parallel import interleaves
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Shared, Step, Training
+from commfuse_npu.tools.simulate.pipeline import interleaves
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.sweep import (
     CORNERS,
     Options,
@@ -34,8 +34,8 @@ from commfuse_npu.tools.simulate.sweep import (
     training,
 )
 from commfuse_npu.tools.simulate.variants import (
-    CATCCOS,
     COMPUTE_ONLY,
+    IDEAL,
     REFERENCE,
     TURNS,
     Variant,
@@ -44,7 +44,7 @@ from commfuse_npu.tools.simulate.variants import (
     variants,
 )
 
-__all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "Refused", "recommend"]
+__all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "recommend"]
 
 _CONTEXTS = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4, 8)
@@ -72,35 +72,9 @@ class Fixed(NamedTuple):
 _OPEN = Fixed()
 
 
-class Refused:
-    """Layouts that do not fit, counted by reason, each with the first one's own words."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
-
-    def add(self, why: str) -> None:
-        first = why.splitlines()[0].split(";")[0]
-        # Reasons are the same that differ in their numbers only.
-        kind = " ".join(word for word in first.split() if not any(c.isdigit() for c in word))
-        self._counts[kind] += 1
-        self._first.setdefault(kind, first)
-
-    def __str__(self) -> str:
-        """``12 x more memory than an NPU has, 3 x ...``; empty if there is none."""
-        return "; ".join(
-            f"{count} x {self._first[kind]}"
-            + (", and the like" if count > 1 and self._first[kind] != kind else "")
-            for kind, count in self._counts.most_common()
-        )
-
-    def as_json(self) -> dict[str, int]:
-        return {self._first[kind]: count for kind, count in self._counts.items()}
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with a way to run its tensor-parallel layers.
+    """A training with a way to run its tensor-parallel layers.
 
     Attributes:
         seconds: of a step, at typical figures.
@@ -112,13 +86,8 @@ class Candidate:
     seconds: float
     memory: Footprint
 
-    @property
-    def layout(self) -> Layout:
-        return self.training.layout
 
-    @property
-    def recompute(self) -> Recompute:
-        return self.training.recompute
+_seconds = attrgetter("seconds")
 
 
 @dataclass(frozen=True)
@@ -133,7 +102,7 @@ class Recommendation:
         rivals: the shortest step, over all layouts, of each form without CommFuse that can be
             launched, shortest first.
         bound: that of ideal kernels, which nobody can launch; ``None`` without any.
-        refused: how many layouts do not fit, by reason; see :class:`Refused`.
+        refused: how many layouts do not fit, by reason.
         ratio: communication / computation of a layer of the best layout, plain collectives.
         steps: seconds on the five machines, of what :meth:`beats` compares.
     """
@@ -143,14 +112,14 @@ class Recommendation:
     schedules: tuple[Candidate, ...]
     rivals: tuple[Candidate, ...]
     bound: Candidate | None
-    refused: Refused
+    refused: dict[str, int]
     ratio: Range
     steps: dict[Candidate, tuple[float, ...]]
 
     @property
     def best(self) -> Candidate:
         """The shortest step of what can be launched, with CommFuse or without."""
-        return _fastest((self.ranked[0], self.rivals[0]))
+        return min(self.ranked[0], self.rivals[0], key=_seconds)
 
     @property
     def other(self) -> Candidate:
@@ -203,10 +172,9 @@ def recommend(
     """
     _check_npus(hardware, npus, fixed)
     sequence = sequence or model.seq_length
-    refused = Refused()
+    refused: dict[str, list[str]] = {}
     found: dict[Layout, list[Candidate]] = {}
     others: list[Candidate] = []
-    shared: Shared = {}
 
     for layout in _layouts(model, hardware, npus, fixed, options):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
@@ -215,70 +183,71 @@ def recommend(
             for choice in (fixed.recompute,) if fixed.recompute else choices:
                 what = training(model, layout, sequence, replace(options, recompute=choice))
                 offered = _fused(hardware, what, other_rounding)
-                quick = _quick(model, hardware, what, offered, shared)
-                rows = _played(model, hardware, what, quick, shared, rough=True)
-                others += _played(model, hardware, what, _others(hardware, layout.tp), shared)
-                known = found.get(layout)
-                if rows and (not known or _fastest(rows).seconds < _fastest(known).seconds):
+                rows = _played(hardware, what, _quick(hardware, what, offered), rough=True)
+                others += _played(hardware, what, _others(hardware, layout.tp))
+                known = min(map(_seconds, found.get(layout, ())), default=math.inf)
+                if rows and min(map(_seconds, rows)) < known:
                     found[layout] = rows
                 # Recomputation makes room for lanes; where they have it, it is never faster.
                 if rows and _lanes(rows[0].variant) == max(map(_lanes, offered)):
                     break
         except (ConfigError, PlacementError) as error:
-            why = str(error)
+            why = str(error).splitlines()[0].split(";")[0]
         else:
             why = "" if layout in found else "more memory than an NPU has"
         if why and layout.vpp == 1:
-            refused.add(why)
+            # Reasons are the same that differ in their numbers only.
+            kind = " ".join(word for word in why.split() if not any(c.isdigit() for c in word))
+            refused.setdefault(kind, []).append(why)
+    counts = {
+        whys[0] + ", and the like" * (len(whys) > 1 and whys[0] != kind): len(whys)
+        for kind, whys in sorted(refused.items(), key=lambda item: -len(item[1]))
+    }
     if not found:
+        said = "; ".join(f"{count} x {why}" for why, count in counts.items())
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {refused}; take another --npus, a shorter "
+            f"{model.global_batch_size}: {said}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
 
-    ordered = sorted(found, key=lambda layout: _fastest(found[layout]).seconds)
+    ordered = sorted(found, key=lambda layout: min(map(_seconds, found[layout])))
     # Of layouts that differ in their chunks only, the best.
     best_of: dict[Layout, Layout] = {}
     for layout in ordered:
         best_of.setdefault(layout._replace(vpp=1), layout)
-    ordered = list(best_of.values())
-    for place, layout in enumerate(ordered[:_RANKED], 1):
+    finalists = list(best_of.values())[:_RANKED]
+    for place, layout in enumerate(finalists, 1):
         tell(f"the best layouts in full: {place} of {_RANKED}")
         what = found[layout][0].training
-        every = _played(
-            model, hardware, what, _fused(hardware, what, other_rounding), shared, rough=True
-        )
+        every = _played(hardware, what, _fused(hardware, what, other_rounding), rough=True)
         best = [one.variant for one in sorted(every, key=_seconds)[:_FINALISTS]]
-        found[layout] = _played(model, hardware, what, best, shared)
-    ranked = sorted((_fastest(found[layout]) for layout in ordered[:_RANKED]), key=_seconds)
-    schedules = tuple(sorted(found[ranked[0].layout], key=_seconds))
-    by_form: dict[str, list[Candidate]] = {}
-    for one in others:
-        by_form.setdefault(one.variant.kind, []).append(one)
-    bounds = by_form.pop("ideal", [])
-    rivals = tuple(sorted(map(_fastest, by_form.values()), key=_seconds))
+        found[layout] = _played(hardware, what, best)
+    ranked = sorted((min(found[layout], key=_seconds) for layout in finalists), key=_seconds)
+    by_form: dict[str, Candidate] = {}
+    for one in sorted(others, key=_seconds):
+        by_form.setdefault(one.variant.kind, one)
+    bound = by_form.pop(IDEAL.kind, None)
     result = Recommendation(
         len(best_of),
         tuple(ranked),
-        schedules,
-        rivals,
-        _fastest(bounds) if bounds else None,
-        refused,
-        _ratio(hardware, _fastest((ranked[0], rivals[0]))),
+        tuple(sorted(found[ranked[0].training.layout], key=_seconds)),
+        tuple(by_form.values()),
+        bound,
+        counts,
+        Range(0.0, 0.0, 0.0),
         {},
     )
-    compared = {result.best, result.other, result.runner_up, result.fused}
-    steps = {one: _on_all_machines(hardware, one) for one in compared if one is not None}
-    return replace(result, steps=steps)
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
-
-
-def _fastest(candidates: Sequence[Candidate]) -> Candidate:
-    return min(candidates, key=_seconds)
+    on_all = [hardware.machine(*corner) for corner in CORNERS]
+    compared = {result.best, result.other, result.runner_up, result.fused} - {None}
+    steps = {
+        one: tuple(Step(machine, one.training).time(one.variant).seconds for machine in on_all)
+        for one in compared
+        if one is not None
+    }
+    of_best = [Step(machine, result.best.training) for machine in on_all]
+    ratios = [step.time(REFERENCE).layer / step.time(COMPUTE_ONLY).layer - 1 for step in of_best]
+    return replace(result, steps=steps, ratio=Range.of(ratios))
 
 
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
@@ -349,27 +318,28 @@ def _divisors(number: int) -> list[int]:
 
 def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Variant]:
     """CommFuse's schedules, for tensor parallelism or else for Ulysses; what there is instead."""
-    group = fused_group(hardware, what.layout, what.fuse_ulysses)
+    layout = what.layout
+    group = fused_group(hardware, layout, what.fuse_ulysses)
     if group.size == 1:
         return [REFERENCE]
     size, base = group.size, group.direct
     best = best_lanes(hardware, size)
     every = sorted({1, min(2, size - 1), best})
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
-    ours = partial(fused, base, collectives_from=covering_outputs(hardware.machine(), what.tp))
+    ours = partial(fused, base, collectives_from=covering_outputs(hardware.machine(), layout.tp))
     found = [
         ours(lanes, chunks, taper=taper, wgrad=wgrad)
         for lanes in every
         for chunks, taper in (*((chunks, 1.0) for chunks in _CHUNKS), (4, 2.0))
         for wgrad in wgrads
     ]
-    if what.cp == 1 and what.tp > 1:  # else attention has transfers of its own
+    if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
         found += [
             ours(best, chunks, attention=True, wgrad=wgrad)
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]
-    if what.tp > 1 and what.micro_batches > 1:
+    if layout.tp > 1 and what.micro_batches > 1:
         found.append(TURNS)
     return found
 
@@ -378,13 +348,7 @@ def _lanes(variant: Variant) -> int:
     return (variant.schedule.lanes or 1) if variant.schedule else 0
 
 
-def _quick(
-    model: ModelConfig,
-    hardware: Hardware,
-    what: Training,
-    offered: Sequence[Variant],
-    shared: Shared,
-) -> list[Variant]:
+def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> list[Variant]:
     """The few schedules that every layout is tried with: simple ones, with all lanes that fit."""
     found: dict[Hashable, Variant] = {}
     for variant in offered:
@@ -392,53 +356,29 @@ def _quick(
         if schedule is None:
             found[variant] = variant
             continue
-        even = schedule.taper == 1 and schedule.chunks <= 4
-        simple = even and not variant.attention and not variant.tuned
-        if simple and footprint(model, what, variant, hardware, shared).total <= limit(hardware):
+        simple = schedule.taper == 1 and schedule.chunks <= 4 and not variant.attention
+        if simple and footprint(what, variant, hardware).total <= limit(hardware):
             # Lanes rise in what is offered: more of them replace fewer.
             found[schedule.chunks, variant.wgrad] = variant
     return list(found.values())
 
 
 def _others(hardware: Hardware, tp: int) -> list[Variant]:
-    members = Group(hardware.machine(), tp).members_per_node
-    found = variants(tp, members, 1) if tp > 1 else [REFERENCE]
-    # Nobody can launch CoC tuned for each operation, catccos, nor plain collectives with Megatron.
-    kinds = ("megatron", "sliced", "kernel", "mc2", "ideal")
-    launched = (one for one in found if one.kind in kinds and not one.tuned and one != CATCCOS)
-    return list(launched) if tp > 1 else found
+    """What can be launched without CommFuse, and the bound of ideal kernels."""
+    if tp == 1:
+        return [REFERENCE]
+    found = variants(tp, Group(hardware.machine(), tp).members_per_node, 1)
+    return [one for one in found if one.role in ("today", "rival") or one == IDEAL]
 
 
 def _played(
-    model: ModelConfig,
-    hardware: Hardware,
-    what: Training,
-    chosen: Sequence[Variant],
-    shared: Shared,
-    *,
-    rough: bool = False,
+    hardware: Hardware, what: Training, chosen: Sequence[Variant], *, rough: bool = False
 ) -> list[Candidate]:
     """What fits into memory, with its step at typical figures."""
-    step = Step(hardware.machine(), what, rough=rough, shared=shared)
-    found = []
-    for variant in chosen:
-        memory = footprint(model, what, variant, hardware, shared)
-        if memory.total <= limit(hardware):
-            found.append(Candidate(what, variant, step.time(variant).seconds, memory))
-    return found
-
-
-def _on_all_machines(hardware: Hardware, candidate: Candidate) -> tuple[float, ...]:
-    return tuple(
-        Step(hardware.machine(compute, links), candidate.training).time(candidate.variant).seconds
-        for compute, links in CORNERS
-    )
-
-
-def _ratio(hardware: Hardware, candidate: Candidate) -> Range:
-    found = []
-    for compute, links in CORNERS:
-        step = Step(hardware.machine(compute, links), candidate.training)
-        plain, ideal = step.time(REFERENCE).layer, step.time(COMPUTE_ONLY).layer
-        found.append(plain / ideal - 1)
-    return Range.of(found)
+    step = Step(hardware.machine(), what, rough=rough)
+    sized = ((variant, footprint(what, variant, hardware)) for variant in chosen)
+    return [
+        Candidate(what, variant, step.time(variant).seconds, memory)
+        for variant, memory in sized
+        if memory.total <= limit(hardware)
+    ]

@@ -1,90 +1,181 @@
-"""Results as cells and as text: a table per point, figures as ``typical (low .. high)``."""
+"""A sweep as text: who is ahead, the options of ours, and a table per point."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.markdown import percent, table_row
-from commfuse_npu.tools.simulate.standing import Standing, seconds
-from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
+from commfuse_npu.tools.simulate.sweep import Point
+from commfuse_npu.tools.simulate.variants import REFERENCE, Role, Variant
 
-__all__ = ["COLUMNS", "cells", "heading", "headline", "ranged", "ratio", "rows_of",
-           "table"]  # fmt: skip
+__all__ = ["COLUMNS", "Standing", "cells", "headline", "seconds", "sources", "table"]
 
-COLUMNS = (
-    *("variant", "step", "shorter", "exposed", "overhead removed", "MFU"),
-    *("tokens/s/NPU", "buffers", "lanes"),
-)
+COLUMNS = "variant", "step", "shorter", "exposed", "MFU", "tokens/s/NPU", "memory of an NPU"
 
 
-def heading(hardware: Hardware, model: str, layout: str) -> str:
-    """What is simulated, and how much of the hardware's description is assumed."""
+def sources(hardware: Hardware) -> str:
+    """How far to believe it."""
     return (
-        f"{model} on {hardware.name}: {layout}\n"
-        f"Simulated, not measured. {hardware.assumed} of {hardware.path} have no public source at "
-        "all; ranges are over its uncertainty."
+        f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
+        "source at all; ranges are over its uncertainty."
     )
 
 
-def rows_of(point: Point, standing: Standing, names: Sequence[str]) -> list[Outcome]:
-    """Those with these names, ideal bounds last."""
-    kept = [one for one in point.outcomes if one.variant in names]
-    return sorted(kept, key=lambda one: standing.roles[one.variant] == "bound")
+def seconds(value: float) -> str:
+    """``22.13 s``, ``940.1 ms``."""
+    return f"{value:.2f} s" if abs(value) >= 1 else f"{value * 1e3:.1f} ms"
 
 
-def cells(point: Point, standing: Standing, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """A row for each variant with these names, under :data:`COLUMNS`."""
-    rows = rows_of(point, standing, names)
-    real = [one for one in rows if standing.roles[one.variant] != "bound"]
-    best = min(real, key=lambda one: one.step.typical)
-    found: list[tuple[str, ...]] = []
-    for one in rows:
-        name = f"**{one.variant}**" if one is best else one.variant
-        if standing.roles[one.variant] == "bound":
-            name += " (ideal bound)"
-        found.append(
+@dataclass(frozen=True)
+class Standing:
+    """Who has the shortest steps, over all points."""
+
+    points: Sequence[Point]
+
+    def best(self, *roles: Role, alike: bool = False) -> Variant | None:
+        """The variant of these roles with the shortest steps over all points, as shares of plain.
+
+        Args:
+            alike: consider only what has Megatron's bits.
+        """
+        scores: dict[Variant, float] = {}
+        for point in self.points:
+            plain = point.outcomes[REFERENCE.name].step.typical
+            for one in point.outcomes.values():
+                if one.variant.role in roles and not (alike and one.variant.other_rounding):
+                    share = one.step.typical / plain
+                    scores[one.variant] = scores.get(one.variant, 0.0) + share
+        return min(scores, key=scores.__getitem__, default=None)
+
+    @property
+    def compared(self) -> dict[str, Variant]:
+        """Plain, Megatron's order, and ours, by name."""
+        ours = self.best("ours", alike=True), self.best("ours")
+        return {one.name: one for one in (REFERENCE, self.best("today"), *ours) if one is not None}
+
+    def shown(self, everything: bool) -> list[Variant]:
+        """Those that a reader needs first, or all of them; bounds last."""
+        wanted = {*self.compared.values(), self.best("rival"), self.best("bound")}
+        every = [one.variant for one in self.points[0].outcomes.values()]
+        kept = [one for one in every if everything or one in wanted]
+        return sorted(kept, key=lambda one: one.role == "bound")
+
+    def verdict(self, options: Callable[[Variant], str]) -> list[str]:
+        """Two lines: the best of ours and its options, and how it compares.
+
+        If its rounding is another one than Megatron's it says so, and has the best with Megatron's
+        bits beside it.
+
+        Args:
+            options: of a launch.
+        """
+        ours, bound, bounded = self.best("ours"), self.best("bound"), ""
+        if bound is not None:
+            bounded = (
+                " Ideal bound operator by operator, which nobody can launch: "
+                f"{bound.name}, {self._steps(bound)}."
+            )
+        if ours is None:
+            first = self.best("plain", "today", "rival", "bound")
+            assert first is not None
+            return [
+                "Nothing of ours was simulated: --variants 'commfuse-*' would. Shortest step: "
+                f"{first.name}, {self._steps(first)}.",
+                f"Nothing to compare.{bounded}",
+            ]
+        alike = self.best("ours", alike=True) if ours.other_rounding else None
+
+        def launched(variant: Variant) -> str:
+            layer = ""
+            if len(self.points) == 1:
+                typical = self.points[0].outcomes[variant.name].layer.typical
+                layer = f", a layer in {seconds(typical)}"
+            return (
+                f"**{variant.name}**, a step in {self._steps(variant)}{layer}: `{options(variant)}`"
+            )
+
+        def against(other: Variant, name: str) -> str:
+            said = self._change(ours, other)
+            if alike:
+                said += f" ({self._change(alike, other)} with Megatron's bits)"
+            return f"{said} than {name}, {self._steps(other)}"
+
+        first_line = f"Best of ours: {launched(ours)}"
+        if ours.other_rounding:
+            first_line += f"; {ours.other_rounding} (other rounding)."
+        if alike:
+            first_line += f" With Megatron's bits: {launched(alike)}"
+        today, best = self.best("today"), self.best("today", "rival")
+        said = []
+        if today is not None and today != best:
+            said.append(against(today, "Megatron's order"))
+        if best is not None:
+            name = f"{best.name}, the best rival that exists"
+            if best == today:
+                name = "Megatron's order, which is the best rival that exists"
+            said.append(against(best, name))
+        compared = "; ".join(said) or against(REFERENCE, "plain collectives")
+        return [first_line, f"{compared[0].upper()}{compared[1:]}.{bounded}"]
+
+    def _change(self, ours: Variant, other: Variant) -> str:
+        """``8.7 % shorter``; over several points from the worst to the best."""
+        steps = [
+            tuple(point.outcomes[one.name].step.typical for one in (ours, other))
+            for point in self.points
+        ]
+        shares = [mine / theirs - 1 for mine, theirs in steps]
+        worst, best = (
+            f"{percent(abs(share))} {'longer' if share > 0 else 'shorter'}"
+            for share in (max(shares), min(shares))
+        )
+        return worst if worst == best else f"from {worst} to {best}"
+
+    def _steps(self, variant: Variant) -> str:
+        """``22.13 s (15.34 s .. 36.17 s)``, of several points ``11.02 s to 22.13 s``."""
+        found = [point.outcomes[variant.name].step for point in self.points]
+        if len(found) == 1:
+            return found[0].shown(seconds)
+        typical = [one.typical for one in found]
+        return f"{seconds(min(typical))} to {seconds(max(typical))}"
+
+
+def cells(point: Point, shown: Sequence[Variant]) -> list[tuple[str, ...]]:
+    """A row for each of these variants, under :data:`COLUMNS`; the shortest that exists is bold."""
+    real = [point.outcomes[one.name] for one in shown if one.role != "bound"]
+    best = min(real, key=lambda one: one.step.typical).variant
+    rows: list[tuple[str, ...]] = []
+    for variant in shown:
+        one = point.outcomes[variant.name]
+        name = f"**{variant.name}**" if variant == best else variant.name
+        rows.append(
             (
-                name,
-                ranged(one.step, seconds),
-                ranged(one.shorter, percent),
-                ranged(one.exposed, seconds),
-                ranged(one.removed, percent),
-                ranged(one.mfu, percent),
-                ranged(one.tokens, "{:.0f}".format),
-                f"{one.buffers / 2**20:.0f} MiB",
-                f"{one.communicators / 2**20:.0f} MiB",
+                name + " (ideal bound)" * (variant.role == "bound"),
+                one.step.shown(seconds),
+                one.shorter.shown(percent),
+                one.exposed.shown(seconds),
+                one.mfu.shown(percent),
+                one.tokens.shown("{:.0f}".format),
+                f"{one.memory / 2**30:.1f} GiB",
             )
         )
-    return found
+    return rows
 
 
 def headline(point: Point) -> str:
     """What is the same for all variants at a point."""
-    return f"sequence {point.sequence}, {point.npus} NPUs, {point.micro_batches} micro-batches"
+    return (
+        f"sequence {point.sequence}, {point.npus} NPUs, {point.micro_batches} micro-batches; "
+        f"communication / computation of a layer, plain: {point.ratio.shown('{:.2f}'.format)}"
+    )
 
 
-def ratio(point: Point) -> str:
-    """How much there is to hide."""
-    said = ranged(point.ratio, "{:.2f}".format)
-    return f"Communication / computation of a layer, plain: {said}."
-
-
-def table(point: Point, standing: Standing, names: Sequence[str]) -> str:
-    """A Markdown table of the variants with these names at one point."""
-    lines = [f"## {headline(point)}", ratio(point), "", table_row(COLUMNS)]
-    lines += ["|---" * len(COLUMNS) + "|", *map(table_row, cells(point, standing, names))]
-    left = len(point.outcomes) - len(names)
+def table(point: Point, shown: Sequence[Variant]) -> str:
+    """A Markdown table of these variants at one point."""
+    lines = [f"## {headline(point)}", "", table_row(COLUMNS), "|---" * len(COLUMNS) + "|"]
+    lines += map(table_row, cells(point, shown))
+    left = len(point.outcomes) - len(shown)
     if left:
         lines += ["", f"{left} more variants were simulated; --all shows them."]
     return "\n".join(lines)
-
-
-def ranged(value: Range, show: Callable[[float], str]) -> str:
-    """``typical (low .. high)``; a dash where there is none."""
-    if math.isnan(value.typical):
-        return "-"
-    if value.low == value.high:
-        return show(value.typical)
-    return f"{show(value.typical)} ({show(value.low)} .. {show(value.high)})"

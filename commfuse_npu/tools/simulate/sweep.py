@@ -8,8 +8,7 @@ wide where the figures are uncertain, and that is what it is for.
 from __future__ import annotations
 
 import fnmatch
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,10 +16,9 @@ from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.data_parallel import DataParallel
-from commfuse_npu.tools.simulate.footprint import buffers, communicators
+from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.pipeline_parallel import interleaves
+from commfuse_npu.tools.simulate.pipeline import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 
@@ -46,13 +44,17 @@ class Range(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Range:
-        """Of the values of the corners, the typical one first; NaN stands for: not defined."""
-        known = [value for value in values if not math.isnan(value)] or [math.nan]
-        return cls(min(known), values[0], max(known))
+        """Of the values of the corners, the typical one first."""
+        return cls(min(values), values[0], max(values))
+
+    def shown(self, show: Callable[[float], str]) -> str:
+        """``typical (low .. high)``."""
+        if self.low == self.high:
+            return show(self.typical)
+        return f"{show(self.typical)} ({show(self.low)} .. {show(self.high)})"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One variant at one point.
 
     Attributes:
@@ -60,48 +62,39 @@ class Outcome:
         shorter: share of the time of ``plain-mesh`` that a step is shorter; negative if longer.
         layer: seconds of a layer, forward and backward.
         exposed: seconds of a step that there would not be if no transfer took time.
-        removed: share of what the transfers inside layers (tensor and context parallelism) add to
-            ``plain-mesh`` that is gone; negative if there is more of it.
         mfu: model FLOP per second as a share of the peak.
         tokens: per second and NPU.
-        buffers, communicators: bytes of tensors, and of what lanes allocate.
+        memory: bytes on the fullest NPU.
     """
 
-    variant: str
+    variant: Variant
     step: Range
     shorter: Range
     layer: Range
     exposed: Range
-    removed: Range
     mfu: Range
     tokens: Range
-    buffers: float
-    communicators: float
+    memory: float
 
     def as_json(self) -> dict[str, Any]:
-        """With ranges as mappings; NaN as null."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Range):
-                return {k: None if math.isnan(v) else v for k, v in value._asdict().items()}
-            return value
-
-        return {name: plain(getattr(self, name)) for name in self.__dataclass_fields__}
+        """With ranges as mappings."""
+        ranges = {k: v._asdict() for k, v in self._asdict().items() if isinstance(v, Range)}
+        return {"variant": self.variant.name, **ranges, "memory_bytes": self.memory}
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """What was simulated at one sequence length and one number of NPUs.
 
     Attributes:
         ratio: communication / computation of a layer's tensor-parallel part, plain.
+        outcomes: by name of the variant, the reference first.
     """
 
     sequence: int
     npus: int
     micro_batches: int
     ratio: Range
-    outcomes: tuple[Outcome, ...]
+    outcomes: Mapping[str, Outcome]
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,6 @@ class Options:
     patterns: tuple[str, ...] = ("*",)
     recompute: Recompute = "none"
     ulysses: Literal["none", "plain", "fused"] = "none"
-    data_parallel: DataParallel = "overlapped"
     corners: bool = True
 
 
@@ -156,52 +148,19 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         nnodes=1,
     )
     fitted.validate()
-    micro_batches = global_batch // (micro_batch * layout.dp)
-    layers = stages or (model.num_layers // layout.pp,) * layout.pp
-    _check_interleaving(layout, layers, micro_batches)
-    head = model.hidden_size // model.num_attention_heads
-    qkv = head * (model.num_attention_heads + 2 * model.num_query_groups)
-    hidden = model.hidden_size
-    of_layer = hidden * (qkv + hidden + 3 * model.ffn_hidden_size + 2)
-    return Training(
-        layers=layers,
-        hidden=hidden,
-        feed_forward=model.ffn_hidden_size,
-        qkv=qkv,
-        vocabulary=fitted.padded_vocab_size,
-        key_value=head * model.num_query_groups,
-        parameters=model.number_of_parameters
-        - (model.vocab_size * hidden if model.untie_embeddings_and_output_weights else 0),
-        layer_parameters=of_layer,
-        sequence=sequence,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        tp=layout.tp,
-        cp=layout.cp,
-        dp=layout.dp,
-        groups=model.num_query_groups,
-        tied=not model.untie_embeddings_and_output_weights,
-        ulysses=fitted.context_parallel_algo == "ulysses_cp_algo",
-        fuse_ulysses=options.ulysses == "fused",
-        recompute=options.recompute,
-        data_parallel=options.data_parallel,
-        vpp=layout.vpp,
-    )
-
-
-def _check_interleaving(layout: Layout, layers: Sequence[int], micro_batches: int) -> None:
-    if layout.vpp == 1:
-        return
-    if layout.pp == 1 or any(count % layout.vpp for count in layers):
+    fuses = options.ulysses == "fused"
+    found = Training(fitted, options.recompute, fuses, layout.vpp)
+    if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in found.layers)):
         raise ConfigError(
             f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "
-            f"{', '.join(map(str, sorted(set(layers))))}; choose another number of chunks"
+            f"{', '.join(map(str, sorted(set(found.layers))))}; choose another number of chunks"
         )
-    if not interleaves(layout.pp, layout.vpp, micro_batches):
+    if not interleaves(layout.pp, layout.vpp, found.micro_batches):
         raise ConfigError(
-            f"{micro_batches} micro-batches are not divisible by {layout.pp} pipeline stages, as "
-            "the interleaved schedule wants; choose another global batch or 1 chunk"
+            f"{found.micro_batches} micro-batches are not divisible by {layout.pp} pipeline "
+            "stages, as the interleaved schedule wants; choose another global batch or 1 chunk"
         )
+    return found
 
 
 def best_lanes(hardware: Hardware, size: int) -> int:
@@ -271,46 +230,31 @@ def sweep(
 def _point(
     what: Training, hardware: Hardware, options: Options, tell: Callable[[str], None]
 ) -> Point:
-    chosen = of_hardware(hardware, what.layout, options)
-    found: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
-    ratios = []
-    for compute, links in CORNERS if options.corners else CORNERS[:1]:
-        machine = hardware.machine(compute, links)
-        step = Step(machine, what)
-        ideal, free = step.time(COMPUTE_ONLY, free=True), step.time(COMPUTE_ONLY)
-        reference = step.time(REFERENCE)
-        overhead = reference.seconds - free.seconds
-        ratios.append(reference.layer / ideal.layer - 1)
-        for variant in chosen:
-            tell(f"{what.npus} NPUs, {what.sequence} tokens, {compute} work, {links} links: "
+    npus = what.layout.npus
+    corners = CORNERS if options.corners else CORNERS[:1]
+    steps = [Step(hardware.machine(*corner), what) for corner in corners]
+    ideal = [step.time(COMPUTE_ONLY, free=True) for step in steps]
+    plain = [step.time(REFERENCE) for step in steps]
+
+    def outcome(variant: Variant) -> Outcome:
+        took = []
+        for (compute, links), step in zip(corners, steps, strict=True):
+            tell(f"{npus} NPUs, {what.model.seq_length} tokens, {compute} work, {links} links: "
                  f"{variant.name}")  # fmt: skip
-            took = reference if variant == REFERENCE else step.time(variant)
-            found[variant.name].append(
-                {
-                    "step": took.seconds,
-                    "shorter": 1 - took.seconds / reference.seconds,
-                    "layer": took.layer,
-                    "exposed": took.seconds - ideal.seconds,
-                    "removed": _share(reference.seconds - took.seconds, overhead),
-                    "mfu": what.flops / (took.seconds * what.npus * machine.cube_flops),
-                    "tokens": what.tokens / (took.seconds * what.npus),
-                }
-            )
-    outcomes = tuple(
-        Outcome(
-            variant=variant.name,
-            **{
-                name: Range.of([one[name] for one in found[variant.name]])
-                for name in found[variant.name][0]
-            },
-            buffers=buffers(variant, step),
-            communicators=communicators(variant, step, hardware),
+            took.append(step.time(variant))
+        seconds = [one.seconds for one in took]
+        peaks = [step.machine.cube_flops for step in steps]
+        return Outcome(
+            variant,
+            step=Range.of(seconds),
+            shorter=Range.of([1 - s / p.seconds for s, p in zip(seconds, plain, strict=True)]),
+            layer=Range.of([one.layer for one in took]),
+            exposed=Range.of([s - one.seconds for s, one in zip(seconds, ideal, strict=True)]),
+            mfu=Range.of([what.utilization(*of) for of in zip(seconds, peaks, strict=True)]),
+            tokens=Range.of([what.tokens_per_second(one) for one in seconds]),
+            memory=footprint(what, variant, hardware).total,
         )
-        for variant in chosen
-    )
-    return Point(what.sequence, what.npus, what.micro_batches, Range.of(ratios), outcomes)
 
-
-def _share(gone: float, of: float) -> float:
-    """``gone / of``; NaN where there was nothing."""
-    return gone / of if of > 0 else math.nan
+    ratio = Range.of([p.layer / one.layer - 1 for p, one in zip(plain, ideal, strict=True)])
+    found = {one.name: outcome(one) for one in of_hardware(hardware, what.layout, options)}
+    return Point(what.model.seq_length, npus, what.micro_batches, ratio, found)

@@ -3,7 +3,6 @@
 =====================  ===========================================================================
 ``compute``            no communication at all: what everything is measured against
 ``plain-mesh``         every collective blocking, all its transfers at once.  **The reference.**
-``plain-ring``         every collective blocking, n-1 steps between neighbours
 ``megatron``           Megatron's order, with plain collectives: in the backward of a
                        column-parallel layer the input is gathered during dgrad, and the sum of
                        dgrad is scattered during wgrad
@@ -52,10 +51,13 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["CATCCOS", "COC_FUSED", "COMPUTE_ONLY", "IDEAL", "MC2", "REFERENCE", "TURNS", "Sums",
-           "Variant", "Way", "Wgrad", "direct", "fused", "sliced", "tuned", "variants"]  # fmt: skip
+__all__ = ["CATCCOS", "COC", "COC_FUSED", "COC_TUNED", "COMPUTE_ONLY", "IDEAL", "MC2", "MEGATRON",
+           "REFERENCE", "TURNS", "Role", "Sums", "Variant", "Way", "Wgrad", "direct", "fused",
+           "variants"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "turns"]
+
+Role = Literal["ours", "today", "rival", "bound", "plain"]
 
 Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
@@ -72,7 +74,6 @@ class Variant:
     """One way to run a layer.
 
     Attributes:
-        ring: whether plain collectives go around a ring instead of straight to every peer.
         slices: for ``sliced``.
         schedule: for ``fused``.
         attention: for ``fused``, whether attention is part of the operation.
@@ -86,7 +87,6 @@ class Variant:
 
     name: str
     kind: Kind
-    ring: bool = False
     slices: int = 1
     schedule: Schedule | None = None
     attention: bool = False
@@ -97,9 +97,21 @@ class Variant:
     chosen: tuple[tuple[str, Way], ...] = ()
 
     @property
+    def role(self) -> Role:
+        """What it is to somebody who chooses: this project's, what runs today, a rival, a bound.
+
+        Nobody can launch a bound: an ideal kernel, catccos in MindSpeed-LLM, nor CoC with the
+        fastest slices for each operation.
+        """
+        if self in (IDEAL, CATCCOS) or (self.kind == "sliced" and self.tuned):
+            return "bound"
+        roles: dict[Kind, Role] = {"fused": "ours", "turns": "ours", "megatron": "today"}
+        rivals = self.kind in ("sliced", "kernel", "mc2")
+        return roles.get(self.kind, "rival" if rivals else "plain")
+
+    @property
     def ours(self) -> bool:
-        """Whether it is this project's, and can be launched."""
-        return self.kind in ("fused", "turns")
+        return self.role == "ours"
 
     @property
     def other_rounding(self) -> str:
@@ -129,6 +141,9 @@ class Variant:
 
 COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
+MEGATRON = Variant("megatron", "megatron")
+COC = tuple(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES)
+COC_TUNED = Variant("coc-tuned", "sliced", slices=_SLICES[0], tuned=_SLICES)
 COC_FUSED = Variant("coc-fused", "kernel")
 CATCCOS = Variant("catccos", "kernel")
 MC2 = Variant("mc2", "mc2")
@@ -146,7 +161,7 @@ def direct(size: int, members_per_node: int) -> Schedule:
 def fused(
     base: Schedule,
     lanes: int,
-    chunks: int,
+    chunks: int | tuple[int, ...],
     *,
     taper: float = 1.0,
     attention: bool = False,
@@ -158,40 +173,24 @@ def fused(
 
     Args:
         base: the schedule apart from lanes, chunks and taper; see :func:`direct`.
+        chunks: of several numbers each operation takes its fastest.
     """
-    name = f"commfuse-c{chunks}-l{lanes}" + (f"-t{taper:g}" if taper != 1 else "")
-    name += ("-attention" if attention else "") + ("-wgrad" if wgrad == "blocks" else "")
-    name += "-once" if sums == "once" else ""
-    schedule = replace(base, lanes=lanes, chunks=chunks, taper=taper)
+    several = chunks if isinstance(chunks, tuple) else (chunks,)
+    schedules = tuple(replace(base, lanes=lanes, chunks=one, taper=taper) for one in several)
+    tuned = schedules if isinstance(chunks, tuple) else ()
+    name = f"commfuse-{'tuned' if tuned else f'c{chunks}'}-l{lanes}"
+    name += (f"-t{taper:g}" if taper != 1 else "") + ("-attention" if attention else "")
+    name += ("-wgrad" if wgrad == "blocks" else "") + ("-once" if sums == "once" else "")
     return Variant(
         name,
         "fused",
-        schedule=schedule,
+        schedule=schedules[0],
         attention=attention,
         wgrad=wgrad,
         sums=sums,
         collectives_from=collectives_from,
+        tuned=tuned,
     )
-
-
-def sliced() -> Variant:
-    """CoC, each operation with the fastest of its numbers of slices."""
-    return Variant("coc-tuned", "sliced", slices=_SLICES[0], tuned=_SLICES)
-
-
-def tuned(
-    base: Schedule,
-    lanes: int,
-    chunks: tuple[int, ...],
-    *,
-    wgrad: Wgrad = "whole",
-    sums: Sums = "ordered",
-) -> Variant:
-    """This project's ops, each with the fastest of these numbers of chunks."""
-    schedules = tuple(replace(base, lanes=lanes, chunks=number) for number in chunks)
-    name = f"commfuse-tuned-l{lanes}" + ("-wgrad" if wgrad == "blocks" else "")
-    name += "-once" if sums == "once" else ""
-    return Variant(name, "fused", schedule=schedules[0], wgrad=wgrad, sums=sums, tuned=schedules)
 
 
 def variants(
@@ -209,23 +208,23 @@ def variants(
     """
     base = direct(size, members_per_node)
     ours = partial(fused, base, collectives_from=collectives_from)
+    most = chunks[-1]
     found = [
         REFERENCE,
-        Variant("plain-ring", "plain", ring=True),
-        Variant("megatron", "megatron"),
-        *(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES),
-        sliced(),
+        MEGATRON,
+        *COC,
+        COC_TUNED,
         *([COC_FUSED, CATCCOS] if size == members_per_node == 8 else []),
         *([MC2] if size == members_per_node and size in RANKS else []),
         IDEAL,
         ours(min(2, max(1, size - 1)), 1),
         *(ours(lanes, k) for k in chunks),
-        tuned(base, lanes, chunks),
-        tuned(base, lanes, chunks, wgrad="blocks", sums="once"),
+        fused(base, lanes, chunks),
+        fused(base, lanes, chunks, wgrad="blocks", sums="once"),
         ours(lanes, 6, taper=1.5),
-        ours(lanes, chunks[-1], wgrad="blocks"),
-        ours(lanes, chunks[-1], attention=True),
-        ours(lanes, chunks[-1], attention=True, wgrad="blocks"),
+        ours(lanes, most, wgrad="blocks"),
+        ours(lanes, most, attention=True),
+        ours(lanes, most, attention=True, wgrad="blocks"),
         TURNS,
     ]
     return list({variant.name: variant for variant in found}.values())

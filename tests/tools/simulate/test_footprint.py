@@ -23,7 +23,7 @@ def of(
     layout: Layout, variant: Variant = REFERENCE, recompute: Recompute = "none", **options: int
 ) -> Footprint:
     given = Options(recompute=recompute, **options)
-    return footprint(MODEL, training(MODEL, layout, 4096, given), variant, HARDWARE)
+    return footprint(training(MODEL, layout, 4096, given), variant, HARDWARE)
 
 
 def test_one_npu_holds_everything() -> None:
@@ -77,7 +77,6 @@ def test_the_fullest_stage_counts() -> None:
     even = replace(uneven, num_layer_list=None)
     layout, options = Layout(1, 1, 1, 2), Options(micro_batch=1, micro_batches=1)
     more, less = (
-        footprint(m, training(m, layout, 4096, options), REFERENCE, HARDWARE)
-        for m in (uneven, even)
+        footprint(training(m, layout, 4096, options), REFERENCE, HARDWARE) for m in (uneven, even)
     )
     assert more.weights > less.weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from scripts.evidence.layers import (
     main,
     point,
     report,
+    section,
     steps,
     steps_report,
 )
@@ -71,7 +73,7 @@ def test_a_kernel_of_others_is_counted_where_it_is() -> None:
 
 def test_steps_are_counted_with_unpaired_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "CORNERS", layers.CORNERS[:1])
-    (found,) = [steps("ascend_910b_server", "llama3_8b", 2, 1024)]
+    found = steps("ascend_910b_server", "llama3_8b", 2, 1024)
     assert found.keys() == {*product((15, 55, 99), ("none", "full"), (8, 32))}
     eight, more = (found[15, "none", count][0] for count in (8, 32))
     assert {of: eight[of] for of in RIVALS if of in eight} == {
@@ -108,23 +110,24 @@ def test_a_point_is_simulated() -> None:
     assert 0 < one.added_gone("forward-backward") < 1
 
 
-def test_the_table_goes_into_its_section(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Pool:
-        def __enter__(self) -> Pool:
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        map = staticmethod(map)
-
-    monkeypatch.setattr(layers, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(layers, "_point", lambda wanted: given({}))
-    monkeypatch.setattr(layers, "_steps", lambda wanted: {(15, "none", 8): [{"Megatron": 1.0}]})
+def test_the_table_goes_into_its_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(layers, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(layers, "point", lambda *wanted: given({}))
+    monkeypatch.setattr(layers, "steps", lambda *wanted: {(15, "none", 8): [{"Megatron": 1.0}]})
     monkeypatch.setattr(layers, "_STEP_FORMS", ())
     file = tmp_path / "page.md"
-    assert main(["--tp", "8", "--markdown", str(file)]) == 0
-    assert file.read_text().count("| a machine | a model | 8 | 8192 |") == 24
-    assert "begin: layers" in file.read_text()
-    assert capsys.readouterr().out
+    file.write_text("# By hand\n<!-- begin: layers -->\nold\n<!-- end: layers -->\nmore\n")
+    for _ in range(2):  # the same text changes nothing
+        assert main(["--tp", "8", "--markdown", str(file)]) == 0
+        before, _, after = file.read_text().partition("<!-- begin: layers -->\n")
+        assert before == "# By hand\n"
+        assert after.count("| a machine | a model | 8 | 8192 |") == 24
+        assert after.endswith("|\n\n<!-- end: layers -->\nmore\n")
+        assert "old" not in after
+
+
+@pytest.mark.parametrize("broken", ["", "b", "e", "eb", "bbe", "bee"])
+def test_comments_that_do_not_pair_are_refused(broken: str) -> None:
+    marks = {"b": "<!-- begin: a -->", "e": "<!-- end: a -->"}
+    with pytest.raises(ValueError, match="once each, in this order; add them where"):
+        section("\n".join(marks[one] for one in broken), "a", "text")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,14 +15,13 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.launch_options import options
 from commfuse_npu.tools.simulate.recommend import Candidate
-from commfuse_npu.tools.simulate.recommendation_report import options
 from commfuse_npu.tools.simulate.step import Layout
 from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
 from commfuse_npu.tools.simulate.variants import Variant
-from mindspeed_patches.arguments import complete_options
+from mindspeed_patches.arguments import DEFAULTS, commfuse_options, complete_options
 from mindspeed_patches.refusals import check_compatible
-from tests.tools.simulate.test_recommend import _given
 
 PATH = find_config("llama3_8b")
 MODEL = ModelConfig.load(PATH)
@@ -30,35 +31,56 @@ ALONE = Layout(8, 1, 1, 1)
 
 def candidate(variant: Variant, layout: Layout, **changes: object) -> Candidate:
     what = replace(training(MODEL, layout, MODEL.seq_length, Options()), **changes)
-    return Candidate(what, variant, 1.0, footprint(MODEL, what, variant, HARDWARE))
+    return Candidate(what, variant, 1.0, footprint(what, variant, HARDWARE))
 
 
-NOBODYS = {"plain-mesh", "plain-ring", "coc-tuned", "catccos", "kernel-ideal"}
 FORMS = {
     variant.name: variant
     for variant in of_hardware(HARDWARE, ALONE, Options())
-    if variant.name not in NOBODYS
+    if variant.role not in ("plain", "bound")
 }
 
 
-def check(words: list[str]) -> None:
+def given_of(words: Sequence[str]) -> argparse.Namespace:
+    """As Megatron's parser leaves them, with the options that nobody gave."""
+    given: dict[str, object] = dict(DEFAULTS)
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            given[name] = True
+        else:
+            given[name] = word
+    return argparse.Namespace(**given)
+
+
+def check(words: list[str]) -> argparse.Namespace:
     """The doctor and the launch find nothing wrong with a model's options and these."""
     line = [*MODEL.arguments(), *words]
     launch = ask_about(None, line, {})
     assert not [str(one) for one in check_launch(launch) if one.level == "error"]
-    given = _given(line)
+    given = given_of(line)
     vars(given).update({k: int(v) for k, v in vars(given).items() if str(v).isdecimal()})
     if launch.fuse.use_commfuse:
         complete_options(given)
     else:
         check_compatible(given, FB_OVERLAP_REFUSALS)
+    return given
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_printed_is_taken(name: str) -> None:
-    words = options(MODEL, candidate(FORMS[name], ALONE))
-    check(words)
-    assert ("--use-commfuse" in words) == (FORMS[name].kind == "fused")
+    form = FORMS[name]
+    given = check(options(MODEL, candidate(form, ALONE)))
+    assert given.use_commfuse == (form.kind == "fused")
+    if form.schedule is None:
+        return
+    read = commfuse_options(given)
+    assert read.attention == form.attention
+    assert read.linear.wgrad == form.wgrad
+    if not form.tuned:
+        for part in ("lanes", "chunks", "taper"):
+            assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)
 
 
 @pytest.mark.parametrize("layout", [Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)])

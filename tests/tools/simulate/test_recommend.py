@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,12 +15,16 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.hardware.machine import Machine
-from commfuse_npu.options import DEFAULTS
-from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.simulate.footprint import footprint, limit
+from commfuse_npu.tools.simulate.launch_options import (
+    check_target,
+    options,
+    planned,
+    write_plan,
+)
 from commfuse_npu.tools.simulate.recommend import (
     Candidate,
     Fixed,
@@ -30,13 +32,10 @@ from commfuse_npu.tools.simulate.recommend import (
     Recommendation,
     recommend,
 )
-from commfuse_npu.tools.simulate.recommendation_report import as_json, options, report
+from commfuse_npu.tools.simulate.recommendation_report import as_json, report
 from commfuse_npu.tools.simulate.step import Layout, Step, StepTime, Training
 from commfuse_npu.tools.simulate.sweep import Options, training
 from commfuse_npu.tools.simulate.variants import Variant, direct, fused
-from commfuse_npu.tools.simulate.written_plan import check_target, planned, write_plan
-from mindspeed_patches.arguments import commfuse_options
-from mindspeed_patches.refusals import ATTENTION_REFUSALS, REFUSALS, check_compatible
 from tests.launchers.launching import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,9 +50,9 @@ SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
 def check_ranked(found: Recommendation, npus: int, hardware: Hardware) -> None:
     steps = [one.seconds for one in found.ranked]
     assert steps == sorted(steps)
-    assert len({one.layout for one in found.ranked}) == len(found.ranked) > 1
+    assert len({one.training.layout for one in found.ranked}) == len(found.ranked) > 1
     for one in found.ranked:
-        assert one.layout.npus == npus
+        assert one.training.layout.npus == npus
         assert one.memory.total <= limit(hardware)
         # What is said is what the simulator says.
         step = Step(hardware.machine(), one.training).time(one.variant)
@@ -67,7 +66,7 @@ def check_ranked(found: Recommendation, npus: int, hardware: Hardware) -> None:
     assert found.bound is not None
     assert found.bound.variant.kind == "ideal"
     assert found.steps[found.best][0] == found.best.seconds
-    assert " x more memory than an NPU has" in str(found.refused)
+    assert found.refused["more memory than an NPU has"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def found() -> Recommendation:
 
 def test_layouts_are_ranked_by_their_steps(found: Recommendation) -> None:
     check_ranked(found, 4, SERVER)
-    assert found.best.recompute == "none"
+    assert found.best.training.recompute == "none"
     assert len({one.variant for one in found.schedules}) == len(found.schedules) == 3
     # One rank stands for all in the search; what is said is of all of them.
     assert found.fitting >= len(found.ranked)
@@ -85,11 +84,7 @@ def test_layouts_are_ranked_by_their_steps(found: Recommendation) -> None:
 
 @pytest.mark.long
 def test_all_layouts_of_a_cluster_are_ranked_by_their_steps() -> None:
-    found = recommend(LLAMA3_70B, CLUSTER, 64)
-    check_ranked(found, 64, CLUSTER)
-    text = report(found, LLAMA3_70B, find_config("llama3_70b"), CLUSTER)
-    ahead = found.other.seconds < found.best.seconds
-    assert ("CommFuse is not ahead here" in text) == ahead
+    check_ranked(recommend(LLAMA3_70B, CLUSTER, 64), 64, CLUSTER)
 
 
 class TimedStep:
@@ -98,11 +93,11 @@ class TimedStep:
     seconds: ClassVar[dict[tuple[int, bool], float]]
 
     def __init__(self, machine: Machine, training: Training, **_: object) -> None:
-        self.tp = training.tp
+        self.tp = training.layout.tp
 
     def time(self, variant: Variant) -> StepTime:
         layer = 0.5 if variant.kind == "compute" else 0.5 + self.tp
-        return StepTime(self.seconds[self.tp, variant.ours], layer, 0.0, 0.0, 0.0)
+        return StepTime(self.seconds[self.tp, variant.ours], layer, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +117,18 @@ def test_the_best_is_compared_with_whatever_is_named_beside_it(
     monkeypatch.setattr("commfuse_npu.tools.simulate.recommend.Step", TimedStep)
     model = replace(SMALL, num_layers=8)
     found = recommend(model, SERVER, 4, fixed=Fixed(cp=1, pp=1))
-    assert (found.best.layout.tp, found.best.variant.ours) == best
+    assert (found.best.training.layout.tp, found.best.variant.ours) == best
     assert found.best.seconds == min(seconds.values())
     assert set(found.steps) == {found.best, found.other, found.runner_up, found.fused} - {None}
     assert found.runner_up not in (None, found.best, found.other)
     assert found.ratio.typical == pytest.approx(2 * best[0]), "of the layout that is recommended"
     text = report(found, model, Path("small.yaml"), SERVER)
     assert f"Recommended: TP {best[0]}, CP 1, PP 1, DP {4 // best[0]}, " in text
+    for title, one in {"Runner-up": found.runner_up, "Without CommFuse": found.other}.items():
+        if one is not None and one != found.best:
+            longer = one.seconds / found.best.seconds - 1
+            said = rf"- {title}: TP \d, .*, {longer:.1%} longer \({found.beats(one)} of 5 machines"
+            assert re.search(said, text)
     first = f"Schedules of the first layout: {found.schedules[0].variant.name}, then"
     assert (first in text) == (len(found.schedules) > 1)
     assert text.count("**") == 2, "one row is bold"
@@ -138,39 +138,32 @@ def test_the_best_is_compared_with_whatever_is_named_beside_it(
     assert content["recommended"]["options"] == launched
     for one in (*content["layouts"], *content["without_commfuse"]):
         assert one["options"][:2] == ["--tensor-model-parallel-size", str(one["layout"]["tp"])]
-    write_plan(tmp_path / "plan.yaml", found, model, SERVER)
+    write_plan(tmp_path / "plan.yaml", model, SERVER, found.best)
     assert ModelConfig.load(tmp_path / "plan.yaml").tensor_model_parallel_size == best[0]
 
 
 def test_what_was_given_stays() -> None:
     given = recommend(SMALL, SERVER, 8, fixed=Fixed(tp=2, cp=1, pp=1))
-    assert [one.layout for one in given.ranked] == [Layout(2, 1, 4, 1)]
+    assert [one.training.layout for one in given.ranked] == [Layout(2, 1, 4, 1)]
     # With one layout the runner-up is another schedule.
     assert given.runner_up is given.schedules[1]
-    assert given.runner_up.layout == given.best.layout
+    assert given.runner_up.training == given.best.training
 
 
 def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     model = replace(SMALL, num_layers=8, global_batch_size=4)
     found = recommend(model, SERVER, 2, fixed=Fixed(tp=1, cp=1, pp=2))
     assert found.fitting == 1, "layouts that differ in their chunks count once"
-    assert found.best.layout == Layout(1, 1, 1, 2, vpp=4)
+    assert found.best.training.layout == Layout(1, 1, 1, 2, vpp=4)
     words = options(model, found.best)
     assert words[words.index("--num-layers-per-virtual-pipeline-stage") + 1] == "1"
     assert "| 1 | 1 | 1 | 2 x 4 | 1 |" in report(found, model, Path("mine.yaml"), SERVER)
     # More than the chunks of plain 1F1B are held.
-    assert (
-        found.best.memory.activations
-        > footprint(
-            model,
-            replace(found.best.training, vpp=1),
-            found.best.variant,
-            SERVER,
-        ).activations
-    )
+    less = footprint(replace(found.best.training, vpp=1), found.best.variant, SERVER)
+    assert found.best.memory.activations > less.activations
     # Three micro-batches do not go through two stages two at a time.
     odd = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
-    assert odd.best.layout == Layout(1, 1, 1, 2)
+    assert odd.best.training.layout == Layout(1, 1, 1, 2)
 
 
 @pytest.mark.long
@@ -183,9 +176,9 @@ def test_memory_decides_on_recomputation_and_on_lanes() -> None:
         chosen = Fixed(tp=4, cp=1, pp=1, **fixed)
         found = recommend(model, replace(SERVER, figures=figures), 4, fixed=chosen)
         again = "--recompute-granularity" in options(model, found.best)
-        assert again == (found.best.recompute == "full")
+        assert again == found.best.training.again
         lanes = {one.variant.schedule.lanes for one in found.schedules if one.variant.schedule}
-        return found.best.recompute, lanes
+        return found.best.training.recompute, lanes
 
     # All three lanes would need more than there is; two fit without recomputation.
     assert fitting(17.75, recompute="none") == ("none", {1, 2})
@@ -199,7 +192,7 @@ def test_memory_decides_on_recomputation_and_on_lanes() -> None:
 def test_groups_that_do_not_lie_evenly_on_nodes_are_left_out() -> None:
     odd = replace(SMALL, global_batch_size=48, num_layers=8)
     found = recommend(odd, CLUSTER, 24, fixed=Fixed(tp=1, cp=1))
-    assert "does not fill whole nodes of 8 NPUs" in str(found.refused)
+    assert any("does not fill whole nodes of 8 NPUs" in why for why in found.refused)
     assert found.ranked
 
 
@@ -237,47 +230,11 @@ def test_nothing_fits() -> None:
         recommend(LLAMA3_8B, SERVER, 8, fixed=Fixed(tp=2, pp=3))
 
 
-def test_the_options_are_those_of_features(found: Recommendation) -> None:
-    blocks = fused(direct(8, 8), 7, 4, taper=2.0, wgrad="blocks")
-    wgrads = set()
-    others = [candidate(Layout(8, 1, 2, 4), one) for one in (blocks, fused(direct(8, 8), 2, 4))]
-    for one in (*found.schedules, *others):
-        given = _given(options(SMALL, one))
-        if one.variant.kind == "turns":
-            assert given.commfuse_fb_overlap
-            assert not given.use_commfuse
-            check_compatible(given, FB_OVERLAP_REFUSALS)
-            continue
-        assert given.use_commfuse
-        for refusals in (REFUSALS, ATTENTION_REFUSALS):
-            check_compatible(given, refusals)
-        read, schedule = commfuse_options(given), one.variant.schedule
-        for name in ("lanes", "chunks", "taper"):
-            assert getattr(read.linear.schedule, name) == getattr(schedule, name)
-        assert read.attention == one.variant.attention
-        assert read.linear.wgrad == one.variant.wgrad
-        wgrads.add(read.linear.wgrad)
-    assert wgrads == {"whole", "blocks"}
-
-
-def _given(words: Sequence[str]) -> argparse.Namespace:
-    """As Megatron's parser leaves them, with the options that nobody gave."""
-    given: dict[str, object] = dict(DEFAULTS)
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            given[name] = True
-        else:
-            given[name] = word
-    return argparse.Namespace(**given)
-
-
 def candidate(layout: Layout, variant: Variant | None = None) -> Candidate:
     """A layout of Llama 3 70B, as if it had been found."""
     chosen = variant or fused(direct(layout.tp, layout.tp), 2, 4)
     what = training(LLAMA3_70B, layout, LLAMA3_70B.seq_length, Options())
-    return Candidate(what, chosen, 1.0, footprint(LLAMA3_70B, what, chosen, CLUSTER))
+    return Candidate(what, chosen, 1.0, footprint(what, chosen, CLUSTER))
 
 
 @pytest.mark.parametrize("layout", [Layout(8, 1, 2, 4), Layout(4, 1, 1, 8), Layout(4, 2, 1, 8)])
@@ -286,28 +243,21 @@ def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
     described = planned(LLAMA3_70B, CLUSTER, one)
     sizes = ("tensor_model", "context", "data", "pipeline_model")
     assert tuple(getattr(described, f"{name}_parallel_size") for name in sizes) == layout[:4]
-    assert described.world_size == layout.npus == one.training.npus
+    assert described.world_size == layout.npus
     assert (described.num_layer_list or (80 // layout.pp,) * layout.pp) == one.training.layers
-    assert described.micro_batch_size == one.training.micro_batch
-    assert described.global_batch_size == (
-        one.training.micro_batch * one.training.micro_batches * layout.dp
-    )
+    batch = described.micro_batch_size * one.training.micro_batches * layout.dp
+    assert described.global_batch_size == batch
     replicated = layout.dp * layout.cp > 1
     assert ("--overlap-grad-reduce" in described.pretrain_options) == replicated
     words = options(LLAMA3_70B, one)
     assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
     again = planned(LLAMA3_70B, CLUSTER, replace(one, variant=Variant("megatron", "megatron")))
     assert again == replace(described, commfuse_options=())
-
-
-def test_recomputation_is_written(found: Recommendation) -> None:
-    one = candidate(Layout(8, 1, 2, 4))
-    again = replace(one, training=replace(one.training, recompute="full"))
-    written = " ".join(planned(LLAMA3_70B, CLUSTER, again).pretrain_options)
-    assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in (
-        written
+    full = planned(
+        LLAMA3_70B, CLUSTER, replace(one, training=replace(one.training, recompute="full"))
     )
-    assert "--recompute" not in " ".join(planned(LLAMA3_70B, CLUSTER, one).pretrain_options)
+    words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert full.pretrain_options == (*described.pretrain_options, *words.split())
 
 
 def test_what_no_plan_decides_about_is_kept() -> None:
@@ -321,7 +271,7 @@ def test_the_launcher_takes_what_is_written(found: Recommendation, tmp_path: Pat
     file = tmp_path / "small.yaml"
     for attempt in range(2):  # a plan may take the place of a plan
         check_target(file)
-        write_plan(file, found, SMALL, SERVER)
+        write_plan(file, SMALL, SERVER, found.best)
         assert ModelConfig.load(file) == planned(SMALL, SERVER, found.best), attempt
     words = dry_run("llama3_8b", CONFIG=str(file))
     given = options(SMALL, found.best)
@@ -340,20 +290,6 @@ def test_nothing_but_a_plan_is_written_over(tmp_path: Path, capsys) -> None:
     assert cli.main(["plan", "--model", "llama3_8b", "--write", str(file)]) == 2
     assert f"--write {file}: there is such a file, and not of a plan" in capsys.readouterr().err
     assert file.read_text("utf-8") == "num_layers: 2\n"
-
-
-def test_the_report_says_where_something_else_is_ahead(found: Recommendation) -> None:
-    def said(seconds: float) -> str:
-        other = replace(found.other, seconds=seconds)
-        steps = {**found.steps, other: found.steps[found.other]}
-        changed = replace(found, rivals=(other, *found.rivals[1:]), steps=steps)
-        return report(changed, SMALL, find_config("llama3_8b"), SERVER)
-
-    ahead = said(0.5 * found.best.seconds)
-    assert re.search(rf"Recommended: TP \d, .*, {found.other.variant.name}, ", ahead)
-    assert re.search(r"Runner-up: .*, 100\.0% longer \(\d of 5 machines", ahead)
-    behind = said(2 * found.best.seconds)
-    assert re.search(r"Without CommFuse: .*, 100\.0% longer", behind)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,22 +333,9 @@ def test_a_file_that_fails_keeps_none_back(
         assert (f"Written: {file}" in captured.out) == (one != option)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (
-            ["plan", "--model", "llama3_8b", "--npus", "9"],
-            2,
-            "choose from 1 to 8, or --hardware ascend_910b_roce or ascend_910c_supernode",
-        ),
-        (["plan", "--model", "llama3_70b", "--npus", "2"], 1, "take another --npus"),
-    ],
-)
-def test_questions_that_have_no_answer(
-    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(words) == code
-    assert said in capsys.readouterr().err
+def test_a_question_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", "llama3_70b", "--npus", "2"]) == 1
+    assert "take another --npus" in capsys.readouterr().err
 
 
 def test_a_tapered_program_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,10 +32,10 @@ from commfuse_npu.plan.rules import (
 )
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.tools.simulate import linear, llama
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Launches
+from commfuse_npu.tools.simulate.context_parallel import Ulysses
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank, rest
-from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import Variant, Wgrad
 from tests.tools.simulate.machines import ideal
 
@@ -148,9 +148,9 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         compare(rank.finish(), programs, list(rank.ran))
 
 
-def compare(launches: Launches, programs: list[Program], names: list[str]) -> None:
+def compare(launches: list[Operation], programs: list[Program], names: list[str]) -> None:
     """An operation per instruction; transfers start after the work that is written before them."""
-    operations = list(enumerate(launches.operations))
+    operations = list(enumerate(launches))
     for program, name in zip(programs, names, strict=True):
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
@@ -225,7 +225,7 @@ def test_a_layer_gathers_its_inputs_ahead(wgrad: Wgrad) -> None:
     variant = Variant("x", "fused", schedule=Schedule(lanes=5, chunks=2), wgrad=wgrad)
     rank = Rank(ideal(), 1, SIZE, SIZE, variant)
     llama.backward(rank, SHAPE)
-    names = [one.name for one in rank.finish().operations]
+    names = [one.name for one in rank.finish()]
     for row, column in (("fc2", "fc1"), ("proj", "qkv")):
         ahead = [at for at, name in enumerate(names) if name.startswith(f"{column} backward block")]
         posts = [at for at, name in enumerate(names) if name.startswith(f"{row} backward block")]

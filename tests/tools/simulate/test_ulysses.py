@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.simulate.context_parallel import Ulysses
 from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.ulysses import Ulysses
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import problems, sent, work

@@ -3,8 +3,8 @@
 1. An engine or a lane does one thing at a time, in the order of the launches.
 2. A transfer takes at least its latency and the time that its bytes need on its links alone, and a
    link never carries more than its capacity over any interval between transfers.
-3. The critical path, followed back through causes, is contiguous: its pieces add up to the time of
-   the step.
+3. Everything starts as soon as the last of what it waits for is done, and not before: work and
+   exchanges after their launch and the operations before them, a transfer after both of its ends.
 4. Every planned byte is moved, once.
 """
 
@@ -14,22 +14,24 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from commfuse_npu.tools.simulate.engine import Cause, Timeline
+from commfuse_npu.tools.simulate.engine import Timeline
 from commfuse_npu.tools.simulate.group import Played
-from commfuse_npu.tools.simulate.launches import Launches
+from commfuse_npu.tools.simulate.launches import Operation
 from commfuse_npu.tools.simulate.links import LinkId, Links
 
 _SLACK = 1e-9
 """Relative to the time of the step; events are added up in floating point."""
 
+Launches = Sequence[Sequence[Operation]]
 
-def problems(timeline: Timeline, launches: Sequence[Launches], links: Links) -> list[str]:
+
+def problems(timeline: Timeline, launches: Launches, links: Links) -> list[str]:
     """What does not hold, in words; empty if everything does."""
     slack = _SLACK * max(timeline.seconds, 1e-12)
     return [
         *_busy_twice(timeline, slack),
         *_links(timeline, links, slack),
-        *_path(timeline, slack),
+        *_starts(timeline, launches, links, slack),
         *_bytes(timeline, launches),
     ]
 
@@ -52,9 +54,10 @@ def _busy_twice(timeline: Timeline, slack: float) -> Iterator[str]:
 def _links(timeline: Timeline, links: Links, slack: float) -> Iterator[str]:
     carried = defaultdict(list)
     for moved in timeline.moved:
-        for link in moved.links:
+        for link in links.path(moved.message.source, moved.message.target):
             carried[link].append(moved)
-        least = max(moved.message.size / links.capacity(link) for link in moved.links)
+        path = links.path(moved.message.source, moved.message.target)
+        least = max(moved.message.size / links.capacity(link) for link in path)
         if moved.end - moved.start < least - slack:
             yield f"{moved.message} takes {moved.end - moved.start:g} s, less than {least:g} s"
     for link, flows in carried.items():
@@ -74,52 +77,53 @@ def _overloaded(link: LinkId, links: Links, load: float, seconds: float) -> Iter
         yield f"link {link} carries {load:g} bytes in {seconds:g} s"
 
 
-def critical_path(timeline: Timeline) -> list[tuple[str, float, float]]:
-    """What the step's time consists of, one after the other: name, start and end in seconds."""
+def _starts(timeline: Timeline, launches: Launches, links: Links, slack: float) -> Iterator[str]:
     spans = {(span.rank, span.index): span for span in timeline.spans}
-    pieces = []
-    last = max(timeline.spans, key=lambda span: span.end)
-    cause = Cause("operation", last.rank, last.index)
-    while cause.kind == "operation":
-        span = spans[cause.rank, cause.number]
-        if span.ended_by is None:
-            pieces.append((span.operation.name, span.start, span.end))
-        else:
-            moved = timeline.moved[span.ended_by]
-            pieces.append((f"transfer in {span.operation.name}", moved.ready, moved.end))
-            # The end that started last held the transfer up.
-            span = spans[moved.cause.rank, moved.cause.number]
-        cause = span.cause
-        if cause.kind == "host":
-            pieces.append(("launching", 0.0, span.start))
-    return pieces[::-1]
+    ends = defaultdict(list)
+    for rank, operations in enumerate(launches):
+        launched, last = 0.0, dict[str, int]()
+        for index, one in enumerate(operations):
+            launched += one.host(links.machine)
+            needs = {*one.after, *([last[one.engine]] if one.engine in last else [])}
+            if one.engine is not None:
+                last[one.engine] = index
+            here = spans[rank, index]
+            due = max([launched, *(spans[rank, need].end for need in needs)])
+            if abs(here.start - due) > slack:
+                yield f"{one.name!r} of rank {rank} starts at {here.start:g} s, not at {due:g} s"
+            for message in (*one.sends, *one.receives):
+                ends[message.key].append(here)
+    for moved in timeline.moved:
+        message = moved.message
+        ready = max(span.start for span in ends[message.key])
+        latency = links.latency(message.source, message.target) + message.delay
+        if max(abs(moved.ready - ready), abs(moved.start - ready - latency)) > slack:
+            yield f"{message} starts at {moved.start:g} s, {latency:g} s after {ready:g} s"
+    done = {moved.message.key: moved.end for moved in timeline.moved}
+    for span in timeline.spans:
+        one = span.operation
+        parts = [done.get(m.key, span.end) for m in (*one.sends, *one.receives)]
+        due = max(parts, default=span.start + one.seconds)
+        if span.end < due - slack or (parts and span.end > due + slack):
+            yield f"{one.name!r} of rank {span.rank} ends at {span.end:g} s, not at {due:g} s"
+    last_end = max(span.end for span in timeline.spans)
+    if abs(last_end - timeline.seconds) > slack:
+        yield f"the last operation ends at {last_end:g} s, the step at {timeline.seconds:g} s"
 
 
-def _path(timeline: Timeline, slack: float) -> Iterator[str]:
-    time = 0.0
-    for name, start, end in critical_path(timeline):
-        if abs(start - time) > slack:
-            yield f"the critical path has a gap before {name!r}, from {time:g} to {start:g} s"
-        time = end
-    if abs(time - timeline.seconds) > slack:
-        yield f"the critical path ends at {time:g} s, the step at {timeline.seconds:g} s"
-
-
-def _bytes(timeline: Timeline, launches: Sequence[Launches]) -> Iterator[str]:
-    planned = Counter(
-        {m.key: m.size for rank in launches for op in rank.operations for m in op.sends}
-    )
+def _bytes(timeline: Timeline, launches: Launches) -> Iterator[str]:
+    planned = Counter({m.key: m.size for rank in launches for op in rank for m in op.sends})
     done = Counter(moved.message.key for moved in timeline.moved)
     for key, size in planned.items():
         if done[key] != 1:
             yield f"transfer {key} of {size:g} bytes was carried out {done[key]} times"
 
 
-def sent(launches: Launches) -> float:
+def sent(operations: Sequence[Operation]) -> float:
     """Bytes that a rank sends."""
-    return sum(message.size for operation in launches.operations for message in operation.sends)
+    return sum(message.size for operation in operations for message in operation.sends)
 
 
 def work(played: Played) -> float:
     """Seconds that the busiest compute engine has work, at full speed."""
-    return max(sum(operation.seconds for operation in rank.operations) for rank in played.launches)
+    return max(sum(operation.seconds for operation in rank) for rank in played.launches)

@@ -1,0 +1,220 @@
+"""Attention under context parallelism, forward and backward, played by itself.
+
+By a ring keys and values go around while they are attended to.  By Ulysses a rank has some rows of
+the sequence for all heads, and attends with some heads over the whole sequence; an all-to-all leads
+there and another one back.  Unfused each is exposed as a whole.  Fused (``--commfuse-ulysses``,
+:mod:`commfuse_npu.ops.ulysses`), with the projections where tensor parallelism leaves their weights
+whole::
+
+    forward   project heads of r+1, .. | wait | attend rows of r+1, .., own | project own, r-1, ..
+              -> heads                        -> rows
+    backward  dgrad heads of r+1, .., own | wgrad | attend own, r-1, .. | dgrad own, r-1, .. | wgrad
+              -> heads                                                  -> rows
+
+Under tensor parallelism the projections stay outside, and with them the all-to-all of queries, keys
+and values is exposed.
+
+Legend: ``N`` ranks, ``block`` rows of a rank's part of the sequence, of ``N * block``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.rules import exchange
+from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape, Queries
+from commfuse_npu.tools.simulate.rank import Rank, Width
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
+
+__all__ = ["Attention", "ContextParallel", "Ulysses"]
+
+Attention = tuple[Attended, Attended] | None
+"""Forward and backward; ``None`` where a layer attends by itself."""
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """A context-parallel group and what it attends to.
+
+    Attributes:
+        shape: of the layer, for one tensor-parallel group.
+        size: of the group.
+        key_value: width of all keys, or of all values.
+        groups: query groups of the model.
+        ulysses: whether heads are exchanged instead of passing keys around.
+        fuses: whether CommFuse's variants fuse these exchanges.
+    """
+
+    shape: LayerShape
+    size: int
+    key_value: int
+    groups: int
+    ulysses: bool
+    fuses: bool
+
+    def attended(self, machine: Machine, variant: Variant) -> Attention:
+        """Attention of a layer in a variant."""
+        schedule = variant.schedule if self.fuses else None
+        return _attended(machine, self, variant.kind == COMPUTE_ONLY.kind, schedule)
+
+    def group(self, machine: Machine) -> Group:
+        return Group(machine, self.size, stride=self.shape.ranks)
+
+    def exchanges(self, machine: Machine, schedule: Schedule | None) -> tuple[Variant, Ulysses]:
+        """How heads are exchanged, fused if there is a schedule."""
+        if schedule is not None:
+            # The options of tensor parallelism serve here, too; with attention chunks are even.
+            lanes = min(schedule.lanes_for(self.size), self.size - 1)
+            direct = self.group(machine).direct
+            schedule = replace(direct, lanes=lanes, chunks=schedule.chunks)
+        repeats = max(1.0, self.shape.ranks * self.size / self.groups)
+        variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
+        return variant, Ulysses(self.shape, schedule, self.key_value, repeats)
+
+
+@lru_cache(4096)
+def _attended(
+    machine: Machine, what: ContextParallel, free: bool, schedule: Schedule | None
+) -> Attention:
+    group, found = what.group(machine), []
+    if what.ulysses:
+        variant, ulysses = what.exchanges(machine, schedule)
+        for build in (ulysses.forward, ulysses.backward):
+            played = group.play(COMPUTE_ONLY if free else variant, build)
+            found.append(Attended(played.seconds, played.waiting, ulysses.projects))
+        return found[0], found[1]
+    shape = what.shape
+    kv = shape.rows * 2 * what.key_value / shape.ranks * ITEM_BYTES
+    for factor, passed in ((1.0, 1), (BACKWARD_ATTENTION, 2)):
+        whole = shape.attention(machine, factor)(slice(0, shape.rows))
+
+        def around(rank: Rank, seconds: float = whole, size: float = kv * passed) -> None:
+            waits: tuple[int, ...] = ()
+            for left in reversed(range(rank.size)):
+                before = waits
+                if left:
+                    waits = rank.pass_on("keys and values", size, after=before)
+                rank.compute("attention", seconds / rank.size, before)
+
+        if free:
+            found.append(Attended(whole))
+        else:
+            # On a ring over several nodes only some of the ranks send to another node.
+            differ = 1 < group.members_per_node < group.size
+            played = group.play(REFERENCE, around, whole=differ)
+            found.append(Attended(played.seconds, played.waiting))
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Attention of one layer between two exchanges of heads.
+
+    Attributes:
+        shape: of the layer, for one tensor-parallel group.
+        fused: the schedule of the exchanges; ``None`` for plain collectives.
+        key_value: width of all keys, or of all values.
+        repeats: how often each key head is sent, 1 unless there are fewer of them than ranks.
+    """
+
+    shape: LayerShape
+    fused: Schedule | None
+    key_value: float = 0.0
+    repeats: float = 1.0
+
+    @property
+    def projects(self) -> bool:
+        """Whether the projections are part of it: not of heads that are repeated before."""
+        return self.fused is not None and self.shape.ranks == 1 and self.repeats == 1
+
+    def forward(self, rank: Rank) -> None:
+        """Add the forward to a rank's launches."""
+        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
+        heads, out = self._heads(rank), self._out(rank)
+        attend = self._attend(rank)
+
+        def project(one: Compute, _: Width) -> float:
+            return machine.gemm(_rows(_run(one)), hidden, heads)
+
+        def join(one: Compute, _: Width) -> float:
+            """A part of the inner dimension, added to a sum; else nothing."""
+            if not self.projects:
+                return 0.0
+            return machine.gemm(_rows(_run(one)), out, hidden, result_bytes=2 * SUM_BYTES)
+
+        if self.projects:
+            program = exchange(rank.place("qkv"), block, heads, "made", False, True, False)
+            rank.run("qkv", program, {"received": heads}, {"make": project})
+        else:
+            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
+        if self.fused is None:
+            rank.compute("attention", attend(slice(0, rank.size * block)))
+            rank.need(rank.collective("out", block * out * ITEM_BYTES))
+            return
+        place = rank.place("attention", causal=True)
+        program = exchange(place, block, out, "made and kept", True, self.projects, False)
+        works = {"make": lambda one, _: attend(_run(one)), "use": join}
+        rank.run("attention", program, {"blocks": out, "received": out}, works)
+
+    def backward(self, rank: Rank) -> None:
+        """Add the backward."""
+        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
+        heads, out = self._heads(rank), self._out(rank)
+        attend = self._attend(rank, BACKWARD_ATTENTION)
+
+        def project(one: Compute, _: Width) -> float:
+            return machine.gemm(_rows(_run(one)), hidden, out)
+
+        def wgrad(_: Compute, __: Width) -> float:
+            return machine.gemm(hidden, block, hidden)
+
+        def dgrad(one: Compute, _: Width) -> float:
+            return machine.gemm(_rows(_run(one)), heads, hidden, result_bytes=2 * SUM_BYTES)
+
+        works = {"make": project, "wgrad": wgrad, "use": lambda one, _: attend(_run(one))}
+        if self.fused is None:
+            rank.need(rank.collective("out", block * out * ITEM_BYTES))
+            rank.compute("attention", attend(slice(0, rank.size * block)))
+        elif self.projects:
+            name = "proj and attention"
+            program = exchange(rank.place(name), block, out, "made", True, False, True)
+            rank.run(name, program, {}, works)
+        else:
+            place = rank.place("attention", causal=True)
+            program = exchange(place, block, out, "given", True, False, False)
+            rank.run("attention", program, {"blocks": out}, works)
+        if not self.projects:
+            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
+            return
+        program = exchange(rank.place("qkv"), block, heads, "given", True, True, False)
+        rank.run("qkv", program, {"blocks": heads, "received": heads}, {"use": dgrad})
+        rank.compute("qkv wgrad", machine.gemm(self.shape.qkv, block, hidden))
+
+    def _heads(self, rank: Rank) -> int:
+        """Features of queries, keys and values of one rank's heads."""
+        width = self.shape.qkv + 2 * self.key_value * (self.repeats - 1)
+        return round(width / self.shape.ranks / rank.size)
+
+    def _out(self, rank: Rank) -> int:
+        """Features of the attention of one rank's heads."""
+        return self.shape.hidden // self.shape.ranks // rank.size
+
+    def _attend(self, rank: Rank, factor: float = 1.0) -> Queries:
+        """Of some rows of the whole sequence, with this rank's heads."""
+        shape = self.shape
+        whole = replace(shape, sequence=shape.attended, ranks=shape.ranks * rank.size)
+        return whole.attention(rank.machine, factor)
+
+
+def _run(one: Compute) -> slice:
+    assert one.run is not None
+    return one.run
+
+
+def _rows(run: slice) -> int:
+    return int(run.stop - run.start)

@@ -1,0 +1,142 @@
+"""What was simulated as options of ``pretrain_gpt.py``, and as a configuration for the launchers.
+
+The launchers read a written plan as ``CONFIG=FILE``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.runtime.whole_file import whole_file
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.recommend import Candidate
+from commfuse_npu.tools.simulate.step import Training
+from commfuse_npu.tools.simulate.variants import Variant
+
+__all__ = ["check_target", "launching", "options", "planned", "write_plan"]
+
+_FIRST_LINE = "# Written by commfuse-npu plan"
+_DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overlap-")
+"""What a plan says itself: how these options begin."""
+
+
+def options(model: ModelConfig, chosen: Candidate) -> list[str]:
+    """Layout, recomputation and schedule as options of ``pretrain_gpt.py``."""
+    what, layout = chosen.training, chosen.training.layout
+    given = [
+        *("--tensor-model-parallel-size", str(layout.tp)),
+        *("--pipeline-model-parallel-size", str(layout.pp)),
+        *("--context-parallel-size", str(layout.cp)),
+        *(("--context-parallel-algo", model.context_parallel_algo) if layout.cp > 1 else ()),
+        *(("--sequence-parallel",) if layout.tp > 1 else ()),
+        "--use-distributed-optimizer",
+    ]
+    # What differs from the model's description besides its layout.
+    for name in ("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size"):
+        if (value := getattr(what.model, name)) != getattr(model, name):
+            given += [f"--{name.replace('_', '-')}", str(value)]
+    given += _without_key(what)
+    if len(set(what.layers)) > 1:
+        given += ["--num-layer-list", ",".join(map(str, what.layers))]
+    return [*given, *launching(chosen.variant, what)]
+
+
+def _without_key(what: Training) -> Iterator[str]:
+    """What :class:`ModelConfig` has no key for."""
+    layout = what.layout
+    if layout.dp * layout.cp > 1:
+        # As it was simulated.
+        yield from ("--overlap-grad-reduce", "--overlap-param-gather")
+    if layout.vpp > 1:
+        each = what.layers[0] // layout.vpp
+        yield from ("--num-layers-per-virtual-pipeline-stage", str(each))
+    if what.again:
+        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
+        yield from ("--recompute-num-layers", "1")
+
+
+def launching(variant: Variant, training: Training) -> Iterator[str]:
+    """A way to run the layers as options of ``pretrain_gpt.py``; none for Megatron's own order."""
+    schedule, layout = variant.schedule, training.layout
+    if variant.kind == "sliced":
+        yield from ("--use-ascend-coc", "--coc-parallel-num", str(variant.slices))
+    elif variant.kind == "kernel":
+        yield from ("--use-ascend-coc", "--coc-fused-kernel")
+    elif variant.kind == "mc2":
+        yield "--use-ascend-mc2"
+    elif variant.kind == "turns":
+        yield "--commfuse-fb-overlap"
+        if layout.pp > 1 and layout.vpp == 1:
+            yield "--commfuse-fb-overlap-memory"
+    if schedule is None:
+        return
+    yield from ("--use-commfuse", "--commfuse-lanes", str(schedule.lanes))
+    if variant.tuned:
+        yield from ("--commfuse-tuning", "on")
+    else:
+        yield from ("--commfuse-chunks", str(schedule.chunks))
+    if variant.collectives_from and layout.tp > 1:
+        yield from ("--commfuse-collectives-from", str(variant.collectives_from))
+    if schedule.taper != 1:
+        yield from ("--commfuse-taper", f"{schedule.taper:g}")
+    if variant.attention:
+        yield "--commfuse-attention"
+    if training.fuse_ulysses and layout.cp > 1:
+        yield "--commfuse-ulysses"
+    if variant.wgrad != "whole":
+        yield from ("--commfuse-wgrad", variant.wgrad)
+    if variant.sums == "once":
+        yield from ("--commfuse-reduce-dtype", "float32")
+
+
+def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelConfig:
+    """The model in the layout that was simulated, with the options that no key has."""
+    what, npus = chosen.training, chosen.training.layout.npus
+    kept: list[str] = []
+    decided = False
+    for word in model.pretrain_options:
+        decided = word.startswith(_DECIDED) if word.startswith("--") else decided
+        kept += [] if decided else [word]
+    per_node = min(npus, hardware.npus_per_host)
+    ours = launching(chosen.variant, what) if chosen.variant.ours else ()
+    others = () if chosen.variant.ours else launching(chosen.variant, what)
+    found = replace(
+        what.model,
+        npus_per_node=per_node,
+        nnodes=npus // per_node,
+        pretrain_options=(*kept, *_without_key(what), *others),
+        commfuse_options=tuple(ours),
+    )
+    found.validate()
+    return found
+
+
+def check_target(path: Path) -> None:
+    """Refuse to write over anything but an earlier plan.
+
+    Raises:
+        ValueError: there is another file.
+        OSError: it cannot be read.
+    """
+    if path.exists() and not path.read_text("utf-8", "replace").startswith(_FIRST_LINE):
+        raise ValueError(f"--write {path}: there is such a file, and not of a plan; name another")
+
+
+def write_plan(path: Path, model: ModelConfig, hardware: Hardware, chosen: Candidate) -> None:
+    """Write a candidate, in place of an earlier plan.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tp, cp, dp, pp, _ = layout = chosen.training.layout
+    lines = [
+        f"{_FIRST_LINE} for {layout.npus} NPUs of {hardware.name}:",
+        f"# TP {tp} x PP {pp} x CP {cp} x DP {dp}, {chosen.variant.name}, "
+        f"{chosen.seconds:.3g} s a step. Simulated, not measured.",
+        planned(model, hardware, chosen).as_yaml(),
+    ]
+    with whole_file(path) as part:
+        part.write_text("\n".join(lines), "utf-8")

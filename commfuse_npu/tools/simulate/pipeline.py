@@ -1,0 +1,159 @@
+"""Pipeline parallelism, played by its dependencies: 1F1B, interleaved 1F1B, both sides at once.
+
+1F1B (Narayanan et al. 2021): stage ``i`` of ``p`` runs ``p - 1 - i`` forwards, then one forward and
+one backward in turn, then the backwards that are left.  For equal stages and free transfers this is
+the closed form ``(m + p - 1) * (f + b)`` of ``m`` micro-batches.
+
+Interleaved (the same; Megatron's ``--num-layers-per-virtual-pipeline-stage``): every stage has
+``v`` chunks of layers, so that a micro-batch goes around ``v`` times, ``p`` micro-batches at a time
+through each chunk.  The bubble is a ``v``-th of 1F1B's, ``m * (f + b) + (p - 1) * (f + b) / v`` in
+all, for ``v`` times as many transfers.
+
+The order of forwards and of backwards, and how many come first, is
+:mod:`commfuse_npu.plan.slots`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain, islice
+from typing import NamedTuple
+
+from commfuse_npu.plan.slots import Slot, in_flight_without, slots
+
+__all__ = ["interleaves", "one_forward_one_backward", "side_by_side"]
+
+
+class _Part(NamedTuple):
+    """A chunk of the model for a micro-batch.
+
+    Attributes:
+        work: the chunk's place in the model, forward; backward that many places further.
+        before: what it gets its input from, alike; ``None``: from nobody.
+    """
+
+    work: int
+    before: int | None
+    number: int
+
+
+def interleaves(stages: int, chunks: int, micro_batches: int) -> bool:
+    """Whether Megatron has a schedule: micro-batches go through chunks ``stages`` at a time."""
+    return chunks == 1 or (stages > 1 and micro_batches % stages == 0)
+
+
+def one_forward_one_backward(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    transfer: float = 0.0,
+    chunks: int = 1,
+) -> list[float]:
+    """Play a step.
+
+    Args:
+        forward, backward: seconds of one micro-batch on each stage, and, with chunks, on each chunk
+            of the model in its order: first chunks of all stages, then the second ones.
+        micro_batches: at least one; with chunks divisible by the number of stages.
+        transfer: seconds that an activation or its gradient takes to the next stage.
+        chunks: of every stage.
+
+    Returns:
+        seconds from the start until each stage's last backward is done.
+    """
+    stages = len(forward) // chunks
+    orders = [_order(stages, chunks, stage, micro_batches) for stage in range(stages)]
+    seconds = (*forward, *backward)
+    done: list[list[float | None]] = [[None] * micro_batches for _ in seconds]
+    clock, position = [0.0] * stages, [0] * stages
+    left = sum(map(len, orders))
+    while left:
+        for stage, order in enumerate(orders):
+            start, now = position[stage], clock[stage]
+            at = start
+            for work, before, number in islice(order, start, None):
+                if before is not None:
+                    ready = done[before][number]
+                    if ready is None:
+                        break
+                    ready += transfer
+                    if ready > now:
+                        now = ready
+                now += seconds[work]
+                done[work][number] = now
+                at += 1
+            left -= at - start
+            position[stage], clock[stage] = at, now
+    return clock
+
+
+@lru_cache(maxsize=256)
+def _order(stages: int, chunks: int, stage: int, micro_batches: int) -> tuple[_Part, ...]:
+    """What a stage does."""
+    places = stages * chunks
+    forwards, backwards = [], []
+    for slot in slots(stages, stage, chunks, micro_batches):
+        if slot.forward is not None:
+            place = slot.forward.chunk * stages + stage
+            before = place - 1 if place else None
+            forwards.append(_Part(place, before, slot.forward.microbatch))
+        if slot.backward is not None:
+            place = slot.backward.chunk * stages + stage
+            before = places + place + 1 if place < places - 1 else None
+            backwards.append(_Part(places + place, before, slot.backward.microbatch))
+    ahead = in_flight_without(stages, stage, chunks, micro_batches) - 1
+    turns = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
+    return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])
+
+
+def side_by_side(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    pairs: Sequence[float],
+    micro_batches: int,
+    transfer: float,
+    chunks: int,
+) -> list[float]:
+    """Play a step of forward-backward overlap, slot by slot (:mod:`commfuse_npu.plan.slots`).
+
+    Args:
+        forward, backward, pairs: seconds of one micro-batch on each chunk of the model in its
+            order, alone and of both sides together.
+        transfer: seconds of the exchange with the neighbours after a slot.
+
+    Returns:
+        seconds from the start until each stage's last backward is done.
+    """
+    stages = len(forward) // chunks
+    plans = [slots(stages, stage, chunks, micro_batches) for stage in range(stages)]
+
+    def seconds(stage: int, slot: Slot) -> float:
+        ahead, back = (
+            None if one is None else one.chunk * stages + stage
+            for one in (slot.forward, slot.backward)
+        )
+        if ahead is not None and back is not None:
+            return (pairs[ahead] + pairs[back]) / 2
+        return (0.0 if ahead is None else forward[ahead]) + (
+            0.0 if back is None else backward[back]
+        )
+
+    def neighbours(stage: int) -> set[int]:
+        near = stage - 1, stage, stage + 1
+        if chunks > 1:  # the last stage sends to the first one
+            return {one % stages for one in near}
+        return {one for one in near if 0 <= one < stages}
+
+    clock, ends = [0.0] * stages, [0.0] * stages
+    for slot in zip(*plans, strict=True):
+        ready = [max(clock[other] for other in neighbours(stage)) for stage in range(stages)]
+        clock = [
+            ready[stage] + seconds(stage, one) + (transfer if stages > 1 else 0.0)
+            for stage, one in enumerate(slot)
+        ]
+        ends = [
+            end if one.backward is None else now
+            for end, now, one in zip(ends, clock, slot, strict=True)
+        ]
+    return ends
