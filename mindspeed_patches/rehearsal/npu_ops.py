@@ -13,13 +13,12 @@ on the device; the others, and those of :mod:`.expert_ops`, have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from einops import EinopsError, rearrange
 from torch.nn.functional import pad, silu
 
@@ -49,7 +48,7 @@ _SHARED = (
 """What forward and backward of attention are given alike."""
 _NO_MATTER = {
     *("inner_precise", "gen_mask_parallel", "sync", "softmax_layout", "softmax_in"),
-    *("seed", "offset", "numels", "comm_turn", "comm_mode"),
+    *("seed", "offset", "numels"),
 }
 """How a device computes, not what; or of dropout, which is refused itself."""
 
@@ -83,8 +82,9 @@ def register_cpu_kernels() -> None:
     library.impl(
         "npu_fusion_attention_grad", lambda *a, **k: fusion_attention_grad(*a, **k)[:grads], "CPU"
     )
-    for name, kernel in {**_KERNELS, **EXPERT_KERNELS}.items():
-        if hasattr(torch.ops.npu, name.removesuffix(".out")):
+    library.impl("npu_apply_adam_w.out", apply_adam_w, "CPU")
+    for name, kernel in EXPERT_KERNELS.items():
+        if hasattr(torch.ops.npu, name):
             library.impl(name, kernel, "CPU")
     torch.library.register_autograd(
         "npu::npu_fusion_attention", _backward, setup_context=_keep, lib=library
@@ -428,59 +428,3 @@ def apply_adam_w(
     first.copy_(moment)
     second.copy_(square)
     return weight, first, second
-
-
-# ------------------------------------------------------- GEMM with a collective (MC2)
-
-
-def _mc2_group(
-    name: str, hcom: str, world_size: int, others: Mapping[str, object]
-) -> dist.ProcessGroup:
-    _refuse(name, others)
-    # In the rehearsal the name of a group's communicator is the name of the group.
-    c10d: Any = dist.distributed_c10d
-    group: dist.ProcessGroup = c10d._resolve_process_group(hcom)
-    if group.size() != world_size:
-        raise ValueError(f"{name}: world_size {world_size}, but group {hcom} has {group.size()}")
-    return group
-
-
-def all_gather_base_mm(
-    input: torch.Tensor,
-    x2: torch.Tensor,
-    hcom: str,
-    world_size: int,
-    *,
-    gather_output: bool = True,
-    **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``all_gather(input) @ x2`` and the gathered input, over the group named ``hcom``.
-
-    The device's limits (k from 256 to 65534, 2, 4 or 8 ranks, 16 bits) are not checked.
-    """
-    group = _mc2_group("npu_all_gather_base_mm", hcom, world_size, others)
-    gathered = input.new_empty((len(input) * world_size, input.shape[1]))
-    dist.all_gather_into_tensor(gathered, input.contiguous(), group=group)
-    return gathered @ x2, gathered if gather_output else input.new_empty(0)
-
-
-def mm_reduce_scatter_base(
-    input: torch.Tensor, x2: torch.Tensor, hcom: str, world_size: int, **others: Any
-) -> torch.Tensor:
-    """``reduce_scatter(input @ x2)`` over the group named ``hcom``; limits: as the other."""
-    name = "npu_mm_reduce_scatter_base"
-    group = _mc2_group(name, hcom, world_size, others)
-    if len(input) % world_size:
-        raise ValueError(
-            f"{name}: {len(input)} rows are not divisible by {world_size} ranks; pad them"
-        )
-    out = input.new_empty((len(input) // world_size, x2.shape[1]))
-    dist.reduce_scatter_tensor(out, input @ x2, group=group)
-    return out
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "npu_apply_adam_w.out": apply_adam_w,
-    "npu_all_gather_base_mm": all_gather_base_mm,
-    "npu_mm_reduce_scatter_base": mm_reduce_scatter_base,
-}

@@ -54,8 +54,10 @@ def site(tmp_path: Path) -> Path:
 
 @needs_tools
 def test_what_is_missing_is_found_and_replaced(site: Path, tmp_path: Path) -> None:
+    library, other = site / "torch_npu/lib/libfake_npu.so", site / "torch_npu/libother.so"
     code = (
-        f"import ctypes; print(ctypes.CDLL({str(site / 'torch_npu/lib/libfake_npu.so')!r}).call())"
+        f"import ctypes; ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL); "
+        f"print(ctypes.CDLL({str(library)!r}).call())"
     )
     out = tmp_path / "stubs"
 

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
-from scripts.free_port import free_port
-from tests.limits import LIMIT
 
 LAYOUTS = ("SBH", "BSH", "BSND", "BNSD")
 X = torch.ones(1, 2, 4, 8)
@@ -277,39 +274,3 @@ def adam_steps(maximize: bool) -> None:
 @pytest.mark.parametrize("maximize", [False, True])
 def test_adam_w_takes_the_powers_before_the_step(npu, maximize: bool) -> None:
     npu.run(adam_steps, maximize)
-
-
-def gemms_with_collectives(rank: int, port: int) -> None:
-    """In two workers: MC2's operators over gloo, with whole numbers."""
-    import torch_npu
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    name = dist.group.WORLD.group_name
-    shards = [torch.arange(6.0).reshape(2, 3) + 10 * r for r in range(2)]
-    weight = torch.arange(12.0).reshape(3, 4)
-    product, whole = torch_npu.npu_all_gather_base_mm(shards[rank], weight, name, 2)
-    assert torch.equal(whole, torch.cat(shards))
-    assert torch.equal(product, torch.cat(shards) @ weight)
-    _, empty = torch_npu.npu_all_gather_base_mm(shards[rank], weight, name, 2, gather_output=False)
-    assert empty.numel() == 0
-    partials = [torch.arange(12.0).reshape(4, 3) - 5 * r for r in range(2)]
-    scattered = torch_npu.npu_mm_reduce_scatter_base(partials[rank], weight, name, 2)
-    expected = partials[0] @ weight + partials[1] @ weight
-    assert torch.equal(scattered, expected[2 * rank : 2 * rank + 2])
-    for wrong in (
-        lambda: torch_npu.npu_all_gather_base_mm(shards[rank], weight, name, 4),
-        lambda: torch_npu.npu_mm_reduce_scatter_base(partials[rank][:3], weight, name, 2),
-    ):
-        with pytest.raises(ValueError, match=r"world_size 4, but group|3 rows are not divisible"):
-            wrong()
-    dist.destroy_process_group()
-
-
-@pytest.mark.long
-def test_gemms_with_collectives(npu_pair) -> None:
-    port = free_port()
-    for worker in npu_pair:
-        worker.run(register_cpu_kernels)
-    runs = [w.send(gemms_with_collectives, rank, port) for rank, w in enumerate(npu_pair)]
-    for run in runs:
-        run.result(LIMIT)

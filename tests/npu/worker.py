@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TooLong
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -53,8 +53,8 @@ class Worker:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
 
-    def send(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Begin to run ``function(*args)``; the function is found by name over there."""
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
+        """What ``function(*args)`` returns; the function is found by name over there."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             context.set_executable(str(ENVIRONMENT / "bin/python"))
@@ -65,13 +65,9 @@ class Worker:
             "OMP_NUM_THREADS": "1",
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         }
-        with mock.patch.dict(os.environ, settings):  # it starts with the first call
-            return self._pool.submit(function, *args)
-
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
-        """What ``function(*args)`` returns over there."""
         try:
-            return self.send(function, *args).result(timeout)
+            with mock.patch.dict(os.environ, settings):  # it starts with the first call
+                return self._pool.submit(function, *args).result(timeout)
         except (BrokenProcessPool, TooLong) as error:
             self.stop()
             pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {timeout:g} s'}")
