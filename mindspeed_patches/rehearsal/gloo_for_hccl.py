@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -93,18 +92,6 @@ def _gather_uneven(function: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-def _communicator_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer for the HCCL backend of a group: fused kernels ask it for its communicator's name."""
-
-    @functools.wraps(function)
-    def get_backend(group: Any, device: Any) -> Any:
-        if torch.device(device).type == "cpu":
-            return function(group, device)
-        return types.SimpleNamespace(get_hccl_comm_name=lambda *_, **__: group.group_name)
-
-    return get_backend
-
-
 _REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "init_process_group": _with_gloo,
     "new_group": _with_gloo,
@@ -120,5 +107,3 @@ def install() -> None:
         wrapped = wrap(getattr(dist, name))
         setattr(dist, name, wrapped)
         setattr(dist.distributed_c10d, name, wrapped)
-    group: Any = dist.ProcessGroup
-    group._get_backend = _communicator_names(group._get_backend)

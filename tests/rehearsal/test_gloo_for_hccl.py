@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from tests.distributed.ranks import Ranks
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A group of one made as for HCCL, with the functions put back afterwards."""
-    group: Any = dist.ProcessGroup
-    monkeypatch.setattr(group, "_get_backend", group._get_backend)
     for name in gloo_for_hccl._REPLACED:
         for module in (dist, dist.distributed_c10d):
             monkeypatch.setattr(module, name, getattr(module, name))
@@ -34,7 +31,6 @@ def test_groups_are_gloos_and_split_sizes_may_be_tensors() -> None:
     assert dist.get_backend() == "gloo"
     group = dist.new_group([0], backend="hccl", pg_options=object())
     assert dist.get_backend(group) == "gloo"
-    assert group._get_backend(torch.device("cuda")).get_hccl_comm_name(0) == group.group_name
     output = torch.empty(3)
     dist.all_to_all_single(output, torch.arange(3.0), torch.tensor([3]), torch.tensor([3]))
     assert output.tolist() == [0.0, 1.0, 2.0]
