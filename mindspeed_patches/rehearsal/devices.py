@@ -20,6 +20,7 @@ __all__ = ["DevicesAreTheCpu", "install", "on_cpu"]
 
 CPU = torch.device("cpu")
 _NAME = re.compile(r"(npu|cuda|privateuseone)(:\d+)?$")
+_OF_A_TYPE = re.compile(r"\.(npu|cuda)\.")
 _KEYWORDS = ("device", "device_type", "map_location")
 
 
@@ -32,10 +33,18 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
-def _keyword(value: Any) -> Any:
+def _keyword(name: str, value: Any) -> Any:
+    if name not in _KEYWORDS:
+        return value
     # A bare number is the index of a device.
     is_index = isinstance(value, int) and not isinstance(value, bool)
     return CPU if is_index else on_cpu(value)
+
+
+def _translated(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(on_cpu, args)), {name: _keyword(name, kwargs[name]) for name in kwargs}
 
 
 class DevicesAreTheCpu(TorchFunctionMode):
@@ -67,37 +76,24 @@ class DevicesAreTheCpu(TorchFunctionMode):
             return None
         if name == "histc" and not args[0].is_floating_point():  # a CPU counts floats only
             return func(args[0].float(), *args[1:], **(kwargs or {})).to(args[0].dtype)
-        kwargs = {
-            key: _keyword(value) if key in _KEYWORDS else value
-            for key, value in (kwargs or {}).items()
-            if key != "pin_memory"
-        }
+        args, kwargs = _translated(args, kwargs or {})
+        kwargs.pop("pin_memory", None)
         if name == "to" and len(args) > 1:
-            args = (args[0], _keyword(args[1]), *args[2:])
+            args = (args[0], _keyword("device", args[1]), *args[2:])
         elif name == "type":
-            return self._type(func, args, kwargs)
-        return func(*map(on_cpu, args), **kwargs)
-
-    def _type(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) > 1 or kwargs:
-            return func(*(_without_device(value) for value in args), **kwargs)
-        found = func(*args)
-        # MindSpeed wraps the method too, and has said "cuda" already if it did.
-        is_plain = isinstance(found, str) and found.count(".") == 1
-        return found.replace("torch.", f"torch.{self._device}.", 1) if is_plain else found
-
-
-def _without_device(value: Any) -> Any:
-    return re.sub(r"\.(npu|cuda)\.", ".", value) if isinstance(value, str) else value
+            args = tuple(re.sub(_OF_A_TYPE, ".", a) if isinstance(a, str) else a for a in args)
+        found = func(*args, **kwargs)
+        # MindSpeed wraps the method type too, and has said "cuda" already if it did.
+        if name == "type" and isinstance(found, str) and found.count(".") == 1:
+            return found.replace("torch.", f"torch.{self._device}.", 1)
+        return found
 
 
 def _keywords_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {
-            key: _keyword(value) if key in _KEYWORDS else value for key, value in kwargs.items()
-        }
-        return function(*map(on_cpu, args), **kwargs)
+        args, kwargs = _translated(args, kwargs)
+        return function(*args, **kwargs)
 
     return call
 

@@ -7,7 +7,6 @@ in Megatron's own ``permute``. On a device they may be something else: only the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,18 +16,19 @@ from commfuse_npu.kernels.cpu import accumulate_weight_gradient
 __all__ = ["EXPERT_KERNELS", "GroupedMatmul", "groupmatmul_add_fp32"]
 
 Groups = torch.Tensor | Sequence[int]
+Tensors = list[torch.Tensor]
 
 
-def _slices(groups: Groups, kind: int, rows: int) -> list[slice]:
-    """Rows of each group, from where groups end (kind 0) or from how many rows they have (1)."""
+def _sizes(groups: Groups, kind: int, rows: int) -> list[int]:
+    """Rows of each group, given by where groups end (kind 0) or by their numbers (kind 1)."""
     numbers = torch.as_tensor(groups, dtype=torch.int64)
-    ends: list[int] = (numbers if kind == 0 else numbers.cumsum(0)).tolist()
-    if not ends or ends[-1] != rows:
+    sizes = numbers if kind else numbers.diff(prepend=numbers.new_zeros(1))
+    if int(sizes.sum()) != rows:
         raise ValueError(
-            f"grouped matmul: the groups end at {ends[-1:]}, the tensor has {rows} rows; what is "
-            "behind would be left as it is in memory"
+            f"grouped matmul: the groups end at [{int(sizes.sum())}], the tensor has {rows} rows; "
+            "what is behind would be left as it is in memory"
         )
-    return [slice(*part) for part in pairwise([0, *ends])]
+    return list(sizes.tolist())
 
 
 class GroupedMatmul:
@@ -39,13 +39,8 @@ class GroupedMatmul:
 
     @staticmethod
     def npu_gmm(
-        x: list[torch.Tensor],
-        weight: list[torch.Tensor],
-        bias: list[torch.Tensor],
-        group_list: Groups,
-        group_type: int,
-        group_list_type: int,
-    ) -> list[torch.Tensor]:
+        x: Tensors, weight: Tensors, bias: Tensors, groups: Groups, group_type: int, kind: int
+    ) -> Tensors:
         """``x[group] @ weight[group]`` for each group, ``[T, O]``.
 
         Of ``group_type`` 2 the product of columns of ``x``, ``[I, T]``, and rows of ``weight``,
@@ -55,61 +50,46 @@ class GroupedMatmul:
             raise NotImplementedError(
                 f"npu_gmm: group_type {group_type} or a bias is not emulated; use 0 or 2 without"
             )
-        tokens = x[0].shape[-1] if group_type else len(x[0])
-        parts = _slices(group_list, group_list_type, tokens)
         if group_type:
-            return [torch.stack([x[0][:, part] @ weight[0][part] for part in parts])]
-        return [torch.cat([x[0][part] @ w for part, w in zip(parts, weight[0], strict=True)])]
+            sizes = _sizes(groups, kind, x[0].shape[1])
+            pairs = zip(x[0].split(sizes, 1), weight[0].split(sizes), strict=True)
+            return [torch.stack([columns @ rows for columns, rows in pairs])]
+        sizes = _sizes(groups, kind, len(x[0]))
+        pairs = zip(x[0].split(sizes), weight[0], strict=True)
+        return [torch.cat([rows @ of_group for rows, of_group in pairs])]
 
     @classmethod
     def npu_gmm_backward(
-        cls,
-        grad: list[torch.Tensor],
-        x: list[torch.Tensor],
-        weight: list[torch.Tensor],
-        group_list: Groups,
-        group_list_type: int,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        cls, grad: Tensors, x: Tensors, weight: Tensors, groups: Groups, kind: int
+    ) -> tuple[Tensors, Tensors, Tensors]:
         """The gradients of ``x`` and ``weight``, and none of a bias."""
-        wgrad = cls.npu_gmm([x[0].mT], grad, [], group_list, 2, group_list_type)
-        return cls.npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)[0], wgrad, []
+        wgrad = cls.npu_gmm([x[0].mT], grad, [], groups, 2, kind)
+        return cls.npu_gmm_backward_fusion(grad, weight, groups, kind)[0], wgrad, []
 
     @classmethod
     def npu_gmm_backward_fusion(
-        cls,
-        grad: list[torch.Tensor],
-        weight: list[torch.Tensor],
-        group_list: Groups,
-        group_list_type: int,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        cls, grad: Tensors, weight: Tensors, groups: Groups, kind: int
+    ) -> tuple[Tensors, Tensors, Tensors]:
         """The gradient of ``x``; that of the weight is added by :func:`groupmatmul_add_fp32`."""
-        turned = [one.mT for one in weight]
-        return cls.npu_gmm(grad, turned, [], group_list, 0, group_list_type), [], []
+        return cls.npu_gmm(grad, [weight[0].mT], [], groups, 0, kind), [], []
 
 
 def groupmatmul_add_fp32(
-    x: torch.Tensor, dy: torch.Tensor, group_list: torch.Tensor, grad: torch.Tensor
+    x: torch.Tensor, dy: torch.Tensor, groups: torch.Tensor, grad: torch.Tensor
 ) -> None:
     """Add ``x[group]^T @ dy[group]`` to the fp32 ``grad``, ``[G, I, O]`` in any shape, in place."""
-    into = grad.view(len(group_list), x.shape[-1], dy.shape[-1])
-    for part, one in zip(_slices(group_list, 0, len(x)), into, strict=True):
-        accumulate_weight_gradient(one, x[part], dy[part])
+    sizes = _sizes(groups, 0, len(x))
+    into = grad.view(len(groups), x.shape[-1], dy.shape[-1])
+    for one, rows, grads in zip(into, x.split(sizes), dy.split(sizes), strict=True):
+        accumulate_weight_gradient(one, rows, grads)
 
 
-def _refuse_padding(drop_and_pad: bool) -> None:
+def _chosen(routing_map: torch.Tensor, drop_and_pad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the tokens and of their experts, sorted by expert."""
     if drop_and_pad:
         raise NotImplementedError("token permutation: drop_and_pad is not emulated; leave it out")
-
-
-def _chosen(routing_map: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Probabilities ``[tokens, experts]`` where a token goes to an expert, sorted by expert."""
-    return probs.T.masked_select(routing_map.bool().T)
-
-
-def _spread(routing_map: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_chosen`, zero elsewhere."""
-    made = chosen.new_zeros(routing_map.T.shape)
-    return made.masked_scatter(routing_map.bool().T, chosen).T.contiguous()
+    experts, tokens = routing_map.bool().T.nonzero().unbind(1)
+    return tokens, experts
 
 
 def _summed(rows: torch.Tensor, indices: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -127,14 +107,13 @@ def permute(
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens ``[T, H]`` once per expert, sorted by expert, their probabilities and numbers."""
-    _refuse_padding(drop_and_pad)
-    indices = routing_map.bool().T.nonzero()[:, 1]
-    chosen = tokens.new_empty(0) if probs is None else _chosen(routing_map, probs)
-    return tokens.index_select(0, indices), chosen, indices
+    chosen = _chosen(routing_map, drop_and_pad)
+    weights = tokens.new_empty(0) if probs is None else probs[chosen]
+    return tokens[chosen[0]], weights, chosen[0]
 
 
 def permute_grad(
-    permuted_token_out_grad: torch.Tensor,
+    grad: torch.Tensor,
     probs_grad: torch.Tensor | None,
     sorted_indices: torch.Tensor,
     routing_map: torch.Tensor,
@@ -143,11 +122,11 @@ def permute_grad(
     drop_and_pad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the tokens and of the probabilities ``[T, experts_num]``."""
-    _refuse_padding(drop_and_pad)
-    spread = permuted_token_out_grad.new_empty(0)
+    chosen = _chosen(routing_map, drop_and_pad)
+    of_probs = grad.new_empty(0)
     if probs_grad is not None and probs_grad.numel():
-        spread = _spread(routing_map, probs_grad)
-    return _summed(permuted_token_out_grad, sorted_indices, tokens_num), spread
+        of_probs = probs_grad.new_zeros(tokens_num, experts_num).index_put_(chosen, probs_grad)
+    return _summed(grad, sorted_indices, tokens_num), of_probs
 
 
 def unpermute(
@@ -160,17 +139,16 @@ def unpermute(
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sums of what experts made of each token, times probabilities; and three for backward."""
-    _refuse_padding(drop_and_pad)
-    chosen = permuted_tokens.new_empty(0)
+    weights = permuted_tokens.new_empty(0)
     if probs is not None and routing_map is not None:
-        chosen = _chosen(routing_map, probs)
-        permuted_tokens = (permuted_tokens * chosen.unsqueeze(-1)).to(permuted_tokens.dtype)
+        weights = probs[_chosen(routing_map, drop_and_pad)]
+        permuted_tokens = (permuted_tokens * weights.unsqueeze(-1)).to(permuted_tokens.dtype)
     out = _summed(permuted_tokens, sorted_indices, restore_shape[0])
-    return out, sorted_indices.clone(), sorted_indices.clone(), chosen
+    return out, sorted_indices.clone(), sorted_indices.clone(), weights
 
 
 def unpermute_grad(
-    unpermuted_tokens_grad: torch.Tensor,
+    grad: torch.Tensor,
     out_index: torch.Tensor,
     permuted_token_id: torch.Tensor,
     routing_map: torch.Tensor | None,
@@ -180,13 +158,13 @@ def unpermute_grad(
     restore_shape: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of what experts made and of the probabilities."""
-    _refuse_padding(drop_and_pad)
-    grad = unpermuted_tokens_grad.index_select(0, permuted_token_id)
+    grad = grad[permuted_token_id]
     if probs is None or routing_map is None or permuted_tokens is None:
         return grad, grad.new_empty(0)
-    weights = _chosen(routing_map, probs).unsqueeze(-1)
+    chosen = _chosen(routing_map, drop_and_pad)
     of_probs = (grad.float() * permuted_tokens.float()).sum(-1).to(probs.dtype)
-    return (grad * weights).to(grad.dtype), _spread(routing_map, of_probs)
+    weighted = (grad * probs[chosen].unsqueeze(-1)).to(grad.dtype)
+    return weighted, torch.zeros_like(probs).index_put_(chosen, of_probs)
 
 
 EXPERT_KERNELS: dict[str, Callable[..., Any]] = {

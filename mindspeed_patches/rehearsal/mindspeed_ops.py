@@ -7,7 +7,7 @@ and of experts are put there, in plain torch.
 from __future__ import annotations
 
 import os
-import types
+from types import SimpleNamespace
 
 import torch
 
@@ -17,7 +17,7 @@ from mindspeed_patches.rehearsal.expert_ops import GroupedMatmul, groupmatmul_ad
 __all__ = ["install"]
 
 
-def _rotary_position_embedding(
+def npu_rotary_position_embedding(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
 ) -> torch.Tensor:
     """The rotation of pairs: halves of the last dimension (0), or neighbours in it (1)."""
@@ -27,7 +27,7 @@ def _rotary_position_embedding(
     return rotated
 
 
-def _matmul_add_fp32(
+def npu_matmul_add_fp32(
     grad_output: torch.Tensor, total_input: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
     """The extension's order of arguments for our kernel, with which the fused layers add too.
@@ -46,28 +46,22 @@ def _matmul_add_fp32(
 
 def install() -> None:
     """Fill the loader's table; MindSpeed has to be importable, and torch_npu set up."""
-    from mindspeed.op_builder.builder import MindSpeedOpBuilder
+    from mindspeed.op_builder.builder import AS_LIBRARY, MindSpeedOpBuilder
 
     # Its loader asks where ATB is before it looks into the table, and so does the feature.
     os.environ.setdefault("ATB_HOME_PATH", "emulated")
     MindSpeedOpBuilder._loaded_ops.update(
-        npu_rotary_position_embedding=types.SimpleNamespace(
-            npu_rotary_position_embedding=_rotary_position_embedding
+        npu_rotary_position_embedding=SimpleNamespace(
+            npu_rotary_position_embedding=npu_rotary_position_embedding
         ),
-        npu_matmul_add_fp32=types.SimpleNamespace(npu_matmul_add_fp32=_matmul_add_fp32),
-        npu_groupmatmul_add_fp32=types.SimpleNamespace(
-            npu_groupmatmul_add_fp32=groupmatmul_add_fp32
-        ),
+        npu_matmul_add_fp32=SimpleNamespace(npu_matmul_add_fp32=npu_matmul_add_fp32),
+        npu_groupmatmul_add_fp32=SimpleNamespace(npu_groupmatmul_add_fp32=groupmatmul_add_fp32),
         grouped_matmul=GroupedMatmul,
         grouped_matmul_v2=GroupedMatmul,
     )
-    from mindspeed.op_builder.builder import AS_LIBRARY
     from mindspeed.ops import gmm
 
     # What it does on a device, with an autograd function inside.
-    for name, function in (
-        ("npu_gmm.Tensor", gmm._npu_gmm),
-        ("npu_gmm.List", gmm._npu_gmm),
-        ("npu_gmm_v2.Tensor", gmm._npu_gmm_v2),
-    ):
-        AS_LIBRARY.impl(name, function, "CPU")
+    AS_LIBRARY.impl("npu_gmm.Tensor", gmm._npu_gmm, "CPU")
+    AS_LIBRARY.impl("npu_gmm.List", gmm._npu_gmm, "CPU")
+    AS_LIBRARY.impl("npu_gmm_v2.Tensor", gmm._npu_gmm_v2, "CPU")

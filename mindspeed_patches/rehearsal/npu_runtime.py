@@ -10,84 +10,54 @@ Installed before ``torch_npu.contrib.transfer_to_npu`` is imported, which copies
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["install"]
+__all__ = ["Finished", "install"]
 
 _SOC_NAME = "Ascend910B1"
 _SOC_VERSION = 220  # of an Ascend 910B, as torch_npu numbers them
 _TOTAL_MEMORY = 64 << 30
+_TENSORS = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Short", "Char", "Byte", "Bool")
+"""Of ``torch.npu.FloatTensor`` and its like, by which gradients are sorted into buckets."""
 
 
-class _Stream:
-    """A stream whose work is done when it is issued."""
+class Finished:
+    """A context or the handle of a transfer, whose work is always done."""
 
     device = torch.device("cpu")
-    device_index = 0
-    stream_id = 0
-    npu_stream = 0
-    cuda_stream = 0
-    priority = 0
+    device_index = stream_id = npu_stream = cuda_stream = priority = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Finished:
         return self
 
     def __exit__(self, *_: Any) -> None: ...
 
-
-class _Event:
-    """An event that has happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
+    def query(self, *_: Any) -> bool:
         return True
 
+    # An event's wait() returns nothing and a transfer's True; nobody asks the event's.
+    wait = is_completed = synchronize = record = wait_stream = wait_event = query
+
+
+class _Event(Finished):
     def elapsed_time(self, other: Any) -> float:
         return 0.0
 
 
-class _Nothing:
-    """A context that changes nothing: there is one device and one stream."""
+class _Stream(Finished):
+    """A class of its own: what wraps ``synchronize`` of streams is to leave that of events."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def _same_stream(*_: Any, **__: Any) -> Iterator[None]:
-    yield
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
 
 
 class _Generators:
@@ -116,60 +86,59 @@ def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.default_generator.set_state(state)
 
 
-def _hardware() -> dict[str, Any]:
-    properties = types.SimpleNamespace(
-        name=_SOC_NAME,
-        total_memory=_TOTAL_MEMORY,
-        major=9,
-        minor=0,
-        multi_processor_count=24,
-        cube_core_num=24,
-        vector_core_num=48,
-        L2_cache_size=192 << 20,
-    )
-    return {
-        "is_available": _always(True),
-        "is_initialized": _always(True),
-        "is_bf16_supported": _always(True),
-        "can_device_access_peer": _always(True),
-        "device_count": _always(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        "current_device": _always(int(os.environ.get("LOCAL_RANK", "0"))),
-        "get_device_name": _always(_SOC_NAME),
-        "get_soc_version": _always(_SOC_VERSION),
-        "get_device_properties": _always(properties),
-        "get_device_capability": _always((9, 0)),
-        "utilization": _always(0),
-        **dict.fromkeys(
-            (
-                *("set_device", "synchronize", "init", "_lazy_init"),
-                *("set_option", "set_compile_mode", "ipc_collect"),
-            ),
-            _always(None),
+_PROPERTIES = types.SimpleNamespace(
+    name=_SOC_NAME,
+    total_memory=_TOTAL_MEMORY,
+    major=9,
+    minor=0,
+    multi_processor_count=24,
+    cube_core_num=24,
+    vector_core_num=48,
+    L2_cache_size=192 << 20,
+)
+_ANSWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (True, ("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer")),
+    (
+        None,
+        (
+            *("set_device", "synchronize", "init", "_lazy_init", "set_option", "set_compile_mode"),
+            *("set_stream", "seed", "seed_all", "empty_cache", "ipc_collect"),
+            *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+            *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
         ),
-        "_lazy_call": lambda function, **_: function(),
-    }
+    ),
+    (
+        0,
+        (
+            *("memory_allocated", "memory_reserved", "max_memory_allocated"),
+            *("max_memory_reserved", "utilization"),
+        ),
+    ),
+    (_Stream(), ("current_stream", "default_stream")),
+    (_SOC_NAME, ("get_device_name",)),
+    (_SOC_VERSION, ("get_soc_version",)),
+    (_PROPERTIES, ("get_device_properties",)),
+    ((9, 0), ("get_device_capability",)),
+    ((_TOTAL_MEMORY, _TOTAL_MEMORY), ("mem_get_info",)),
+    ("", ("memory_summary",)),
+    ([], ("memory_snapshot",)),
+)
+"""What functions return, whatever they are asked."""
 
 
-def _streams() -> dict[str, Any]:
+def _values() -> dict[str, Any]:
     return {
+        **{name: _always(value) for value, names in _ANSWERS for name in names},
+        **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS},
         "Stream": _Stream,
         "Event": _Event,
-        "stream": _same_stream,
-        "StreamContext": _Nothing,
-        "device": _Nothing,
-        "device_of": _Nothing,
-        "current_stream": _always(_Stream()),
-        "default_stream": _always(_Stream()),
-        "set_stream": _always(None),
-    }
-
-
-def _random_numbers() -> dict[str, Any]:
-    return {
+        **dict.fromkeys(("stream", "StreamContext", "device", "device_of"), Finished),
+        "device_count": _always(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        "current_device": _always(int(os.environ.get("LOCAL_RANK", "0"))),
+        "_lazy_call": lambda function, **_: function(),
+        "memory_stats": lambda *_, **__: defaultdict(int),
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,
-        "seed": _always(None),
-        "seed_all": _always(None),
         "initial_seed": torch.initial_seed,
         "default_generators": _Generators(),
         "get_rng_state": _get_rng_state,
@@ -179,52 +148,16 @@ def _random_numbers() -> dict[str, Any]:
     }
 
 
-def _memory() -> dict[str, Any]:
-    numbers = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    resets = (
-        "reset_peak_memory_stats",
-        "reset_max_memory_allocated",
-        "reset_max_memory_cached",
-        "reset_accumulated_memory_stats",
-        "set_per_process_memory_fraction",
-        "empty_cache",
-    )
-    return {
-        **dict.fromkeys(numbers, _always(0)),
-        **dict.fromkeys(resets, _always(None)),
-        "mem_get_info": _always((_TOTAL_MEMORY, _TOTAL_MEMORY)),
-        "memory_stats": lambda *_, **__: defaultdict(int),
-        "memory_summary": _always(""),
-        "memory_snapshot": _always([]),
-    }
-
-
-def _tensor_types() -> dict[str, Any]:
-    """``torch.npu.FloatTensor`` and its like, by which gradients are sorted into buckets."""
-    kinds = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Short", "Char", "Byte", "Bool")
-    return {f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in kinds}
-
-
-def _pyacl() -> types.ModuleType:
-    """The Python binding of CANN's runtime, which comes with CANN and not with torch_npu."""
-    acl: Any = types.ModuleType("acl")
-    acl.get_soc_name = _always(_SOC_NAME)
-    acl.rt = types.SimpleNamespace(get_mem_info=_always((_TOTAL_MEMORY, _TOTAL_MEMORY, 0)))
-    module: types.ModuleType = acl
-    return module
-
-
 def install() -> None:
     """Give ``torch.npu`` its stand-ins, in this process and for good."""
     import torch_npu
 
     npu: Any = torch_npu.npu
-    values = {**_hardware(), **_streams(), **_random_numbers(), **_memory(), **_tensor_types()}
+    values = _values()
     for name, value in values.items():
         setattr(npu, name, value)
-    # Modules that imported these names before keep their own.
-    for module in (npu.random, npu.memory, npu.streams, npu.utils):
-        for name, value in values.items():
+        # Modules that imported these names before keep their own.
+        for module in (npu.random, npu.memory, npu.streams, npu.utils):
             if hasattr(module, name):
                 setattr(module, name, value)
     patched: Any = torch
@@ -233,4 +166,8 @@ def install() -> None:
     # Which cores a thread may use is asked of the driver; data loaders do so for their workers.
     for name in ("_npu_set_thread_affinity", "_npu_reset_thread_affinity"):
         setattr(torch_npu._C, name, _always(None))
-    sys.modules["acl"] = _pyacl()
+    # The Python binding of CANN's runtime comes with CANN and not with torch_npu.
+    acl: Any = types.ModuleType("acl")
+    acl.get_soc_name = _always(_SOC_NAME)
+    acl.rt = types.SimpleNamespace(get_mem_info=_always((_TOTAL_MEMORY, _TOTAL_MEMORY, 0)))
+    sys.modules["acl"] = acl

@@ -2,25 +2,75 @@
 
 MindSpeed's own patch manager puts the observers around ``setup_model_and_optimizer`` and
 ``train_step`` when all features have registered theirs, so that whatever a feature does to these
-functions stays.
+functions stays.  Collectives are wrapped before Megatron is imported.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_patches.rehearsal.collectives import CollectiveCounter
 from mindspeed_patches.rehearsal.records import Record
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
-__all__ = ["Observer"]
+__all__ = ["CollectiveCounter", "Observer"]
 
 _TRAINING = "megatron.training.training"
+_COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"),
+    *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"),
+    *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base"),
+    *("all_gather_single", "reduce_scatter_single"),
+    *("all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "send", "isend"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+)
+"""Functions of ``torch.distributed``; those that a version of torch lacks are passed over."""
+
+
+class CollectiveCounter:
+    """Counts collectives and messages while :attr:`active` is set.
+
+    Attributes:
+        active: whether calls count at present.
+        counts: calls by the description of their group and by the function, ``group: function``.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.counts: Counter[str] = Counter()
+
+    def install(self) -> None:
+        """Wrap the functions; what imported them before keeps the originals."""
+        for name in filter(functools.partial(hasattr, dist), _COLLECTIVES):
+            counted = self._counted(name, getattr(dist, name))
+            setattr(dist, name, counted)
+            setattr(dist.distributed_c10d, name, counted)
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return function(*args, **kwargs)
+            group: Any = signature.bind(*args, **kwargs).arguments.get("group")
+            group = group or dist.group.WORLD
+            words = group.group_desc.lower().replace("_group", "").replace("_", " ")
+            self.counts[f"{words}: {name}"] += 1
+            # Collectives of objects are made of collectives of tensors: the outer one counts.
+            self.active = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.active = True
+
+        return call
 
 
 class Observer:
@@ -39,16 +89,67 @@ class Observer:
     def install(self) -> None:
         """Install before Megatron is imported, and before MindSpeed applies its features."""
         from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+        from mindspeed.patch_utils import MindSpeedPatchesManager
 
         self._collectives.install()
+        self._manager = MindSpeedFeaturesManager
         apply = MindSpeedFeaturesManager.apply_features_patches
 
         @functools.wraps(apply)
         def apply_features_patches(args: Any) -> None:
             apply(args)
-            self._features_were_applied(args)
+            self.record.features = [
+                str(feature.feature_name)
+                for feature in MindSpeedFeaturesManager.FEATURES_LIST
+                if feature.is_need_apply(args)
+            ]
+            for wrapper in (self.setup_model_and_optimizer_wrapper, self.train_step_wrapper):
+                name = wrapper.__name__.removesuffix("_wrapper")
+                MindSpeedPatchesManager.register_patch(f"{_TRAINING}.{name}", wrapper)
+            MindSpeedPatchesManager.apply_patches()
 
         MindSpeedFeaturesManager.apply_features_patches = staticmethod(apply_features_patches)
+
+    def setup_model_and_optimizer_wrapper(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep the model and the optimizer, and the weights before the first iteration."""
+
+        @functools.wraps(setup)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            from megatron.core import parallel_state
+
+            result = setup(*args, **kwargs)
+            self._model, self._optimizer = result[:2]
+            self.record.weights_before = weight_hashes(self._model)
+            self.record.layout = ", ".join(
+                f"{short} {getattr(parallel_state, f'get_{kind}_parallel_rank')()}"
+                f"/{getattr(parallel_state, f'get_{kind}_parallel_world_size')()}"
+                for short, kind in (
+                    ("tp", "tensor_model"),
+                    ("pp", "pipeline_model"),
+                    ("cp", "context"),
+                    ("dp", "data"),
+                )
+            )
+            return result
+
+        return setup_model_and_optimizer
+
+    def train_step_wrapper(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Note the losses, which are returned first, and the gradient norm, which is the sixth."""
+
+        @functools.wraps(train_step)
+        def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
+            self._collectives.active = True
+            try:
+                result = train_step(*args, **kwargs)
+            finally:
+                self._collectives.active = False
+            losses, norm = result[0], result[5]
+            self.record.losses.append({name: _hex(value) for name, value in losses.items()})
+            self.record.grad_norms.append(None if norm is None else _hex(norm))
+            return result
+
+        return recorded_train_step
 
     def finish(self) -> None:
         """Note the end; call when the script has returned.
@@ -64,97 +165,16 @@ class Observer:
         # Only now: with --overlap-param-gather the last step's weights arrive late.
         self.record.weights_after = weight_hashes(self._model)
         self.record.optimizer_after = optimizer_hash(self._optimizer)
-        self.record.collectives = [
-            (*kind, count) for kind, count in sorted(self._collectives.counts.items())
-        ]
-        self._note_commfuse()
-        self.record.finished = True
-
-    # ------------------------------------------------------------ what was applied
-
-    def _features_were_applied(self, args: Any) -> None:
-        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-        from mindspeed.patch_utils import MindSpeedPatchesManager
-
-        self.record.features = [
-            str(feature.feature_name)
-            for feature in MindSpeedFeaturesManager.FEATURES_LIST
-            if feature.is_need_apply(args)
-        ]
-        for name, wrapper in (
-            ("setup_model_and_optimizer", self.setup_wrapper),
-            ("train_step", self.train_step_wrapper),
-        ):
-            MindSpeedPatchesManager.register_patch(f"{_TRAINING}.{name}", wrapper)
-        MindSpeedPatchesManager.apply_patches()
-
-    def _note_commfuse(self) -> None:
-        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-
-        for feature in MindSpeedFeaturesManager.FEATURES_LIST:
+        self.record.collectives = dict(sorted(self._collectives.counts.items()))
+        for feature in self._manager.FEATURES_LIST:
             wrappers = getattr(feature, "wrappers", None)
             if feature.feature_name == "use_commfuse" and wrappers is not None:
-                self.record.calls = [
-                    (layer, path, count) for (layer, path), count in sorted(wrappers.calls.items())
-                ]
+                self.record.calls = [(*key, count) for key, count in sorted(wrappers.calls.items())]
             overlapping = getattr(feature, "overlapping", None)
             if overlapping is not None and overlapping.overlap is not None:
                 self.record.pairs = overlapping.overlap.pairs
-
-    # -------------------------------------------------------- what an iteration gave
-
-    def setup_wrapper(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        """Around ``setup_model_and_optimizer``: the weights before the first iteration."""
-
-        @functools.wraps(setup)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            result = setup(*args, **kwargs)
-            self._model, self._optimizer = result[:2]
-            self._know_groups()
-            self.record.weights_before = weight_hashes(self._model)
-            return result
-
-        return setup_model_and_optimizer
-
-    def train_step_wrapper(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Around ``train_step``, which returns the losses first and the gradient norm fifth."""
-
-        @functools.wraps(train_step)
-        def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
-            self._collectives.active = True
-            try:
-                result = train_step(*args, **kwargs)
-            finally:
-                self._collectives.active = False
-            losses, grad_norm = result[0], result[5]
-            self.record.losses.append({name: _hex(value) for name, value in losses.items()})
-            self.record.grad_norms.append(None if grad_norm is None else _hex(grad_norm))
-            return result
-
-        return recorded_train_step
-
-    def _know_groups(self) -> None:
-        from megatron.core import parallel_state
-
-        # First, because other groups may be the same object.
-        group = parallel_state.get_tensor_model_parallel_group()
-        self._collectives.know_group("tensor", group)
-        for name, value in vars(parallel_state).items():
-            if "_GROUP" in name and isinstance(value, dist.ProcessGroup):
-                words = name.replace("_GROUP", "").lower().split("_")
-                self._collectives.know_group(" ".join(filter(None, words)), value)
-        self.record.layout = ", ".join(
-            f"{short} {getattr(parallel_state, f'get_{kind}_parallel_rank')()}"
-            f"/{getattr(parallel_state, f'get_{kind}_parallel_world_size')()}"
-            for short, kind in (
-                ("tp", "tensor_model"),
-                ("pp", "pipeline_model"),
-                ("cp", "context"),
-                ("dp", "data"),
-            )
-        )
+        self.record.finished = True
 
 
 def _hex(value: Any) -> str:
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    return float(number).hex()
+    return float(value).hex()

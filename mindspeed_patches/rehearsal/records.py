@@ -1,21 +1,32 @@
-"""What a rank notes during a run, as a file that another process reads."""
+"""What a rank notes during a run, and whether two runs gave the same bits.
+
+Numbers are noted as :meth:`float.hex` writes them, so that no bit is lost.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-__all__ = ["Record", "read_records"]
+__all__ = [
+    "Record",
+    "degeneracies",
+    "differences",
+    "largest_loss_difference",
+    "read_records",
+    "relative_difference",
+]
+
+_SHOWN = 5
 
 
 @dataclass
 class Record:
     """One rank of one run.
-
-    Numbers are noted as :meth:`float.hex` writes them, so that no bit is lost.
 
     Attributes:
         rank: global rank.
@@ -24,13 +35,13 @@ class Record:
         layout: this rank's place in the parallel groups (``tp 0/2``).
         losses: per iteration, the losses by name; empty but on the last pipeline stage.
         grad_norms: per iteration.
-        weights_before: a hash per parameter, before the first iteration.
-        weights_after: the same after the last.
+        weights_before, weights_after: a hash per parameter, before the first iteration and after
+            the last.
         optimizer_after: a hash of the optimizer's state after the last iteration.
         features: names of MindSpeed's features that were applied.
-        collectives: ``[group, operation, count]``.
+        collectives: how many, by ``group: function``.
         pairs: how many forwards ran beside a backward.
-        calls: ``[layer, path, count]`` of CommFuse's layers; empty without CommFuse.
+        calls: ``(layer, path, count)`` of CommFuse's layers; empty without CommFuse.
     """
 
     rank: int
@@ -43,7 +54,7 @@ class Record:
     weights_after: dict[str, str] = field(default_factory=dict)
     optimizer_after: str = ""
     features: list[str] = field(default_factory=list)
-    collectives: list[tuple[str, str, int]] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)
     pairs: int = 0
     calls: list[tuple[str, str, int]] = field(default_factory=list)
 
@@ -52,18 +63,87 @@ class Record:
         """One hash for all parameters and their names, after the last iteration."""
         return hashlib.sha256(repr(sorted(self.weights_after.items())).encode()).hexdigest()
 
+    @property
+    def fused(self) -> set[str]:
+        """What took CommFuse's path at least once: linear layers, attention and others."""
+        return {name for name, path, count in self.calls if path == "fused" and count}
+
     def write(self, folder: Path) -> None:
         (folder / f"rank_{self.rank}.json").write_text(json.dumps(asdict(self)), "utf-8")
 
 
 def read_records(folder: Path) -> list[Record]:
     """The records of a run, by rank."""
-    found = [_read(path) for path in folder.glob("rank_*.json")]
+    found = [Record(**json.loads(path.read_text("utf-8"))) for path in folder.glob("rank_*.json")]
     return sorted(found, key=lambda record: record.rank)
 
 
-def _read(path: Path) -> Record:
-    values: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    for name in ("collectives", "calls"):
-        values[name] = [tuple(row) for row in values[name]]
-    return Record(**values)
+def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list[str]:
+    """What is not the same in both runs, bit for bit; empty if all is."""
+    if len(reference) != len(commfuse):
+        return [f"{len(reference)} ranks against {len(commfuse)}"]
+    pairs = zip(reference, commfuse, strict=True)
+    return [f"rank {a.rank}: {what}" for a, b in pairs for what in _of_rank(a, b)]
+
+
+def _of_rank(one: Record, other: Record) -> Iterator[str]:
+    yield from _weights(one.weights_before, other.weights_before, "before the training")
+    for what, left, right in (
+        ("losses", one.losses, other.losses),
+        ("gradient norms", one.grad_norms, other.grad_norms),
+    ):
+        if left != right:
+            rows = zip(left, right, strict=False)
+            first = next((i for i, (a, b) in enumerate(rows, 1) if a != b), None)
+            where = f"from iteration {first} on" if first else f"{len(left)} and {len(right)} of it"
+            yield f"{what} differ, {where}"
+    yield from _weights(one.weights_after, other.weights_after, "after the training")
+    if one.optimizer_after != other.optimizer_after:
+        yield "the optimizer's state (fp32 weights, moments) differs after the training"
+
+
+def _weights(one: dict[str, str], other: dict[str, str], when: str) -> Iterator[str]:
+    names = [name for name in one | other if one.get(name) != other.get(name)]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield f"weights differ {when}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def largest_loss_difference(reference: Sequence[Record], commfuse: Sequence[Record]) -> float:
+    """Relative, over all iterations; infinite if there is nothing to compare."""
+    found = [
+        relative_difference([step.get(name) for step in a.losses], [s.get(name) for s in b.losses])
+        for a, b in zip(reference, commfuse, strict=True)
+        for name in dict.fromkeys(name for step in a.losses for name in step)
+    ]
+    return max(found, default=math.inf)
+
+
+def relative_difference(one: Sequence[str | None], other: Sequence[str | None]) -> float:
+    """The largest difference of two columns of numbers, relative to the first column."""
+    if len(one) != len(other) or [a is None for a in one] != [b is None for b in other]:
+        return math.inf
+    numbers = [
+        (float.fromhex(a), float.fromhex(b)) for a, b in zip(one, other, strict=True) if a and b
+    ]
+    relative = [abs(a - b) / abs(a) if a else abs(b) for a, b in numbers]
+    return math.inf if any(map(math.isnan, relative)) else max(relative, default=0.0)
+
+
+def degeneracies(records: Sequence[Record]) -> list[str]:
+    """Why a run proves nothing, even if another one is equal to it."""
+    found = []
+    losses = [float.fromhex(v) for r in records for step in r.losses for v in step.values()]
+    if not losses:
+        found.append("no loss was noted")
+    elif not all(map(math.isfinite, losses)):
+        found.append("a loss is not finite")
+    norms = [float.fromhex(norm) for r in records for norm in r.grad_norms if norm is not None]
+    if norms and not any(norms):
+        found.append("all gradient norms are 0")
+    elif not all(map(math.isfinite, norms)):
+        found.append("a gradient norm is not finite")
+    still = [r.rank for r in records if r.weights_before == r.weights_after]
+    if still:
+        found.append(f"no weight changed on rank {', '.join(map(str, still))}")
+    return found

@@ -3,89 +3,91 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from mindspeed_patches.rehearsal.compare import count_collectives, relative_difference
-from mindspeed_patches.rehearsal.records import Record
+from mindspeed_patches.rehearsal.records import Record, relative_difference
 
-__all__ = ["collective_lines", "feature_lines", "hash_lines", "layer_lines", "loss_lines"]
+__all__ = ["report_lines"]
 
 Runs = Mapping[str, Sequence[Record]]
 
 
-def feature_lines(runs: Runs) -> list[str]:
+def report_lines(runs: Runs) -> Iterator[str]:
+    """Versions, features, layers, collectives, losses and hashes of the runs, by their names."""
+    first = next(iter(runs.values()))[0]
+    yield ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    for part in (_features, _layers, _collectives, _losses, _hashes):
+        yield ""
+        yield from part(runs)
+    yield ""
+
+
+def _features(runs: Runs) -> Iterator[str]:
     """Features of rank 0; those that only one run has are marked."""
-    firsts = {way: records[0] for way, records in runs.items()}
-    lines = ["MindSpeed features that were applied:"]
-    names = list(dict.fromkeys(name for record in firsts.values() for name in record.features))
-    shared = [n for n in names if all(n in record.features for record in firsts.values())]
-    lines.append(f"  {', '.join(shared)}")
-    for way, record in firsts.items():
-        own = [name for name in record.features if name not in shared]
-        if own:
-            lines.append(f"  {way} run only: {', '.join(own)}")
-    return lines
+    of = {way: records[0].features for way, records in runs.items()}
+    shared = [name for name in next(iter(of.values())) if all(name in n for n in of.values())]
+    yield "MindSpeed features that were applied:"
+    yield f"  {', '.join(shared)}"
+    for way, names in of.items():
+        if own := [name for name in names if name not in shared]:
+            yield f"  {way} run only: {', '.join(own)}"
 
 
-def layer_lines(records: Sequence[Record]) -> list[str]:
+def _layers(runs: Runs) -> Iterator[str]:
     """Which layers are fused and which fell back, over all ranks."""
+    if (records := runs.get("commfuse")) is None:
+        return
     calls: Counter[tuple[str, str]] = Counter()
     for record in records:
         for layer, path, count in record.calls:
             calls[layer, path] += count
-    lines = [f"CommFuse's calls in its run, forward, {len(records)} ranks together:"]
+    yield f"CommFuse's calls in its run, forward, {len(records)} ranks together:"
     for (layer, path), count in sorted(calls.items()):
         told = "fused" if path == "fused" else f"by Megatron, because {path}"
-        lines.append(f"  {layer:<10} {count:>6}  {told}")
-    return lines if calls else [*lines, "  none went through CommFuse's wrappers"]
+        yield f"  {layer:<10} {count:>6}  {told}"
+    if not calls:
+        yield "  none went through CommFuse's wrappers"
 
 
-def collective_lines(runs: Runs) -> list[str]:
+def _collectives(runs: Runs) -> Iterator[str]:
     """Collectives and messages during training by group, a column per run."""
-    counts = {way: count_collectives(records) for way, records in runs.items()}
-    iterations = len(next(iter(runs.values()))[0].grad_norms)
-    ranks = len(next(iter(runs.values())))
-    head = f"collectives and messages during {iterations} iterations, {ranks} ranks together"
-    lines = [_row(head, list(runs))]
-    for kind in sorted({kind for counter in counts.values() for kind in counter}):
-        label = f"  {kind.group}: {kind.operation}"
-        lines.append(_row(label, [counter[kind] for counter in counts.values()]))
-    return lines
+    counts = [
+        sum((Counter(r.collectives) for r in records), Counter()) for records in runs.values()
+    ]
+    records = next(iter(runs.values()))
+    head = (
+        f"collectives and messages during {len(records[0].grad_norms)} iterations, "
+        f"{len(records)} ranks together"
+    )
+    yield _row(head, list(runs))
+    for kind in sorted(set().union(*counts)):
+        yield _row(f"  {kind}", [count[kind] for count in counts])
 
 
 def _row(label: str, values: Sequence[object]) -> str:
     return f"{label:<76} " + " ".join(f"{value!s:>10}" for value in values)
 
 
-def loss_lines(runs: Runs) -> list[str]:
+def _losses(runs: Runs) -> Iterator[str]:
     """Losses and gradient norms with all their digits, side by side."""
-    lines = []
+    shown = [
+        next((record for record in records if any(record.losses)), records[0])
+        for records in runs.values()
+    ]
     columns = {
-        way: next((record for record in records if any(record.losses)), records[0])
-        for way, records in runs.items()
+        "loss": [[next(iter(step.values()), None) for step in r.losses] for r in shown],
+        "gradient norm": [r.grad_norms for r in shown],
     }
-    shown = next(iter(columns.values()))
-    head = " ".join(f"{f'{name}, {way}':>28}" for name in ("loss", "grad norm") for way in columns)
-    lines.append(f"{'iteration':>9} {head}")
-    for index in range(len(shown.grad_norms)):
-        losses = [_first_loss(record.losses[index]) for record in columns.values()]
-        norms = [record.grad_norms[index] for record in columns.values()]
-        row = " ".join(f"{_decimal(value):>28}" for value in (*losses, *norms))
-        same = all(len(set(values)) == 1 for values in (losses, norms))
-        lines.append(f"{index + 1:>9} {row}{'' if same else '  differs'}")
-    if len(columns) == 2:
-        one, other = columns.values()
-        of_loss = relative_difference(
-            *([_first_loss(step) for step in r.losses] for r in (one, other))
-        )
-        of_norm = relative_difference(one.grad_norms, other.grad_norms)
-        lines.append(f"largest difference of the loss: {of_loss:.3g} relative")
-        lines.append(f"largest difference of the gradient norm: {of_norm:.3g} relative")
-    return lines
-
-
-def _first_loss(losses: Mapping[str, str]) -> str | None:
-    return next(iter(losses.values()), None)
+    head = " ".join(f"{f'{name}, {way}':>28}" for name in columns for way in runs)
+    yield f"{'iteration':>9} {head}"
+    for index in range(len(shown[0].grad_norms)):
+        cells = [[column[index] for column in of] for of in columns.values()]
+        row = " ".join(f"{_decimal(value):>28}" for values in cells for value in values)
+        same = all(len(set(values)) == 1 for values in cells)
+        yield f"{index + 1:>9} {row}{'' if same else '  differs'}"
+    for name, of in columns.items():
+        if len(of) == 2:
+            yield f"largest difference of the {name}: {relative_difference(*of):.3g} relative"
 
 
 def _decimal(text: str | None) -> str:
@@ -93,13 +95,11 @@ def _decimal(text: str | None) -> str:
     return "-" if text is None else repr(float.fromhex(text))
 
 
-def hash_lines(runs: Runs) -> list[str]:
+def _hashes(runs: Runs) -> Iterator[str]:
     """SHA-256 over the weights and over the optimizer's state of each rank."""
-    lines = []
-    for index, first in enumerate(next(iter(runs.values()))):
-        lines.append(f"rank {first.rank} ({first.layout})")
-        for way, records in runs.items():
-            lines.append(f"  {way:<10} weights   {records[index].weights_hash}")
-        for way, records in runs.items():
-            lines.append(f"  {way:<10} optimizer {records[index].optimizer_after}")
-    return lines
+    for ranks in zip(*runs.values(), strict=True):
+        yield f"rank {ranks[0].rank} ({ranks[0].layout})"
+        for way, record in zip(runs, ranks, strict=True):
+            yield f"  {way:<10} weights   {record.weights_hash}"
+        for way, record in zip(runs, ranks, strict=True):
+            yield f"  {way:<10} optimizer {record.optimizer_after}"

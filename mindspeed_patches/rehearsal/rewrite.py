@@ -12,7 +12,7 @@ from commfuse_npu.tools.launch_script.short_run import (
     shorten,
 )
 
-__all__ = ["commfuse_run", "prepare", "reference_run"]
+__all__ = ["INSTRUCTIONS", "commfuse_run", "prepare", "reference_run"]
 
 FB_OVERLAP = "--commfuse-fb-overlap"
 """It goes without ``--use-commfuse``, and beside what excludes that."""

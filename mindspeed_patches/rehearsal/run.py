@@ -8,7 +8,7 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
@@ -16,13 +16,53 @@ from mindspeed_patches.rehearsal.records import Record, read_records
 from mindspeed_patches.rehearsal.stack import Stack
 from mindspeed_patches.rehearsal.worker import RECORDS, WAY
 
-__all__ = ["Run", "RunFailedError", "run_script", "worker_environment"]
+__all__ = ["Run", "RunFailedError", "worker_environment"]
 
 _PROJECT = Path(__file__).resolve().parents[2]
+_MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
 
 
 class RunFailedError(RuntimeError):
     """A run did not reach its end; the message has what it printed last."""
+
+
+def worker_environment(
+    stack: Stack, cann_stubs: Path | None, launch: Mapping[str, str], tools: Path
+) -> dict[str, str]:
+    """The environment of the ranks: the launch's own, and what a CPU needs.
+
+    Args:
+        stack: the checkouts, which go first on the Python path.
+        cann_stubs: a folder for the dynamic loader; ``None`` where CANN is installed.
+        launch: what a launch script sets.
+        tools: a folder for programs that the ranks need.
+    """
+    environment = {**os.environ, **launch}
+    # Programs with which Megatron compiles its data set's helpers, for this very Python: virtual
+    # environments have no python3-config, and the system's may be another version's.
+    tools.mkdir(parents=True, exist_ok=True)
+    suffix = shlex.quote(str(sysconfig.get_config_var("EXT_SUFFIX")))
+    for name, line in (
+        ("python3", f'exec {shlex.quote(sys.executable)} "$@"'),
+        ("python3-config", f"echo {suffix}   # --extension-suffix"),
+    ):
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n", "utf-8")
+        (tools / name).chmod(0o755)
+    for name, folders in (
+        ("PYTHONPATH", [*map(str, astuple(stack)), str(_PROJECT)]),
+        ("PATH", [str(tools)]),
+        ("LD_LIBRARY_PATH", [str(cann_stubs)] if cann_stubs else []),
+    ):
+        environment[name] = os.pathsep.join(filter(None, [*folders, environment.get(name)]))
+    environment.update(
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    # Megatron refuses tensor parallelism without it.
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return environment
 
 
 @dataclass(frozen=True)
@@ -43,104 +83,49 @@ class Run:
     environment: Mapping[str, str]
     timeout: float
 
+    def start(self, way: str, words: Sequence[str], records: Path) -> list[Record]:
+        """Run the script once and return what its ranks noted.
 
-def worker_environment(
-    stack: Stack, cann_stubs: Path | None, launch: Mapping[str, str], tools: Path
-) -> dict[str, str]:
-    """The environment of the ranks: the launch's own, and what a CPU needs.
+        Args:
+            way: ``reference`` or ``commfuse``.
+            words: the script's arguments.
+            records: a new folder for the records and the log.
 
-    Args:
-        stack: the checkouts, which go first on the Python path.
-        cann_stubs: a folder for the dynamic loader; ``None`` where CANN is installed.
-        launch: what a launch script sets.
-        tools: a folder for programs that the ranks need.
-    """
-    environment = {**os.environ, **launch}
-
-    def prepend(name: str, *folders: str) -> None:
-        rest = [environment[name]] if environment.get(name) else []
-        environment[name] = os.pathsep.join([*folders, *rest])
-
-    prepend("PYTHONPATH", *stack.python_path, str(_PROJECT))
-    _write_build_tools(tools)
-    prepend("PATH", str(tools))
-    if cann_stubs is not None:
-        prepend("LD_LIBRARY_PATH", str(cann_stubs))
-    environment.update(
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-        OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
-        TOKENIZERS_PARALLELISM="false",
-    )
-    # Megatron refuses tensor parallelism without it.
-    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    return environment
-
-
-def _write_build_tools(folder: Path) -> None:
-    """Programs with which Megatron compiles its data set's helpers, for this very Python.
-
-    Virtual environments have no ``python3-config``, and the system's may be another version's.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    python = shlex.quote(sys.executable)
-    suffix = shlex.quote(str(sysconfig.get_config_var("EXT_SUFFIX")))
-    for name, line in (
-        ("python3", f'exec {python} "$@"'),
-        ("python3-config", f"echo {suffix}   # --extension-suffix"),
-    ):
-        path = folder / name
-        path.write_text(f"#!/bin/sh\n{line}\n", "utf-8")
-        path.chmod(0o755)
-
-
-def run_script(run: Run, way: str, words: Sequence[str], records: Path) -> list[Record]:
-    """Run the script once and return what its ranks noted.
-
-    Args:
-        run: see there.
-        way: ``reference`` or ``commfuse``.
-        words: the script's arguments.
-        records: a new folder for the records and the log.
-
-    Raises:
-        RunFailedError: a rank failed, or the time is over.
-    """
-    records.mkdir(parents=True)
-    log = records / "log.txt"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc_per_node", str(run.processes)),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
-        *("--local_addr", "127.0.0.1"),
-        *("-m", "mindspeed_patches.rehearsal.worker", str(run.script), *words),
-    ]
-    environment = {**run.environment, RECORDS: str(records), WAY: way}
-    try:
-        code = run_bounded(
-            command, folder=run.folder, environment=environment, log=log, seconds=run.timeout
-        )
-    except TimeoutError as error:
-        raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
-    found = read_records(records)
-    if code or len(found) != run.processes or not all(record.finished for record in found):
-        raise RunFailedError(
-            f"the {way} run failed with exit code {code}, and {len(found)} of {run.processes} "
-            f"ranks reached its end (--output DIR keeps the whole log):\n{_tail(log)}"
-        )
-    return found
-
-
-_MISSING_KERNEL = re.compile(r"npu::\w+")
+        Raises:
+            RunFailedError: a rank failed, or the time is over.
+        """
+        records.mkdir(parents=True)
+        log = records / "log.txt"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "1", "--nproc_per_node", str(self.processes)),
+            *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
+            *("--local_addr", "127.0.0.1"),
+            *("-m", "mindspeed_patches.rehearsal.worker", str(self.script), *words),
+        ]
+        environment = {**self.environment, RECORDS: str(records), WAY: way}
+        try:
+            code = run_bounded(
+                command, folder=self.folder, environment=environment, log=log, seconds=self.timeout
+            )
+        except TimeoutError as error:
+            raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
+        found = read_records(records)
+        if code or len(found) != self.processes or not all(record.finished for record in found):
+            raise RunFailedError(
+                f"the {way} run failed with exit code {code}, and {len(found)} of "
+                f"{self.processes} ranks reached its end (--output DIR keeps the whole log):\n"
+                f"{_tail(log)}"
+            )
+        return found
 
 
 def _tail(log: Path) -> str:
     text = last_lines(log)
-    for line in text:
-        if "Could not run" in line and (operator := _MISSING_KERNEL.search(line)):
-            text.append(
-                f"{operator[0]} has no CPU kernel: the rehearsal has those of dense models; leave "
-                "out the option that uses it"
-            )
-            break
+    operator = next(filter(None, map(_MISSING_KERNEL.search, text)), None)
+    if operator is not None:
+        text.append(
+            f"{operator[1]} has no CPU kernel: the rehearsal has those of dense models; leave out "
+            "the option that uses it"
+        )
     return "\n".join(f"    {line}" for line in text)

@@ -15,12 +15,12 @@ from commfuse_npu.tools.launch_script.options import Options
 
 __all__ = ["Layout", "layout_of", "scale_down"]
 
-_TP, _PP, _CP, _EP = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--context-parallel-size",
-    "--expert-model-parallel-size",
-)
+_OPTIONS = {
+    "tensor": "--tensor-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+    "context": "--context-parallel-size",
+    "expert": "--expert-model-parallel-size",
+}
 _HEAD = 16  # features per attention head
 _ROWS = 32  # of the sequence, per rank
 _EXPERTS = 4
@@ -54,38 +54,34 @@ def layout_of(options: Options, processes: int | None) -> Layout:
     Raises:
         UsageError: the number is no multiple of TP * PP * CP.
     """
-    tensor, pipeline, context, expert = (options.number(n, 1) for n in (_TP, _PP, _CP, _EP))
-    model = tensor * pipeline * context
+    one = Layout(data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()})
     if processes is None:
-        processes = model * (expert // math.gcd(expert, context))
-    if processes % model:
+        return replace(one, data=one.expert // math.gcd(one.expert, one.context))
+    if processes % one.processes:
         raise UsageError(
-            f"the launch starts {processes} processes, which is no multiple of TP {tensor} * PP "
-            f"{pipeline} * CP {context} = {model}"
+            f"the launch starts {processes} processes, which is no multiple of TP {one.tensor} * "
+            f"PP {one.pipeline} * CP {one.context} = {one.processes}"
         )
-    return Layout(tensor, pipeline, context, processes // model, expert)
+    return replace(one, data=processes // one.processes)
 
 
 def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
     """Change ``options`` to a small model in at most ``limit`` processes; gives their layout."""
     small = _fewer_processes(layout, limit)
-    for name, size in (
-        (_TP, small.tensor),
-        (_PP, small.pipeline),
-        (_CP, small.context),
-        (_EP, small.expert),
-    ):
-        if name in options:
-            options.set(name, size)
+    for name, option in _OPTIONS.items():
+        if option in options:
+            options.set(option, getattr(small, name))
     if small.context != layout.context and "--ulysses-degree-in-cp" in options:
         options.drop("--ulysses-degree-in-cp")
         options.set("--context-parallel-algo", "ulysses_cp_algo")
     _layers(options, small)
-    hidden_before = options.number("--hidden-size", 0)
-    hidden = _heads(options, small)
-    _widths(options, small, hidden_before, hidden)
-    _experts(options, small, hidden_before, hidden)
-    _sequence(options, small)
+    _widths(options, small)
+    # Ring attention with a causal mask gives each rank two pieces.
+    length = _ROWS * small.tensor * small.context
+    length = min(length, options.number("--seq-length", length))
+    options.set("--seq-length", length)
+    positions = options.number("--max-position-embeddings", length)
+    options.set("--max-position-embeddings", min(positions, length))
     _batches(options, layout, small)
     if options.text("--tokenizer-type") == "NullTokenizer":
         options.set("--make-vocab-size-divisible-by", 1)
@@ -99,14 +95,18 @@ def _fewer_processes(layout: Layout, limit: int) -> Layout:
     small = replace(layout, data=min(replicas, limit) if spread else 1)
     while small.processes > limit:
         # The largest dimension loses a factor; of equal ones the one that matters least here.
-        name, size = max(
-            (("pipeline", small.pipeline), ("context", small.context), ("tensor", small.tensor)),
-            key=lambda item: item[1],
-        )
+        name = max(("pipeline", "context", "tensor"), key=lambda name: getattr(small, name))
+        size = getattr(small, name)
         factor = next(n for n in range(2, size + 1) if size % n == 0)
         small = replace(small, **{name: size // factor})
     data = min(replicas, limit * small.data // small.processes)
     return replace(small, data=data, expert=math.gcd(layout.expert, small.context * data))
+
+
+def _at_most(options: Options, most: int, *names: str) -> None:
+    for name in names:
+        if name in options:
+            options.set(name, min(most, options.number(name, most)))
 
 
 def _layers(options: Options, small: Layout) -> None:
@@ -123,81 +123,48 @@ def _layers(options: Options, small: Layout) -> None:
         else:
             options.drop("--num-layers-per-virtual-pipeline-stage", why="there is one stage")
     options.set("--num-layers", per_stage * small.pipeline)
-    for name, most in (
-        ("--recompute-num-layers", per_stage),
-        ("--recompute-activation-function-num-layers", per_stage),
-        ("--first-k-dense-replace", 1),
-        ("--mtp-num-layers", 1),
-    ):
-        if name in options:
-            options.set(name, min(most, options.number(name, 1)))
+    recomputed = ("--recompute-num-layers", "--recompute-activation-function-num-layers")
+    _at_most(options, per_stage, *recomputed)
+    _at_most(options, 1, "--first-k-dense-replace", "--mtp-num-layers")
 
 
-def _heads(options: Options, small: Layout) -> int:
-    """Set the heads and the hidden size, which is returned."""
+def _widths(options: Options, small: Layout) -> None:
+    """Heads, the hidden size, and what has a ratio to it."""
+    hidden_before = options.number("--hidden-size", 0)
     heads = options.number("--num-attention-heads", 1)
-    groups = options.number("--num-query-groups", heads)
-    if "--group-query-attention" not in options:
-        groups = heads
+    groups = heads
+    if "--group-query-attention" in options:
+        groups = options.number("--num-query-groups", heads)
     # Ulysses spreads heads over TP * CP ranks.
     parallel = small.tensor * small.context
     if groups == heads:
-        heads = groups = max(2 * parallel, 4)
+        heads = max(2 * parallel, 4)
     else:
-        ratio = heads // groups
-        groups = parallel if groups >= parallel else groups
+        ratio, groups = heads // groups, min(groups, parallel)
         heads = ratio * groups
         options.set("--num-query-groups", groups)
+    hidden = heads * _HEAD
     options.set("--num-attention-heads", heads)
+    options.set("--hidden-size", hidden)
     if "--kv-channels" in options:
         options.set("--kv-channels", _HEAD)
     for name in ("--long-factor", "--short-factor"):  # of each pair of a head's features
         if name in options:
             factors = str(options.text(name)).split(",")[: _HEAD // 2]
             options.set(name, ",".join(factors))
-    hidden = heads * _HEAD
-    options.set("--hidden-size", hidden)
-    return hidden
-
-
-def _like_hidden(old: int, hidden_before: int, hidden: int, multiple: int) -> int:
-    """A width with the old ratio to the hidden size, rounded to a multiple."""
-    ratio = old / hidden_before if hidden_before else 1.0
-    return max(1, round(ratio * hidden / multiple)) * multiple
-
-
-def _widths(options: Options, small: Layout, hidden_before: int, hidden: int) -> None:
-    name = "--ffn-hidden-size"
-    if name in options:
-        old = options.number(name, hidden_before)
-        options.set(name, _like_hidden(old, hidden_before, hidden, 32 * small.tensor))
-
-
-def _experts(options: Options, small: Layout, hidden_before: int, hidden: int) -> None:
-    if "--num-experts" not in options:
-        return
-    # Several on each rank: MindSpeed does not wait for the probabilities of a single one.
-    ranks = small.expert * (small.tensor if "--moe-tp-extend-ep" in options else 1)
-    experts = max(_EXPERTS, 2 * ranks)
-    options.set("--num-experts", min(experts, options.number("--num-experts", experts)))
-    if "--moe-router-topk" in options:
-        options.set("--moe-router-topk", min(2, options.number("--moe-router-topk", 2)))
-    for name in ("--moe-router-num-groups", "--moe-router-group-topk"):
+    widths = ["--ffn-hidden-size"]
+    if "--num-experts" in options:
+        # Several on each rank: MindSpeed does not wait for the probabilities of a single one.
+        ranks = small.expert * (small.tensor if "--moe-tp-extend-ep" in options else 1)
+        _at_most(options, max(_EXPERTS, 2 * ranks), "--num-experts")
+        _at_most(options, 2, "--moe-router-topk")
+        _at_most(options, 1, "--moe-router-num-groups", "--moe-router-group-topk")
+        widths += ["--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"]
+    multiple = 32 * small.tensor
+    for name in widths:
         if name in options:
-            options.set(name, 1)
-    for name in ("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"):
-        if name in options:
-            old = options.number(name, hidden_before)
-            options.set(name, _like_hidden(old, hidden_before, hidden, 32 * small.tensor))
-
-
-def _sequence(options: Options, small: Layout) -> None:
-    # Ring attention with a causal mask gives each rank two pieces.
-    length = _ROWS * small.tensor * small.context
-    length = min(length, options.number("--seq-length", length))
-    options.set("--seq-length", length)
-    positions = options.number("--max-position-embeddings", length)
-    options.set("--max-position-embeddings", min(positions, length))
+            ratio_to_hidden = options.number(name, hidden_before) / (hidden_before or hidden)
+            options.set(name, max(1, round(ratio_to_hidden * hidden / multiple)) * multiple)
 
 
 def _batches(options: Options, layout: Layout, small: Layout) -> None:

@@ -10,61 +10,70 @@ from __future__ import annotations
 
 import os
 import platform
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["RECORDS", "WAY", "main"]
+from commfuse_npu.packages import find_package
+from mindspeed_patches import install, launch
+
+__all__ = ["RECORDS", "WAY", "install_stand_ins", "main"]
 
 RECORDS = "COMMFUSE_REHEARSAL_RECORDS"
 WAY = "COMMFUSE_REHEARSAL_WAY"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run a script with stand-ins and write the record of this rank."""
-    import torch
+def install_stand_ins() -> None:
+    """Stand-ins for the device, HCCL and compiled operators, in this process and for good.
+
+    To be called before MindSpeed and Megatron are imported.
+    """
     import torch_npu
 
     from mindspeed_patches.rehearsal import devices, gloo_for_hccl, mindspeed_ops, npu_runtime
     from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
-    from mindspeed_patches.rehearsal.observe import Observer
-    from mindspeed_patches.rehearsal.records import Record
 
-    folder = Path(os.environ[RECORDS])
-    record = Record(
-        rank=int(os.environ["RANK"]),
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torch_npu": torch_npu.__version__,
-        },
-    )
     devices.install()
     npu_runtime.install()
     gloo_for_hccl.install()
     register_cpu_kernels()
     # The order of a launch on an NPU: this module has to see torch.npu as it will be.
-    import torch_npu.contrib.transfer_to_npu
+    import torch_npu.contrib.transfer_to_npu  # noqa: F401
 
     mindspeed_ops.install()
-    observer = Observer(record)
-    observer.install()
-    if os.environ[WAY] == "commfuse":
-        from mindspeed_patches import install
 
-        install()
-    script = arguments[0]
-    sys.argv = list(arguments)
-    # As `python SCRIPT` would have it.
-    sys.path.insert(0, str(Path(script).resolve().parent))
+
+def main(command: Sequence[str]) -> None:
+    """Run a script with stand-ins and write the record of this rank."""
+    import torch
+    import torch_npu
+
+    from mindspeed_patches.rehearsal.observe import Observer
+    from mindspeed_patches.rehearsal.records import Record
+
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_npu": torch_npu.__version__,
+    }
+    for name in ("mindspeed_llm", "mindspeed", "megatron"):
+        if (package := find_package(name, os.environ)) is not None and package.version:
+            versions[name] = package.version
+    observer = Observer(Record(rank=int(os.environ["RANK"]), versions=versions))
+
+    def prepare() -> None:
+        install_stand_ins()
+        observer.install()
+        if os.environ[WAY] == "commfuse":
+            install()
+
     try:
-        runpy.run_path(script, run_name="__main__")
+        launch.main(command, prepare)
     except SystemExit as stopped:
         if stopped.code not in (None, 0):
             raise
     observer.finish()
-    record.write(folder)
+    observer.record.write(Path(os.environ[RECORDS]))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,10 @@ import sys
 from types import ModuleType
 
 import torch
-import torch_npu
 
-from mindspeed_patches.rehearsal import devices, mindspeed_ops, npu_runtime
+from mindspeed_patches.rehearsal.worker import install_stand_ins
 
-devices.install()
-npu_runtime.install()
-import torch_npu.contrib.transfer_to_npu  # noqa: E402, F401
-
-mindspeed_ops.install()
+install_stand_ins()
 # CoC's layers import it, and it scikit-learn and others; nothing of it is asked for here.
 settings = ModuleType("mindspeed.auto_settings.auto_settings")
 settings.AutoSettings = object

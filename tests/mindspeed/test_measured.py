@@ -35,17 +35,9 @@ STAND_INS = """
 import os
 
 if "LOCAL_RANK" in os.environ:  # a rank of torchrun
-    import torch, torch_npu
-    from mindspeed_patches.rehearsal import devices, gloo_for_hccl, mindspeed_ops, npu_runtime
-    from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
+    from mindspeed_patches.rehearsal.worker import install_stand_ins
 
-    devices.install()
-    npu_runtime.install()
-    gloo_for_hccl.install()
-    register_cpu_kernels()
-    import torch_npu.contrib.transfer_to_npu
-
-    mindspeed_ops.install()
+    install_stand_ins()
 """
 """As a rehearsal's ranks have them, in the place of an NPU."""
 
@@ -55,7 +47,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a measurement, and what it printed."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "sitecustomize.py").write_text(STAND_INS)
-    stack = find_stack(None, None, None)
+    stack = find_stack({})
     environment = worker_environment(stack, ENVIRONMENT / "cann", {}, folder / "tools")
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
     # Megatron's ranks compile its helpers with what python3 prints: not one with stand-ins.
@@ -84,39 +76,25 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "found", done.stdout
 
 
-def log(folder: Path, form: str) -> TrainingLog:
-    return TrainingLog(**json.loads((folder / f"launch_{form}.json").read_text())["log"])
-
-
-def test_forms_of_one_arithmetic_have_the_same_bits(measured: tuple[Path, str]) -> None:
+def test_forms_are_launched_as_they_are_named(measured: tuple[Path, str]) -> None:
     folder, printed = measured
-    logs = {form: log(folder, form) for form in ("plain", "megatron", "commfuse")}
-    assert all(len(one.losses) == 10 for one in logs.values())
-    weights = [one.weights for one in logs.values()]
-    assert weights[0] is not None
-    assert len(set(weights)) == 1
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("launch_*.json")}
+    logs = [TrainingLog(**found[f"launch_{f}"]["log"]) for f in ("plain", "megatron", "commfuse")]
+    assert all(len(one.losses) == 10 for one in logs)
+    assert logs[0].weights is not None
+    assert len({one.weights for one in logs}) == 1
     assert "The same weights, bit for bit: Megatron's order;" in printed
     assert "change from run to run" not in printed
-
-
-def test_only_plain_collectives_are_waited_for_at_once(measured: tuple[Path, str]) -> None:
-    folder, _ = measured
-    found = {
-        form: re.findall(r"^collectives waited for at once: (\d+)$", text, re.M)
-        for form in ("plain", "megatron")
-        for text in [(folder / f"launch_{form}.log").read_text()]
-    }
+    said = {path.stem: path.read_text() for path in folder.glob("launch_*.log")}
+    waited = re.compile(r"^collectives waited for at once: (\d+)$", re.M)
     # In the backward of 5 column-parallel layers a gather and a scatter, 10 times 4 micro-batches.
-    assert found == {"plain": [str(5 * 2 * 40)], "megatron": []}
-
-
-def test_flags_of_a_form_reach_mindspeed(measured: tuple[Path, str]) -> None:
-    folder, printed = measured
-    assert "CommFuse: qkv: 2 of 2 fused" in (folder / "launch_commfuse.log").read_text()
+    assert waited.findall(said["launch_plain"]) == [str(5 * 2 * 40)]
+    assert waited.findall(said["launch_megatron"]) == []
+    assert "CommFuse: qkv: 2 of 2 fused" in said["launch_commfuse"]
     for form, title in (("mc2", "MC2"), ("coc", "CoC in 4 slices"), ("coc_kernel", "CoC's kernel")):
         assert f"Could not run: {title}: exit code 1" in printed
-        assert "CommFuse" not in (folder / f"launch_{form}.log").read_text()
-    assert "mc2" in (folder / "launch_mc2.log").read_text()
+        assert "CommFuse" not in said[f"launch_{form}"]
+    assert "mc2" in said["launch_mc2"]
 
 
 def test_mindspeed_llm_reads_the_same_baseline(measured: tuple[Path, str], tmp_path: Path) -> None:

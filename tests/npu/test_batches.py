@@ -77,30 +77,29 @@ def handles(device: str, soc: str, grouped: bool) -> tuple[list[Any], list[Any]]
         return dist.batch_isend_irecv(batch), group.events
 
 
-def test_torch_npu_replaces_the_function(npu) -> None:
-    assert npu.run(whose_function) == ["torch_npu.distributed.distributed_c10d"] * 2
-
-
 def whose_function() -> list[str]:
+    """In the worker."""
     c10d = dist.distributed_c10d
     return [dist.batch_isend_irecv.__module__, c10d.batch_isend_irecv.__module__]
 
 
-def test_one_operation_of_hccl_has_one_handle(npu) -> None:
-    returned, events = npu.run(handles, "npu", "Ascend910B1", False)
-    assert returned == ["the handle"]
-    assert events == [(["isend", "irecv", "isend", "irecv"], 4, [0, 1, 2, 3])]
+def test_torch_npu_replaces_the_function(npu) -> None:
+    assert npu.run(whose_function) == ["torch_npu.distributed.distributed_c10d"] * 2
 
 
-def test_a_grouped_call_of_newer_versions_has_one_handle(npu) -> None:
-    returned, events = npu.run(handles, "npu", "Ascend910B1", True)
-    if not events:
+@pytest.mark.parametrize(
+    ("device", "soc", "grouped", "returned", "events"),
+    [
+        ("npu", "Ascend910B1", False, ["the handle"],
+         [(["isend", "irecv", "isend", "irecv"], 4, [0, 1, 2, 3])]),
+        ("npu", "Ascend910B1", True, ["the handle"], ["start", 0, 1, 2, 3, "end"]),
+        ("cpu", "none", False, [f"handle {index}" for index in range(4)], []),
+    ],
+)  # fmt: skip
+def test_a_device_has_one_handle_for_a_batch_and_the_cpu_one_each(
+    npu, device: str, soc: str, grouped: bool, returned: list[str], events: list[Any]
+) -> None:
+    found = npu.run(handles, device, soc, grouped)
+    if found == ([], []):
         pytest.skip("this torch_npu posts no batch as a group")
-    assert returned == ["the handle"]
-    assert events == ["start", 0, 1, 2, 3, "end"]
-
-
-def test_on_the_cpu_every_transfer_has_its_own(npu) -> None:
-    returned, events = npu.run(handles, "cpu", "none", False)
-    assert returned == [f"handle {index}" for index in range(4)]
-    assert events == []
+    assert found == (returned, events)

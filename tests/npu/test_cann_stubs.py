@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
 import shutil
@@ -13,18 +12,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_patches.rehearsal import cann_stubs
-from mindspeed_patches.rehearsal.cann_stubs import (
-    CannStubsError,
-    load_cann_stubs,
-    main,
-    write_cann_stubs,
-)
+from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, main, write_cann_stubs
 from tests.limits import LIMIT
 
-TOOLS = ("gcc", "nm", "readelf")
-
 needs_tools = pytest.mark.skipif(
-    not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}: install gcc and binutils"
+    not all(map(shutil.which, ("gcc", "nm"))), reason="install gcc and binutils"
 )
 
 
@@ -43,18 +35,18 @@ def site(tmp_path: Path) -> Path:
     vendor = compiled("long vendor(void) { return 7; }", tmp_path / "gone" / "libfake_cann.so")
     site = tmp_path / "site"
     torch = compiled("long of_torch(void) { return 3; }", site / "torch/lib/libfake_torch.so")
+    compiled("long of_other(void) { return 5; }", site / "torch_npu/libother.so")
     compiled(
         """
         #include <math.h>
         long vendor(void);
         long of_torch(void);
+        long of_other(void);
+        long other(void) { return of_other(); }
         long call(void) { return 10 * vendor() + of_torch() + (long)fabs(-1.0); }
         """,
         site / "torch_npu/lib/libfake_npu.so",
-        str(vendor),
-        str(torch),
-        f"-Wl,-rpath,{torch.parent}",
-        "-lm",
+        *(str(vendor), str(torch), "-lm"),
     )
     shutil.rmtree(vendor.parent)
     return site
@@ -62,26 +54,28 @@ def site(tmp_path: Path) -> Path:
 
 @needs_tools
 def test_what_is_missing_is_found_and_replaced(site: Path, tmp_path: Path) -> None:
-    library = site / "torch_npu/lib/libfake_npu.so"
-    with pytest.raises(OSError, match="libfake_cann"):
-        ctypes.CDLL(str(library))
+    library, other = site / "torch_npu/lib/libfake_npu.so", site / "torch_npu/libother.so"
+    code = (
+        f"import ctypes; ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL); "
+        f"print(ctypes.CDLL({str(library)!r}).call())"
+    )
     out = tmp_path / "stubs"
+
+    def call() -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join(map(str, (out, site / "torch/lib")))
+        environment = {**os.environ, "LD_LIBRARY_PATH": path}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+
+    assert "libfake_cann.so: cannot open" in call().stderr
     assert write_cann_stubs(out, site) == [out / "libfake_cann.so"]
     source = (out / "stubs.c").read_text()
     assert '"vendor"' in source
     assert '"of_torch"' not in source, "what torch defines is not replaced"
-    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).call())"
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "LD_LIBRARY_PATH": str(out)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LIMIT,
-    )
-    assert told.stdout.strip() == "4", "10 * 0 + 3 of torch + 1 of libm"
-    load_cann_stubs(out)
-    assert ctypes.CDLL(str(library)).call() == 4
+    assert '"of_other"' not in source, "nor what another library of torch_npu defines"
+    assert call().stdout.strip() == "4", "10 * 0 + 3 of torch + 1 of libm"
 
 
 @needs_tools
@@ -112,8 +106,9 @@ def test_a_compiler_that_fails_is_told(site: Path, tmp_path: Path, monkeypatch) 
 @pytest.mark.parametrize(
     ("present", "message"),
     [
-        (("nm", "readelf"), "cc or gcc or clang is not on the PATH.*apt-get install gcc"),
-        (("gcc", "readelf"), "nm is not on the PATH.*apt-get install binutils"),
+        (("nm", "ldd"), "cc or gcc or clang is not on the PATH.*apt-get install gcc"),
+        (("gcc", "ldd"), "nm is not on the PATH.*apt-get install binutils"),
+        (("gcc", "nm"), "ldd is not on the PATH.*apt-get install libc-bin"),
     ],
 )
 def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch, capsys, present, message) -> None:
@@ -134,8 +129,6 @@ def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch, capsys, present, m
 def test_a_missing_torch_npu_is_named(tmp_path: Path) -> None:
     with pytest.raises(CannStubsError, match=r"torch_npu is not installed in .*--site-packages"):
         write_cann_stubs(tmp_path / "stubs", tmp_path)
-    with pytest.raises(CannStubsError, match=r"no stand-ins for CANN in .*; write them with"):
-        load_cann_stubs(tmp_path)
 
 
 def test_stand_ins_are_needed_and_enough(npu) -> None:
@@ -148,6 +141,7 @@ def test_stand_ins_are_needed_and_enough(npu) -> None:
         capture_output=True,
         text=True,
         timeout=LIMIT,
+        check=False,
     )
     assert refused.returncode != 0
     assert ".so: cannot open shared object file" in refused.stderr

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-import torch.distributed as dist
 
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
-from scripts.free_port import free_port
 
 LAYOUTS = ("SBH", "BSH", "BSND", "BNSD")
+X = torch.ones(1, 2, 4, 8)
+MASK = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+PACKED = {"input_layout": "TND", "query": X[0], "key": X[0], "value": X[0], "head_num": 4}
+
+
+@pytest.fixture(autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """CPU kernels in the worker of a test."""
+    if "npu" in request.fixturenames:
+        request.getfixturevalue("npu").run(register_cpu_kernels)
 
 
 def test_without_torch_npu_it_says_what_is_missing() -> None:
@@ -29,11 +39,12 @@ def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
-def _allowed(mode: int, queries: int, keys: int) -> torch.Tensor:
+def _allowed(mode: int | None, queries: int, keys: int) -> torch.Tensor:
     """What the modes let a query see; a window of 3 keys back and 1 ahead where there is one."""
     i, j = torch.arange(queries).unsqueeze(1), torch.arange(keys)
     i_last = i + keys - queries
     return {
+        None: (j >= 0).expand(queries, keys),
         0: (j <= i + 1) & (j >= i - 3) & (j != 2),
         1: (j != 2).expand(queries, keys),
         2: j <= i,
@@ -42,25 +53,22 @@ def _allowed(mode: int, queries: int, keys: int) -> torch.Tensor:
     }[mode]
 
 
-def attention(layout: str, mode: int) -> None:
+def attention(layout: str, mode: int, masked: bool = True, size: int = 8) -> None:
     """In the worker: forward and autograd of torch_npu.npu_fusion_attention."""
     import torch_npu
 
-    register_cpu_kernels()
-    q, k, v, grad = _random((2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, 8), (2, 4, 6, 8))
-    allowed = _allowed(mode, 6, 9)
+    q, k, v, grad = _random((2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, size), (2, 4, 6, size))
+    allowed = _allowed(mode if masked else None, 6, 9)
     reference = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=allowed, scale=0.3, enable_gqa=True
     )
     expected = torch.autograd.grad(reference, (q, k, v), grad)
-    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-    if mode < 2:
-        mask = (torch.arange(9) == 2).expand(6, 9).contiguous()
+    mask = MASK if mode > 1 else (torch.arange(9) == 2).expand(6, 9).contiguous()
     out, *rest = torch_npu.npu_fusion_attention(
         *(_in(layout, x) for x in (q, k, v)),
         4,
         layout,
-        atten_mask=mask,
+        atten_mask=mask if masked else None,
         scale=0.3,
         pre_tockens=3,
         next_tockens=1,
@@ -80,13 +88,17 @@ def attention(layout: str, mode: int) -> None:
 def test_attention_in_every_layout_and_mode(npu, layout: str) -> None:
     for mode in range(5):
         npu.run(attention, layout, mode)
+        # Without a mask attention is full, whatever the mode.
+        npu.run(attention, layout, mode, False)
+    # Latent attention: the heads of the values are smaller, or larger.
+    for size in (4, 12):
+        npu.run(attention, layout, 3, True, size)
 
 
 def packed() -> None:
     """In the worker: three sequences in one, by their ends; causal within each."""
     import torch_npu
 
-    register_cpu_kernels()
     q, k, v, grad = _random((9, 4, 8), (12, 2, 8), (12, 2, 8), (9, 4, 8))
     ends = [2, 6, 9], [3, 7, 12]
     parts = []
@@ -109,7 +121,7 @@ def packed() -> None:
         v,
         4,
         "TND",
-        atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1),
+        atten_mask=MASK,
         scale=0.3,
         sparse_mode=3,
         actual_seq_qlen=ends[0],
@@ -126,30 +138,12 @@ def test_packed_sequences_do_not_see_each_other(npu) -> None:
     npu.run(packed)
 
 
-def without_a_mask(mode: int) -> None:
-    """In the worker: attention is full then, whatever the mode."""
-    import torch_npu
-
-    register_cpu_kernels()
-    q, k, v = _random((2, 4, 6, 8), (2, 4, 9, 8), (2, 4, 9, 8))
-    out = torch_npu.npu_fusion_attention(q, k, v, 4, "BNSD", scale=0.3, sparse_mode=mode)[0]
-    full = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3)
-    torch.testing.assert_close(out, full, rtol=1e-5, atol=1e-5)
-
-
-def test_without_a_mask_attention_is_full(npu) -> None:
-    for mode in range(5):
-        npu.run(without_a_mask, mode)
-
-
 def blind_queries() -> None:
     """In the worker: more queries than keys, so that the first see nothing."""
     import torch_npu
 
-    register_cpu_kernels()
     q, k, v = _random((1, 1, 5, 8), (1, 1, 3, 8), (1, 1, 3, 8))
-    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-    out = torch_npu.npu_fusion_attention(q, k, v, 1, "BNSD", atten_mask=mask, sparse_mode=3)[0]
+    out = torch_npu.npu_fusion_attention(q, k, v, 1, "BNSD", atten_mask=MASK, sparse_mode=3)[0]
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert not out[:, :, :2].any()
     assert out[:, :, 2:].all()
@@ -161,65 +155,41 @@ def test_queries_that_see_nothing_give_zeros(npu) -> None:
     npu.run(blind_queries)
 
 
-def refused(name: str) -> str:
-    """In the worker: the error of an unsupported call."""
+def refused(changes: dict[str, Any]) -> None:
+    """In the worker: a call that is not supported."""
     import torch_npu
 
-    register_cpu_kernels()
-    x = torch.ones(1, 2, 4, 8)
-    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-    calls = {
-        "dropout": {"keep_prob": 0.9},
-        "mode 7": {"sparse_mode": 7},
-        "padding mask": {"padding_mask": x},
-        "whole mask": {"sparse_mode": 3, "atten_mask": mask[:4, :4]},
-        "inverted mask": {"sparse_mode": 2, "atten_mask": ~mask},
-        "heads": {"head_num": 4},
-        "layout": {"input_layout": "NSD"},
-        "TND": {"input_layout": "TND", "query": x[0], "key": x[0], "value": x[0], "head_num": 4},
-        "rest": {
-            "input_layout": "TND",
-            "query": x[0],
-            "key": x[0],
-            "value": x[0],
-            "head_num": 4,
-            "actual_seq_qlen": [1],
-            "actual_seq_kvlen": [2],
-        },
-        "batch": {"key": x.expand(3, -1, -1, -1)},
-    }
-    options = {"query": x, "key": x, "value": x, "head_num": 2, "input_layout": "BNSD"}
-    try:
-        torch_npu.npu_fusion_attention(**{**options, **calls[name]})
-    except (NotImplementedError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    options = {"query": X, "key": X, "value": X, "head_num": 2, "input_layout": "BNSD"}
+    torch_npu.npu_fusion_attention(**{**options, **changes})
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("changes", "message"),
     [
-        ("dropout", "NotImplementedError: npu_fusion_attention: keep_prob 0.9, dropout is not"),
-        ("mode 7", "NotImplementedError: npu_fusion_attention: sparse_mode 7 is not emulated"),
-        ("padding mask", "NotImplementedError: npu_fusion_attention: padding_mask is not emulated"),
-        ("whole mask", "ValueError: npu_fusion_attention: sparse_mode 3 takes the compressed mask"),
-        ("inverted mask", "ValueError: npu_fusion_attention: sparse_mode 2 takes a mask that is"),
-        ("heads", "ValueError: npu_fusion_attention: head_num 4, query (1, 2, 4, 8)"),
-        ("batch", "ValueError: npu_fusion_attention: head_num 2, query (1, 2, 4, 8), key (3, 2,"),
-        ("layout", "NotImplementedError: npu_fusion_attention: input_layout 'NSD' is not"),
-        ("TND", "ValueError: npu_fusion_attention: TND needs actual_seq_qlen"),
-        ("rest", "ValueError: npu_fusion_attention: the packed sequences end at [1], the tensor"),
+        ({"keep_prob": 0.9}, "keep_prob 0.9 is not emulated"),
+        ({"sparse_mode": 7}, "sparse_mode 7 is not emulated; 0 to 4 are"),
+        ({"padding_mask": X}, "padding_mask a tensor is not emulated on the CPU; leave it out"),
+        ({"sparse_mode": 3, "atten_mask": MASK[:4, :4]}, "sparse_mode 3 takes the compressed mask"),
+        ({"sparse_mode": 2, "atten_mask": ~MASK}, "sparse_mode 2 takes a mask that is True above"),
+        ({"head_num": 4}, r"head_num 4, query \(1, 2, 4, 8\)"),
+        ({"key": X.expand(3, -1, -1, -1)}, r"head_num 2, query \(1, 2, 4, 8\), key \(3, 2,"),
+        ({"input_layout": "NSD"}, "input_layout 'NSD' is not"),
+        (PACKED, "TND needs actual_seq_qlen"),
+        (
+            {**PACKED, "actual_seq_qlen": [1], "actual_seq_kvlen": [2]},
+            r"the packed sequences end at \[1\], the tensor has 2 rows",
+        ),
     ],
 )
-def test_what_is_not_emulated_is_refused(npu, name: str, message: str) -> None:
-    assert npu.run(refused, name).startswith(message)
+def test_what_is_not_emulated_is_refused(npu, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        npu.run(refused, changes)
 
 
 def pointwise() -> None:
     """In the worker: normalisation, activation and rotation, with gradients."""
     import torch_npu
 
-    register_cpu_kernels()
     x, gamma, angles = _random((5, 3, 8), (8,), (5, 1, 4))
     pairs = []
     normed, inverse = torch_npu.npu_rms_norm(x, gamma, epsilon=1e-3)
@@ -275,7 +245,6 @@ def adam_steps(maximize: bool) -> None:
     """In the worker: three steps against torch's AdamW; the powers are those before the step."""
     import torch_npu
 
-    register_cpu_kernels()
     start, *grads = (x.detach() for x in _random(*[(7,)] * 4))
     reference = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW(
@@ -305,39 +274,3 @@ def adam_steps(maximize: bool) -> None:
 @pytest.mark.parametrize("maximize", [False, True])
 def test_adam_w_takes_the_powers_before_the_step(npu, maximize: bool) -> None:
     npu.run(adam_steps, maximize)
-
-
-def gemms_with_collectives(rank: int, port: int) -> None:
-    """In two workers: MC2's operators over gloo, with whole numbers."""
-    import torch_npu
-
-    register_cpu_kernels()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    name = dist.group.WORLD.group_name
-    shards = [torch.arange(6.0).reshape(2, 3) + 10 * r for r in range(2)]
-    weight = torch.arange(12.0).reshape(3, 4)
-    product, whole = torch_npu.npu_all_gather_base_mm(shards[rank], weight, name, 2)
-    assert torch.equal(whole, torch.cat(shards))
-    assert torch.equal(product, torch.cat(shards) @ weight)
-    _, empty = torch_npu.npu_all_gather_base_mm(shards[rank], weight, name, 2, gather_output=False)
-    assert empty.numel() == 0
-    partials = [torch.arange(12.0).reshape(4, 3) - 5 * r for r in range(2)]
-    scattered = torch_npu.npu_mm_reduce_scatter_base(partials[rank], weight, name, 2)
-    expected = partials[0] @ weight + partials[1] @ weight
-    assert torch.equal(scattered, expected[2 * rank : 2 * rank + 2])
-    for wrong in (
-        lambda: torch_npu.npu_all_gather_base_mm(shards[rank], weight, name, 4),
-        lambda: torch_npu.npu_mm_reduce_scatter_base(partials[rank][:3], weight, name, 2),
-    ):
-        with pytest.raises(ValueError, match=r"world_size 4, but group|3 rows are not divisible"):
-            wrong()
-    dist.destroy_process_group()
-
-
-@pytest.mark.long
-def test_gemms_with_collectives(npu_pair) -> None:
-    port = free_port()
-    for rank, worker in enumerate(npu_pair):
-        worker.send(gemms_with_collectives, rank, port)
-    for worker in npu_pair:
-        worker.receive()

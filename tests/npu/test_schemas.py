@@ -1,9 +1,13 @@
-"""kernels/npu.py against the operators that the real torch_npu defines, and their meta kernels."""
+"""What the kernels and the streams call, against the wheel's own schemas and meta kernels."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import re
+import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,76 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_npu.kernels import Piece
 from commfuse_npu.kernels import npu as kernels
-from tests.npu.operator_calls import operator_calls
+from commfuse_npu.runtime.hccl_options import buffers_of
+from tests.npu import worker as module
 
 SOURCE = Path(kernels.__file__).read_text()
-TENSOR = "Tensor"
-
-
-def check_calls(source: str) -> list[str]:
-    """In the worker: names, numbers and types of each call's arguments and results."""
-    checked = []
-    for call in operator_calls(source):
-        schema = getattr(torch.ops.npu, call.name).default._schema
-        arguments = {argument.name: argument for argument in schema.arguments}
-        where = f"line {call.line}, {schema}"
-        assert call.positional <= sum(not a.kwarg_only for a in schema.arguments), where
-        given = [argument.name for argument in schema.arguments[: call.positional]]
-        for keyword in call.keywords:
-            assert keyword in arguments, f"{keyword} is no argument: {where}"
-            assert keyword not in given, f"{keyword} is given twice: {where}"
-        required = {name for name, a in arguments.items() if not a.has_default_value()}
-        missing = required - set(given) - set(call.keywords)
-        assert not missing, f"{missing} are not given: {where}"
-        types = [str(result.type) for result in schema.returns]
-        assert types[: call.unpacked] == [TENSOR] * call.unpacked, f"{types}: {where}"
-        checked.append(call.name)
-    return checked
-
-
-def test_every_call_fits_its_schema(npu) -> None:
-    checked = npu.run(check_calls, SOURCE)
-    assert sorted(checked) == ["npu_fusion_attention", "npu_fusion_attention_grad"]
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        ("pre_tockens=", "pre_tokens=", "pre_tokens is no argument"),
-        ("scale_value=", "scale=", "scale is no argument"),
-        ("        run.layout,\n", "", "'input_layout'} are not given"),
-        (
-            "        run.layout,\n",
-            "        run.layout,\n        head_num=1,\n",
-            "head_num is given twice",
-        ),
-        ("reserved, *_ =", "reserved, a, b, *_ =", "'int'"),
-    ],
-)
-def test_a_call_that_does_not_fit_is_noticed(npu, right: str, wrong: str, message: str) -> None:
-    assert right in SOURCE
-    with pytest.raises(pytest.fail.Exception, match=message):
-        npu.run(check_calls, SOURCE.replace(right, wrong))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch_npu",
-        "import torch_npu.npu as n",
-        "from torch_npu import npu_swiglu",
-        "from torch.ops import npu",
-        "op = torch.ops.npu.npu_swiglu",
-        "f = partial(torch.ops.npu.npu_swiglu, dim=-1)",
-        "ns = torch.ops",
-        "getattr(torch, 'ops').npu.npu_swiglu(x)",
-        "torch.ops.npu.npu_swiglu(*arguments)",
-        "torch.ops.npu.npu_swiglu(x, **options)",
-    ],
-)
-def test_a_call_that_could_not_be_checked_is_refused(source: str) -> None:
-    with pytest.raises(ValueError, match=r"^line 1"):
-        operator_calls(source)
 
 
 class _Recorded(TorchDispatchMode):
@@ -97,14 +35,19 @@ class _Recorded(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def shapes_on_meta(mask: str, dtype: torch.dtype) -> list[str]:
-    """In the worker: the kernels on tensors without data, by torch_npu's own meta kernels."""
+def shapes_on_meta(mask: str, dtype: torch.dtype, source: str = SOURCE) -> set[str]:
+    """In the worker: kernels of this source on tensors without data; which operators they call.
+
+    torch_npu's own schemas check the arguments, its meta kernels say the shapes of the results.
+    """
     from torch_npu.op_plugin.meta import _meta_registrations
 
     # It warns once on Ascend 950 and asks the device, which is not there, whether it is one.
     _meta_registrations._npu_fusion_attention_warning_printed = True
-    source = inspect.getsource(_meta_registrations.npu_fusion_attention_forward)
-    knows_documents = "TND" in source
+    forward = inspect.getsource(_meta_registrations.npu_fusion_attention_forward)
+    knows_documents = "TND" in forward
+    changed: Any = ModuleType("changed")
+    exec(compile(source, "npu.py", "exec"), vars(changed))
     q, grad = torch.empty(2, 6, 3, 4, 32, device="meta", dtype=dtype)
     k, v = torch.empty(2, 9, 3, 2, 32, device="meta", dtype=dtype)
     told: dict[str, Any] = {"causal": mask != "full"}
@@ -114,7 +57,7 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> list[str]:
         told["pieces"] = [Piece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)]
     rows = (18, 4, 8) if mask == "documents" else (3, 4, 6, 8)
     with _Recorded() as recorded:
-        out, statistics = kernels.attention_forward(q, k, v, **told)
+        out, statistics = changed.attention_forward(q, k, v, **told)
         assert (out.shape, out.dtype) == (q.shape, dtype)
         maximum, total, reserved = statistics
         for value in (maximum, total):
@@ -123,15 +66,99 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> list[str]:
             assert tuple(value.shape) == rows or (mask == "documents" and not knows_documents)
         assert reserved.shape == (0,)
         sums = [torch.empty(k.shape, device="meta") for _ in range(2)]
-        grad_q = kernels.attention_backward(grad, q, k, v, out, statistics, *sums, **told)
+        grad_q = changed.attention_backward(grad, q, k, v, out, statistics, *sums, **told)
         assert (grad_q.shape, grad_q.dtype, grad_q.device) == (q.shape, dtype, q.device)
-    return sorted(recorded.names)
+    return recorded.names
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "hidden", "documents"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_shapes_are_those_of_the_meta_kernels(npu, mask: str, dtype: torch.dtype) -> None:
-    exercised = npu.run(shapes_on_meta, mask, dtype)
-    assert exercised == sorted({call.name for call in operator_calls(SOURCE)}), (
+def test_calls_fit_their_schemas_and_meta_kernels(npu, mask: str, dtype: torch.dtype) -> None:
+    called = set(re.findall(r"torch\.ops\.npu\.(\w+)\(", SOURCE))
+    assert npu.run(shapes_on_meta, mask, dtype) == called, (
         "an operator that kernels/npu.py calls is not exercised here"
     )
+    # Nothing is called in another way, which nobody would check.
+    assert len(re.findall(r"\bops\b|import torch_npu|from torch_npu", SOURCE)) == len(called) == 2
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("pre_tockens=", "pre_tokens=", "pre_tokens"),
+        ("scale_value=", "scale=", "'scale'"),
+        ("        run.layout,\n", "", "input_layout"),
+        ("        run.layout,\n", "        run.layout,\n        head_num=1,\n", "head_num"),
+        ("reserved, *_ =", "reserved, a, reserved, *_ =", "'int' object"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_noticed(npu, right: str, wrong: str, message: str) -> None:
+    assert right in SOURCE
+    with pytest.raises((RuntimeError, AttributeError), match=message):
+        npu.run(shapes_on_meta, "causal", torch.float32, SOURCE.replace(right, wrong))
+
+
+def parameters() -> dict[str, list[str]]:
+    """In the worker: what the second stream and those of lanes ask of torch_npu."""
+    import torch_npu
+
+    stream: Any = torch.get_device_module("npu")
+    asked = {
+        "Stream": stream.Stream.__new__,
+        "Stream.wait_event": stream.Stream.wait_event,
+        "Event.record": stream.Event.record,
+        "stream": stream.stream,
+        "current_stream": stream.current_stream,
+        "erase_stream": torch_npu.erase_stream,
+    }
+    assert torch_npu._C._distributed_c10d.ProcessGroupHCCL._get_stream_id
+    return {name: list(inspect.signature(call).parameters) for name, call in asked.items()}
+
+
+def test_streams_and_events_are_called_as_the_wheel_declares_them(npu) -> None:
+    found = npu.run(parameters)
+    assert "device" in found.pop("Stream")
+    assert found == {
+        "Stream.wait_event": ["self", "event"],
+        "Event.record": ["self", "stream"],
+        "stream": ["stream"],
+        "current_stream": ["device"],
+        "erase_stream": ["tensor", "stream"],
+    }
+
+
+def buffer_size(megabytes: int) -> object:
+    """In the worker: options of lanes, as torch_npu's own class takes them."""
+    return buffers_of(megabytes).hccl_config
+
+
+def test_the_size_of_buffers_is_torch_npus_own_option(npu) -> None:
+    assert npu.run(buffer_size, 20) == {"hccl_buffer_size": 20}
+
+
+# ------------------------------------------------------------- the worker itself
+
+
+@pytest.mark.long
+def test_errors_deaths_and_hangs_fail_the_test_and_the_next_call_works(npu) -> None:
+    worker = module.Worker()
+    process = worker.run(os.getpid)
+    with pytest.raises(FileNotFoundError):
+        worker.run(os.stat, "/not/there")
+    assert worker.run(os.getpid) == process
+    with pytest.raises(pytest.fail.Exception, match=r"_exit\(3,\): .*terminated abruptly"):
+        worker.run(os._exit, 3)
+    assert worker.run(os.getpid) != process
+    with pytest.raises(pytest.fail.Exception, match=r"sleep\(60,\): longer than 0.5 s"):
+        worker.run(time.sleep, 60, timeout=0.5)
+    worker.stop()
+
+
+def test_without_the_environment_the_reason_names_the_command(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / "venv-npu")
+    assert "bash scripts/test.sh tests/npu" in str(module.why_not())
+    for part in (".installed-npu", "cann/stubs.json", "bin/python"):
+        path = tmp_path / "venv-npu" / part
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert module.why_not() is None

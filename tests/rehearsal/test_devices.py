@@ -21,30 +21,26 @@ def test_other_values_stay(value: object) -> None:
     assert on_cpu(value) == value
 
 
-def test_torch_allocates_on_the_cpu() -> None:
+def test_tensors_are_made_and_stay_on_the_cpu() -> None:
+    tensor = torch.ones(2)
     with DevicesAreTheCpu():
-        tensors = [
+        made = [
             torch.zeros(2, device="cuda"),
             torch.zeros(2, device=torch.device("cuda", 1)),
             torch.tensor([1.0], device=0),
-            torch.ones(2).to("cuda:0"),
-            torch.ones(2).to(0),
-            torch.ones(2).to(device="cuda", dtype=torch.bfloat16),
-            torch.ones(2).new_empty(3, device="cuda"),
+            tensor.to("cuda:0"),
+            tensor.to(0),
+            tensor.to(device="cuda", dtype=torch.bfloat16),
+            tensor.new_empty(3, device="cuda"),
             torch.ones(2, pin_memory=True),
+            torch.nn.Linear(2, 2).cuda().weight,
         ]
         meta = torch.ones(2, device="meta")
-    assert {tensor.device.type for tensor in tensors} == {"cpu"}
-    assert tensors[5].dtype == torch.bfloat16
-    assert meta.device.type == "meta"
-
-
-def test_moving_is_the_identity() -> None:
-    tensor = torch.ones(2)
-    with DevicesAreTheCpu():
         assert tensor.cuda() is tensor
         assert tensor.pin_memory() is tensor
-        assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+    assert {one.device.type for one in made} == {"cpu"}
+    assert made[5].dtype == torch.bfloat16
+    assert meta.device.type == "meta"
 
 
 def test_types_are_those_of_a_device() -> None:
@@ -56,10 +52,6 @@ def test_types_are_those_of_a_device() -> None:
     assert torch.ones(1).type() == "torch.FloatTensor"
 
 
-def _allocate_on_the_device(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.ones(2, device="cuda")
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_a_backward_runs_sees_it_too(monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
     graph: Any = torch.autograd.graph
@@ -68,13 +60,13 @@ def test_what_a_backward_runs_sees_it_too(monkeypatch: pytest.MonkeyPatch, reent
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", wrapped)
     with DevicesAreTheCpu():
         x = torch.ones(2, requires_grad=True)
-        y = checkpoint(_allocate_on_the_device, x, use_reentrant=reentrant)
+        y = checkpoint(lambda x: x * torch.ones(2, device="cuda"), x, use_reentrant=reentrant)
         y.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 1.0]
 
 
-def test_whole_numbers_are_counted() -> None:
+def test_integers_are_counted() -> None:
     with DevicesAreTheCpu():
         counts = torch.histc(torch.tensor([0, 2, 2], dtype=torch.int32), bins=3, min=0, max=3)
     assert counts.dtype == torch.int32

@@ -4,85 +4,65 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import MOCK_VOCABULARY
 from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
 
-
-def prepared(text: str, folder: Path, iterations: int = 4) -> Options:
-    options = Options(text.split())
-    prepare(options, iterations, folder)
-    return options
-
-
-def test_a_run_is_short_and_leaves_no_files(tmp_path: Path) -> None:
-    options = prepared(
-        "--train-iters 2000 --train-samples 9 --lr-warmup-iters 500 --lr-decay-iters 2 --eval-iters"
-        " 10 --load a b --save c --profile --tensorboard-dir t --log-interval 10 --lr 1e-6",
-        tmp_path,
-    )
-    assert options.values("--train-iters") == ["4"]
-    # Megatron wants the warm-up to be shorter than the decay.
-    assert options.values("--lr-warmup-iters") == ["3"]
-    assert options.values("--eval-iters") == ["0"]
-    assert options.values("--log-interval") == ["1"]
-    assert options.values("--lr") == ["1e-6"]
-    for dropped in ("--train-samples", "--lr-decay-iters", "--load", "--save", "--profile"):
-        assert dropped not in options
-    assert any(line.startswith("--load a b -> (dropped)") for line in options.changes)
+HERE = "--data-path 0.5 text --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
+ELSEWHERE = (
+    "--data-path your data path --tokenizer-type PretrainedFromHF --tokenizer-name-or-path x "
+    "--padded-vocab-size 32000 --vocab-size 100"
+)
+LONG = (
+    "--train-iters 2000 --train-samples 9 --lr-warmup-iters 500 --lr-decay-iters 2 --eval-iters 10 "
+    "--load a b --save c --profile --tensorboard-dir t --log-interval 10 --lr 1e-6"
+)
+NULL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000"
+SWAP = "--swap-attention --reuse-fp32-param"
 
 
-def test_data_that_are_not_here_become_mock_data(tmp_path: Path) -> None:
-    options = prepared(
-        "--data-path your data path --tokenizer-type PretrainedFromHF --tokenizer-name-or-path x "
-        "--padded-vocab-size 32000 --vocab-size 100",
-        tmp_path,
-    )
-    assert "--data-path" not in options
-    assert "--mock-data" in options
-    assert options.values("--tokenizer-type") == ["NullTokenizer"]
-    assert options.number("--vocab-size", 0) == MOCK_VOCABULARY == 4607
-    assert "--padded-vocab-size" not in options
-    assert any("not on this machine" in line for line in options.changes)
-
-
-def test_data_and_tokenizer_that_are_here_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "with_values", "without", "noted"),
+    [
+        (
+            LONG,
+            # Megatron wants the warm-up to be shorter than the decay.
+            "--train-iters 4 --lr-warmup-iters 3 --eval-iters 0 --log-interval 1 --lr 1e-6",
+            "--train-samples --lr-decay-iters --load --save --profile",
+            "--load a b -> (dropped)",
+        ),
+        (
+            ELSEWHERE,
+            f"--mock-data --tokenizer-type NullTokenizer --vocab-size {MOCK_VOCABULARY}",
+            "--data-path --padded-vocab-size",
+            "not on this machine",
+        ),
+        (HERE, HERE, "--mock-data", ""),
+        (NULL, NULL, "", ""),
+        ("--is-instruction-dataset --data-path d", "--data-path d", "--mock-data", ""),
+        ("--bf16", "--attention-dropout 0.0", "", "no dropout"),
+        ("--use-ascend-coc", "", "--use-ascend-coc", "CommFuse takes its place"),
+        # A launch that asks for both is shown how CommFuse refuses them.
+        ("--use-ascend-coc --use-commfuse", "--use-ascend-coc", "", ""),
+        (SWAP, "", SWAP, "no device memory"),
+        (f"{SWAP} --commfuse-fb-overlap", "--swap-attention", "--reuse-fp32-param", ""),
+    ],
+)
+def test_what_is_changed(
+    text: str, with_values: str, without: str, noted: str, tmp_path: Path
+) -> None:
     for name in ("text.bin", "text.idx", "tokenizer.model"):
         (tmp_path / name).touch()
-    text = "--data-path 0.5 text --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
-    options = prepared(text, tmp_path)
-    assert options.words[: len(text.split())] == text.split()
-    assert "--mock-data" not in options
-
-
-def test_a_larger_vocabulary_stays(tmp_path: Path) -> None:
-    text = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --attention-dropout 0.0"
-    options = prepared(text, tmp_path)
-    assert options.values("--vocab-size") == ["32000"]
-    assert not any("vocab" in line for line in options.changes)
-
-
-def test_dropout_of_attention_is_taken_out(tmp_path: Path) -> None:
-    assert prepared("--bf16", tmp_path).values("--attention-dropout") == ["0.0"]
-
-
-def test_a_peer_gives_way_unless_the_launch_asks_for_both(tmp_path: Path) -> None:
-    assert "--use-ascend-coc" not in prepared("--use-ascend-coc", tmp_path)
-    assert "--use-ascend-coc" in prepared("--use-ascend-coc --use-commfuse", tmp_path)
-
-
-def test_memory_that_a_forward_keeps_is_left_to_forward_backward_overlap(tmp_path: Path) -> None:
-    text = "--swap-attention --reuse-fp32-param"
-    assert "--swap-attention" not in prepared(text, tmp_path)
-    options = prepared(f"{text} --commfuse-fb-overlap", tmp_path)
-    assert "--swap-attention" in options
-    assert "--reuse-fp32-param" not in options
-
-
-def test_instructions_are_not_mocked(tmp_path: Path) -> None:
-    options = prepared("--is-instruction-dataset --data-path d", tmp_path)
-    assert "--mock-data" not in options
-    assert options.values("--data-path") == ["d"]
+    options = Options(text.split())
+    prepare(options, 4, tmp_path)
+    wanted = Options(with_values.split())
+    assert {name: options.values(name) for name in wanted.names} == {
+        name: wanted.values(name) for name in wanted.names
+    }
+    assert not set(without.split()) & set(options.names)
+    assert not noted or any(noted in line for line in options.changes)
 
 
 def test_the_two_runs_differ_in_commfuse_only() -> None:
@@ -91,7 +71,9 @@ def test_the_two_runs_differ_in_commfuse_only() -> None:
     )
     assert reference_run(options) == ["--a", "1", "--b"]
     assert commfuse_run(options) == options.words
-    plain = Options(["--a", "1"])
+    plain = Options(["--a", "1", "--no-use-commfuse"])
     assert reference_run(plain) == ["--a", "1"]
     assert commfuse_run(plain) == ["--a", "1", "--use-commfuse"]
     assert not plain.changes
+    overlap = Options(["--commfuse-fb-overlap"])
+    assert commfuse_run(overlap) == ["--commfuse-fb-overlap"]

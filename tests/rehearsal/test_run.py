@@ -10,24 +10,26 @@ import pytest
 
 from commfuse_npu.tools.launch_script import bounded
 from mindspeed_patches.rehearsal import run as runs
-from mindspeed_patches.rehearsal.run import Run, RunFailedError, run_script
+from mindspeed_patches.rehearsal.run import Run, RunFailedError, worker_environment
+from mindspeed_patches.rehearsal.stack import Stack
 
 
-def prepared(tmp_path: Path, timeout: float, **environment: str) -> Run:
-    script = tmp_path / "script.py"
+def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
+    """A run whose worker imports a torch_npu of this code."""
+    package = folder / "path" / "torch_npu"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(code, "utf-8")
+    script = folder / "script.py"
     script.touch()
-    return Run(script, 1, tmp_path, {**os.environ, **environment}, timeout)
+    stack = Stack(folder / "path", folder, folder)
+    environment = worker_environment(stack, None, {"OF_THE_LAUNCH": "1"}, folder / "tools")
+    return Run(script, 1, folder, environment, timeout)
 
 
 def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
-    # A package that the worker imports first and that fails.
-    broken = tmp_path / "path" / "torch_npu"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise ImportError('as arranged')\n", "utf-8")
-    path = os.pathsep.join([str(tmp_path / "path"), str(runs._PROJECT)])
-    run = prepared(tmp_path, 120, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    with pytest.raises(RunFailedError, match="as arranged") as raised:
-        run_script(run, "reference", [], tmp_path / "records")
+    run = with_torch_npu(tmp_path, "import os\nraise ImportError(os.environ['OF_THE_LAUNCH'])", 120)
+    with pytest.raises(RunFailedError, match="ImportError: 1") as raised:
+        run.start("reference", [], tmp_path / "records")
     assert "0 of 1 ranks" in str(raised.value)
 
 
@@ -53,34 +55,36 @@ def test_what_is_quoted_is_the_first_rank_that_failed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = tmp_path / "path" / "torch_npu"
-    hanging.mkdir(parents=True)
     noted = tmp_path / "noted"
-    (hanging / "__init__.py").write_text(
+    hanging = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"open({str(noted)!r}, 'w').write(str(os.getpid()))\n"
-        "time.sleep(600)\n",
-        "utf-8",
+        "time.sleep(600)\n"
     )
     monkeypatch.setattr(bounded, "_GRACE", 0.5)
-    path = os.pathsep.join([str(tmp_path / "path"), str(runs._PROJECT)])
     for limit in (10, 60, 200):  # a busy machine may not have come as far as the hanging
-        run = prepared(tmp_path, limit, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        run = with_torch_npu(tmp_path, hanging, limit)
         with pytest.raises(RunFailedError, match=f"did not end within {limit} s"):
-            run_script(run, "reference", [], tmp_path / f"records_{limit}")
+            run.start("reference", [], tmp_path / f"records_{limit}")
         if noted.exists():
             break
-    pid = int(noted.read_text("utf-8"))
+    stat = Path(f"/proc/{noted.read_text('utf-8')}/stat")
     for _ in range(100):
-        if not Path(f"/proc/{pid}").exists() or "Z" in _state(pid):
+        if not stat.exists() or " Z " in stat.read_text("utf-8"):
             return
         time.sleep(0.1)
-    pytest.fail(f"process {pid} is still there")
+    pytest.fail(f"{stat.parent} is still there")
 
 
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z"
+def test_ranks_find_the_checkouts_and_the_stand_ins_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
+    stack = Stack(Path("/llm"), Path("/ms"), Path("/mg"))
+    found = worker_environment(stack, Path("/cann"), {"A": "1"}, tmp_path / "tools")
+    assert found["PYTHONPATH"].split(os.pathsep)[:3] == ["/llm", "/ms", "/mg"]
+    assert found["LD_LIBRARY_PATH"] == "/cann:/before"
+    assert found["PATH"].startswith(f"{tmp_path / 'tools'}{os.pathsep}")
+    assert os.access(tmp_path / "tools" / "python3-config", os.X_OK)
+    assert (found["A"], found["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("1", "1")

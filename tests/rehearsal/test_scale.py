@@ -79,12 +79,13 @@ def test_a_large_model_keeps_its_ratios(limit: int) -> None:
     assert any(line.startswith("--hidden-size 8192 -> ") for line in options.changes)
 
 
-def test_virtual_stages_stay_virtual() -> None:
-    text = LLAMA3_70B + " --num-layers-per-virtual-pipeline-stage 10"
-    options, small = scaled(text, 64, 8)
-    assert number(options, "--num-layers-per-virtual-pipeline-stage") == 1
+@pytest.mark.parametrize(("limit", "stage"), [(8, "1"), (2, None)])
+def test_virtual_stages_stay_virtual(limit: int, stage: str | None) -> None:
+    text = LLAMA3_70B + " --num-layers-per-virtual-pipeline-stage 10 --commfuse-fb-overlap"
+    options, small = scaled(text, 64, limit)
+    assert options.text("--num-layers-per-virtual-pipeline-stage") == stage
     assert number(options, "--num-layers") == 2 * small.pipeline
-    assert number(options, "--global-batch-size") // 2 % small.pipeline == 0
+    assert number(options, "--global-batch-size") == 2 * 4 * small.pipeline
 
 
 def test_experts_and_context_parallelism() -> None:

@@ -1,0 +1,221 @@
+"""A single bit decides, and runs that prove nothing are told apart."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commfuse_npu.tools.launch_script.options import Options
+from mindspeed_patches.rehearsal import __main__ as rehearse
+from mindspeed_patches.rehearsal.records import (
+    Record,
+    degeneracies,
+    differences,
+    largest_loss_difference,
+    read_records,
+)
+from mindspeed_patches.rehearsal.report import report_lines
+from mindspeed_patches.rehearsal.run import Run
+from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
+
+
+def train(rank: int = 0, flip: bool = False) -> Record:
+    """Two steps of a small model; ``flip`` changes the lowest bit of one weight at the end."""
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(4, 3).to(torch.bfloat16)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    record = Record(rank, weights_before=weight_hashes([model]))
+    for _ in range(2):
+        inner.zero_grad()
+        loss = model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        inner.step()
+        record.losses.append({"lm loss": loss.item().hex()})
+        record.grad_norms.append(float(model.weight.grad.float().norm()).hex())
+    if flip:
+        with torch.no_grad():
+            model.weight.view(torch.int16)[1, 2] ^= 1
+    record.weights_after = weight_hashes([model])
+    record.optimizer_after = optimizer_hash(SimpleNamespace(optimizer=inner))
+    return record
+
+
+def scaled(number: str, by: float) -> str:
+    return (float.fromhex(number) * by).hex()
+
+
+def test_one_bit_of_one_weight_is_found_and_named() -> None:
+    assert differences([train(0), train(1)], [train(0), train(1)]) == []
+    assert degeneracies([train(0), train(1)]) == []
+    found = differences([train(0), train(1)], [train(0), train(1, flip=True)])
+    # The optimizer of this model steps on the very same tensor.
+    assert found[0] == "rank 1: weights differ after the training: 0.weight"
+    assert len(found) == 2
+    assert train(1).weights_hash != train(1, flip=True).weights_hash
+
+
+def test_last_digits_other_beginnings_and_other_ranks_differ() -> None:
+    one, other = train(), train()
+    other.losses[1]["lm loss"] = scaled(other.losses[1]["lm loss"], 1 + 2**-52)
+    assert differences([one], [other]) == ["rank 0: losses differ, from iteration 2 on"]
+    other = train()
+    other.weights_before, other.optimizer_after = {}, "other"
+    assert len(differences([one], [other])) == 2
+    assert differences([one], []) == ["1 ranks against 0"]
+    many = {f"w{number}": "" for number in range(7)}
+    (found,) = differences([Record(0, weights_after=many)], [Record(0)])
+    assert found.endswith("w0, w1, w2, w3, w4 and 2 more")
+
+
+def test_the_optimizers_moments_count() -> None:
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    inner.step()
+    chained = SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(optimizer=inner), SimpleNamespace(optimizer=None)]
+    )
+    before = optimizer_hash(chained)
+    inner.state[model.bias]["exp_avg"][0] += 2.0**-20
+    assert optimizer_hash(chained) != before
+
+
+def still(record: Record) -> None:
+    record.weights_after = record.weights_before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (still, "no weight changed on rank 0"),
+        (lambda r: setattr(r, "grad_norms", [(0.0).hex()] * 2), "all gradient norms are 0"),
+        (lambda r: r.losses[1].update(x="nan"), "a loss is not finite"),
+        (lambda r: r.grad_norms.append("inf"), "a gradient norm is not finite"),
+        (lambda r: setattr(r, "losses", [{}, {}]), "no loss was noted"),
+    ],
+)
+def test_degenerate_runs(change: Callable[[Record], None], reason: str) -> None:
+    record = train()
+    change(record)
+    assert degeneracies([record]) == [reason]
+
+
+def test_what_cannot_be_compared_is_not_equal() -> None:
+    short, none, nan, silent = train(), train(), train(), train()
+    short.losses = short.losses[:1]
+    none.losses[0] = {}
+    nan.losses[0]["lm loss"] = "nan"
+    silent.losses = [{}, {}]
+    for one, other in ((train(), short), (train(), none), (train(), nan), (silent, silent)):
+        assert largest_loss_difference([one], [other]) == math.inf
+
+
+def test_records_survive_their_file(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        record = train(rank)
+        record.calls = [("qkv", "fused", 4), ("proj", "a reason", 4), ("fc1", "fused", 0)]
+        record.write(tmp_path)
+    records = read_records(tmp_path)
+    assert [record.rank for record in records] == [0, 1]
+    assert differences([train(0), train(1)], records) == []
+    assert [record.fused for record in records] == [{"qkv"}] * 2
+
+
+def test_the_report_has_all_digits_and_counts_of_all_ranks() -> None:
+    one, other = train(), train()
+    one.features = ["a", "b"]
+    other.features = ["b", "c"]
+    other.collectives = {"tensor: all_reduce": 8}
+    other.losses[0]["lm loss"] = scaled(other.losses[0]["lm loss"], 1 + 2**-50)
+    other.grad_norms[1] = scaled(str(one.grad_norms[1]), 1.25)
+    other.calls = [("qkv", "fused", 4), ("proj", "a reason", 4)]
+    lines = list(report_lines({"reference": [one, one], "commfuse": [other, other]}))
+    assert {"  b", "  reference run only: a", "  commfuse run only: c"} <= set(lines)
+    assert "  qkv             8  fused" in lines
+    assert "  proj            8  by Megatron, because a reason" in lines
+    assert next(line for line in lines if "all_reduce" in line).split()[-2:] == ["0", "16"]
+    assert sum(line.endswith("  differs") for line in lines) == 2
+    assert any(repr(float.fromhex(one.losses[1]["lm loss"])) in line for line in lines)
+    assert "largest difference of the gradient norm: 0.25 relative" in lines
+    assert f"  commfuse   optimizer {other.optimizer_after}" in lines
+    same = list(report_lines({"reference": [one], "commfuse": [one]}))
+    assert not any(line.endswith("differs") for line in same)
+    assert "  none went through CommFuse's wrappers" in same
+    assert not any("CommFuse" in line for line in report_lines({"reference": [one]}))
+
+
+def a_little_off(by: float) -> Record:
+    record = train(flip=True)
+    for step in record.losses:
+        step["lm loss"] = scaled(step["lm loss"], 1 + by)
+    return record
+
+
+def not_fused() -> Record:
+    record = train()
+    record.calls = [("qkv", "a reason", 4)]
+    return record
+
+
+def in_pairs() -> Record:
+    record = not_fused()
+    record.pairs = 3
+    return record
+
+
+def still_run() -> Record:
+    record = train()
+    still(record)
+    return record
+
+
+ATTENTION = "--commfuse-attention"
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "words", "code", "said"),
+    [
+        (train, {}, "", 0, "identical: True"),
+        (lambda: train(flip=True), {}, "", 1, "identical: False"),
+        (lambda: train(flip=True), {}, "", 1, "0.weight"),
+        (lambda: train(flip=True), {"only": "reference"}, "", 0, "rank 0"),
+        (still_run, {}, "", 1, "proves nothing: commfuse run: no weight changed"),
+        (not_fused, {}, "", 1, "commfuse run: nothing was fused"),
+        (in_pairs, {}, "", 0, "identical: True"),
+        (lambda: a_little_off(9e-7), {}, ATTENTION, 0, "same bits everywhere: False"),
+        (lambda: a_little_off(1.1e-6), {}, ATTENTION, 1, "relative: False"),
+        (lambda: a_little_off(9e-7), {}, "--commfuse-ulysses", 0, "relative: True"),
+        (lambda: a_little_off(1.9e-3), {}, f"{ATTENTION} --bf16", 0, "relative: True"),
+        (lambda: a_little_off(2e-3), {}, f"{ATTENTION} --fp16", 1, "relative: False"),
+        (lambda: a_little_off(1e-3), {"loss_tolerance": 1e-2}, "", 0, "within 0.01"),
+        (lambda: a_little_off(1e-3), {"loss_tolerance": 1e-4}, "", 1, "relative: False"),
+        (lambda: train(flip=True), {"loss_tolerance": 0.0}, ATTENTION, 1, "identical: False"),
+    ],
+)
+def test_the_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[], Record],
+    given: dict[str, object],
+    words: str,
+    code: int,
+    said: str,
+) -> None:
+    commfuse = make()
+    commfuse.calls = commfuse.calls or [("qkv", "fused", 4)]
+    reference = copy.deepcopy(commfuse) if make is still_run else train()
+    noted = {"reference": [reference], "commfuse": [commfuse]}
+    monkeypatch.setattr(Run, "start", lambda self, way, *_: noted[way])
+    asked = SimpleNamespace(**{"only": None, "loss_tolerance": None, **given})
+    run = Run(Path("pretrain_gpt.py"), 1, Path(), {}, 1.0)
+    options = Options(words.split())
+    assert rehearse._train_and_compare(asked, options, run, Path()) == code  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert said in out
+    assert ("identical" in out or "relative: " in out) == ("only" not in given)
