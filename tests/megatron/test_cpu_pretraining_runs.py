@@ -173,14 +173,14 @@ def signalled(rank: int, method: str, args: Any) -> tuple[Any, str]:
     """The last rank alone gets a signal, in the second iteration."""
     from scripts.cpu_pretraining import training
 
-    begin = training._Loop._iteration
+    begin = training.Training._iteration
 
     def iteration(loop: Any, stop: Any) -> Any:
         if loop.iteration == 1 and rank == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return begin(loop, stop)
 
-    with mock.patch.object(training._Loop, "_iteration", iteration):
+    with mock.patch.object(training.Training, "_iteration", iteration):
         return asked(rank, method, args)
 
 
@@ -251,7 +251,7 @@ def watched(rank: int, method: str, args: Any) -> tuple[Any, str]:
     from scripts.cpu_pretraining import training
 
     found, sockets = [], []
-    iterate = training._Loop._iteration
+    iterate = training.Training._iteration
 
     def iteration(loop: Any, stop: Any) -> Any:
         found.append(rates())
@@ -260,7 +260,7 @@ def watched(rank: int, method: str, args: Any) -> tuple[Any, str]:
             sockets.append(socket.create_connection(sockets[0].getsockname()))
         return iterate(loop, stop)
 
-    with mock.patch.object(training._Loop, "_iteration", iteration):
+    with mock.patch.object(training.Training, "_iteration", iteration):
         value, printed = asked(rank, method, args)
     found.append(rates())
     for one in sockets:
