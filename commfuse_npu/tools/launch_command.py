@@ -23,18 +23,16 @@ from pathlib import Path
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = ["LaunchError", "launch_command", "main"]
+__all__ = ["launch_command"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LAYOUT = {
-    "TP": "--tensor-model-parallel-size",
-    "PP": "--pipeline-model-parallel-size",
-    "CP": "--context-parallel-size",
-    "NUM_LAYER_LIST": "--num-layer-list",
-    "NPUS_PER_NODE": "--npus-per-node",
-    "NNODES": "--nnodes",
-}
+_LAYOUT = (
+    *(("TP", "--tensor-model-parallel-size"), ("PP", "--pipeline-model-parallel-size")),
+    *(("CP", "--context-parallel-size"), ("NUM_LAYER_LIST", "--num-layer-list")),
+    *(("NPUS_PER_NODE", "--npus-per-node"), ("NNODES", "--nnodes")),
+)
 """Variables that take the place of what the configuration says."""
+_COMMFUSE = ("LAYERS", "SCHEDULE", "LANES", "CHUNKS", "REDUCE_DTYPE")
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
@@ -55,10 +53,6 @@ _OPTIMIZE = (
 )
 
 
-class LaunchError(ValueError):
-    """The launch cannot work; the message names the variable and the way out."""
-
-
 class _Variables:
     """What is set in the environment; set to nothing is not set."""
 
@@ -72,7 +66,7 @@ class _Variables:
     def switch(self, name: str, default: bool) -> bool:
         value = self.get(name, str(int(default)))
         if value not in ("0", "1"):
-            raise LaunchError(f"{name} is '{value}'; set it to 0 or 1")
+            raise ConfigError(f"{name} is '{value}'; set it to 0 or 1")
         return value == "1"
 
     def required(self, name: str, meaning: str) -> str:
@@ -80,7 +74,7 @@ class _Variables:
         if value := self.get(name):
             return value
         if not self.dry_run:
-            raise LaunchError(f"{name} is not set; set it to {meaning}")
+            raise ConfigError(f"{name} is not set; set it to {meaning}")
         _say(f"{name} is not set; <{name}> stands for it")
         return f"<{name}>"
 
@@ -88,7 +82,7 @@ class _Variables:
         """The beginning of a path; a dry run does not look."""
         value = self.required(name, meaning)
         if not self.dry_run and not glob(glob_escape(value) + "*"):
-            raise LaunchError(f"{name} is '{value}', but there is nothing of that name")
+            raise ConfigError(f"{name} is '{value}', but there is nothing of that name")
         return value
 
 
@@ -104,18 +98,18 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
             ``pretrain_gpt.py``, which take the place of what the configuration says.
 
     Raises:
-        LaunchError: a variable is missing or wrong, or there is nothing to fuse.
-        ConfigError: the layout does not fit; the message begins with the configuration's name.
+        ConfigError: a variable is missing or wrong, there is nothing to fuse, or, where a line
+            begins with the configuration's name, the layout does not fit.
     """
     variables, arguments = _Variables(environ), list(words)
     model = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     if model is None and not variables.get("CONFIG"):
-        raise LaunchError(
+        raise ConfigError(
             "CONFIG is not set; set it to what commfuse-npu plan --write FILE has written, or "
             "start pretrain_<model>_ptd.sh"
         )
     file = Path(variables.get("CONFIG") or _ROOT / "configs" / f"{model}.yaml")
-    layout = [word for name, option in _LAYOUT.items() if (value := variables.get(name))
+    layout = [word for name, option in _LAYOUT if (value := variables.get(name))
               for word in (option, value)]  # fmt: skip
     try:
         # The layout, where variables or arguments change it, is checked like that of the file.
@@ -123,14 +117,14 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
         config.validate()
     except ConfigError as error:
         lines = str(error).splitlines()
-        raise ConfigError("\n".join(f"{file.name}: error: {line}" for line in lines)) from error
+        raise ConfigError("\n".join(f"{file.name}: {line}" for line in lines)) from error
     fused = list(config.commfuse_options)
     use_commfuse = variables.switch("USE_COMMFUSE", bool(fused))
     home = variables.get("MINDSPEED_LLM_HOME")
     if not variables.dry_run:
         folder = Path(home or ".").resolve()
         if not (folder / "pretrain_gpt.py").is_file():
-            raise LaunchError(
+            raise ConfigError(
                 f"there is no pretrain_gpt.py in {folder}; start in the root of MindSpeed-LLM, or "
                 "set MINDSPEED_LLM_HOME to it"
             )
@@ -153,14 +147,22 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     if not _given(arguments, "--mock-data", "--data-path", "--train-data-path"):
         meaning = "the prefix of the preprocessed data, or pass --mock-data"
         options += ["--data-path", variables.existing("DATA_PATH", meaning)]
-    options += ["--split", "100,0,0", *_OUTPUT.split(), *_checkpoints(variables)]
-    _warn_of_learning_rate(variables, arguments, config.lr, file)
-    options += _OPTIMIZE.split()
+    options += ["--split", "100,0,0", *_OUTPUT.split()]
+    options += _checkpoints(variables, arguments, config.lr, file) + _OPTIMIZE.split()
 
     exported = {name: variables.get(name, value) for name, value in _ENVIRONMENT.items()}
     entry, log = ["pretrain_gpt.py"], f"train_{file.stem}"
     if use_commfuse:
-        options += _fused(variables, arguments, config, fused or ["--use-commfuse"])
+        options += fused or ["--use-commfuse"]
+        alone = _given([*arguments, *options], "--commfuse-ulysses", "--commfuse-dp")
+        if config.tensor_model_parallel_size == 1 and not alone:
+            raise ConfigError(
+                "USE_COMMFUSE=1 with TP 1: a group of one has nothing to transfer; choose TP of at "
+                "least 2, --commfuse-ulysses, --commfuse-dp, or USE_COMMFUSE=0"
+            )
+        for name in _COMMFUSE:
+            if value := variables.get(f"COMMFUSE_{name}"):
+                options += [f"--commfuse-{name.lower().replace('_', '-')}", value]
         entry, log = ["-m", "mindspeed_patches.launch", *entry], f"{log}_commfuse"
         # The package is found in this checkout, whether it is installed or not.
         paths = [path for path in variables.get("PYTHONPATH").split(":") if path]
@@ -168,7 +170,7 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     if node != "0":
         log += f"_node{node}"  # on a shared file system every node writes a log of its own
     if not variables.dry_run and shutil.which("torchrun", path=variables.get("PATH")) is None:
-        raise LaunchError("torchrun is not on PATH; activate the environment that torch_npu is in")
+        raise ConfigError("torchrun is not on PATH; activate the environment that torch_npu is in")
     command = ["torchrun", *torchrun, *entry, *options, "--distributed-backend", "nccl", *arguments]
     return f"logs/{log}.log", " ".join(
         [
@@ -183,60 +185,31 @@ def _given(arguments: Sequence[str], *options: str) -> bool:
     return any(word.partition("=")[0] in options for word in arguments)
 
 
-def _checkpoints(variables: _Variables) -> list[str]:
-    load, save = variables.get("CKPT_LOAD_DIR"), variables.get("CKPT_SAVE_DIR")
-    words = ["--save", save] if save else []
-    if load:
-        words += ["--load", load]
-        if load != save:  # converted weights come without the state of an optimizer
-            words += ["--no-load-optim", "--no-load-rng"]
-    return words
-
-
-def _fused(
-    variables: _Variables, arguments: Sequence[str], config: ModelConfig, options: list[str]
-) -> list[str]:
-    alone = _given([*arguments, *options], "--commfuse-ulysses", "--commfuse-dp")
-    if config.tensor_model_parallel_size == 1 and not alone:
-        raise LaunchError(
-            "USE_COMMFUSE=1 with TP 1: a group of one has nothing to transfer; choose TP of at "
-            "least 2, --commfuse-ulysses, --commfuse-dp, or USE_COMMFUSE=0"
-        )
-    for name in ("layers", "schedule", "lanes", "chunks", "reduce-dtype"):
-        if value := variables.get(f"COMMFUSE_{name.upper().replace('-', '_')}"):
-            options = [*options, f"--commfuse-{name}", value]
-    return options
-
-
-def _warn_of_learning_rate(
+def _checkpoints(
     variables: _Variables, arguments: Sequence[str], rate: float, file: Path
-) -> None:
-    """Weights are loaded, and would be trained on as if from scratch."""
-    load = variables.get("CKPT_LOAD_DIR")
-    loaded = load != variables.get("CKPT_SAVE_DIR") if load else (
-        _given(arguments, "--load") and _given(arguments, "--finetune"))  # fmt: skip
-    if loaded and not _given(arguments, "--lr"):
+) -> list[str]:
+    """Options to load and save; says when weights would be trained on as if from scratch."""
+    load, save = variables.get("CKPT_LOAD_DIR"), variables.get("CKPT_SAVE_DIR")
+    fresh = load != save if load else all(_given(arguments, o) for o in ("--load", "--finetune"))
+    if fresh and not _given(arguments, "--lr"):
         _say(
             f"warning: weights are loaded, and --lr {rate} of {file} is a peak for training from "
             "scratch; MindSpeed-LLM's launches go on with 1.25e-6 (7B, 8B) and 1e-6 (13B, 70B): "
             "pass --lr and --min-lr"
         )
-
-
-def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print the log's name and the command; returns the exit code, 2 if it cannot work."""
-    try:
-        print(*launch_command(words, environ), sep="\n")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except LaunchError as error:
-        _say(f"error: {error}")
-        return 2
-    return 0
+    words = ["--save", save] if save else []
+    if load:
+        # Converted weights come without the state of an optimizer.
+        words += ["--load", load, *(["--no-load-optim", "--no-load-rng"] if load != save else [])]
+    return words
 
 
 if __name__ == "__main__":
     # This module was found by the first entry, which the launch is not to see.
     _, _, paths = os.environ.get("PYTHONPATH", "").partition(":")
-    sys.exit(main(sys.argv[1:], {**os.environ, "PYTHONPATH": paths}))
+    try:
+        print(*launch_command(sys.argv[1:], {**os.environ, "PYTHONPATH": paths}), sep="\n")
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            _say(f"error: {line}")
+        sys.exit(2)

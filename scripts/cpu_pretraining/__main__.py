@@ -29,8 +29,8 @@ from .data import Corpus, load_corpus
 from .outcome import Outcome, plot_loss, written
 
 _DEMONSTRATION = (
-    "--compare --no-use-commfuse --commfuse-fb-overlap --link-rate 60 --num-layers 2 "
-    "--global-batch-size 16 --train-iters 13"
+    "--compare --no-use-commfuse --commfuse-fb-overlap --link-rate 80 --num-layers 2 "
+    "--micro-batch-size 2 --train-iters 13"
 )
 """What the command without options shows at its end: Megatron's order, then with overlap."""
 _FOREVER = 2e6
@@ -57,9 +57,18 @@ def _run(argv: Sequence[str]) -> int:
         if args.resume:
             facts = run_facts(args, corpus.fingerprint())
             found, notes = find_checkpoint(folder / "checkpoints", facts)
-        _make_folder(folder, "--runs-dir")
-        if args.commfuse_order_log is not None:
-            _make_folder(Path(args.commfuse_order_log), "--commfuse-order-log")
+        for path, option in (
+            (folder, "--runs-dir"),
+            (args.commfuse_order_log, "--commfuse-order-log"),
+        ):
+            try:
+                Path(path or folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot make the folder {path}: {error.strerror}; choose another {option}"
+                ) from error
+            if not os.access(path or folder, os.W_OK | os.X_OK):
+                raise UsageError(f"no permission to write to {path}; choose another {option}")
         print(f"data: {corpus.source}, {corpus.documents} documents, {len(corpus.tokens)} tokens")
         if found is not None:
             print("\n".join([*(f"note: {note}" for note in notes), f"resuming from {found}"]))
@@ -69,10 +78,8 @@ def _run(argv: Sequence[str]) -> int:
         return _train(args, corpus, folder, found)
     except KeyboardInterrupt:  # there are no ranks yet
         return 128 + signal.SIGINT
-    except UsageError as error:
-        return _failed(error, 2)
-    except CheckpointError as error:
-        return _failed(error, 1)
+    except (UsageError, CheckpointError) as error:
+        return _failed(error, 2 if isinstance(error, UsageError) else 1)
     except RanksError as error:
         return _failed(f"{error}\nWhat was saved is there: give the same command with --resume", 1)
 
@@ -80,17 +87,6 @@ def _run(argv: Sequence[str]) -> int:
 def _failed(error: object, code: int) -> int:
     print(f"cpu_pretraining: error: {error}", file=sys.stderr, flush=True)
     return code
-
-
-def _make_folder(folder: Path, option: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make the folder {folder}: {error.strerror}; choose another {option}"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"no permission to write to {folder}; choose another {option}")
 
 
 def _set_aside(folder: Path) -> None:

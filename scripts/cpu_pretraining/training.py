@@ -159,13 +159,11 @@ def _pace_on_all_ranks(rate: float) -> int:
 
     On loopback a transfer is a copy, which costs the CPU that should compute meanwhile: nothing can
     be hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
-    direction and one process group, as each group has connections of its own: one link for all that
-    compares, since lanes keep the transfers of a pair and direction together, and collectives are
-    of one group.
+    direction and one process group; all forms send their bulk data over one of these.
 
     Raises:
-        UsageError: the kernel of a rank refuses; on every rank, and nothing trains over links that
-            only seem to have a rate.
+        UsageError: the kernel of a rank refuses; on every rank, so that nothing trains over links
+            that only seem to have a rate.
     """
     outcome = pace(rate * 1e6)
     problems = [""] * dist.get_world_size()
@@ -224,10 +222,11 @@ class Training:
             if args.link_rate is not None and len(outcome.entries) == 1:
                 # Some connections may have come with the first use of their group.
                 links = _pace_on_all_ranks(args.link_rate)
-                self._say(f" links: {links} connections of rank 0 at {args.link_rate:g} MB/s")
-            if log:
+                if self.rank == 0:
+                    print(f" links: {links} connections of rank 0 at {args.link_rate:g} MB/s")
+            if log is not None:
                 log.append(entry)
-            self._say(_iteration_line(args.train_iters, entry))
+                print(_iteration_line(args.train_iters, entry), flush=True)
             last = self.iteration == args.train_iters
             due = args.save_interval and self.iteration % args.save_interval == 0
             if not args.compare and (due or last or outcome.stopped):
@@ -235,10 +234,6 @@ class Training:
         self._finish_parameters()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
-
-    def _say(self, line: str) -> None:
-        if self.rank == 0:
-            print(line, flush=True)
 
     def _iteration(self, stop: Event) -> tuple[dict[str, Any], list[Wait], bool]:
         """One optimizer step: metrics, this rank's waits, and whether a rank was told to stop."""
@@ -248,11 +243,15 @@ class Training:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._forward_backward()
-        self._check_finite("lm loss", loss)
         with cuda_means_cpu():
             _, grad_norm, _ = self.optimizer.step()
         # Too late for these weights, but before they could replace a good checkpoint.
-        self._check_finite("grad norm", float(grad_norm))
+        for what, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
+            if not math.isfinite(value):
+                raise TrainingDivergedError(
+                    f"iteration {self.iteration + 1}: {what} is {value}; the weights of this "
+                    f"iteration were not saved. Lower --lr (now {args.lr})"
+                )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(args.global_batch_size)
         self.iteration += 1
@@ -274,13 +273,6 @@ class Training:
             "lr": learning_rate,
         }
         return entry, waits, stopping > 0
-
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise TrainingDivergedError(
-                f"iteration {self.iteration + 1}: {what} is {value}; the weights of this "
-                f"iteration were not saved. Lower --lr (now {self.args.lr})"
-            )
 
     def _forward_backward(self) -> float:
         """Gradients of a global batch, and its mean loss over all replicas."""
@@ -319,18 +311,16 @@ class Training:
             yield [tokens[:, self.own_rows].contiguous() for tokens in batch]
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module) -> tuple[Any, Any]:
+        """The losses ``[B, s]`` of this rank's tokens, and what makes one number of them."""
+
+        def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = losses.float().mean()
+            # The schedule divides by the micro-batches and multiplies by the context-parallel size:
+            # it expects what a rank's tokens add to the mean of the whole sequence.
+            return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
+
         inputs, labels = next(batches)
-        losses = model(inputs, self.positions, self.mask, labels=labels)  # [B, s]
-        return losses, self._mean_loss
-
-    def _mean_loss(self, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Mean over the tokens of this rank; the schedule divides by the number of micro-batches.
-
-        The schedule also multiplies by the context-parallel size: it expects what a rank's tokens
-        add to the mean of the whole sequence.
-        """
-        loss = losses.float().mean()
-        return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
+        return model(inputs, self.positions, self.mask, labels=labels), mean
 
     def _finish_parameters(self) -> None:
         """With their gather overlapped, parameters arrive in the next forward; have them now."""
@@ -343,8 +333,7 @@ class Training:
         training = {
             "model": self.model.module.state_dict(),
             "optimizer": [
-                (_parameters(inner), inner.state_dict()["state"])
-                for inner in _inner_optimizers(self.optimizer)
+                (_parameters(inner), inner.state_dict()["state"]) for inner in self._optimizers()
             ],
             "scheduler": self.scheduler.state_dict(),
             "rng": torch.get_rng_state(),
@@ -352,7 +341,8 @@ class Training:
         }
         facts = run_facts(self.args, self.corpus.fingerprint())
         folder = save_state(self.folder / "checkpoints", self.iteration, training, facts)
-        self._say(f" saved checkpoint {folder}")
+        if self.rank == 0:
+            print(f" saved checkpoint {folder}", flush=True)
 
     def restore(self, found: Path) -> None:
         """Continue from ``found`` exactly where it was written.
@@ -363,8 +353,7 @@ class Training:
         saved = load_state(found, self.rank)
         self.iteration, state = saved["iteration"], saved["training"]
         self.model.module.load_state_dict(state["model"])
-        inner_optimizers = _inner_optimizers(self.optimizer)
-        for inner, (values, kept) in zip(inner_optimizers, state["optimizer"], strict=True):
+        for inner, (values, kept) in zip(self._optimizers(), state["optimizer"], strict=True):
             for parameter, value in zip(_parameters(inner), values, strict=True):
                 parameter.copy_(value)
             # Groups stay those of this command line: they hold learning rates, not state.
@@ -374,11 +363,10 @@ class Training:
         torch.set_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["rng_tracker"])
 
-
-def _inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """torch's optimizers inside Megatron's: they own the fp32 parameters and the Adam state."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [one.optimizer for one in chained if one.optimizer is not None]
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """torch's optimizers inside Megatron's: they own the fp32 parameters and the Adam state."""
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [one.optimizer for one in chained if one.optimizer is not None]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.bench.wire import connected_sockets
-from scripts.free_port import free_port
+from tests.free_port import free_port
 from tests.distributed.programs import watch_posts
 from tests.distributed.ranks import set_up_process
 from tests.limits import BRIEF, LIMIT, PATIENT

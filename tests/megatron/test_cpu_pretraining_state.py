@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining.arguments import UsageError, parse_arguments
 from scripts.cpu_pretraining.checkpoint import (
     CheckpointError,
@@ -18,6 +20,7 @@ from scripts.cpu_pretraining.checkpoint import (
     load_state,
     run_facts,
 )
+from scripts.cpu_pretraining.compare import forms
 from scripts.cpu_pretraining.data import load_corpus
 from scripts.cpu_pretraining.outcome import MetricsLog, plot_loss, read_metrics
 
@@ -32,6 +35,27 @@ def write_checkpoint(folder: Path, name: str) -> Path:
     state = {"run": facts_of(), "iteration": 3, "training": {}}
     torch.save(state, checkpoint / "rank_0.pt")
     return checkpoint
+
+
+@pytest.mark.parametrize(("codes", "end"), [([0, 0], 0), ([0, 1], 1), ([0, 2], 0), ([1], 1)])
+def test_without_options_the_command_ends_with_a_demonstration(
+    codes: list[int], end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[argparse.Namespace] = []
+
+    def run(argv: Sequence[str]) -> int:
+        asked.append(parse_arguments(argv))
+        return codes[len(asked) - 1]
+
+    monkeypatch.setattr(command, "_run", run)
+    assert command.main([]) == end
+    assert len(asked) == len(codes)
+    if len(asked) == 2:
+        assert asked[1].link_rate is not None
+        assert forms(asked[1]) == ["megatron", "overlap"]
+    asked.clear()
+    assert command.main(["--lr", "1"]) == codes[0]
+    assert len(asked) == 1
 
 
 def test_the_latest_complete_checkpoint_is_found_and_two_are_kept(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
-from scripts.free_port import free_port
+from tests.free_port import free_port
 
 LAYOUTS = ("SBH", "BSH", "BSND", "BNSD")
 
