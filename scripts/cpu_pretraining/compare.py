@@ -50,11 +50,11 @@ def _pairs(outcomes: Outcomes) -> list[tuple[str, str]]:
 
 def identical(outcomes: Outcomes) -> bool:
     """Whether overlap changed no bit of losses and weights, in either pair."""
-    return all(
-        outcomes[one].weights_sha256 == outcomes[other].weights_sha256
-        and outcomes[one].losses == outcomes[other].losses
-        for one, other in _pairs(outcomes)
-    )
+    return all(_same(outcomes[one], outcomes[other]) for one, other in _pairs(outcomes))
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    return one.weights_sha256 == other.weights_sha256 and one.losses == other.losses
 
 
 def report(outcomes: Outcomes) -> list[str]:
@@ -66,6 +66,9 @@ def report(outcomes: Outcomes) -> list[str]:
     for form, one in outcomes.items():
         said.append(f"final lm loss, {form}: {one.losses[one.iteration]:.9g}")
         said.append(f"sha256 of all weights, {form}: {one.weights_sha256}")
+    for form, other in _pairs(outcomes):
+        same = "equal" if _same(outcomes[form], outcomes[other]) else "not equal"
+        said.append(f"losses and weights, {form} and {other}: {same} bit for bit")
     if fused := outcomes.get("commfuse"):
         said += [f"commfuse: {line}" for line in fused.layers]
         megatron = outcomes["megatron"]
@@ -101,9 +104,9 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
         low, high = (100 * (1 - part) for part in
                      (with_it.slow / without.fast, with_it.fast / without.slow))  # fmt: skip
         yield (
-            f"{other} against {form}: an iteration is {abs(less):.1f} % "
-            f"{'shorter' if less >= 0 else 'longer'} ({with_it.middle:.3f} s for "
-            f"{without.middle:.3f} s; shorter by {low:.1f} to {high:.1f} % by the quartiles of "
+            f"time of an iteration, {other} against {form}: {abs(less):.1f} % "
+            f"{'shorter' if less >= 0 else 'longer'} ({with_it.middle:.3f} s, not "
+            f"{without.middle:.3f} s; {low:.1f} to {high:.1f} % shorter by the quartiles of "
             f"{counted} iterations)"
         )
     if "commfuse" in outcomes and megatron.link != "loopback":

@@ -101,6 +101,9 @@ def test_the_verdict_sees_one_bit(form: str | None, changed: Outcome | None) -> 
     assert compare.identical(found) is (form is None)
     said = compare.report(found)
     assert f"sha256 of all weights, overlap: {found['overlap'].weights_sha256}" in said
+    same = [f"{'not ' * (other == form)}equal bit for bit" for other in ("commfuse", "overlap")]
+    assert f"losses and weights, plain and commfuse: {same[0]}" in said
+    assert f"losses and weights, megatron and overlap: {same[1]}" in said
     if form != "commfuse":
         assert said[3].split() == ["2", "2.5", "2.5", "2.75", "2.75"]
         assert any("largest loss difference 0.25, weights not equal" in line for line in said)
@@ -110,22 +113,25 @@ def test_the_verdict_sees_one_bit(form: str | None, changed: Outcome | None) -> 
 def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it(counted: int) -> None:
     slow, fast = (of_times(9, 9, 9, *(base + at for at in range(counted))) for base in (20, 11))
     found = {"plain": slow, "commfuse": fast, "megatron": slow, "overlap": slow}
-    said = [line for line in compare.report(found) if " an iteration is " in line]
+    time = "time of an iteration, "
+    said = [line for line in compare.report(found) if line.startswith(time)]
     if counted == 9:
         assert not said
         assert "give --train-iters 13 or more" in compare.report(found)[-1]
         return
     shorter = (
-        "an iteration is 36.7 % shorter (0.015 s for 0.025 s; shorter by 20.2 to 50.5 % by the "
-        "quartiles of 10 iterations)"
+        "36.7 % shorter (0.015 s, not 0.025 s; 20.2 to 50.5 % shorter by the quartiles of 10 "
+        "iterations)"
     )
-    assert said[:2] == [f"commfuse against {form}: {shorter}" for form in ("plain", "megatron")]
-    assert "overlap against megatron: an iteration is 0.0 % shorter" in said[2]
+    assert said[:2] == [
+        f"{time}commfuse against {form}: {shorter}" for form in ("plain", "megatron")
+    ]
+    assert "overlap against megatron: 0.0 % shorter" in said[2]
     assert "twice those of the fused layers" in compare.report(found)[-1]
     only = {form: found[form] for form in ("megatron", "overlap")}
     assert "twice" not in compare.report(only)[-1]
     only["overlap"] = of_times(9, 9, 9, *range(30, 40))
-    assert "an iteration is 40.8 % longer" in compare.report(only)[-1]
+    assert "megatron: 40.8 % longer" in compare.report(only)[-1]
 
 
 def test_timelines_show_where_a_rank_waits(tmp_path: Path) -> None:
