@@ -78,7 +78,7 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
     "training": (
         ("micro-batch-size", 4, whole(1), "samples of a forward"),
         ("global-batch-size", 8, whole(1), "samples of an iteration"),
-        ("train-iters", 200, whole(1), "iterations"),
+        ("train-iters", 160, whole(1), "iterations"),
         ("lr", 0.002, _number(0.0), "after the warm-up, a 25th of the run; falls to a tenth"),
         ("use-distributed-optimizer", False, bool, "its state sharded over the replicas"),
         ("overlap-grad-reduce", False, bool, "behind the backward"),

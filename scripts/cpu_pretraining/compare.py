@@ -16,6 +16,7 @@ difference in time comes with the range that the quartiles give, and not at all 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -128,17 +129,19 @@ def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
     """
     rows = []
     for form, outcomes in ranks.items():
-        if (speed := outcomes[0].speed) is None:
+        seconds = outcomes[0].fastest
+        if seconds == math.inf:
             return None
-        bits = []
+        bits, waited = [], 0.0
         for rank, one in enumerate(outcomes):
-            end = 1e3 * one.fastest
+            end = 1e3 * seconds
+            waited += sum(until - begin for begin, until in one.waits) / len(outcomes)
             waits = [(1e3 * begin, 1e3 * until) for begin, until in one.waits]
             bits += [Bit(f"rank {rank}", "waits", *wait, "waiting") for wait in waits]
             for (_, begin), (until, _) in pairwise([(0.0, 0.0), *waits, (end, end)]):
                 bits.append(Bit(f"rank {rank}", "computes", begin, until, "work"))
-        said = (f"{form}, {_TITLES[form]}: {speed.middle:.3f} s, of which {speed.blocked:.3f} s "
-                "waiting for transfers")  # fmt: skip
+        said = (f"{form}, {_TITLES[form]}: {seconds:.3f} s, of which {waited:.3f} s waiting for "
+                "transfers")  # fmt: skip
         rows.append(Row(said, tuple(f"rank {rank}" for rank in range(len(outcomes))), tuple(bits)))
     link = next(iter(ranks.values()))[0].link
     return gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)

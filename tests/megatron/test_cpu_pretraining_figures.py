@@ -148,6 +148,9 @@ def test_timelines_show_where_a_rank_waits(tmp_path: Path) -> None:
         ("computes", "rank 1", "2.000", "4.000"),
     ]
     assert second[-1][3] == "2.000"
+    assert found.tables[0].caption == (
+        "megatron, Megatron's own order: 0.004 s, of which 0.001 s waiting for transfers"
+    )
     early = {"megatron": [of_times(9, 9)], "overlap": [of_times(9, 9)]}
     assert "was not drawn: no iteration after the first 3" in compare.draw_timelines(
         early, tmp_path / "a.png"
