@@ -23,9 +23,9 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-told="$(PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
+output="$(PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
     "${PYTHON:-python3}" -m commfuse_npu.tools.launch_command "$@")"
-log="${told%%$'\n'*}" command="${told#*$'\n'}"
+log="${output%%$'\n'*}" command="${output#*$'\n'}"
 if [ "${DRY_RUN:-0}" = 1 ]; then
     echo "$command"
     exit

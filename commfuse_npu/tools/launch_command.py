@@ -75,7 +75,7 @@ class _Variables:
             return value
         if not self.dry_run:
             raise ConfigError(f"{name} is not set; set it to {meaning}")
-        _say(f"{name} is not set; <{name}> stands for it")
+        _print(f"{name} is not set; <{name}> stands for it")
         return f"<{name}>"
 
     def existing(self, name: str, meaning: str) -> str:
@@ -86,7 +86,7 @@ class _Variables:
         return value
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"pretrain: {line}", file=sys.stderr)
 
 
@@ -141,10 +141,10 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
 
     options = config.arguments()
     tokenizer = config.tokenizer_option
-    if tokenizer and not _given(arguments, tokenizer):
+    if tokenizer and not _has(arguments, tokenizer):
         meaning = "the file or folder of the tokenizer"
         options += [tokenizer, variables.existing("TOKENIZER_MODEL", meaning)]
-    if not _given(arguments, "--mock-data", "--data-path", "--train-data-path"):
+    if not _has(arguments, "--mock-data", "--data-path", "--train-data-path"):
         meaning = "the prefix of the preprocessed data, or pass --mock-data"
         options += ["--data-path", variables.existing("DATA_PATH", meaning)]
     options += ["--split", "100,0,0", *_OUTPUT.split()]
@@ -154,7 +154,7 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     entry, log = ["pretrain_gpt.py"], f"train_{file.stem}"
     if use_commfuse:
         options += fused or ["--use-commfuse"]
-        alone = _given([*arguments, *options], "--commfuse-ulysses", "--commfuse-dp")
+        alone = _has([*arguments, *options], "--commfuse-ulysses", "--commfuse-dp")
         if config.tensor_model_parallel_size == 1 and not alone:
             raise ConfigError(
                 "USE_COMMFUSE=1 with TP 1: a group of one has nothing to transfer; choose TP of at "
@@ -181,7 +181,7 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     )
 
 
-def _given(arguments: Sequence[str], *options: str) -> bool:
+def _has(arguments: Sequence[str], *options: str) -> bool:
     return any(word.partition("=")[0] in options for word in arguments)
 
 
@@ -190,9 +190,9 @@ def _checkpoints(
 ) -> list[str]:
     """Options to load and save; says when weights would be trained on as if from scratch."""
     load, save = variables.get("CKPT_LOAD_DIR"), variables.get("CKPT_SAVE_DIR")
-    fresh = load != save if load else all(_given(arguments, o) for o in ("--load", "--finetune"))
-    if fresh and not _given(arguments, "--lr"):
-        _say(
+    fresh = load != save if load else all(_has(arguments, o) for o in ("--load", "--finetune"))
+    if fresh and not _has(arguments, "--lr"):
+        _print(
             f"warning: weights are loaded, and --lr {rate} of {file} is a peak for training from "
             "scratch; MindSpeed-LLM's launches go on with 1.25e-6 (7B, 8B) and 1e-6 (13B, 70B): "
             "pass --lr and --min-lr"
@@ -211,5 +211,5 @@ if __name__ == "__main__":
         print(*launch_command(sys.argv[1:], {**os.environ, "PYTHONPATH": paths}), sep="\n")
     except ConfigError as error:
         for line in str(error).splitlines():
-            _say(f"error: {line}")
+            _print(f"error: {line}")
         sys.exit(2)

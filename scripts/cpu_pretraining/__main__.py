@@ -1,7 +1,7 @@
-"""`python -m scripts.cpu_pretraining OPTIONS`: check the request, start the ranks, say what came.
+"""`python -m scripts.cpu_pretraining OPTIONS`: check the options, start the ranks, report.
 
-What can be wrong in the request is found before any rank starts, in a second. Only whether
-connections can have the rate of `--link-rate`, and whether anything is fused, shows later.
+Errors in the options are reported within a second, before any rank starts. Only two show later:
+whether connections can have the rate of `--link-rate`, and whether anything is fused.
 
 Exit codes: 0 done, 1 failed or not identical (`--compare`), 2 wrong request, 130 stopped by Ctrl-C
 and 143 by SIGTERM, both with a checkpoint.
@@ -53,10 +53,10 @@ def _run(argv: Sequence[str]) -> int:
     try:
         args = parse_arguments(argv)
         corpus = load_corpus(args.data_path, args.seq_length)
-        folder, found, notes = args.runs_dir / args.name, None, list[str]()
+        folder, checkpoint, notes = args.runs_dir / args.name, None, list[str]()
         if args.resume:
             facts = run_facts(args, corpus.fingerprint())
-            found, notes = find_checkpoint(folder / "checkpoints", facts)
+            checkpoint, notes = find_checkpoint(folder / "checkpoints", facts)
         for path, option in (
             (folder, "--runs-dir"),
             (args.commfuse_order_log, "--commfuse-order-log"),
@@ -70,12 +70,12 @@ def _run(argv: Sequence[str]) -> int:
             if not os.access(path or folder, os.W_OK | os.X_OK):
                 raise UsageError(f"no permission to write to {path}; choose another {option}")
         print(f"data: {corpus.source}, {corpus.documents} documents, {len(corpus.tokens)} tokens")
-        if found is not None:
-            print("\n".join([*(f"note: {note}" for note in notes), f"resuming from {found}"]))
+        if checkpoint is not None:
+            print("\n".join([*(f"note: {note}" for note in notes), f"resuming from {checkpoint}"]))
         elif not args.compare and any(folder.glob("checkpoints/iter_*")):
             _set_aside(folder)
         sys.stdout.flush()
-        return _train(args, corpus, folder, found)
+        return _train(args, corpus, folder, checkpoint)
     except KeyboardInterrupt:  # there are no ranks yet
         return 128 + signal.SIGINT
     except (UsageError, CheckpointError) as error:
@@ -100,14 +100,14 @@ def _set_aside(folder: Path) -> None:
 
 @contextmanager
 def _started(args: argparse.Namespace) -> Iterator[tuple[Ranks, list[int]]]:
-    """The ranks, and the signals to stop that came: each is passed on to the ranks.
+    """The ranks, and the numbers of the signals received; each signal is passed on to the ranks.
 
-    What comes while they start waits until they can take it.
+    A signal that arrives while the ranks start is held back until they can handle it.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def pass_on(number: int, _: Any) -> None:
-        came.append(number)
+        received.append(number)
         for rank in multiprocessing.active_children():
             rank.terminate()
 
@@ -122,24 +122,24 @@ def _started(args: argparse.Namespace) -> Iterator[tuple[Ranks, list[int]]]:
         with Ranks(args.world_size, device="cpu", timeout=60 * minutes, worker=worker) as ranks:
             ranks.timeout = _FOREVER
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            yield ranks, came
+            yield ranks, received
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, found: Path | None) -> int:
+def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, checkpoint: Path | None) -> int:
     folders = {"plain" if args.plain else "commfuse" if args.use_commfuse else "megatron": folder}
     if args.compare:
         folder /= "compare"
         folders = {form: folder / form for form in compare.forms(args)}
     outcomes: dict[str, list[Outcome]] = {}
-    with _started(args) as (ranks, came):
+    with _started(args) as (ranks, received):
         for form, where in folders.items():
             if args.compare:
                 print(f"--- training: {form}", flush=True)
-            outcomes[form] = ranks.ask("train", args, corpus, form, where, found)
+            outcomes[form] = ranks.ask("train", args, corpus, form, where, checkpoint)
             if wrong := next((one for one in outcomes[form] if one.error), None):
                 return _failed(wrong.error, wrong.code)
             outcome = outcomes[form][0]
@@ -152,7 +152,7 @@ def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, found: Path |
         _report(outcome, folder)
     if not outcome.stopped:
         return _compared(outcomes, folder) if args.compare else 0
-    number = came[0] if came else signal.SIGTERM
+    number = received[0] if received else signal.SIGTERM
     again = "give the same command with --resume to go on"
     if args.compare:
         again = "a comparison cannot be resumed, start it again"

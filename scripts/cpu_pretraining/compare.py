@@ -60,27 +60,27 @@ def _same(one: Outcome, other: Outcome) -> bool:
 
 def report(outcomes: Outcomes) -> list[str]:
     """Losses (nine digits tell any two float32 apart), hashes, speeds and differences."""
-    said = ["", f"{'iteration':>9} " + " ".join(f"{form:>15}" for form in outcomes)]
+    printed = ["", f"{'iteration':>9} " + " ".join(f"{form:>15}" for form in outcomes)]
     for iteration in outcomes["megatron"].losses:
         row = " ".join(f"{one.losses[iteration]:15.9g}" for one in outcomes.values())
-        said.append(f"{iteration:9d} {row}")
+        printed.append(f"{iteration:9d} {row}")
     for form, one in outcomes.items():
-        said.append(f"final lm loss, {form}: {one.losses[one.iteration]:.9g}")
-        said.append(f"sha256 of all weights, {form}: {one.weights_sha256}")
+        printed.append(f"final lm loss, {form}: {one.losses[one.iteration]:.9g}")
+        printed.append(f"sha256 of all weights, {form}: {one.weights_sha256}")
     for form, other in _pairs(outcomes):
         same = "equal" if _same(outcomes[form], outcomes[other]) else "not equal"
-        said.append(f"losses and weights, {form} and {other}: {same} bit for bit")
+        printed.append(f"losses and weights, {form} and {other}: {same} bit for bit")
     if fused := outcomes.get("commfuse"):
-        said += [f"commfuse: {line}" for line in fused.layers]
+        printed += [f"commfuse: {line}" for line in fused.layers]
         megatron = outcomes["megatron"]
         difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
         same = "equal" if fused.weights_sha256 == megatron.weights_sha256 else "not equal"
-        said.append(f"commfuse against Megatron's unsplit GEMMs: largest loss difference "
+        printed.append(f"commfuse against Megatron's unsplit GEMMs: largest loss difference "
                     f"{difference:.3g}, weights {same} bit for bit")  # fmt: skip
     for form, one in outcomes.items():
         if speed := one.describe_speed():
-            said.append(f"tokens/s, {form}: {speed}")
-    return said + list(_times(outcomes))
+            printed.append(f"tokens/s, {form}: {speed}")
+    return printed + list(_times(outcomes))
 
 
 def _times(outcomes: Outcomes) -> Iterator[str]:
@@ -140,9 +140,10 @@ def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
             bits += [Bit(f"rank {rank}", "waits", *wait, "waiting") for wait in waits]
             for (_, begin), (until, _) in pairwise([(0.0, 0.0), *waits, (end, end)]):
                 bits.append(Bit(f"rank {rank}", "computes", begin, until, "work"))
-        said = (f"{form}, {_TITLES[form]}: {seconds:.3f} s, of which {waited:.3f} s waiting for "
-                "transfers")  # fmt: skip
-        rows.append(Row(said, tuple(f"rank {rank}" for rank in range(len(outcomes))), tuple(bits)))
+        heading = (f"{form}, {_TITLES[form]}: {seconds:.3f} s, of which {waited:.3f} s waiting for "
+                   "transfers")  # fmt: skip
+        lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
+        rows.append(Row(heading, lanes, tuple(bits)))
     link = next(iter(ranks.values()))[0].link
     return gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
 

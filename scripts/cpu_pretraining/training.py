@@ -56,9 +56,14 @@ class Worker:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def train(
-        self, args: argparse.Namespace, corpus: Corpus, form: str, folder: Path, found: Path | None
+        self,
+        args: argparse.Namespace,
+        corpus: Corpus,
+        form: str,
+        folder: Path,
+        checkpoint: Path | None,
     ) -> Outcome:
-        """Train from the seed, or from a checkpoint that was found, and write below ``folder``.
+        """Train from the seed, or from ``checkpoint``, and write below ``folder``.
 
         Collective. A rank that was told to stop ends it for all after the running iteration.
         Errors that are expected are in the outcome.
@@ -83,8 +88,8 @@ class Worker:
                     overlapping = Overlapping(order_log=args.commfuse_order_log)
                     wrap = overlapping.get_forward_backward_func_wrapper
                     training.forward_backward = wrap(get_forward_backward_func)()
-                if found is not None:
-                    training.restore(found)
+                if checkpoint is not None:
+                    training.restore(checkpoint)
                 outcome = training.run(self._stop)
                 outcome.layers = describe()
                 return outcome
@@ -344,13 +349,13 @@ class Training:
         if self.rank == 0:
             print(f" saved checkpoint {folder}", flush=True)
 
-    def restore(self, found: Path) -> None:
-        """Continue from ``found`` exactly where it was written.
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from ``checkpoint`` exactly where it was written.
 
         Raises:
             CheckpointError: it could not be read.
         """
-        saved = load_state(found, self.rank)
+        saved = load_state(checkpoint, self.rank)
         self.iteration, state = saved["iteration"], saved["training"]
         self.model.module.load_state_dict(state["model"])
         for inner, (values, kept) in zip(self._optimizers(), state["optimizer"], strict=True):

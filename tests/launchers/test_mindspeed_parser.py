@@ -61,12 +61,19 @@ def test_it_is_accepted_and_means_what_the_file_says(model, commfuse, tmp_path) 
     )
     args = parsed(words[words.index("pretrain_gpt.py") + 1 :], config.world_size)
     same = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads seq_length rotary_base lr "
-        "group_query_attention norm_epsilon sequence_parallel min_lr tensor_model_parallel_size "
-        "pipeline_model_parallel_size context_parallel_size micro_batch_size global_batch_size "
-        "data_parallel_size tokenizer_type untie_embeddings_and_output_weights "
-        "make_vocab_size_divisible_by bf16"
-    ).split()
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"),
+        *(
+            "group_query_attention",
+            "rotary_base",
+            "norm_epsilon",
+            "sequence_parallel",
+            "lr",
+            "min_lr",
+        ),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("micro_batch_size", "global_batch_size", "data_parallel_size", "tokenizer_type"),
+        *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "bf16"),
+    )
     grouped = config.num_query_groups != config.num_attention_heads
     wanted = {"group_query_attention": grouped}
     wanted |= {name: getattr(config, name) for name in same if name not in wanted}

@@ -256,21 +256,10 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
     assert str(error.value) == f"{path}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot read the configuration {}: No such file or directory"),
-        ("- a\n", "{} holds list, not a mapping of name: value"),
-        ("a: [", "{} is not valid yaml"),
-    ],
-)
-def test_what_is_no_configuration_is_refused(tmp_path, content, message) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    if content is not None:
-        path.write_text(content, "utf-8")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"cannot read the configuration {path}: No such file"):
         ModelConfig.load(path)
-    assert str(error.value).startswith(message.format(path))
 
 
 @pytest.mark.parametrize(
