@@ -1,10 +1,3 @@
 #!/usr/bin/env bash
-# Pretrain Llama 2 70B, TP 8 and PP 4 on four nodes of 8 NPUs, with MindSpeed-LLM and CommFuse.
-#
-#   cd MindSpeed-LLM
-#   DATA_PATH=... TOKENIZER_MODEL=... bash <commfuse-npu>/scripts/pretrain_llama2_70b_ptd.sh
-#
-# configs/llama2_70b.yaml has shape and layout, launch_pretraining.sh says what else can be set.
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/launch_pretraining.sh"
-launch_pretraining llama2_70b "$@"
+# Pretrain Llama 2 70B, TP 8 and PP 4 on four nodes of 8 NPUs; launch_pretraining.sh says what can be set.
+exec bash "$(dirname "${BASH_SOURCE[0]}")/launch_pretraining.sh" llama2_70b "$@"

@@ -3,10 +3,6 @@
 A file per model is the single source of its shape, its training options and its parallel layout,
 for the launchers, for rehearsals and for a simulator.  Keys are the options of MindSpeed-LLM's
 ``pretrain_gpt.py``: ``num_layers`` is ``--num-layers``.
-
-The launchers ask it for the options::
-
-    python -m commfuse_npu.tools.model_config configs/llama3_8b.yaml -- --num-layers 4
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import argparse
 import difflib
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -480,35 +475,3 @@ def _whole(value: Any, where: str) -> int:
     if len(text) > _MOST_DIGITS:
         raise ConfigError(f"{where}: a number of {len(text)} digits; give at most {_MOST_DIGITS}")
     return int(text)
-
-
-def _main(arguments: Sequence[str]) -> int:
-    """Print ``arguments``, one per line, or one value; exit code 2 if the layout does not fit."""
-    own, options = list(arguments), []
-    if "--" in own:
-        position = own.index("--")
-        own, options = own[:position], own[position + 1 :]
-    parser = argparse.ArgumentParser(description="Print what a configuration says, checked.")
-    parser.add_argument("config", type=Path)
-    parser.add_argument(
-        "--emit",
-        choices=["arguments", "number_of_parameters", "tokenizer_option", *_KINDS],
-        default="arguments",
-        metavar="WHAT",
-        help="arguments, number_of_parameters, tokenizer_option or a key; one word per line",
-    )
-    given = parser.parse_args(own)
-    try:
-        config = ModelConfig.load(given.config, options)
-        config.validate()
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"{given.config.name}: error: {line}", file=sys.stderr)
-        return 2
-    value = config.arguments() if given.emit == "arguments" else getattr(config, given.emit)
-    print(*value if isinstance(value, (list, tuple)) else (value,), sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""`python -m scripts.cpu_pretraining OPTIONS`: check the request, start the ranks, say what came.
+"""`python -m scripts.cpu_pretraining OPTIONS`: check the options, start the ranks, report.
 
-What can be wrong in the request is found before any rank starts, in a second. Only whether
-connections can have the rate of `--link-rate`, and whether anything is fused, shows later.
+Errors in the options are reported within a second, before any rank starts. Only two show later:
+whether connections can have the rate of `--link-rate`, and whether anything is fused.
 
 Exit codes: 0 done, 1 failed or not identical (`--compare`), 2 wrong request, 130 stopped by Ctrl-C
 and 143 by SIGTERM, both with a checkpoint.
@@ -26,38 +26,60 @@ from . import compare
 from .arguments import UsageError, parse_arguments
 from .checkpoint import CheckpointError, find_checkpoint, run_facts
 from .data import Corpus, load_corpus
-from .metrics import Outcome, plot_loss, written
+from .outcome import Outcome, plot_loss, written
 
+_DEMONSTRATION = (
+    "--compare --no-use-commfuse --commfuse-fb-overlap --link-rate 80 --num-layers 2 "
+    "--micro-batch-size 2 --train-iters 13"
+)
+"""What the command without options shows at its end: Megatron's order, then with overlap."""
 _FOREVER = 2e6
 """Seconds that the ranks may take to train: 23 days; a poll takes no more."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, without options the demonstration after it; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    code = _run(argv)
+    if argv or code:
+        return code
+    print(f"\nWhat overlap is worth over slower links: the options {_DEMONSTRATION}", flush=True)
+    code = _run(_DEMONSTRATION.split())
+    return 0 if code == 2 else code  # said: these connections cannot have a rate
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
         args = parse_arguments(argv)
         corpus = load_corpus(args.data_path, args.seq_length)
-        folder, found, notes = args.runs_dir / args.name, None, list[str]()
+        folder, checkpoint, notes = args.runs_dir / args.name, None, list[str]()
         if args.resume:
             facts = run_facts(args, corpus.fingerprint())
-            found, notes = find_checkpoint(folder / "checkpoints", facts)
-        _make_folder(folder, "--runs-dir")
-        if args.commfuse_order_log is not None:
-            _make_folder(Path(args.commfuse_order_log), "--commfuse-order-log")
+            checkpoint, notes = find_checkpoint(folder / "checkpoints", facts)
+        for path, option in (
+            (folder, "--runs-dir"),
+            (args.commfuse_order_log, "--commfuse-order-log"),
+        ):
+            try:
+                Path(path or folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot make the folder {path}: {error.strerror}; choose another {option}"
+                ) from error
+            if not os.access(path or folder, os.W_OK | os.X_OK):
+                raise UsageError(f"no permission to write to {path}; choose another {option}")
         print(f"data: {corpus.source}, {corpus.documents} documents, {len(corpus.tokens)} tokens")
-        if found is not None:
-            print("\n".join([*(f"note: {note}" for note in notes), f"resuming from {found}"]))
+        if checkpoint is not None:
+            print("\n".join([*(f"note: {note}" for note in notes), f"resuming from {checkpoint}"]))
         elif not args.compare and any(folder.glob("checkpoints/iter_*")):
             _set_aside(folder)
         sys.stdout.flush()
-        return _train(args, corpus, folder, found)
+        return _train(args, corpus, folder, checkpoint)
     except KeyboardInterrupt:  # there are no ranks yet
         return 128 + signal.SIGINT
-    except UsageError as error:
-        return _failed(error, 2)
-    except CheckpointError as error:
-        return _failed(error, 1)
+    except (UsageError, CheckpointError) as error:
+        return _failed(error, 2 if isinstance(error, UsageError) else 1)
     except RanksError as error:
         return _failed(f"{error}\nWhat was saved is there: give the same command with --resume", 1)
 
@@ -65,17 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(error: object, code: int) -> int:
     print(f"cpu_pretraining: error: {error}", file=sys.stderr, flush=True)
     return code
-
-
-def _make_folder(folder: Path, option: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make the folder {folder}: {error.strerror}; choose another {option}"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"no permission to write to {folder}; choose another {option}")
 
 
 def _set_aside(folder: Path) -> None:
@@ -89,14 +100,14 @@ def _set_aside(folder: Path) -> None:
 
 @contextmanager
 def _started(args: argparse.Namespace) -> Iterator[tuple[Ranks, list[int]]]:
-    """The ranks, and the signals to stop that came: each is passed on to the ranks.
+    """The ranks, and the numbers of the signals received; each signal is passed on to the ranks.
 
-    What comes while they start waits until they can take it.
+    A signal that arrives while the ranks start is held back until they can handle it.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def pass_on(number: int, _: Any) -> None:
-        came.append(number)
+        received.append(number)
         for rank in multiprocessing.active_children():
             rank.terminate()
 
@@ -107,48 +118,41 @@ def _started(args: argparse.Namespace) -> Iterator[tuple[Ranks, list[int]]]:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         minutes = args.distributed_timeout_minutes
-        worker = f"{compare.__package__}.worker:Worker"
+        worker = f"{compare.__package__}.training:Worker"
         with Ranks(args.world_size, device="cpu", timeout=60 * minutes, worker=worker) as ranks:
             ranks.timeout = _FOREVER
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            yield ranks, came
+            yield ranks, received
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, found: Path | None) -> int:
-    modes = {"plain" if args.plain else "commfuse" if args.use_commfuse else "megatron": folder}
+def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, checkpoint: Path | None) -> int:
+    folders = {"plain" if args.plain else "commfuse" if args.use_commfuse else "megatron": folder}
     if args.compare:
-        names = ("plain", "commfuse", "megatron", "overlap")[: 3 + args.commfuse_fb_overlap]
-        modes = {mode: folder / "compare" / mode for mode in names}
-    outcomes: dict[str, Outcome] = {}
-    with _started(args) as (ranks, came):
-        for mode, where in modes.items():
+        folder /= "compare"
+        folders = {form: folder / form for form in compare.forms(args)}
+    outcomes: dict[str, list[Outcome]] = {}
+    with _started(args) as (ranks, received):
+        for form, where in folders.items():
             if args.compare:
-                print(f"--- training with {mode} linear layers", flush=True)
-            ended: list[Outcome] = ranks.ask("train", args, corpus, mode, where, found)
-            if wrong := next((one for one in ended if one.error), None):
+                print(f"--- training: {form}", flush=True)
+            outcomes[form] = ranks.ask("train", args, corpus, form, where, checkpoint)
+            if wrong := next((one for one in outcomes[form] if one.error), None):
                 return _failed(wrong.error, wrong.code)
-            outcomes[mode] = outcome = ended[0]
+            outcome = outcomes[form][0]
             plot_loss(where)
             if outcome.stopped:
                 break
         if args.commfuse_order_log is not None:
             ranks.ask("close_order_log", args.commfuse_order_log)
     if not args.compare:
-        print("\n".join(outcome.layers))
-        if outcome.speed is not None:
-            print(f"tokens/s: {outcome.speed}")
-        if not outcome.losses:
-            print(
-                f"nothing to do: the run is at iteration {outcome.iteration}; raise --train-iters"
-            )
-        print(f"sha256 of all weights: {outcome.weights_sha256}\n{written(folder)}", flush=True)
+        _report(outcome, folder)
     if not outcome.stopped:
-        return _compared(args, outcomes, modes) if args.compare else 0
-    number = came[0] if came else signal.SIGTERM
+        return _compared(outcomes, folder) if args.compare else 0
+    number = received[0] if received else signal.SIGTERM
     again = "give the same command with --resume to go on"
     if args.compare:
         again = "a comparison cannot be resumed, start it again"
@@ -156,19 +160,20 @@ def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, found: Path |
     return 128 + number
 
 
-def _compared(
-    args: argparse.Namespace, outcomes: dict[str, Outcome], folders: dict[str, Path]
-) -> int:
-    print("\n".join(compare.report(outcomes)), flush=True)
-    if args.html is not None:
-        # A page that cannot be written costs no verdict: it is printed all the same.
-        try:
-            words = ["bash", "scripts/pretrain_llama_cpu.sh", *sys.argv[1:]]
-            compare.page(args.html, words, outcomes)
-            print(f"Written: {args.html}")
-        except (OSError, ValueError) as error:
-            _failed(f"--html {args.html} was not written: {error}", 0)
-    print("\n".join(map(written, folders.values())))
+def _report(outcome: Outcome, folder: Path) -> None:
+    print("\n".join(outcome.layers))
+    if speed := outcome.describe_speed():
+        print(f"tokens/s: {speed}")
+    if not outcome.entries:
+        print(f"nothing to do: the run is at iteration {outcome.iteration}; raise --train-iters")
+    print(f"sha256 of all weights: {outcome.weights_sha256}\n{written(folder)}", flush=True)
+
+
+def _compared(ranks: dict[str, list[Outcome]], folder: Path) -> int:
+    outcomes = {form: on_ranks[0] for form, on_ranks in ranks.items()}
+    said = [*(written(folder / form) for form in outcomes), *compare.report(outcomes)]
+    print("\n".join(said), flush=True)
+    print(compare.draw_timelines(ranks, folder / "timelines.png"))
     same = compare.identical(outcomes)
     print(f"identical: {same}", flush=True)
     return 0 if same else 1

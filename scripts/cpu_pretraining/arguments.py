@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments
-from commfuse_npu.tools.option_types import Parser, page, whole
+from commfuse_npu.tools.option_types import Parser, whole
 from mindspeed_patches.arguments import complete_options
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
 
-from .metrics import WARM_UP_ITERATIONS
+from .compare import forms
+from .outcome import WARM_UP_ITERATIONS
 
 __all__ = ["UsageError", "parse_arguments"]
 
@@ -77,7 +78,7 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
     "training": (
         ("micro-batch-size", 4, whole(1), "samples of a forward"),
         ("global-batch-size", 8, whole(1), "samples of an iteration"),
-        ("train-iters", 200, whole(1), "iterations"),
+        ("train-iters", 160, whole(1), "iterations"),
         ("lr", 0.002, _number(0.0), "after the warm-up, a 25th of the run; falls to a tenth"),
         ("use-distributed-optimizer", False, bool, "its state sharded over the replicas"),
         ("overlap-grad-reduce", False, bool, "behind the backward"),
@@ -91,17 +92,15 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("save-interval", 100, whole(0), "iterations between checkpoints; 0: one at the end"),
         ("name", "llama_tiny", _run_name, "of the folder below --runs-dir"),
         ("runs-dir", Path("runs"), Path, "where runs are kept"),
-        ("html", None, page, "with --compare: one page with the losses"),
+        ("resume", False, None, "go on from the latest checkpoint"),
+        ("compare", False, None, "train in each form; exit 1 unless overlap keeps every bit"),
+        ("plain", False, None,
+         "the plain form of what would be fused: collectives and GEMMs one after the other"),
+        ("bf16", False, None,
+         "9 times as long as fp32 without AVX512-BF16 or AMX, 0.7 times with it (measured)"),
     ),
 }  # fmt: skip
-"""By group: name, default, type and help of an option."""
-
-_REQUESTS = {
-    "resume": "go on from the latest checkpoint",
-    "compare": "train with plain, fused and Megatron's layers; exit 1 unless plain equals fused",
-    "plain": "the plain form of what would be fused: collectives and GEMMs one after the other",
-    "bf16": "9 times as long as fp32 without AVX512-BF16 or AMX, 0.7 times with it (measured)",
-}
+"""By group: name, default, type and help of an option; without a type, it is a flag."""
 
 
 def _parser() -> Parser:
@@ -114,14 +113,12 @@ def _parser() -> Parser:
     for title, options in _TABLE.items():
         group = parser.add_argument_group(title)
         for name, default, kind, said in options:
-            words: dict[str, Any] = {"type": kind, "help": said}
-            if kind is bool:
-                words = {"action": argparse.BooleanOptionalAction, "help": said}
+            words: dict[str, Any] = {"type": kind}
+            if isinstance(default, bool):
+                words = {"action": argparse.BooleanOptionalAction if kind else "store_true"}
             elif default is not None:
-                words["help"] += f" ({default})"
-            group.add_argument(f"--{name}", default=default, **words)
-    for name, said in _REQUESTS.items():
-        group.add_argument(f"--{name}", action="store_true", help=said)
+                said += f" ({default})"
+            group.add_argument(f"--{name}", default=default, help=said, **words)
     group.add_argument("--fp32", dest="bf16", action="store_false")
     overlap = {"commfuse_fb_overlap": FB_OVERLAP_OPTIONS["commfuse_fb_overlap"]}
     add_arguments(parser.add_argument_group("CommFuse"), OPTIONS | overlap)
@@ -179,24 +176,26 @@ def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:
+    rate, compared = args.link_rate, forms(args) if args.compare else []
+    elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)
     if args.overlap_param_gather and not (
         args.use_distributed_optimizer and args.overlap_grad_reduce
     ):
         yield ("--overlap-param-gather needs --use-distributed-optimizer and "
                "--overlap-grad-reduce; give all three, or leave it out")  # fmt: skip
-    if args.html is not None and not args.compare:
-        yield f"--html {args.html} is of a comparison; give --compare, too"
     if args.plain and (args.compare or not args.use_commfuse):
         yield ("--plain is the plain form of what would be fused, which --compare trains by "
                "itself; choose --use-commfuse, and leave --compare out")  # fmt: skip
     if args.compare and args.resume:
         yield "--compare trains from the beginning; leave --resume out"
-    elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)
     if args.compare and args.tensor_model_parallel_size == 1 and not elsewhere:
         yield ("--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
                "transfers anything; choose 2 or more, --commfuse-ulysses with context parallelism, "
                "or --commfuse-dp with --data-parallel-size of at least 2")  # fmt: skip
-    if (rate := args.link_rate) is not None and args.world_size == 1:
+    if len(compared) == 1:
+        yield ("--compare has nothing to compare with Megatron's own layers; leave "
+               "--no-use-commfuse out, or add --commfuse-fb-overlap")  # fmt: skip
+    if rate is not None and args.world_size == 1:
         yield (f"--link-rate {rate:g} needs links, but there is 1 process; choose "
                "--tensor-model-parallel-size 2 or more, or leave --link-rate out")  # fmt: skip
     if rate is not None and args.compare and args.train_iters <= WARM_UP_ITERATIONS:

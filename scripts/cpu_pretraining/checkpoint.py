@@ -36,7 +36,7 @@ _SHAPE = (
     *("use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size"),
 )
 # What the losses depend on as well: a change is allowed but ends bit-for-bit continuation.
-_COURSE = (*("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "seed"),)
+_COURSE = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "seed")
 
 
 class CheckpointError(RuntimeError):
@@ -61,18 +61,17 @@ def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> tuple[Path, lis
             f"there is no complete checkpoint in {checkpoints}; leave --resume out to start anew, "
             "or name the run with --name and --runs-dir"
         )
-    saved = load_state(folder, 0)["run"]
-    other = {name: saved.get(name) for name, now in facts.items() if saved.get(name) != now}
-    for name in _SHAPE:
-        if name in other:
+    saved, notes = load_state(folder, 0)["run"], []
+    for name, now in facts.items():
+        if (before := saved.get(name)) == now:
+            continue
+        if name in _SHAPE:
             raise UsageError(
-                f"{folder} was written with {name} {other[name]}, but this run has {facts[name]}; "
-                f"set {name} back to {other[name]}, or start anew under another --name"
+                f"{folder} was written with {name} {before}, but this run has {now}; "
+                f"set {name} back to {before}, or start anew under another --name"
             )
-    return folder, [
-        f"{name} differs from the checkpoint's ({before}, now {facts[name]}): losses will too"
-        for name, before in other.items()
-    ]
+        notes.append(f"{name} differs from the checkpoint's ({before}, now {now}): losses will too")
+    return folder, notes
 
 
 def load_state(folder: Path, rank: int) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def load_state(folder: Path, rank: int) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
         return {key: state[key] for key in ("run", "iteration", "training")}
-    except Exception as error:  # whatever comes to the mind of a file that is none
+    except Exception as error:  # a damaged file makes torch.load raise almost anything
         raise CheckpointError(
             f"{path} is missing or damaged ({type(error).__name__}); move {folder} away to go on "
             "from the checkpoint before"
@@ -101,14 +100,12 @@ def save_state(checkpoints: Path, iteration: int, training: Any, facts: dict[str
     final = checkpoints / f"iter_{iteration:07d}"
     partial = checkpoints / f".{final.name}.partial"
     rank = dist.get_rank()
-    with _together("prepare", partial):
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-    with _together("write", partial), (partial / f"rank_{rank}.pt").open("wb") as file:
-        torch.save({"run": facts, "iteration": iteration, "training": training}, file)
-        os.fsync(file.fileno())
-    with _together("publish", final):
+    with _on_all_ranks("write", partial):
+        partial.mkdir(parents=True, exist_ok=True)
+        with (partial / f"rank_{rank}.pt").open("wb") as file:
+            torch.save({"run": facts, "iteration": iteration, "training": training}, file)
+            os.fsync(file.fileno())
+    with _on_all_ranks("publish", final):
         if rank == 0:
             # There is one if the run goes on from an older checkpoint, which is kept meanwhile.
             shutil.rmtree(final, ignore_errors=True)
@@ -118,7 +115,7 @@ def save_state(checkpoints: Path, iteration: int, training: Any, facts: dict[str
 
 
 @contextmanager
-def _together(step: str, path: Path) -> Iterator[None]:
+def _on_all_ranks(step: str, path: Path) -> Iterator[None]:
     """A step of which all ranks learn whether every rank managed it; it ends like a barrier."""
     reason = ""
     try:

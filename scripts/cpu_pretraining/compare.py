@@ -1,138 +1,159 @@
 """`--compare`: the same training in several forms, and whether one changed a single bit.
 
-"plain" runs collectives and GEMMs one after the other, with the row blocks of the fused layers;
-"commfuse" runs the fused layers; "megatron" runs Megatron's own layers, whose GEMMs are not split.
-Plain and fused must agree in every loss and every weight. Megatron's are shown for information: a
-GEMM that is not split may round differently. With `--commfuse-fb-overlap`, "overlap" runs
-Megatron's layers once more, forwards beside backwards, and must agree with Megatron's in every bit.
+=========  =================================================================================
+plain      the fused layers' GEMMs, each after or before the whole collective
+commfuse   fused layers: transfers overlap with the GEMMs
+megatron   Megatron's own layers, whose GEMMs are not split and may round differently
+overlap    Megatron's own layers, forwards beside backwards (``--commfuse-fb-overlap``)
+=========  =================================================================================
+
+The second of each pair must agree with the first in every loss and every weight.
 
 The trainings run one after the other, so whatever else the machine does may fall on one of them: a
-ratio of speeds comes with the range that the quartiles give, and not at all from few iterations.
+difference in time comes with the range that the quartiles give, and not at all from few iterations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from commfuse_npu.tools.report.charts import Bar, Line, Picture, Table, bars, lines
-from commfuse_npu.tools.report.page import Section, environment, write_page
+from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
+from commfuse_npu.tools.report.drawing import draw
 
-from .metrics import WARM_UP_ITERATIONS, Outcome
+from .outcome import WARM_UP_ITERATIONS, Outcome
 
-__all__ = ["identical", "page", "pictures", "remarks", "report"]
+__all__ = ["draw_timelines", "forms", "identical", "report", "timelines"]
 
 Outcomes = Mapping[str, Outcome]
-"""By form: plain, commfuse, megatron and perhaps overlap."""
+"""By form, rank 0."""
 
+_PAIRS = (("plain", "commfuse"), ("megatron", "overlap"))
+"""Without and with overlap."""
+_TITLES = {"plain": "fused layers' GEMMs, blocking collectives", "commfuse": "fused layers",
+           "megatron": "Megatron's own order", "overlap": "forward-backward overlap"}  # fmt: skip
 _LEAST = 10
-"""Iterations behind a ratio of two speeds."""
-_TINTS = {"plain": "grey", "commfuse": "blue", "megatron": "orange", "overlap": "green"}
+"""Iterations behind a difference of two times."""
+
+
+def forms(args: argparse.Namespace) -> list[str]:
+    """What is compared under these options."""
+    fused = ["plain", "commfuse"] if args.use_commfuse else []
+    return [*fused, "megatron", *(["overlap"] if args.commfuse_fb_overlap else [])]
+
+
+def _pairs(outcomes: Outcomes) -> list[tuple[str, str]]:
+    return [pair for pair in _PAIRS if outcomes.keys() >= set(pair)]
 
 
 def identical(outcomes: Outcomes) -> bool:
-    """Whether fused is plain, and the overlap Megatron, in every bit of losses and weights."""
-    pairs = (("plain", "commfuse"), ("megatron", "overlap"))
-    return all(
-        outcomes[one].weights_sha256 == outcomes[other].weights_sha256
-        and outcomes[one].losses == outcomes[other].losses
-        for one, other in pairs
-        if other in outcomes
-    )
+    """Whether overlap changed no bit of losses and weights, in either pair."""
+    return all(_same(outcomes[one], outcomes[other]) for one, other in _pairs(outcomes))
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    return one.weights_sha256 == other.weights_sha256 and one.losses == other.losses
 
 
 def report(outcomes: Outcomes) -> list[str]:
-    """Loss columns (nine digits tell any two float32 apart), finals, hashes and differences."""
-    said = ["", f"{'iteration':>9} " + " ".join(f"{mode:>15}" for mode in outcomes)]
-    for iteration in outcomes["plain"].losses:
+    """Losses (nine digits tell any two float32 apart), hashes, speeds and differences."""
+    printed = ["", f"{'iteration':>9} " + " ".join(f"{form:>15}" for form in outcomes)]
+    for iteration in outcomes["megatron"].losses:
         row = " ".join(f"{one.losses[iteration]:15.9g}" for one in outcomes.values())
-        said.append(f"{iteration:9d} {row}")
-    for mode, one in outcomes.items():
-        said.append(f"final lm loss, {mode}: {one.losses[one.iteration]:.9g}")
-        said.append(f"sha256 of all weights, {mode}: {one.weights_sha256}")
-    said += [f"commfuse: {line}" for line in outcomes["commfuse"].layers]
-    said += [f"tokens/s, {mode}: {one.speed}" for mode, one in outcomes.items() if one.speed]
-    return said + remarks(outcomes)
+        printed.append(f"{iteration:9d} {row}")
+    for form, one in outcomes.items():
+        printed.append(f"final lm loss, {form}: {one.losses[one.iteration]:.9g}")
+        printed.append(f"sha256 of all weights, {form}: {one.weights_sha256}")
+    for form, other in _pairs(outcomes):
+        same = "equal" if _same(outcomes[form], outcomes[other]) else "not equal"
+        printed.append(f"losses and weights, {form} and {other}: {same} bit for bit")
+    if fused := outcomes.get("commfuse"):
+        printed += [f"commfuse: {line}" for line in fused.layers]
+        megatron = outcomes["megatron"]
+        difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
+        same = "equal" if fused.weights_sha256 == megatron.weights_sha256 else "not equal"
+        printed.append(f"commfuse against Megatron's unsplit GEMMs: largest loss difference "
+                    f"{difference:.3g}, weights {same} bit for bit")  # fmt: skip
+    for form, one in outcomes.items():
+        if speed := one.describe_speed():
+            printed.append(f"tokens/s, {form}: {speed}")
+    return printed + list(_times(outcomes))
 
 
-def remarks(outcomes: Outcomes) -> list[str]:
-    """Fused beside Megatron's GEMMs, and how the speeds compare, if enough iterations count.
+def _times(outcomes: Outcomes) -> Iterator[str]:
+    """How the times compare, if enough iterations count.
 
-    The range of a ratio: one mode at its fast quartile, the other at its slow one.
+    The range: one form at its fast quartile, the other at its slow one.
     """
-    fused, megatron = outcomes["commfuse"], outcomes["megatron"]
-    difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
-    same = "equal" if fused.weights_sha256 == megatron.weights_sha256 else "not equal"
-    said = [f"commfuse against Megatron's unsplit GEMMs: largest loss difference {difference:.3g}, "
-            f"weights {same} bit for bit"]  # fmt: skip
-    counted = len(fused.losses) - WARM_UP_ITERATIONS
-    if fused.speed is None or counted < _LEAST:
+    megatron = outcomes["megatron"]
+    counted = len(megatron.entries) - WARM_UP_ITERATIONS
+    if counted < _LEAST:
         enough = WARM_UP_ITERATIONS + _LEAST
-        return [*said, f"no ratio of tokens/s: give --train-iters {enough} or more"]
-    fast, middle, slow = fused.speed.seconds
-    for mode, one in outcomes.items():
-        if one.speed is not None and mode != "commfuse":
-            low, other, high = one.speed.seconds
-            said.append(
-                f"tokens/s, commfuse / {mode}: {other / middle:.3f} ({low / slow:.3f} to "
-                f"{high / fast:.3f} by the quartiles of {counted} iterations)"
-            )
-    if fused.speed.link != "loopback":
-        said.append(
+        yield f"no comparison of the times: give --train-iters {enough} or more"
+        return
+    pairs = _pairs(outcomes)
+    if "commfuse" in outcomes:
+        pairs.insert(1, ("megatron", "commfuse"))
+    for form, other in pairs:
+        without, with_it = outcomes[form].speed, outcomes[other].speed
+        assert without is not None
+        assert with_it is not None
+        less = 100 * (1 - with_it.middle / without.middle)
+        low, high = (100 * (1 - part) for part in
+                     (with_it.slow / without.fast, with_it.fast / without.slow))  # fmt: skip
+        yield (
+            f"time of an iteration, {other} against {form}: {abs(less):.1f} % "
+            f"{'shorter' if less >= 0 else 'longer'} ({with_it.middle:.3f} s, not "
+            f"{without.middle:.3f} s; {low:.1f} to {high:.1f} % shorter by the quartiles of "
+            f"{counted} iterations)"
+        )
+    if "commfuse" in outcomes and megatron.link != "loopback":
+        yield (
             "note: plain and Megatron's layers use torch's collectives over gloo, whose "
             "reduce-scatter sends the bytes of an all-reduce, twice those of the fused layers' "
-            "direct transfers. Over such links a part of the ratio is these bytes, not hiding"
+            "direct transfers. Over such links a part of the difference is these bytes, not overlap"
         )
-    return said
 
 
-def pictures(outcomes: Outcomes) -> list[Picture]:
-    """The losses, their difference to plain's, and seconds per iteration if measured."""
-    plain, losses, differences, times = outcomes["plain"].losses, [], [], []
-    for mode, one in outcomes.items():
-        points = tuple(one.losses.items())
-        losses.append(Line(mode, points, mode == "commfuse"))
-        off = tuple((i, loss - plain[i]) for i, loss in points)
-        differences.append(Line(mode, off, mode == "commfuse"))
-        if one.speed is not None:
-            low, middle, high = one.speed.seconds
-            times.append(Bar(mode, middle, low, high, f"{mode}: {one.speed}", _TINTS[mode]))
-    drawn = [
-        lines("Loss over the training, nats per byte, lower is better", "iteration", losses,
-              whole=True, show="{:.9g}".format),
-        lines("Difference of the loss to that of plain", "iteration", differences[1:],
-              line=("plain", 0.0), whole=True, show="{:.3g}".format),
-    ]  # fmt: skip
-    if times:
-        axis = "seconds, median and quartiles, lower is better"
-        drawn.append(bars("Time of an iteration", axis, times, ("megatron", times[2].value)))
-    return drawn
+def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
+    """The fastest iteration of each form, measured: when a rank computed, and when it waited.
 
+    Args:
+        ranks: by form, the outcome of each rank.
 
-def page(path: Path, words: Sequence[str], outcomes: Outcomes) -> None:
-    """Write the pictures and the verdict as a page; ``words``: the command.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: vl-convert-python is not installed.
+    Returns:
+        ``None`` if no iteration came after the warm-up.
     """
-    are = "are the same" if identical(outcomes) else "are not the same"
-    verdict = (
-        f"**Plain and fused {are}, bit for bit**, in every loss of "
-        f"{len(outcomes['plain'].losses)} iterations and every weight after them."
-    )
-    rows = tuple(
-        (mode, f"{one.losses[one.iteration]:.9g}", f"`{one.weights_sha256}`")
-        for mode, one in outcomes.items()
-    )
-    hashes = Table(("training", "last loss", "sha256 of all weights"), rows, "how they ended")
-    texts = ("Equal lines lie on each other, and the last one is seen.",
-             "0 is the same number; a difference that is not 0 has its size in the table.",
-             "The trainings ran one after the other.")  # fmt: skip
-    sections = [
-        Section(picture.title, (text,), picture)
-        for picture, text in zip(pictures(outcomes), texts, strict=False)
-    ]
-    sections.append(Section("Weights", (), None, (hashes,)))
-    said = [verdict, *remarks(outcomes)]
-    write_page(path, "Trainings compared", said, sections, environment(words))
+    rows = []
+    for form, outcomes in ranks.items():
+        seconds = outcomes[0].fastest
+        if seconds == math.inf:
+            return None
+        bits, waited = [], 0.0
+        for rank, one in enumerate(outcomes):
+            end = 1e3 * seconds
+            waited += sum(until - begin for begin, until in one.waits) / len(outcomes)
+            waits = [(1e3 * begin, 1e3 * until) for begin, until in one.waits]
+            bits += [Bit(f"rank {rank}", "waits", *wait, "waiting") for wait in waits]
+            for (_, begin), (until, _) in pairwise([(0.0, 0.0), *waits, (end, end)]):
+                bits.append(Bit(f"rank {rank}", "computes", begin, until, "work"))
+        heading = (f"{form}, {_TITLES[form]}: {seconds:.3f} s, of which {waited:.3f} s waiting for "
+                   "transfers")  # fmt: skip
+        lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
+        rows.append(Row(heading, lanes, tuple(bits)))
+    link = next(iter(ranks.values()))[0].link
+    return gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
+
+
+def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
+    """Draw :func:`timelines`; what came of it, in a line."""
+    if (picture := timelines(ranks)) is None:
+        return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
+    try:
+        draw([picture], "The same training without and with overlap", path)
+    except (OSError, ValueError) as error:
+        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
+    return f"written: {path}"

@@ -1,8 +1,7 @@
 """Training data: files as bytes, samples that depend on nothing but an index.
 
 A sample is a window of the token stream whose position is drawn from (seed, sample index).
-There is no iterator state: whoever knows the index of the next sample can go on, which is what
-makes a resumed run read exactly what the uninterrupted one would have read.
+There is no iterator state, so a resumed run reads exactly what the uninterrupted one would have.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -21,9 +20,7 @@ import torch
 
 from .arguments import UsageError
 
-__all__ = ["VOCABULARY", "Corpus", "load_corpus", "tokens_of"]
-
-Tokens = npt.NDArray[np.uint16]
+__all__ = ["VOCABULARY", "Corpus", "load_corpus"]
 
 VOCABULARY = 257
 """One token per byte, 0 to 255, and 256 for the end of a document."""
@@ -33,16 +30,11 @@ _STANDARD_LIBRARY_BYTES = 8 << 20
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
-def tokens_of(document: bytes) -> Tokens:
-    """``[len(document) + 1]`` uint16, the last one the end of the document."""
-    return np.append(np.frombuffer(document, np.uint8).astype(np.uint16), np.uint16(VOCABULARY - 1))
-
-
 @dataclass(frozen=True)
 class Corpus:
     """A stream of tokens, ``[T]`` uint16."""
 
-    tokens: Tokens
+    tokens: npt.NDArray[np.uint16]
     documents: int
     source: str
 
@@ -73,16 +65,18 @@ def load_corpus(data_path: Path | None, seq_length: int) -> Corpus:
         UsageError: the path is unreadable, empty or too short for one window.
     """
     source = str(data_path or "the Python standard library")
-    documents: list[Tokens] = []
+    documents: list[npt.NDArray[np.uint16]] = []
+    tokens = 0
     try:
-        for path in _standard_library() if data_path is None else _files_below(data_path):
+        for path in _files(data_path or Path(sysconfig.get_paths()["stdlib"]), data_path is None):
             if document := path.read_bytes():
-                documents.append(tokens_of(document))
-            if data_path is None and sum(map(len, documents)) >= _STANDARD_LIBRARY_BYTES:
+                characters = np.frombuffer(document, np.uint8).astype(np.uint16)
+                documents.append(np.append(characters, np.uint16(VOCABULARY - 1)))
+                tokens += len(documents[-1])
+            if data_path is None and tokens >= _STANDARD_LIBRARY_BYTES:
                 break
     except OSError as error:
         _unreadable(error)
-    tokens = sum(map(len, documents))
     if tokens < seq_length + 1:
         raise UsageError(
             f"{source} has {tokens} tokens, but one sample needs {seq_length + 1}; give a file or "
@@ -91,21 +85,20 @@ def load_corpus(data_path: Path | None, seq_length: int) -> Corpus:
     return Corpus(np.concatenate(documents), len(documents), source)
 
 
-def _files_below(root: Path) -> list[Path]:
+def _files(root: Path, standard_library: bool) -> Iterator[Path]:
+    """All files below ``root`` in order of their paths, without hidden ones."""
     if root.is_file():
-        return [root]
-    found = []
+        yield root
+        return
+    found: list[Path] = []
     # Not rglob: it passes silently over folders that it may not read.
     for folder, folders, names in os.walk(root, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(path for path in found if path.is_file())
-
-
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(root.rglob("*.py"))
-    return [path for path in paths if not _SKIPPED.intersection(path.relative_to(root).parts)]
+    for path in sorted(found):
+        own = path.suffix == ".py" and _SKIPPED.isdisjoint(path.relative_to(root).parts)
+        if path.is_file() and (own or not standard_library):
+            yield path
 
 
 def _unreadable(error: OSError) -> NoReturn:

@@ -31,9 +31,7 @@ __all__ = ["RMSNorm", "build_trainee"]
 
 _PADDED = 512
 """Tokens of the vocabulary are a multiple of it, so that a model is the same in every layout."""
-_NORM_EPSILON = 1e-5
-_WEIGHT_DECAY = 0.1
-_WARM_UP = 0.04
+_NORM_EPSILON, _WEIGHT_DECAY, _WARM_UP = 1e-5, 0.1, 0.04
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -59,8 +57,24 @@ def build_trainee(
     Needs initialised process groups and `megatron_on_cpu()`. Every rank draws the whole weight
     matrices and keeps its part, so the initial model is the same for every layout.
     """
-    config = _transformer_config(args)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    config = TransformerConfig(
+        normalization="RMSNorm",
+        layernorm_epsilon=_NORM_EPSILON,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        **{f"recompute_{name}": value for name, value in recompute.items() if args.recompute},
+        **_given(TransformerConfig, args),
+    )
     step = math.lcm(_PADDED, args.tensor_model_parallel_size)
+    samples = args.train_iters * args.global_batch_size
     torch.manual_seed(args.seed)
     module: torch.nn.Module = GPTModel(
         config=config,
@@ -95,11 +109,11 @@ def build_trainee(
         max_lr=args.lr,
         min_lr=args.min_lr,
         lr_warmup_steps=int(_WARM_UP * (args.train_iters - 1)) * args.global_batch_size,
-        lr_decay_steps=args.train_iters * args.global_batch_size,
+        lr_decay_steps=samples,
         lr_decay_style="cosine",
         start_wd=_WEIGHT_DECAY,
         end_wd=_WEIGHT_DECAY,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_steps=samples,
         wd_incr_style="constant",
         # On resume the command line decides; the same command line gives the same rates.
         use_checkpoint_opt_param_scheduler=False,
@@ -115,25 +129,6 @@ def build_trainee(
 def _given(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says about a configuration of Megatron's: options have its names."""
     return {one.name: getattr(args, one.name) for one in fields(kind) if hasattr(args, one.name)}
-
-
-def _transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    recompute: dict[str, Any] = {"granularity": "full", "method": "uniform", "num_layers": 1}
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    return TransformerConfig(
-        normalization="RMSNorm",
-        layernorm_epsilon=_NORM_EPSILON,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        **{f"recompute_{name}": value for name, value in recompute.items() if args.recompute},
-        **_given(TransformerConfig, args),
-    )
 
 
 def _llama_block(args: argparse.Namespace) -> TransformerBlockSubmodules:

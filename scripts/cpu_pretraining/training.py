@@ -1,15 +1,18 @@
-"""The training loop: forward, backward, step, one line per iteration, checkpoints."""
+"""The training: a rank joins Megatron's groups, and trains in a form whenever it is asked to."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,64 +20,151 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
+from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.bench.wire import pace
+from mindspeed_patches import PatchManager
+from mindspeed_patches.all_wrappers import register_wrappers
+from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.refusals import IncompatibleOptionsError
+from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 
 from .arguments import UsageError
-from .checkpoint import load_state, run_facts, save_state
+from .checkpoint import CheckpointError, load_state, run_facts, save_state
 from .data import Corpus
-from .exposed_time import ExposedTime, measure_exposed_time
-from .layers import Layers, patched_layers
-from .megatron_on_cpu import cuda_means_cpu
-from .metrics import MetricsLog, Outcome, speed_of
+from .megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
 from .model import build_trainee
+from .outcome import MetricsLog, Outcome, Wait
 
-__all__ = ["TrainingDivergedError", "train"]
+__all__ = ["Training", "TrainingDivergedError", "Worker", "timed_waits"]
 
 
 class TrainingDivergedError(RuntimeError):
     """The loss is no longer a number; going on would only overwrite good checkpoints."""
 
 
-def train(
-    args: argparse.Namespace,
-    corpus: Corpus,
-    mode: str,
-    folder: Path,
-    found: Path | None,
-    stop: Event,
-) -> Outcome:
-    """Train from the seed, or from a checkpoint that was found, and write below ``folder``.
+class Worker:
+    """What `commfuse_npu.tools.ranks.Ranks` asks on each rank.
 
-    Needs process groups and `megatron_on_cpu()`. Collective: all ranks call it with the same
-    arguments. A rank whose ``stop`` is set ends it for all after the running iteration.
-
-    Args:
-        mode: of the layers: ``commfuse`` (the fused form), ``plain`` (collectives, and the fused
-            form's GEMMs), ``megatron`` or ``overlap`` (Megatron's own). ``overlap``, and any other
-            with ``--commfuse-fb-overlap`` unless it is compared, runs forwards beside backwards:
-            how long a rank is blocked is not measured then, since the other micro-batch computes
-            while a transfer is waited for.
-
-    Raises:
-        TrainingDivergedError: the loss became infinite or not a number.
-        CheckpointError: one could not be read or written.
-        UsageError: the connections cannot have the ``--link-rate``.
-        IncompatibleOptionsError: nothing would be fused.
+    SIGTERM is a request to stop after the running iteration. It reaches the ranks at different
+    moments, or only one of them, so each remembers it, and they decide together.
     """
-    model_parallel_cuda_manual_seed(args.seed)
-    overlap = mode == "overlap" or (args.commfuse_fb_overlap and not args.compare)
-    exposed = nullcontext() if overlap else measure_exposed_time()
-    with patched_layers(mode, args) as layers, exposed as collectives:
-        loop = _Loop(args, corpus, layers, collectives, folder)
-        if found is not None:
-            loop.restore(found)
+
+    def __init__(self) -> None:
+        self._stop = Event()
+        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def train(
+        self,
+        args: argparse.Namespace,
+        corpus: Corpus,
+        form: str,
+        folder: Path,
+        checkpoint: Path | None,
+    ) -> Outcome:
+        """Train from the seed, or from ``checkpoint``, and write below ``folder``.
+
+        Collective. A rank that was told to stop ends it for all after the running iteration.
+        Errors that are expected are in the outcome.
+
+        Args:
+            form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
+                backwards in any form that is not compared.
+        """
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                distributed_timeout_minutes=args.distributed_timeout_minutes,
+            )
         try:
-            return loop.run(stop)
+            with megatron_on_cpu(), _layers(form, args) as (report, describe), timed_waits() as log:
+                model_parallel_cuda_manual_seed(args.seed)
+                training = Training(args, corpus, folder, log)
+                if report is not None:
+                    report.tell([training.model])
+                if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
+                    overlapping = Overlapping(order_log=args.commfuse_order_log)
+                    wrap = overlapping.get_forward_backward_func_wrapper
+                    training.forward_backward = wrap(get_forward_backward_func)()
+                if checkpoint is not None:
+                    training.restore(checkpoint)
+                outcome = training.run(self._stop)
+                outcome.layers = describe()
+                return outcome
+        except (CheckpointError, TrainingDivergedError) as error:
+            return Outcome(error=str(error), code=1)
+        except (IncompatibleOptionsError, UsageError) as error:
+            return Outcome(error=str(error), code=2)
         finally:
             if args.link_rate is not None:
                 pace(None)
+
+    def close_order_log(self, folder: str) -> None:
+        """Write its last line: a rank that is ended is not asked any more."""
+        shared_order_log(folder, dist.get_rank(), dist.get_world_size()).close()
+
+
+@contextmanager
+def _layers(
+    form: str, args: argparse.Namespace
+) -> Iterator[tuple[StartReport | None, Callable[[], list[str]]]]:
+    """Patch Megatron's layers for a form, and undo it at the end; a collective.
+
+    The plain form runs the fused ops on collectives, and leaves buckets to Megatron's.  Yields what
+    says what is fused when the model is made, and what says it after the training.
+    """
+    if form in ("megatron", "overlap"):
+        yield None, lambda: ["tensor-parallel linear layers: Megatron's own"]
+        return
+    manager, options = PatchManager(), commfuse_options(args)
+    fused = form == "commfuse"
+    if not fused:
+        options = replace(options, data_parallel=None, order_log=None)
+    wrappers, all_lanes, report = register_wrappers(
+        manager,
+        options,
+        ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
+    )
+    title = f"tensor-parallel linear layers: {form}, plan: {options.linear.schedule}"
+    with ExitStack() as undone:
+        for lanes in all_lanes:
+            lanes.open(args.distributed_timeout_minutes)
+            undone.callback(lanes.close)
+            if not fused:
+                group = lanes.user.lanes().group
+                lanes.user.transport = CollectiveTransport(group, same_pieces=True)
+        manager.apply_patches()
+        undone.callback(manager.remove_patches)
+        path = "fused" if fused else "by collectives"
+        yield (
+            report if fused else None,
+            lambda: [title, *(f"  {line.replace('fused', path)}" for line in wrappers.describe())],
+        )
+
+
+@contextmanager
+def timed_waits() -> Iterator[list[Wait]]:
+    """When this rank began and ceased to wait for a transfer, of whatever layer or form.
+
+    All collectives and point-to-point transfers of torch end in ``Work.wait()``, and gloo's are
+    carried by threads of its own. Waiting for a slower rank is part of it.
+    """
+    waits: list[Wait] = []
+    wait = dist.Work.wait
+
+    def timed(work: dist.Work, *args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return wait(work, *args)
+        finally:
+            waits.append((begin, time.perf_counter()))
+
+    with mock.patch.object(dist.Work, "wait", timed):
+        yield waits
 
 
 def _pace_on_all_ranks(rate: float) -> int:
@@ -82,13 +172,11 @@ def _pace_on_all_ranks(rate: float) -> int:
 
     On loopback a transfer is a copy, which costs the CPU that should compute meanwhile: nothing can
     be hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
-    direction and one process group, as each group has connections of its own: one link for all that
-    compares, since lanes keep the transfers of a pair and direction together, and collectives are
-    of one group.
+    direction and one process group; all forms send their bulk data over one of these.
 
     Raises:
-        UsageError: the kernel of a rank refuses; on every rank, and nothing trains over links that
-            only seem to have a rate.
+        UsageError: the kernel of a rank refuses; on every rank, so that nothing trains over links
+            that only seem to have a rate.
     """
     outcome = pace(rate * 1e6)
     problems = [""] * dist.get_world_size()
@@ -103,86 +191,86 @@ def _pace_on_all_ranks(rate: float) -> int:
     return outcome.sockets
 
 
-class _Loop:
+class Training:
+    """Forward, backward, step, one line per iteration, checkpoints.
+
+    Needs Megatron's process groups, `megatron_on_cpu()` and `timed_waits()`.
+    """
+
     def __init__(
-        self,
-        args: argparse.Namespace,
-        corpus: Corpus,
-        layers: Layers,
-        collectives: ExposedTime | None,
-        folder: Path,
+        self, args: argparse.Namespace, corpus: Corpus, folder: Path, waits: list[Wait]
     ) -> None:
-        self.args, self.corpus, self.folder = args, corpus, folder
-        self.layers, self.collectives = layers, collectives
+        self.args, self.corpus, self.folder, self.waits = args, corpus, folder, waits
         self.iteration, self.rank = 0, dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
-        if layers.report is not None:
-            layers.report.tell([self.model])
-        choose = get_forward_backward_func
-        if collectives is None:
-            overlapping = Overlapping(order_log=args.commfuse_order_log)
-            choose = overlapping.get_forward_backward_func_wrapper(choose)
-        self.forward_backward = choose()
+        self.forward_backward = get_forward_backward_func()
         # [1, 1, S, S], True where attention is not allowed. Given explicitly because Megatron
         # would build its default mask on the device "cuda" in the middle of the forward pass.
         length = args.seq_length
         self.mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         # Context-parallel ranks have one run of the sequence each, in order: what Ulysses needs.
         rows = length // args.context_parallel_size
-        first_row = parallel_state.get_context_parallel_rank() * rows
-        self.own_rows = slice(first_row, first_row + rows)
-        self.positions = torch.arange(length)[None, self.own_rows].expand(args.micro_batch_size, -1)
+        first = parallel_state.get_context_parallel_rank() * rows
+        self.own_rows = slice(first, first + rows)
+        self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
     def run(self, stop: Event) -> Outcome:
-        args, outcome = self.args, Outcome(iteration=self.iteration)
+        """The remaining iterations, or those until a rank's ``stop`` is set.
+
+        Raises:
+            TrainingDivergedError: the loss became infinite or not a number.
+            CheckpointError: one could not be written.
+            UsageError: the connections cannot have the ``--link-rate``.
+        """
+        args = self.args
+        outcome = Outcome(self.iteration, tokens=args.global_batch_size * args.seq_length)
         log = MetricsLog(self.folder / "metrics.jsonl", self.iteration) if self.rank == 0 else None
-        entries: list[dict[str, Any]] = []
         if args.link_rate is not None:
+            outcome.link = f"links of {args.link_rate:g} MB/s"
             _pace_on_all_ranks(args.link_rate)
         while self.iteration < args.train_iters and not outcome.stopped:
-            entry, outcome.stopped = self._iteration(stop)
-            outcome.losses[self.iteration] = entry["lm_loss"]
+            entry, waits, outcome.stopped = self._iteration(stop)
             outcome.iteration = self.iteration
-            entries.append(entry)
-            if args.link_rate is not None and len(entries) == 1:
+            outcome.add(entry, waits)
+            if args.link_rate is not None and len(outcome.entries) == 1:
                 # Some connections may have come with the first use of their group.
                 links = _pace_on_all_ranks(args.link_rate)
-                self._say(f" links: {links} connections of rank 0 at {args.link_rate:g} MB/s")
-            if log:
+                if self.rank == 0:
+                    print(f" links: {links} connections of rank 0 at {args.link_rate:g} MB/s")
+            if log is not None:
                 log.append(entry)
-            self._say(_iteration_line(args.train_iters, entry))
+                print(_iteration_line(args.train_iters, entry), flush=True)
             last = self.iteration == args.train_iters
             due = args.save_interval and self.iteration % args.save_interval == 0
             if not args.compare and (due or last or outcome.stopped):
                 self._save()
         self._finish_parameters()
-        outcome.speed = speed_of(entries, args.global_batch_size * args.seq_length, args.link_rate)
-        outcome.layers = self.layers.describe()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
 
-    def _say(self, line: str) -> None:
-        if self.rank == 0:
-            print(line, flush=True)
-
-    def _iteration(self, stop: Event) -> tuple[dict[str, Any], bool]:
-        """One optimizer step; returns the metrics entry, and whether a rank was told to stop."""
+    def _iteration(self, stop: Event) -> tuple[dict[str, Any], list[Wait], bool]:
+        """One optimizer step: metrics, this rank's waits, and whether a rank was told to stop."""
         args = self.args
-        blocked_before = self._blocked_seconds()
+        self.waits.clear()
         start = time.perf_counter()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._forward_backward()
-        blocked = self._blocked_seconds() - blocked_before
-        self._check_finite("lm loss", loss)
         with cuda_means_cpu():
             _, grad_norm, _ = self.optimizer.step()
         # Too late for these weights, but before they could replace a good checkpoint.
-        self._check_finite("grad norm", float(grad_norm))
+        for what, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
+            if not math.isfinite(value):
+                raise TrainingDivergedError(
+                    f"iteration {self.iteration + 1}: {what} is {value}; the weights of this "
+                    f"iteration were not saved. Lower --lr (now {args.lr})"
+                )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(args.global_batch_size)
         self.iteration += 1
         elapsed = time.perf_counter() - start
+        waits = [(begin - start, end - start) for begin, end in self.waits]
+        blocked = sum(end - begin for begin, end in waits)
         # Means over the ranks, which stop together: one that left alone would leave the others in
         # a collective.
         shared = torch.tensor([blocked, elapsed, float(stop.is_set())], dtype=torch.float64)
@@ -193,23 +281,11 @@ class _Loop:
             "lm_loss": loss,
             "elapsed_ms": elapsed * 1e3,
             "tokens_per_second": args.global_batch_size * args.seq_length / elapsed,
-            "exposed_ms": None if self.collectives is None else blocked * 1e3,
+            "exposed_ms": blocked * 1e3,
             "grad_norm": float(grad_norm),
             "lr": learning_rate,
         }
-        return entry, stopping > 0
-
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise TrainingDivergedError(
-                f"iteration {self.iteration + 1}: {what} is {value}; the weights of this "
-                f"iteration were not saved. Lower --lr (now {self.args.lr})"
-            )
-
-    def _blocked_seconds(self) -> float:
-        if self.collectives is None:
-            return 0.0
-        return self.layers.blocked_seconds() + self.collectives.seconds
+        return entry, waits, stopping > 0
 
     def _forward_backward(self) -> float:
         """Gradients of a global batch, and its mean loss over all replicas."""
@@ -248,18 +324,16 @@ class _Loop:
             yield [tokens[:, self.own_rows].contiguous() for tokens in batch]
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module) -> tuple[Any, Any]:
+        """The losses ``[B, s]`` of this rank's tokens, and what makes one number of them."""
+
+        def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = losses.float().mean()
+            # The schedule divides by the micro-batches and multiplies by the context-parallel size:
+            # it expects what a rank's tokens add to the mean of the whole sequence.
+            return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
+
         inputs, labels = next(batches)
-        losses = model(inputs, self.positions, self.mask, labels=labels)  # [B, s]
-        return losses, self._mean_loss
-
-    def _mean_loss(self, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Mean over the tokens of this rank; the schedule divides by the number of micro-batches.
-
-        The schedule also multiplies by the context-parallel size: it expects what a rank's tokens
-        add to the mean of the whole sequence.
-        """
-        loss = losses.float().mean()
-        return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
+        return model(inputs, self.positions, self.mask, labels=labels), mean
 
     def _finish_parameters(self) -> None:
         """With their gather overlapped, parameters arrive in the next forward; have them now."""
@@ -272,8 +346,7 @@ class _Loop:
         training = {
             "model": self.model.module.state_dict(),
             "optimizer": [
-                (_parameters(inner), inner.state_dict()["state"])
-                for inner in _inner_optimizers(self.optimizer)
+                (_parameters(inner), inner.state_dict()["state"]) for inner in self._optimizers()
             ],
             "scheduler": self.scheduler.state_dict(),
             "rng": torch.get_rng_state(),
@@ -281,15 +354,19 @@ class _Loop:
         }
         facts = run_facts(self.args, self.corpus.fingerprint())
         folder = save_state(self.folder / "checkpoints", self.iteration, training, facts)
-        self._say(f" saved checkpoint {folder}")
+        if self.rank == 0:
+            print(f" saved checkpoint {folder}", flush=True)
 
-    def restore(self, found: Path) -> None:
-        """Continue from ``found`` exactly where it was written."""
-        saved = load_state(found, self.rank)
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from ``checkpoint`` exactly where it was written.
+
+        Raises:
+            CheckpointError: it could not be read.
+        """
+        saved = load_state(checkpoint, self.rank)
         self.iteration, state = saved["iteration"], saved["training"]
         self.model.module.load_state_dict(state["model"])
-        inner_optimizers = _inner_optimizers(self.optimizer)
-        for inner, (values, kept) in zip(inner_optimizers, state["optimizer"], strict=True):
+        for inner, (values, kept) in zip(self._optimizers(), state["optimizer"], strict=True):
             for parameter, value in zip(_parameters(inner), values, strict=True):
                 parameter.copy_(value)
             # Groups stay those of this command line: they hold learning rates, not state.
@@ -299,11 +376,10 @@ class _Loop:
         torch.set_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["rng_tracker"])
 
-
-def _inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """torch's optimizers inside Megatron's: they own the fp32 parameters and the Adam state."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [one.optimizer for one in chained if one.optimizer is not None]
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """torch's optimizers inside Megatron's: they own the fp32 parameters and the Adam state."""
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [one.optimizer for one in chained if one.optimizer is not None]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -312,11 +388,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _iteration_line(of: int, entry: dict[str, Any]) -> str:
     """With Megatron's names, which ``commfuse-npu measure`` reads."""
-    exposed = entry["exposed_ms"]
-    blocked = "" if exposed is None else f" exposed communication (ms): {exposed:.1f} |"
     return (
         f" iteration {entry['iteration']:8d}/{of:8d} |"
-        f" elapsed time per iteration (ms): {entry['elapsed_ms']:.1f} |{blocked}"
+        f" elapsed time per iteration (ms): {entry['elapsed_ms']:.1f} |"
+        f" exposed communication (ms): {entry['exposed_ms']:.1f} |"
         f" learning rate: {entry['lr']:.2E} | lm loss: {entry['lm_loss']:.6E} |"
         f" grad norm: {entry['grad_norm']:.3f} | tokens/s: {entry['tokens_per_second']:.0f} |"
     )

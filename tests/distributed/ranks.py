@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from scripts.free_port import free_port
+from tests.free_port import free_port
 from tests.limits import LIMIT, PATIENT
 
 # Imported once, in the process that the ranks are forked from.

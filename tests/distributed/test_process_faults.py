@@ -27,9 +27,9 @@ from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.bench.wire import connected_sockets
-from scripts.free_port import free_port
 from tests.distributed.programs import watch_posts
 from tests.distributed.ranks import set_up_process
+from tests.free_port import free_port
 from tests.limits import BRIEF, LIMIT, PATIENT
 from tests.random_networks.case import HEAD_FEATURES, Bucket, BucketRun, Case, Layer, Network
 from tests.random_networks.compare import differences, run_case

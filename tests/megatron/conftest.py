@@ -8,7 +8,7 @@ import pytest
 
 _context = multiprocessing.get_context("forkserver")
 # After tests/distributed/ranks.py, which names torch, and before the first rank is forked.
-_context.set_forkserver_preload(["torch", "torch.distributed", "scripts.cpu_pretraining.worker"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "scripts.cpu_pretraining.training"])
 
 
 @pytest.fixture(scope="session", autouse=True)

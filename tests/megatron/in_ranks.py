@@ -130,7 +130,7 @@ Work = Callable[..., tuple[Any, str]]
 
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
     """A method of the worker on one rank: what it returns and prints."""
-    from scripts.cpu_pretraining.worker import Worker
+    from scripts.cpu_pretraining.training import Worker
 
     before, out = signal.getsignal(signal.SIGTERM), io.StringIO()
     try:

@@ -1,9 +1,8 @@
-"""What is said about a training: exposed time, speeds, a verdict that can be False; stand-ins."""
+"""What is said about a training: waits, speeds, a verdict that can be False, timelines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -13,57 +12,33 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import layers
-
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from scripts.cpu_pretraining import compare
-from scripts.cpu_pretraining.exposed_time import measure_exposed_time
 from scripts.cpu_pretraining.megatron_on_cpu import REPLACEMENTS, cuda_means_cpu, megatron_on_cpu
-from scripts.cpu_pretraining.metrics import Outcome, Speed, speed_of
-from tests.tools.report.pages import read
+from scripts.cpu_pretraining.outcome import Outcome, Speed
+from scripts.cpu_pretraining.training import timed_waits
 
-NEXT = math.nextafter(2.5, 3.0)
+FIVE = {1: 5.5, 2: 2.5}
 
 
-@pytest.fixture
-def tensor_parallel_group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+def test_every_wait_for_a_transfer_is_timed(tmp_path: Path) -> None:
+    untimed = dist.Work.wait
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield parallel_state.get_tensor_model_parallel_group()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("collective", [all_gather_rows, reduce_scatter_rows, all_to_all_rows])
-def test_collectives_of_the_layers_are_exposed(
-    tensor_parallel_group: dist.ProcessGroup, collective: Callable[..., torch.Tensor]
-) -> None:
-    original = layers.dist_all_gather_func
-    with measure_exposed_time() as counter:
-        collective(torch.ones(4, 2), dist.group.WORLD)
-        assert counter.seconds == 0.0
-        collective(torch.ones(4, 2), parallel_state.get_context_parallel_group())
-        one = counter.seconds
-        assert one > 0.0
-        collective(torch.ones(4, 2), tensor_parallel_group)
-        assert counter.seconds > one
-    assert layers.dist_all_gather_func is original
-
-
-def test_waiting_for_megatrons_collectives_is_exposed(
-    tensor_parallel_group: dist.ProcessGroup,
-) -> None:
-    with measure_exposed_time() as counter:
-        dist.all_reduce(torch.ones(2), group=tensor_parallel_group)
-        assert counter.seconds == 0.0
-        as_megatron = {"__name__": "megatron.core", "dist": dist, "torch": torch}
-        call = "dist.all_reduce(torch.ones(2), group=group, async_op=True)"
-        work = eval(call, as_megatron, {"group": tensor_parallel_group})
-        started = counter.seconds
-        assert started > 0.0
-        work.wait()
-        assert counter.seconds > started
+    try:
+        with timed_waits() as waits:
+            for count, collective in enumerate(
+                (all_gather_rows, reduce_scatter_rows, all_to_all_rows), start=1
+            ):
+                collective(torch.ones(4, 2), dist.group.WORLD)
+                assert len(waits) == count
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            assert len(waits) == 3
+            work.wait()
+        assert len(waits) == 4
+        assert all(begin < end for begin, end in waits)
+    finally:
+        dist.destroy_process_group()
+    assert dist.Work.wait is untimed
 
 
 def test_stand_ins_are_undone() -> None:
@@ -76,76 +51,111 @@ def test_stand_ins_are_undone() -> None:
     assert all(one is other for one, other in zip(before, current(), strict=True))
     tensor = torch.ones(2)
     with cuda_means_cpu():
-        assert torch.zeros(1, device="cuda").device.type == "cpu"
         assert torch.zeros(1, device=torch.device("cuda", 0)).device.type == "cpu"
         assert tensor.cuda() is tensor
-        assert tensor.to("cuda").device.type == "cpu"
         assert tensor.type() == "torch.cuda.FloatTensor"
         assert tensor.type(torch.int32).dtype == torch.int32
     assert tensor.type() == "torch.FloatTensor"
 
 
+def outcome(
+    losses: dict[int, float], weights: str = "a", times: tuple[float, ...] = (), link: str = "wire"
+) -> Outcome:
+    """Iterations with these losses and times in ms, half of which is spent in one wait."""
+    made = Outcome(max(losses), weights_sha256=weights, tokens=100, link=link)
+    for (number, loss), ms in zip(losses.items(), times or (1.0,) * len(losses), strict=True):
+        entry = {"iteration": number, "lm_loss": loss, "elapsed_ms": ms, "exposed_ms": ms / 2}
+        made.add(entry, [(ms / 4e3, ms / 2e3)])
+    return made
+
+
+def of_times(*times: float, link: str = "wire") -> Outcome:
+    return outcome(dict.fromkeys(range(11, 11 + len(times)), 1.0), times=times, link=link)
+
+
 def test_speed_leaves_the_first_iterations_out() -> None:
-    times = [9000.0, 8000.0, 7000.0, 500.0, 100.0, 200.0]
-    entries = [
-        {"iteration": number, "elapsed_ms": time, "exposed_ms": time / 2}
-        for number, time in enumerate(times, start=11)
-    ]
-    found = speed_of(entries, 100, 20.0)
-    assert found == Speed(
-        (pytest.approx(0.15), 0.2, pytest.approx(0.35)), 0.1, 100, 14, 16, "links of 20 MB/s"
-    )
-    assert str(found) == (
+    found = of_times(9000, 8000, 7000, 500, 100, 200, link="links of 20 MB/s")
+    assert found.speed == Speed(pytest.approx(0.15), 0.2, pytest.approx(0.35), 0.1)
+    assert found.describe_speed() == (
         "500 over links of 20 MB/s (0.200 s per iteration, quartiles 0.150 and 0.350, of which "
-        "0.100 s blocked in communication; medians of iterations 14 to 16)"
+        "0.100 s waiting for transfers; medians of iterations 14 to 16)"
     )
-    assert speed_of(entries[:3], 100, None) is None
-
-
-def outcomes(fused: float = 2.5, weights: str = "a", overlap: str = "b") -> dict[str, Outcome]:
-    found = {
-        "plain": Outcome({1: 5.5, 2: 2.5}, "a"),
-        "commfuse": Outcome({1: 5.5, 2: fused}, weights),
-        "megatron": Outcome({1: 5.5, 2: 2.75}, "b"),
-        "overlap": Outcome({1: 5.5, 2: 2.75}, overlap),
-    }
-    for one in found.values():
-        one.iteration = 2
-    return found
+    early = of_times(10, 10, 10)
+    assert (early.speed, early.describe_speed(), early.waits) == (None, "", ())
 
 
 @pytest.mark.parametrize(
-    ("found", "same"),
+    ("form", "changed"),
     [
-        (outcomes(), True),
-        (outcomes(fused=NEXT), False),
-        (outcomes(weights="c"), False),
-        (outcomes(overlap="c"), False),
+        (None, None),
+        ("commfuse", outcome({1: 5.5, 2: math.nextafter(2.5, 3.0)})),
+        ("commfuse", outcome(FIVE, "c")),
+        ("overlap", outcome({1: 5.5, 2: 2.75}, "c")),
     ],
 )
-def test_the_verdict_sees_one_bit(found: dict[str, Outcome], same: bool, tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert", reason="pictures are optional")
-    assert compare.identical(found) == same
-    losses, differences = compare.pictures(found)
-    assert losses.tables[0].rows[0] == ("1", "5.5", "5.5", "5.5", "5.5")
-    assert (differences.tables[0].rows[1][1] == "0") == (found["commfuse"].losses[2] == 2.5)
-    compare.page(tmp_path / "compare.html", ["--compare"], found)
-    page = read(tmp_path / "compare.html")
-    said = "are the same" if same else "are not the same"
-    assert f"Plain and fused {said}, bit for bit" in page.text
-    assert ["megatron", "2.75", "b"] in page.tables[-1][1]
+def test_the_verdict_sees_one_bit(form: str | None, changed: Outcome | None) -> None:
+    other = outcome({1: 5.5, 2: 2.75}, "b")
+    found = {"plain": outcome(FIVE), "commfuse": outcome(FIVE), "megatron": other, "overlap": other}
+    if form is not None and changed is not None:
+        found[form] = changed
+    assert compare.identical(found) is (form is None)
+    said = compare.report(found)
+    assert f"sha256 of all weights, overlap: {found['overlap'].weights_sha256}" in said
+    same = [f"{'not ' * (other == form)}equal bit for bit" for other in ("commfuse", "overlap")]
+    assert f"losses and weights, plain and commfuse: {same[0]}" in said
+    assert f"losses and weights, megatron and overlap: {same[1]}" in said
+    if form != "commfuse":
+        assert said[3].split() == ["2", "2.5", "2.5", "2.75", "2.75"]
+        assert any("largest loss difference 0.25, weights not equal" in line for line in said)
 
 
-@pytest.mark.parametrize("last", [12, 13])
-def test_a_ratio_has_a_range_and_ten_iterations_behind_it(last: int) -> None:
-    fused = Speed((0.8, 1.0, 1.25), 0.1, 100, 4, last, "loopback")
-    other = Speed((1.5, 2.0, 2.4), 0.1, 100, 4, last, "loopback")
-    losses = dict.fromkeys(range(1, last + 1), 1.0)
-    speeds = {"plain": other, "commfuse": fused, "megatron": other}
-    said = compare.remarks({mode: Outcome(losses, speed=speed) for mode, speed in speeds.items()})
-    ratio = "2.000 (1.200 to 3.000 by the quartiles of 10 iterations)"
-    assert said[1:] == (
-        ["no ratio of tokens/s: give --train-iters 13 or more"]
-        if last == 12
-        else [f"tokens/s, commfuse / {mode}: {ratio}" for mode in ("plain", "megatron")]
+@pytest.mark.parametrize("counted", [9, 10])
+def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it(counted: int) -> None:
+    slow, fast = (of_times(9, 9, 9, *(base + at for at in range(counted))) for base in (20, 11))
+    found = {"plain": slow, "commfuse": fast, "megatron": slow, "overlap": slow}
+    time = "time of an iteration, "
+    said = [line for line in compare.report(found) if line.startswith(time)]
+    if counted == 9:
+        assert not said
+        assert "give --train-iters 13 or more" in compare.report(found)[-1]
+        return
+    shorter = (
+        "36.7 % shorter (0.015 s, not 0.025 s; 20.2 to 50.5 % shorter by the quartiles of 10 "
+        "iterations)"
     )
+    assert said[:2] == [
+        f"{time}commfuse against {form}: {shorter}" for form in ("plain", "megatron")
+    ]
+    assert "overlap against megatron: 0.0 % shorter" in said[2]
+    assert "twice those of the fused layers" in compare.report(found)[-1]
+    only = {form: found[form] for form in ("megatron", "overlap")}
+    assert "twice" not in compare.report(only)[-1]
+    only["overlap"] = of_times(9, 9, 9, *range(30, 40))
+    assert "megatron: 40.8 % longer" in compare.report(only)[-1]
+
+
+def test_timelines_show_where_a_rank_waits(tmp_path: Path) -> None:
+    ranks = {
+        "megatron": [of_times(9, 9, 9, 8, 4, 6)] * 2,
+        "overlap": [of_times(9, 9, 9, 2, 3, 3)] * 2,
+    }
+    found = compare.timelines(ranks)
+    assert found is not None
+    first, second = (table.rows for table in found.tables)
+    assert [row[:4] for row in first if row[1] == "rank 1"] == [
+        ("computes", "rank 1", "0.000", "1.000"),
+        ("waits", "rank 1", "1.000", "2.000"),
+        ("computes", "rank 1", "2.000", "4.000"),
+    ]
+    assert second[-1][3] == "2.000"
+    assert found.tables[0].caption == (
+        "megatron, Megatron's own order: 0.004 s, of which 0.001 s waiting for transfers"
+    )
+    early = {"megatron": [of_times(9, 9)], "overlap": [of_times(9, 9)]}
+    assert "was not drawn: no iteration after the first 3" in compare.draw_timelines(
+        early, tmp_path / "a.png"
+    )
+    pytest.importorskip("vl_convert", reason="pictures are optional")
+    assert compare.draw_timelines(ranks, tmp_path / "a.png") == f"written: {tmp_path / 'a.png'}"
+    below_a_file = tmp_path / "a.png" / "b.png"
+    assert f"{below_a_file} was not drawn: " in compare.draw_timelines(ranks, below_a_file)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining.arguments import UsageError, parse_arguments
 from scripts.cpu_pretraining.checkpoint import (
     CheckpointError,
@@ -18,8 +20,9 @@ from scripts.cpu_pretraining.checkpoint import (
     load_state,
     run_facts,
 )
+from scripts.cpu_pretraining.compare import forms
 from scripts.cpu_pretraining.data import load_corpus
-from scripts.cpu_pretraining.metrics import MetricsLog, plot_loss, read_metrics
+from scripts.cpu_pretraining.outcome import MetricsLog, plot_loss, read_metrics
 
 
 def facts_of(*argv: str) -> dict[str, Any]:
@@ -34,7 +37,28 @@ def write_checkpoint(folder: Path, name: str) -> Path:
     return checkpoint
 
 
-def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codes", "end"), [([0, 0], 0), ([0, 1], 1), ([0, 2], 0), ([1], 1)])
+def test_without_options_the_command_ends_with_a_demonstration(
+    codes: list[int], end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[argparse.Namespace] = []
+
+    def run(argv: Sequence[str]) -> int:
+        asked.append(parse_arguments(argv))
+        return codes[len(asked) - 1]
+
+    monkeypatch.setattr(command, "_run", run)
+    assert command.main([]) == end
+    assert len(asked) == len(codes)
+    if len(asked) == 2:
+        assert asked[1].link_rate is not None
+        assert forms(asked[1]) == ["megatron", "overlap"]
+    asked.clear()
+    assert command.main(["--lr", "1"]) == codes[0]
+    assert len(asked) == 1
+
+
+def test_the_latest_complete_checkpoint_is_found_and_two_are_kept(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="leave --resume out to start anew"):
         find_checkpoint(tmp_path, facts_of())
     for name in ("iter_0000100", "iter_0000200", ".iter_0000300.partial", "iter_of_mine"):
@@ -44,10 +68,7 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, facts_of("--hidden-size", "128"))
     _, notes = find_checkpoint(tmp_path, facts_of("--lr", "0.01"))
     assert notes == ["lr differs from the checkpoint's (0.002, now 0.01): losses will too"]
-
-
-def test_two_newest_are_kept(tmp_path: Path) -> None:
-    for name in ("iter_0000100", "iter_0000200", "iter_0000300", "iter_0000900", ".iter_1.partial"):
+    for name in ("iter_0000300", "iter_0000900"):
         write_checkpoint(tmp_path, name)
     _prune(tmp_path, "iter_0000300")
     # 900 belongs to a course that was abandoned by resuming from an older checkpoint.
@@ -110,28 +131,32 @@ def test_metrics_on_a_full_disk_end_with_a_word_and_stay_readable(
 def test_a_sample_depends_on_seed_and_index_only(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"\0\xff" * 500)
     (tmp_path / "a").write_bytes(bytes(range(256)))
+    (tmp_path / ".hidden").write_bytes(b"no")
     corpus, many = load_corpus(tmp_path, 16), range(64)
+    assert (corpus.documents, len(corpus.tokens)) == (2, 257 + 1001)
     assert corpus.tokens[:260].tolist() == [*range(256), 256, 0, 255, 0]
     inputs, labels = corpus.batch([5, 6], 16, seed=1)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert torch.equal(inputs[1], corpus.batch([6], 16, seed=1)[0][0])
     one, two = (corpus.batch(many, 16, seed)[0] for seed in (1, 2))
     assert not torch.equal(one, two)
-    assert load_corpus(None, 16).fingerprint() == load_corpus(None, 16).fingerprint()
+    standard = load_corpus(None, 16)
+    assert standard.fingerprint() == load_corpus(None, 16).fingerprint()
+    assert len(standard.tokens) - (8 << 20) in range(1 << 20)
 
 
-def test_data_that_is_too_little_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("abc")
-    with pytest.raises(UsageError, match="has 4 tokens, but one sample needs 17; give a file or"):
-        load_corpus(tmp_path, 16)
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "00.txt").touch()
+def test_data_that_is_too_little_or_unreadable_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("abc")
+    for data in (tmp_path, path):
+        with pytest.raises(UsageError, match="has 4 tokens, but one sample needs 17; give a file"):
+            load_corpus(data, 16)
 
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(UsageError, match=r"cannot read .*00.txt: Permission denied"):
+    with pytest.raises(UsageError, match=r"cannot read .*short.txt: Permission denied"):
         load_corpus(tmp_path, 16)

@@ -42,7 +42,7 @@ _BACKGROUND_SECONDS = 2.0
 """What a script leaves in the background has so long to be written down."""
 _LONGEST_PRINTED = 1 << 20
 # Our own launch scripts have a Python program read their configuration: that one does run.
-_OWN_READER = "commfuse_npu.tools.model_config"
+_OWN_READER = "commfuse_npu.tools.launch_command"
 _RECORDER = """\
 import json, os, sys, time
 reader, folder, *words = sys.argv[1:]

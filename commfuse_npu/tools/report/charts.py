@@ -201,7 +201,8 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
         for bit in row.bits
     ]
     end = max((bit.end for row in shown for bit in row.bits), default=1.0)
-    kinds = ("work", "transfer", "waiting")
+    colors = {"work": "blue", "transfer": "teal", "waiting": "red"}
+    kinds = [kind for kind in colors if any(bit.kind == kind for r in shown for bit in r.bits)]
     y = {"field": "row", "type": "nominal", "title": None, "scale": {"domain": order},
          "axis": _NAMED | {"minExtent": 66, "maxExtent": 66}}  # fmt: skip
     x = _x("start", axis) | {"scale": {"domain": [0, end], "nice": False}}
@@ -214,7 +215,7 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
         "layer": [
             {"mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5, "tooltip": True},
              "encoding": {"x": x, "x2": {"field": "end"},
-                          "color": _hue("kind", kinds, ("blue", "teal", "red"))}},
+                          "color": _hue("kind", kinds, [colors[kind] for kind in kinds])}},
             {"transform": [{"filter": wide},
                            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
              "mark": {"type": "text", "color": "white"},

@@ -1,24 +1,28 @@
-"""What a run leaves behind to look at: metrics.jsonl, loss.png, and how it ended."""
+"""What a training leaves behind: metrics.jsonl, loss.png, its speed, and how it ended."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from commfuse_npu.tools.measure.figures import Range, quartiles
+import numpy as np
+
 from commfuse_npu.tools.report.charts import Line, lines
 from commfuse_npu.tools.report.drawing import draw
 
-__all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Speed", "plot_loss", "read_metrics",
-           "speed_of", "written"]  # fmt: skip
+__all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Speed", "Wait", "plot_loss",
+           "read_metrics", "written"]  # fmt: skip
 
 WARM_UP_ITERATIONS = 3
 """Iterations that do not count: buffers, threads and the kernels of the GEMMs come with them."""
+
+Wait = tuple[float, float]
+"""When a rank began to wait for a transfer and when it went on, in seconds."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -76,54 +80,18 @@ def plot_loss(folder: Path) -> None:
         print(f"{folder / 'loss.png'} was not drawn: {why}", flush=True)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Of the iterations of a run after the first :data:`WARM_UP_ITERATIONS`.
+class Speed(NamedTuple):
+    """Of the iterations of a run after the first :data:`WARM_UP_ITERATIONS`, in seconds.
 
     Attributes:
-        seconds: wall time per iteration, mean over the ranks: lower quartile, median, upper one.
-        blocked: the median, mean over the same ranks, of what of it they were blocked in tensor-
-            and context-parallel communication (``exposed_time``); ``None``: not measured.
-        tokens: per iteration, over all ranks.
-        first, last: the iterations that count.
-        link: what the ranks were connected by.
+        fast, middle, slow: quartiles of the wall time per iteration, itself a mean over the ranks.
+        blocked: median of what of it the ranks waited for transfers, mean over the ranks.
     """
 
-    seconds: Range
-    blocked: float | None
-    tokens: int
-    first: int
-    last: int
-    link: str
-
-    def __str__(self) -> str:
-        fast, middle, slow = self.seconds
-        blocked = (
-            f"of which {self.blocked:.3f} s blocked in communication; " if self.blocked else ""
-        )
-        return (
-            f"{self.tokens / middle:.0f} over {self.link} ({middle:.3f} s per iteration, quartiles "
-            f"{fast:.3f} and {slow:.3f}, {blocked}"
-            f"medians of iterations {self.first} to {self.last})"
-        )
-
-
-def speed_of(entries: Sequence[dict[str, Any]], tokens: int, rate: float | None) -> Speed | None:
-    """The speed of a run with these entries of ``metrics.jsonl``; ``None`` if all were warm-up.
-
-    Args:
-        entries: one per iteration of this process, in order.
-        tokens: per iteration, over all ranks.
-        rate: of ``--link-rate``, in megabytes per second.
-    """
-    counted = entries[WARM_UP_ITERATIONS:]
-    if not counted:
-        return None
-    seconds = quartiles([entry["elapsed_ms"] / 1e3 for entry in counted])
-    blocked = [entry["exposed_ms"] / 1e3 for entry in counted if entry["exposed_ms"] is not None]
-    first, last = (counted[at]["iteration"] for at in (0, -1))
-    link = "loopback" if rate is None else f"links of {rate:g} MB/s"
-    return Speed(seconds, median(blocked) if blocked else None, tokens, first, last, link)
+    fast: float
+    middle: float
+    slow: float
+    blocked: float
 
 
 @dataclass
@@ -131,19 +99,59 @@ class Outcome:
     """How a training ended, on a rank.
 
     Attributes:
-        losses: by iteration.
+        entries: of ``metrics.jsonl``, one for each iteration of this process.
+        fastest, waits: seconds of the fastest iteration that counts, and when this rank waited for
+            a transfer in it.
+        tokens: per iteration, over all ranks.
+        link: what connected the ranks.
         weights_sha256: of all ranks' weights and optimizers.
         layers: what the layers say about themselves.
         stopped: by a signal, after ``iteration``.
-        speed: ``None`` if no iteration came after the warm-up.
         error, code: why there is nothing of all that, and the exit code for it.
     """
 
-    losses: dict[int, float] = field(default_factory=dict)
+    iteration: int = 0
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    fastest: float = math.inf
+    waits: Sequence[Wait] = ()
+    tokens: int = 0
+    link: str = "loopback"
     weights_sha256: str = ""
     layers: list[str] = field(default_factory=list)
     stopped: bool = False
-    iteration: int = 0
-    speed: Speed | None = None
     error: str = ""
     code: int = 0
+
+    def add(self, entry: dict[str, Any], waits: Sequence[Wait]) -> None:
+        """One more iteration; its waits in seconds since it began."""
+        self.entries.append(entry)
+        seconds = entry["elapsed_ms"] / 1e3
+        if len(self.entries) > WARM_UP_ITERATIONS and seconds < self.fastest:
+            self.fastest, self.waits = seconds, waits
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By iteration."""
+        return {entry["iteration"]: entry["lm_loss"] for entry in self.entries}
+
+    @property
+    def speed(self) -> Speed | None:
+        """``None`` if no iteration came after the warm-up."""
+        counted = self.entries[WARM_UP_ITERATIONS:]
+        if not counted:
+            return None
+        seconds = np.array([entry["elapsed_ms"] for entry in counted]) / 1e3
+        fast, middle, slow = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
+        blocked = float(np.median([entry["exposed_ms"] for entry in counted])) / 1e3
+        return Speed(fast, middle, slow, blocked)
+
+    def describe_speed(self) -> str:
+        """Tokens/s and seconds; an empty string if no iteration came after the warm-up."""
+        if (speed := self.speed) is None:
+            return ""
+        first, last = (self.entries[at]["iteration"] for at in (WARM_UP_ITERATIONS, -1))
+        return (
+            f"{self.tokens / speed.middle:.0f} over {self.link} ({speed.middle:.3f} s per "
+            f"iteration, quartiles {speed.fast:.3f} and {speed.slow:.3f}, of which "
+            f"{speed.blocked:.3f} s waiting for transfers; medians of iterations {first} to {last})"
+        )
