@@ -219,8 +219,9 @@ class Running:
                 work, outs, ins, run = one
                 if work in self.before_last and self.program.last_of[work] == at:
                     self.before_last[work]()
-                rows = () if run is None else (run,)
-                works[work](*map(view, outs), *map(view, ins), *rows)
+                if works[work] is not _no_work:  # drained: some buffers are not bound
+                    rows = () if run is None else (run,)
+                    works[work](*map(view, outs), *map(view, ins), *rows)
             elif kind in light:
                 if one.aside and second is not None:
                     second.do(light[kind], *one)

@@ -619,7 +619,7 @@ def alone(rank: int) -> None:
     handle.wait()
     assert torch.equal(bucket, torch.full((5,), 0.5, dtype=BF16))
     assert link_.operations == 0
-    assert len(link_.scratch) == 0
+    assert (link_.scratch.idle_bytes, link_.scratch.lent) == (0, 0)
 
 
 def test_a_group_of_one_transfers_nothing(ranks) -> None:

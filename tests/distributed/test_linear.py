@@ -139,7 +139,7 @@ def leaves_nothing_in_the_air(rank: int) -> None:
         for _ in range(3):
             y = Call(case, link=link)(input_of(case, link=link))
             y.backward(torch.ones_like(y))
-        return len(link.scratch)
+        return link.scratch.idle_bytes
 
     idle = several()
     assert several() == idle, "buffers are not used again"

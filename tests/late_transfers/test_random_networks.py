@@ -25,10 +25,10 @@ def test_fused_is_plain(random_cases: Any, size: int, cases: int) -> None:
 def races(rank: int, case: Case) -> list[str]:
     module, case = Module(), replace(case, batched=True)
     with compare.quiet():
-        compare.run_case(case, fused=True)
+        compare.run_case(case, "fused")
         compare.at_rest_or_raise(case)
         with late.streams_of(module), RaceDetector(module) as detector:
-            compare.run_case(case, fused=True)
+            compare.run_case(case, "fused")
     compare.at_rest_or_raise(case)
     return list(dict.fromkeys(detector.races))
 

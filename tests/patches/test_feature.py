@@ -15,6 +15,8 @@ from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, real_arguments
 
+GLOBALS = CommFuseFeature.register_patches.__globals__
+"""Of the module; tests of registration import it anew."""
 ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
 TP = "--tensor-model-parallel-size"
@@ -139,7 +141,7 @@ def test_patches_only_with_the_flag() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_looked_at_where_megatron_trains(monkeypatch, training: bool) -> None:
-    monkeypatch.setattr("mindspeed_patches.feature._has_module", lambda name: training)
+    monkeypatch.setitem(GLOBALS, "_has_module", lambda name: training)
     registered = Registered(real_arguments(transformer_impl="local"))
     assert registered.times("megatron.training.training.get_model") == training
 
@@ -148,7 +150,7 @@ def test_the_model_is_looked_at_where_megatron_trains(monkeypatch, training: boo
     ("engine", "there"), [("transformer_engine", True), ("local", True), ("local", False)]
 )
 def test_the_layer_with_norm_is_wrapped_where_it_is_used(monkeypatch, engine, there) -> None:
-    monkeypatch.setattr("mindspeed_patches.feature._has_module", lambda name: there)
+    monkeypatch.setitem(GLOBALS, "_has_module", lambda name: there)
     registered = Registered(real_arguments(transformer_impl=engine))
     found = [path for path in registered.functions if "TELayerNormColumnParallel" in path]
     assert len(found) == (engine == "transformer_engine" and there)

@@ -10,6 +10,7 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.options import DEFAULTS
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.checks import check_launch
@@ -20,7 +21,7 @@ from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.step import Layout
 from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
 from commfuse_npu.tools.simulate.variants import Variant
-from mindspeed_patches.arguments import DEFAULTS, commfuse_options, complete_options
+from mindspeed_patches.arguments import commfuse_options, complete_options
 from mindspeed_patches.refusals import check_compatible
 
 PATH = find_config("llama3_8b")
