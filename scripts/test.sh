@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests. Sets up .venv by itself.
 #
-#   bash scripts/test.sh                       before every commit: at most 5 minutes on 2 cores
+#   bash scripts/test.sh                       before every commit: 5 to 10 minutes on 2 cores
 #   bash scripts/test.sh --all                 everything, for a night
 #   bash scripts/test.sh tests/plan -k taper   further arguments go to pytest
 set -eu
