@@ -61,7 +61,9 @@ def blocks(page: str) -> list[str]:
 def test_the_pages_show_what_is_cut_from_the_examples() -> None:
     cut = [text for example in EXAMPLES for text in cuts(example).values()]
     assert sorted(blocks("docs/python.md")) == sorted(cut)
-    assert blocks("README.md") == [cuts(ROOT / "examples" / "tp_mlp.py")["linear"]]
+    assert blocks("README.md") == [
+        cuts(ROOT / "examples" / "forward_backward_overlap.py")["overlap"]
+    ]
 
 
 def first_lines(example: Path) -> tuple[list[str], list[str]]:
