@@ -359,12 +359,16 @@ class LinearWrappers(LaneUser):
         """A reason that :meth:`leave` need not log."""
         self._said.add((name, reason))
 
-    def describe(self) -> list[str]:
-        """A line per layer and path: how many calls took it."""
+    def describe(self, fused: str = "fused") -> list[str]:
+        """A line per layer and path: how many calls took it.
+
+        Args:
+            fused: what to call the path of the ops, which may run on collectives.
+        """
         counted = dict.fromkeys(("gradients", "parameters"), "buckets")
         return [
             f"{name}: {count} {counted.get(name, 'forward calls')} "
-            f"{path if path == 'fused' else f'by Megatron, because {path}'}"
+            f"{fused if path == 'fused' else f'by Megatron, because {path}'}"
             for (name, path), count in sorted(self.calls.items())
         ]
 

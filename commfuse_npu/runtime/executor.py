@@ -98,7 +98,7 @@ class Running:
 
     def run(
         self,
-        works: Mapping[str, Work] | None = None,
+        works: Mapping[str, Work | None] | None = None,
         *,
         ahead: bool = False,
         **tensors: torch.Tensor,
@@ -108,7 +108,8 @@ class Running:
         In ``torch.profiler`` a range with the operation's name.
 
         Args:
-            works: the operation's part, by name; ``gemm`` is the device's own if it is not there.
+            works: the operation's part, by name, ``None`` for work that is left out; ``gemm`` is
+                the device's own if it is not there.
             tensors: the operation's buffers that are needed from here on, matrices ``[rows,
                 columns]``; what is transferred has the dtype of the operation.
 
@@ -149,8 +150,8 @@ class Running:
         Args:
             tensors: see :meth:`run`; what is in those that it writes means nothing.
         """
-        works = {one.work: _no_work for one in self.program.code if isinstance(one, Compute)}
-        self.run(works, ahead=False, **tensors)
+        names = (one.work for one in self.program.code if isinstance(one, Compute))
+        self.run(dict.fromkeys(names), ahead=False, **tensors)
 
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
         """Wait for what arrives in these rows of a buffer; only for what is posted already."""
@@ -177,7 +178,7 @@ class Running:
 
     # ------------------------------------------------------------------ the loop
 
-    def _go_on(self, works: Mapping[str, Work], end: int) -> None:
+    def _go_on(self, works: Mapping[str, Work | None], end: int) -> None:
         ranks, lanes = self._transport.ranks, self._transport.lane_groups
         batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
         views, sends, receives = self._views, self._sends, self._receives
@@ -219,9 +220,10 @@ class Running:
                 work, outs, ins, run = one
                 if work in self.before_last and self.program.last_of[work] == at:
                     self.before_last[work]()
-                if works[work] is not _no_work:  # drained: some buffers are not bound
+                function = works[work]
+                if function is not None:  # else it is drained, and has no views of its buffers
                     rows = () if run is None else (run,)
-                    works[work](*map(view, outs), *map(view, ins), *rows)
+                    function(*map(view, outs), *map(view, ins), *rows)
             elif kind in light:
                 if one.aside and second is not None:
                     second.do(light[kind], *one)
@@ -343,6 +345,3 @@ class Running:
                     f"{len(self.program.transfers) - 1}, lane {one.lane}"
                 )
         return f"{self.name}: {' and '.join(parts)}"
-
-
-def _no_work(*_: object) -> None: ...

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from commfuse_npu.tools.quartiles import quartiles
 from commfuse_npu.tools.report.charts import Line, lines
 from commfuse_npu.tools.report.drawing import draw
 
@@ -140,10 +140,8 @@ class Outcome:
         counted = self.entries[WARM_UP_ITERATIONS:]
         if not counted:
             return None
-        seconds = np.array([entry["elapsed_ms"] for entry in counted]) / 1e3
-        fast, middle, slow = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
-        blocked = float(np.median([entry["exposed_ms"] for entry in counted])) / 1e3
-        return Speed(fast, middle, slow, blocked)
+        seconds = quartiles([entry["elapsed_ms"] / 1e3 for entry in counted])
+        return Speed(*seconds, median(entry["exposed_ms"] for entry in counted) / 1e3)
 
     def describe_speed(self) -> str:
         """Tokens/s and seconds; an empty string if no iteration came after the warm-up."""

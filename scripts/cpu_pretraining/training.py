@@ -142,7 +142,7 @@ def _layers(
         path = "fused" if fused else "by collectives"
         yield (
             report if fused else None,
-            lambda: [title, *(f"  {line.replace('fused', path)}" for line in wrappers.describe())],
+            lambda: [title, *(f"  {line}" for line in wrappers.describe(path))],
         )
 
 
