@@ -49,27 +49,34 @@ def megatron(
     from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
 
     warnings.simplefilter("ignore")
-    parallel_state.initialize_model_parallel(
-        tensor_parallel,
-        context_parallel_size=context_parallel,
-        distributed_timeout_minutes=minutes,
-        **layout,
-    )
-    try:
+    with _left_afterwards():
+        parallel_state.initialize_model_parallel(
+            tensor_parallel,
+            context_parallel_size=context_parallel,
+            distributed_timeout_minutes=minutes,
+            **layout,
+        )
         with megatron_on_cpu(), cuda_means_cpu():
             model_parallel_cuda_manual_seed(1)
             yield
-    finally:
-        _leave_megatron()
 
 
-def _leave_megatron() -> None:
+@contextlib.contextmanager
+def _left_afterwards() -> Iterator[None]:
+    """Megatron's groups go, which it only forgets: a gloo group keeps two threads."""
     from megatron.core import parallel_state
+    from torch.distributed import destroy_process_group, distributed_c10d
 
-    parallel_state.destroy_model_parallel()
-    # Megatron leaves these, and takes them for the next layout's.
-    parallel_state._EMBEDDING_GLOBAL_RANKS = None
-    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+    before = set(distributed_c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        # Megatron leaves these, and takes them for the next layout's.
+        parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+        for group in set(distributed_c10d._world.pg_map) - before:
+            destroy_process_group(group)
 
 
 @contextlib.contextmanager
@@ -134,11 +141,10 @@ def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
 
     before, out = signal.getsignal(signal.SIGTERM), io.StringIO()
     try:
-        with contextlib.redirect_stdout(out):
+        with _left_afterwards(), contextlib.redirect_stdout(out):
             return getattr(Worker(), method)(*args), out.getvalue()
     finally:
         signal.signal(signal.SIGTERM, before)
-        _leave_megatron()
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ class Case:
 def parallel(case: Case) -> AbstractContextManager[None]:
     """Megatron with all ranks in one group."""
     size = dist.get_world_size()
+    lanes(size)  # before Megatron's groups, with which they would go
     return megatron(size) if case.tensor else megatron(context_parallel=size)
 
 
