@@ -95,9 +95,9 @@ def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
                 if end is not None:
                     events.append(f"{verb} {what(end.transfer)}")
 
-        def waits(self: Running, receives: tuple[int, ...], sends: tuple[int, ...]) -> None:
+        def waits(self: Running, receives: tuple[int, ...], *more: Any) -> None:
             events.extend(f"wait {what(self.program.transfers[step][1])}" for step in receives)
-            wait(self, receives, sends)
+            wait(self, receives, *more)
 
         watch_posts(patch, posted)
         patch.setattr(Running, "_wait", waits)

@@ -15,11 +15,15 @@ MODULES = (
     "test_ulysses",
 )
 
+LEFT_OUT = {"test_a_weight_that_changes_is_never_used_stale"}
+"""It changes a weight on purpose while the old one is sent, and throws away what arrives."""
+
 
 def _tests(module: str) -> dict[str, Any]:
     """Named after their module too: some have the same name."""
     found = vars(import_module(f"tests.distributed.{module}"))
-    tests = {name: test for name, test in found.items() if name.startswith("test_")}
+    names = {name for name in found if name.startswith("test_")} - LEFT_OUT
+    tests = {name: test for name, test in found.items() if name in names}
     return {f"{module}__{name.removeprefix('test_')}": test for name, test in tests.items()}
 
 
