@@ -22,9 +22,11 @@ LEFT_OUT = {"test_a_weight_that_changes_is_never_used_stale"}
 def _tests(module: str) -> dict[str, Any]:
     """Named after their module too: some have the same name."""
     found = vars(import_module(f"tests.distributed.{module}"))
-    names = {name for name in found if name.startswith("test_")} - LEFT_OUT
-    tests = {name: test for name, test in found.items() if name in names}
-    return {f"{module}__{name.removeprefix('test_')}": test for name, test in tests.items()}
+    return {
+        f"{module}__{name.removeprefix('test_')}": test
+        for name, test in found.items()
+        if name.startswith("test_") and name not in LEFT_OUT
+    }
 
 
 for _module in MODULES:
