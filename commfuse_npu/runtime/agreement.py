@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commfuse_npu.runtime.gather_objects import MissingRankError, Swap, gather_objects
-from commfuse_npu.runtime.order_log import TransportLog
+from commfuse_npu.runtime.order_log import OrderLog
 
 __all__ = ["Agreement", "Check", "MismatchError", "TransportError"]
 
@@ -108,6 +108,7 @@ class Agreement:
         ranks: of the whole job, by place in the group.
         rank, size: place in the group.
         order_log: where to write down the order of posts and waits; ``None`` for nowhere.
+        log_number: of this transport in it.
         before_comparing: called before an operation that is new waits for the other ranks to call
             it too; it finishes what is under way that they may need of this rank.
     """
@@ -120,7 +121,8 @@ class Agreement:
         self.size = group.size()
         self.timeout = timeout
         self.check = check
-        self.order_log: TransportLog | None = None
+        self.order_log: OrderLog | None = None
+        self.log_number = 0
         self.before_comparing: Callable[[], None] = lambda: None
         self._control = control
         self._agreed: set[Hashable] = set()
@@ -317,7 +319,7 @@ class Agreement:
         if self.size == 1:
             return [value]
         if self.order_log is not None:
-            self.order_log.meet(name)
+            self.order_log.write("meet", self.log_number, name)
         with self._with_others(name):
             return gather_objects(value, self._control, self.timeout)
 
@@ -349,7 +351,7 @@ class Agreement:
                 f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"
             )
             if self.order_log is not None:
-                self.order_log.fail(why)
+                self.order_log.write("fail", self.log_number, why)
 
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
         return kind(f"{self._broken}. This transport cannot be used any more")
@@ -359,7 +361,7 @@ class Agreement:
         self._broken = self._broken or f"rank {self.rank}: it was closed"
         _unsettled.discard(self)
         if self.order_log is not None:
-            self.order_log.close()
+            self.order_log.write("close", self.log_number)
 
 
 def _mismatch(rank: int, here: Signature, peer: int, there: Signature) -> str:

@@ -31,7 +31,7 @@ from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.scratch import Arena, view_of
 
 if TYPE_CHECKING:
-    from commfuse_npu.runtime.order_log import SlotLog
+    from commfuse_npu.runtime.order_log import Entry
     from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["Running", "Work"]
@@ -64,7 +64,7 @@ class Running:
         dtype: torch.dtype,
         device: torch.device,
         tag: int,
-        log: SlotLog | None,
+        log: Entry | None,
         sum_dtype: torch.dtype | None,
     ) -> None:
         self.name = name
@@ -169,7 +169,7 @@ class Running:
             and start < post.receive.span.stop
         ]
         if self._log is not None and steps:
-            self._log.rows(steps)
+            self._log("rows", *steps)
         try:
             self._wait(steps, ())
         except BaseException as error:
@@ -195,7 +195,7 @@ class Running:
             one = code[at]
             kind = type(one)
             if log is not None and (kind is Post or kind is Wait):
-                log.at(at)
+                log("at", at)
             if kind is Post:
                 send, receive = one
                 (step, lane, *_), _ = send or receive
@@ -324,7 +324,7 @@ class Running:
         self._arenas, self._views, self._events = [], {}, {}
         self._receives, self._sends = {}, {}
         if self._log is not None:
-            self._log.finish()
+            self._log("finish")
         self._transport.finished(self)
         self.transferred = {}
 

@@ -237,7 +237,8 @@ class Transport(Agreement):
             channels, control = made[mine[0]]
             transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
             if order_log is not None:
-                transport.order_log = order_log.transport(transport.ranks, transport.lanes, batched)
+                transport.order_log = order_log
+                transport.log_number = order_log.transport(transport.ranks, len(channels), batched)
             transport._warm_up()
         except TransportError as error:
             problem = error
@@ -331,7 +332,8 @@ class Transport(Agreement):
             self._enter(identity, signature)
         log = None
         if self.order_log is not None:
-            log = self.order_log.begin(program, name, like.dtype, sum_dtype, options)
+            about = name, like.dtype, sum_dtype, options
+            log = self.order_log.program(self.log_number, program, *about)
         # Tags differ with what is sent and with how many operations came before: data for another
         # shape, or left over from a failure, never meets a receive (a short one aborts on gloo).
         tag = identity ^ (self.operations * 0x9E3779B1)
