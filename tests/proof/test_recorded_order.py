@@ -312,7 +312,7 @@ def run(folder: Path, batched: bool, *parts: Callable[[Host], None]) -> verify_l
         host = Host(folder, rank, len(parts), batched)
         part(host)
         host.log.close()
-    return verify_log.verify_logs(verify_log.files_of([folder]))
+    return verify_log.verify_logs([folder])
 
 
 BUCKET = "bucket_scatter", 6, 1, 1  # with memory for one piece
