@@ -135,11 +135,11 @@ class Call:
         running: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
         return running
 
-    def weight_gradient(self, *, blocks: bool = False) -> WeightGradient | None:
+    def weight_gradient(self, *, blocks: bool = False) -> WeightGradient:
         """Where the gradient of the weight goes, if it needs one."""
-        if not self.needs[self.weight_at]:
-            return None
-        return WeightGradient(self.weight, main_grad=self.options.main_grad, blocks=blocks)
+        needed = self.needs[self.weight_at]
+        main_grad = self.options.main_grad
+        return WeightGradient(self.weight, main_grad=main_grad, blocks=blocks, needed=needed)
 
 
 class _Differentiable(torch.autograd.Function):

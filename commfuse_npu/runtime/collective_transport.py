@@ -146,16 +146,16 @@ class CollectiveRun:
 
     def run(
         self,
-        works: Mapping[str, Work] | None = None,
+        works: Mapping[str, Work | None] | None = None,
         *,
         ahead: bool = False,
-        **tensors: torch.Tensor,
+        **tensors: torch.Tensor | None,
     ) -> None:
         """See :meth:`Running.run`."""
-        self._tensors |= tensors
+        self._tensors |= {name: one for name, one in tensors.items() if one is not None}
         if ahead:
             return
-        self._works = works or {}
+        self._works = {name: work for name, work in (works or {}).items() if work is not None}
         with _RecordFunctionFast(f"CommFuse: {self.name}"):
             self.program.rule.lines(self, *self.program.arguments)
             for result, _ in list(self._under_way.values()):

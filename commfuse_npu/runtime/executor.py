@@ -101,7 +101,7 @@ class Running:
         works: Mapping[str, Work | None] | None = None,
         *,
         ahead: bool = False,
-        **tensors: torch.Tensor,
+        **tensors: torch.Tensor | None,
     ) -> None:
         """Go on from where it is to the program's end, or to its mark if it is run ``ahead``.
 
@@ -111,7 +111,8 @@ class Running:
             works: the operation's part, by name, ``None`` for work that is left out; ``gemm`` is
                 the device's own if it is not there.
             tensors: the operation's buffers that are needed from here on, matrices ``[rows,
-                columns]``; what is transferred has the dtype of the operation.
+                columns]``, ``None`` for one that this program does not have; what is transferred
+                has the dtype of the operation.
 
         Raises:
             ValueError: a tensor does not fit.
@@ -120,7 +121,7 @@ class Running:
         self._transport.resume(self)
         works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
-            if not ahead and self.program.late:
+            if not ahead:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
@@ -287,9 +288,11 @@ class Running:
 
     # ------------------------------------------------------------------ memory
 
-    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         program = self.program
         for buffer, tensor in tensors.items():
+            if tensor is None:
+                continue
             if tensor.dim() != 2:
                 raise ValueError(
                     f"{self.name}: {buffer} has shape {tuple(tensor.shape)}; it has to be a matrix"
