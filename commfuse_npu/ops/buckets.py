@@ -247,8 +247,7 @@ class Buckets:
         transport = self._transport
         if transport.size == 1:
             return 0
-        if transport.broken:
-            raise transport.error()
+        transport.expect_unbroken()
         if self._queue.same_memory(bucket):
             raise ValueError(
                 f"{name}: elements of the bucket are on their way already; wait for that exchange "

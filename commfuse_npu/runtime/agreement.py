@@ -146,6 +146,11 @@ class Agreement:
         """Whether a failure made it useless; :meth:`error` says which."""
         return self._broken is not None
 
+    def expect_unbroken(self) -> None:
+        """Raise the :meth:`error` of the failure that made it useless, if one did."""
+        if self._broken is not None:
+            raise self.error()
+
     @property
     def under_way(self) -> bool:
         """Whether other ranks may wait for transfers of this one."""
@@ -170,8 +175,7 @@ class Agreement:
             MismatchError: another rank calls something else.
             TransportError: a rank did not answer in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         sizes = sizes or {}
         identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
         if self._keeps:
@@ -248,8 +252,7 @@ class Agreement:
             MismatchError: another rank began something else.
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         if self not in _unsettled:
             return
         state = self._entered, self._digest
@@ -314,8 +317,7 @@ class Agreement:
         Raises:
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         if self.size == 1:
             return [value]
         if self.order_log is not None:

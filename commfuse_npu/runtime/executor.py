@@ -156,8 +156,7 @@ class Running:
 
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
         """Wait for what arrives in these rows of a buffer; only for what is posted already."""
-        if self._transport.broken:
-            raise self._transport.error()
+        self._transport.expect_unbroken()
         self._transport.expect_one_thread(self.name)
         if self.done:
             return
