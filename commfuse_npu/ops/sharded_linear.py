@@ -28,7 +28,7 @@ import torch
 from commfuse_npu.kernels import gemm_into, kernels_for
 from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast, sum_ending
 from commfuse_npu.ops.options import LinearOptions, ShardedOptions
-from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightGather, stamp_of
+from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, stamp_of
 from commfuse_npu.plan.rules import Rule, sharded_backward, sharded_forward
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
@@ -148,17 +148,15 @@ class _ShardedLinear(Call):
 
         When the last block is there, and not used yet, the links are free for the next layer.
         """
-        transport, sums, place = self.transport, self.options.reduce_dtype, self.place
-        arguments, backward, gathers = (*shard.shape, *needs), bool(needs), all(needs[:1])
-        if place is None or not gathers or not isinstance(transport, Transport):
-            begun = self.begin(rule, *arguments, like=shard, backward=backward, sum_dtype=sums)
-            begun.run(works, shard=shard, out=out)
+        place, backward = self.place, bool(needs)
+        arguments, sums = (*shard.shape, *needs), self.options.reduce_dtype
+        operation = self.operation(rule, *arguments, backward=backward, sum_dtype=sums)
+        gathers = all(needs[:1])
+        if place is None or not gathers or not isinstance(self.transport, Transport):
+            operation.begin(shard).run(works, shard=shard, out=out)
             return
-        name = f"{self.name} backward" if backward else self.name
-        program = transport.program(rule, self.options.schedule, *arguments)
-        gather = WeightGather(transport, program, name, self.options, sums)
         order = place.prefetch
-        running = order.take(place.number, shard, self.stamp, gather, backward=backward)
+        running = order.take(place.number, shard, self.stamp, operation, backward=backward)
         running.before_last = {"use": order.start_next}
         running.run(works, out=out)
 

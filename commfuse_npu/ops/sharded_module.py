@@ -33,7 +33,7 @@ from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightPrefetch, i
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["ShardedLinear", "shard_linears"]
+__all__ = ["ShardedLinear", "shard_linears", "shards_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -232,6 +232,11 @@ def shard_linears(
     return module
 
 
+def shards_of(module: torch.nn.Module) -> set[int]:
+    """The parameters of which a rank has a part, by identity."""
+    return {id(layer.weight) for layer in module.modules() if isinstance(layer, ShardedLinear)}
+
+
 def _not_divisible(linear: torch.nn.Linear, size: int) -> str | None:
     features = linear.out_features
     if features % size == 0:
@@ -262,7 +267,7 @@ def _stays_whole(
 def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
     """A number per replicated parameter that depends on every bit of it, in no order."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    shards = {id(m.weight) for m in module.modules() if isinstance(m, ShardedLinear)}
+    shards = shards_of(module)
     return tuple(
         int(parameter.detach().view(integers[parameter.itemsize]).sum(dtype=torch.int64))
         for parameter in module.parameters()

@@ -212,21 +212,20 @@ class CollectiveRun:
         wide = whole.to(self._sum_dtype or whole.dtype)
         hops = self.place.schedule.hops(self.place.rank, self.place.size, "last")
         order = [hop.source for hop in hops]
-        if finish:
-            with self._transport.collectives(self.name):
-                total = sum_rows_in_order(wide, self._group, order)
-            self._works["finish"](into, total, self.own_block(whole))
-        elif self._transport.same_pieces and not self._in_the_order_of_collectives():
-            with self._transport.collectives(self.name):
-                total = sum_rows_in_order(wide, self._group, [*order, self.place.rank])
-            into.copy_(total)
-        else:
-            with self._transport.collectives(self.name):
-                self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
-
-    def _in_the_order_of_collectives(self) -> bool:
         schedule = self.place.schedule
-        return schedule.shape == "shifted" and schedule.costs is None
+        like_collectives = schedule.shape == "shifted" and schedule.costs is None
+        with self._transport.collectives(self.name):
+            if finish:
+                total = sum_rows_in_order(wide, self._group, order)
+            elif self._transport.same_pieces and not like_collectives:
+                total = sum_rows_in_order(wide, self._group, [*order, self.place.rank])
+            else:
+                self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
+                return
+        if finish:
+            self._works["finish"](into, total, self.own_block(whole))
+        else:
+            into.copy_(total)
 
     def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
         total = whole.to(self._sum_dtype or whole.dtype)
