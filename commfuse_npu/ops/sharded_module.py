@@ -228,7 +228,9 @@ def shard_linears(
             if child in made:
                 setattr(parent, name, made[child])
     if order is not None and made:
-        _end_passes_with(module, order)
+        # Nothing is under way when the forward is over, however it ends.  Not a closure: a copy of
+        # the module has to end the passes of its own prefetch.
+        module.register_forward_hook(partial(_forward_ended, order), always_call=True)
     return module
 
 
@@ -273,12 +275,6 @@ def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
         for parameter in module.parameters()
         if not parameter.is_meta and parameter.itemsize in integers and id(parameter) not in shards
     )
-
-
-def _end_passes_with(module: torch.nn.Module, prefetch: WeightPrefetch) -> None:
-    """Nothing is under way when the forward of ``module`` is over, however it ends."""
-    # Not a closure: a deep copy of the module has to end the passes of its own prefetch.
-    module.register_forward_hook(partial(_forward_ended, prefetch), always_call=True)
 
 
 def _forward_ended(

@@ -1,7 +1,7 @@
 """Reads the files of :mod:`commfuse_npu.runtime.order_log`, which anybody may have written.
 
-The files are read in :func:`stretches`.  Lines stay bytes, so that a stretch that repeats itself is
-known by them and need not be looked at again.
+The files of all ranks are read side by side (:func:`read_to_cuts`).  Lines stay bytes, so that what
+repeats itself is known by them and need not be looked at again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof.rendezvous import Group
 from commfuse_npu.runtime.order_log import VERSION
 
-__all__ = ["Begun", "Event", "LogError", "RankLog", "opened", "stretches"]
+__all__ = ["Begun", "Event", "LogError", "RankLog", "opened", "read_to_cuts"]
 
 _LONGEST_LINE = 1 << 20
 _MOST_RANKS = 1 << 16
@@ -320,7 +320,7 @@ def opened(paths: Iterable[Path]) -> Iterator[list[RankLog]]:
         yield sorted(logs, key=lambda log: log.rank)
 
 
-def stretches(logs: Sequence[RankLog]) -> Iterator[None]:
+def read_to_cuts(logs: Sequence[RankLog]) -> Iterator[None]:
     """Read the files of all ranks side by side, from one cut to the next.
 
     At a cut nothing is under way, and all ranks of each group have begun, and met, as often.  Where

@@ -14,7 +14,7 @@ start or created at first use.  A run on gloo is played by gloo's rules as it wa
 it would be there: with the batched program of the same rule, as far as each batch at the moment of
 its send, which is when it is posted there.
 
-What comes between two cuts (:func:`~commfuse_npu.proof.recorded_order.stretches`) is judged by
+What comes between two cuts (:func:`~commfuse_npu.proof.recorded_order.read_to_cuts`) is judged by
 itself, and only once if it repeats itself.
 
 A run that was killed is judged as far as its files go.  A rank whose file just ends may have done
@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.plan.program import End, Instruction, Post, Program, Transfer, Wait, line
 from commfuse_npu.proof import rendezvous as play
-from commfuse_npu.proof.recorded_order import Event, RankLog, opened, stretches
+from commfuse_npu.proof.recorded_order import Event, RankLog, opened, read_to_cuts
 
 __all__ = ["Verdict", "verify_logs"]
 
@@ -87,7 +87,7 @@ def verify_logs(paths: Iterable[Path]) -> Verdict:
 def _judge(logs: Sequence[RankLog]) -> Verdict:
     found, links = Verdict(len(logs)), set[_Link]()
     judged: dict[bytes, tuple[int, int]] = {}
-    for _ in stretches(logs):
+    for _ in read_to_cuts(logs):
         ended = all(log.ended and not log.under_way for log in logs)
         whole = ended or not any(log.over for log in logs)
         lines = repr([(log.generation, log.lines) for log in logs])
@@ -111,7 +111,7 @@ def _judge(logs: Sequence[RankLog]) -> Verdict:
 
 
 def _hold_together(ranks: Sequence[_Rank], whole: bool, links: set[_Link], found: Verdict) -> None:
-    """Find out why a stretch does not hold; ``whole`` if it does not end with a file."""
+    """Find out why what was read does not hold; ``whole`` if it does not end with a file."""
     faults = [fault for rank in ranks for fault in rank.faults]
     for key in dict.fromkeys(key for rank in ranks for key in rank.did):
         first, *others = (ranks[rank] for rank in key[0].ranks)
