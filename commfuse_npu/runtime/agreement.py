@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any, Literal, get_args
 
 import torch
@@ -293,15 +293,14 @@ class Agreement:
         found = []
         everyone = gather_objects(mine, self._control, timeout, _HISTORIES)
         for peer, theirs in enumerate(everyone):
-            ends = [first + len(kept) for first, kept in (mine, theirs)]
-            start, end = max(mine[0], theirs[0]), max(ends) if all_begun else min(ends)
-            for number in range(start, end):
-                here, there = (
-                    kept[number - first] if number < first + len(kept) else ()
-                    for first, kept in (mine, theirs)
-                )
-                if here != there:
-                    found.append((number, peer, _mismatch(self.rank, here, peer, there)))
+            start = max(mine[0], theirs[0])
+            here, there = (kept[start - first :] for first, kept in (mine, theirs))
+            if not all_begun:
+                here, there = here[: len(there)], there[: len(here)]
+            pairs = zip_longest(here, there, fillvalue=())
+            for number, (one, other) in enumerate(pairs, start):
+                if one != other:
+                    found.append((number, peer, _mismatch(self.rank, one, peer, other)))
                     break
         if not found:
             return None
