@@ -202,7 +202,8 @@ class Transport(Agreement):
             MismatchError: another rank calls something else.
             TransportError: an earlier failure broke the transport, or another thread uses it.
         """
-        self.expect_unbroken()
+        if self._broken is not None:
+            raise self.error()
         if self._active:
             self.expect_one_thread(name)
         if like.device.type != self.device_type:
@@ -267,7 +268,8 @@ class Transport(Agreement):
             TransportError: an earlier failure broke the transport, or another thread uses it.
         """
         # A wait that failed once would return at once, as if its data were there.
-        self.expect_unbroken()
+        if self._broken is not None:
+            raise self.error()
         if self._active:
             self.expect_one_thread(running.name)
         self._thread = threading.get_ident()
@@ -316,10 +318,7 @@ class Transport(Agreement):
 
     def wait_for(self, work: Any) -> None:
         """Wait for what torch.distributed began; on gloo for ``timeout``, on HCCL on the stream."""
-        if self.batched:
-            work.wait()
-        else:
-            work.wait(self.timeout)
+        work.wait() if self.batched else work.wait(self.timeout)
 
     def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place: the group's own collective, within ``timeout``.
