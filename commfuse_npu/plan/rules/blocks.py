@@ -42,8 +42,7 @@ class _Gather:
         runs = b.runs(rows, "first")
         self._pieces = [(run, j, hop) for j, run in enumerate(runs) for hop in b.hops("first")]
         self._chunks, self._posted = len(runs), 0
-        many = len(self._pieces)
-        self._window = many if window is None else min(window, many)
+        self._window = min(window or len(self._pieces), len(self._pieces))
         if window is None:
             b.scratch("whole", b.size * rows, columns)
         else:
