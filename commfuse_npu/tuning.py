@@ -217,13 +217,15 @@ _ROUNDS = (1, 1, 4)
 
 _FINALISTS = 3
 
+_AS_FAST = 0.005
+"""A share by which an alternative may be slower."""
+
 
 def fastest(
     count: int,
     run: Callable[[Sequence[int]], Sequence[float]],
     *,
     usual: int = 0,
-    simplest_within: float = 0.005,
 ) -> tuple[int, list[float | None]]:
     """The fastest of the alternatives ``0 ... count - 1``.
 
@@ -235,11 +237,10 @@ def fastest(
             on all ranks, with the same result on all ranks.
         usual: what is taken without a trial.  Another one has to be faster by more than the spread
             of both: on a busy machine differences are noise.
-        simplest_within: of those that are slower by no more than this share than the fastest, the
-            first is taken.
 
     Returns:
-        its number, and the median of each that reached the last round, ``None`` for the others.
+        its number, or that of the first that is slower by no more than half a percent, and the
+        median of each that reached the last round, ``None`` for the others.
     """
     left = list(range(count))
     order = random.Random(0)
@@ -255,7 +256,7 @@ def fastest(
             ranked = sorted(left, key=lambda one: (statistics.median(times[one]), one))
             left = list(dict.fromkeys([*ranked[:kept], usual]))
     medians = {one: statistics.median(times[one]) for one in left}
-    limit = min(medians.values()) * (1 + simplest_within)
+    limit = min(medians.values()) * (1 + _AS_FAST)
     chosen = min(one for one, seconds in medians.items() if seconds <= limit)
     quartiles = (
         statistics.quantiles(times[one], n=4, method="inclusive") for one in (chosen, usual)

@@ -134,18 +134,17 @@ class _AttentionLinear(Call):
                 grad_out = torch.empty_like(out)
                 gemm_into(_flat(grad_out), grad_y, self.weight)
                 attention.backward(grad_out, run)
-            if wgrad is not None and by_blocks:
+            if wgrad.needed and by_blocks:
                 wgrad.add(grad_y, _flat(out))
 
         def whole_wgrad(whole: torch.Tensor) -> None:
-            assert wgrad is not None
             wgrad.add(whole.view(-1, hidden), _flat(attended))
 
-        keep, grad = wgrad is not None and not by_blocks, grad.view(rows, batch * hidden)
+        keep, grad = wgrad.needed and not by_blocks, grad.view(rows, batch * hidden)
         running = self.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
         running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
         grads = (None, None, None) if attention is None else attention.gradients()
-        return *grads, None if wgrad is None else wgrad.result()
+        return *grads, wgrad.result()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -156,17 +156,12 @@ class AttentionMask(NamedTuple):
         """Whether later queries see more keys; documents make it about the same for all."""
         return self.causal and self.documents is None
 
-    def keys(self, run: slice) -> slice:
-        """The keys that any of these queries may see."""
-        if self.documents is not None:
-            return self.documents.pieces(run)[0]
-        return slice(0, run.stop) if self.causal else slice(None)
-
-    def keywords(self, run: slice) -> dict[str, Any]:
-        """What a kernel is told, of these queries and :meth:`keys` of them."""
+    def of(self, run: slice) -> tuple[slice, dict[str, Any]]:
+        """The keys that any of these queries may see, and what a kernel is told of the two."""
+        keys = slice(0, run.stop) if self.causal else slice(None)
         told: dict[str, Any] = {"causal": self.causal}
         if self.documents is not None:
-            told["pieces"] = self.documents.pieces(run)[1]
+            keys, told["pieces"] = self.documents.pieces(run)
         if self.hidden is not None:
-            told["hidden"] = self.hidden[:, :, run, self.keys(run)]
-        return told
+            told["hidden"] = self.hidden[:, :, run, keys]
+        return keys, told

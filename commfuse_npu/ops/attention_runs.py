@@ -61,19 +61,15 @@ class AttentionRuns:
         self._where: dict[int, slice] = {}
         self._grads: list[torch.Tensor] = []
 
-    def _keys(self, run: slice) -> slice:
-        """Which keys a run of queries may see."""
-        return self._mask.keys(run)
-
     def forward(self, run: slice) -> torch.Tensor:
         """The output for these queries, ``[rows, B, A, D]``."""
-        keys = self._keys(run)
+        keys, told = self._mask.of(run)
         attended, statistics = self._kernels.attention_forward(
             self._q[run],
             self._k[keys],
             self._v[keys],
             scale=self._scale,
-            **self._mask.keywords(run),
+            **told,
         )
         if self.attended is not None:
             self.attended[run] = attended
@@ -106,7 +102,7 @@ class AttentionRuns:
     def backward(self, grad: torch.Tensor, run: slice) -> None:
         """Use the gradient of these queries' output, of as many elements."""
         assert self.attended is not None
-        keys, out = self._keys(run), self.attended[run]
+        (keys, told), out = self._mask.of(run), self.attended[run]
         grad_q, grad_k, grad_v = self._grads
         grad_q[run] = self._kernels.attention_backward(
             grad.view(out.shape),
@@ -118,7 +114,7 @@ class AttentionRuns:
             grad_k[keys],
             grad_v[keys],
             scale=self._scale,
-            **self._mask.keywords(run),
+            **told,
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

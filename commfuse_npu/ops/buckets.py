@@ -57,7 +57,7 @@ another: each would wait behind the other, as on a lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,10 +67,9 @@ from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
 from commfuse_npu.ops.call import check_transport, sum_ending
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Program, aligned
+from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
@@ -186,18 +185,15 @@ class Buckets:
             MismatchError: another rank exchanges another bucket.
             TransportError: a transfer failed.  Nothing was summed.
         """
-        name, options = "reduce_scatter_bucket", self._options
+        name, options, running = "reduce_scatter_bucket", self._options, None
         _check_bucket(name, bucket, self._transport.size)
         _check_fractions(name, bucket, average, scale, options.reduce_dtype)
-        total = options.reduce_dtype or bucket.dtype
-
-        def program(elements: int) -> Program:
-            stacks = self._stacks(elements, bucket.dtype, total)
-            return bucket_scatter(self._place, elements, *stacks)
-
+        total, facts = options.reduce_dtype or bucket.dtype, (average, options.scratch_bytes)
         with torch.no_grad():
-            facts = average, options.scratch_bytes
-            running = self._begin(name, bucket, program, facts, total)
+            if elements := self._to_transfer(name, bucket, facts):
+                stacks = self._stacks(elements, bucket.dtype, total)
+                program = bucket_scatter(self._place, elements, *stacks)
+                running = self._transport.begin(program, name, bucket, facts, total)
             if scale != 1.0:
                 bucket.mul_(scale)
             works = {"finish": sum_ending(self._transport.size if average else 1)}
@@ -223,14 +219,12 @@ class Buckets:
         Raises:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
-        name, last_first = "all_gather_bucket", self._options.last_first
+        name, last_first, running = "all_gather_bucket", self._options.last_first, None
         _check_bucket(name, bucket, self._transport.size)
-
-        def program(elements: int) -> Program:
-            return bucket_gather(self._place, elements, last_first)
-
         with torch.no_grad():
-            running = self._begin(name, bucket, program, last_first, None)
+            if elements := self._to_transfer(name, bucket, last_first):
+                program = bucket_gather(self._place, elements, last_first)
+                running = self._transport.begin(program, name, bucket, last_first)
             return BucketExchange(name, bucket, self._queue, running, {})
 
     def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:
@@ -248,25 +242,12 @@ class Buckets:
         peers = self._place.size - 1
         return (peers, min(len(chunks), fit(peers))) if fit(peers) > 0 else (1, max(1, fit(1)))
 
-    def _begin(
-        self,
-        name: str,
-        bucket: torch.Tensor,
-        program: Callable[[int], Program],
-        facts: Hashable,
-        total: torch.dtype | None,
-    ) -> Running | None:
-        """Agree with the other ranks; ``None`` if there is nothing to transfer.
-
-        Args:
-            program: for a shard of so many elements.
-            total: the dtype of sums.
-        """
+    def _to_transfer(self, name: str, bucket: torch.Tensor, facts: Hashable) -> int:
+        """The elements of a shard; 0 if nothing is to be transferred, on which the ranks agree."""
         transport = self._transport
         if transport.size == 1:
-            return None
-        if transport.broken:
-            raise transport.error()
+            return 0
+        transport.expect_unbroken()
         if self._queue.same_memory(bucket):
             raise ValueError(
                 f"{name}: elements of the bucket are on their way already; wait for that exchange "
@@ -275,8 +256,7 @@ class Buckets:
         elements = bucket.numel() // transport.size
         if elements == 0:
             transport.agree(name, path="empty", dtype=bucket.dtype, options=facts)
-            return None
-        return transport.begin(program(elements), name, bucket, facts, total)
+        return elements
 
 
 def _check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
@@ -300,15 +280,9 @@ def _check_fractions(
     scale: float,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    asked = [
-        what
-        for what, wanted in (
-            ("an average", average),
-            (f"scale {scale}", scale != 1.0),
-            (f"reduce_dtype {reduce_dtype}", reduce_dtype is not None),
-        )
-        if wanted
-    ]
+    asked = ["an average"] if average else []
+    asked += [f"scale {scale}"] if scale != 1.0 else []
+    asked += [f"reduce_dtype {reduce_dtype}"] if reduce_dtype is not None else []
     if asked and not bucket.dtype.is_floating_point:
         raise TypeError(
             f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "

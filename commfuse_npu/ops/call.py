@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,6 +23,7 @@ __all__ = [
     "AnyRun",
     "AnyTransport",
     "Call",
+    "Operation",
     "Tensors",
     "check_and_cast",
     "check_device",
@@ -44,6 +45,22 @@ AnyRun = Running | CollectiveRun
 """An operation under way on either."""
 
 Tensors = Sequence[torch.Tensor | None]
+
+
+class Operation(NamedTuple):
+    """A program, or the lines in its place, and what else the ranks have to agree on."""
+
+    carrier: Any
+    program: Any
+    name: str
+    options: Hashable
+    sum_dtype: torch.dtype | None
+
+    def begin(self, like: torch.Tensor) -> AnyRun:
+        """Begin it; ``like`` is of the dtype and on the device of what is transferred."""
+        run: AnyRun
+        run = self.carrier.begin(self.program, self.name, like, self.options, self.sum_dtype)
+        return run
 
 
 class Call:
@@ -113,18 +130,20 @@ class Call:
         with torch.autocast(device, enabled=False):
             return _Differentiable.apply(self, *tensors)
 
-    def begin(
+    def begin(self, rule: Rule, *arguments: Any, like: torch.Tensor, **how: Any) -> AnyRun:
+        """Begin an :meth:`operation` with what is transferred ``like`` this."""
+        return self.operation(rule, *arguments, **how).begin(like)
+
+    def operation(
         self,
         rule: Rule,
         *arguments: Any,
-        like: torch.Tensor,
         backward: bool = False,
         sum_dtype: torch.dtype | None = None,
-    ) -> AnyRun:
-        """Begin the operation of a rule.
+    ) -> Operation:
+        """The operation of a rule.
 
         Args:
-            like: of the dtype and on the device of what is transferred.
             sum_dtype: in which partials are added, by default their own.
         """
         schedule, name = self.schedule, self.name
@@ -132,14 +151,13 @@ class Call:
             schedule, name = self.backward_schedule, f"{self.name} backward"
         carrier: Any = self.transport if schedule else self.transport.by_collectives
         program = carrier.program(rule, schedule or self.options.schedule, *arguments)
-        running: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
-        return running
+        return Operation(carrier, program, name, self.options, sum_dtype)
 
-    def weight_gradient(self, *, blocks: bool = False) -> WeightGradient | None:
+    def weight_gradient(self, *, blocks: bool = False) -> WeightGradient:
         """Where the gradient of the weight goes, if it needs one."""
-        if not self.needs[self.weight_at]:
-            return None
-        return WeightGradient(self.weight, main_grad=self.options.main_grad, blocks=blocks)
+        needed = self.needs[self.weight_at]
+        main_grad = self.options.main_grad
+        return WeightGradient(self.weight, main_grad=main_grad, blocks=blocks, needed=needed)
 
 
 class _Differentiable(torch.autograd.Function):

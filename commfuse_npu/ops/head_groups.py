@@ -203,13 +203,9 @@ class _Exchange(Call):
         """
         kind: Blocks = "given" if make is None else "made" if blocks is None else "made and kept"
         arguments = rows, columns, kind, use is not None, received is not None, wgrad is not None
+        running = self.begin(exchange, *arguments, like=like, backward=backward)
         works = {"make": make, "use": use, "wgrad": wgrad}
-        tensors = {"blocks": blocks, "received": received}
-        self.begin(exchange, *arguments, like=like, backward=backward).run(
-            {name: work for name, work in works.items() if work is not None},
-            ahead=False,
-            **{name: tensor for name, tensor in tensors.items() if tensor is not None},
-        )
+        running.run(works, blocks=blocks, received=received)
 
 
 class RowsToHeads(_Exchange):
@@ -242,9 +238,9 @@ class RowsToHeads(_Exchange):
         grad_x = _zeros(weight, rows, weight.shape[1]) if needs_x else None
         grad_bias = _zeros(weight, weight.shape[0]) if needs_bias else None
         wgrad, blocks, whole = self.weight_gradient(), None, None
-        if wgrad is not None and self.options.wgrad == "blocks":
+        if wgrad.needed and self.options.wgrad == "blocks":
             blocks = _zeros(weight, *weight.shape)
-        elif wgrad is not None:
+        elif wgrad.needed:
             whole = torch.empty_like(grad)
         accumulate = kernels_for(grad.device).accumulate_weight_gradient
 
@@ -261,13 +257,13 @@ class RowsToHeads(_Exchange):
         self.swap(
             rows, heads.features, like=grad, use=use, blocks=grad, received=whole, backward=True
         )
-        if wgrad is not None and blocks is not None:
+        if blocks is not None:
             wgrad.take(blocks)
-        elif wgrad is not None and whole is not None:
+        elif whole is not None:
             wgrad.add(heads.add_up(whole), x)
         return (
             None if grad_x is None else grad_x.to(weight.dtype),
-            None if wgrad is None else wgrad.result(),
+            wgrad.result(),
             None if grad_bias is None else grad_bias.to(weight.dtype),
         )
 
@@ -331,7 +327,7 @@ class HeadsToRows(_Exchange):
             rows, columns, blocks = len(grad) // self.batch, self.batch * groups.features, None
             make = self._by_groups(groups.split, grad)
         wgrad = self.weight_gradient()
-        if wgrad is not None:
+        if wgrad.needed:
             later = partial(self._add_weight_gradient, wgrad, grad, received)
         if saved:
             attention = AttentionRuns.again(saved, self.state)
@@ -347,8 +343,7 @@ class HeadsToRows(_Exchange):
         elif later is not None:
             later()
         grads = (grad_x,) * len(needs_heads) if attention is None else attention.gradients()
-        grad_weight = None if wgrad is None else wgrad.result()
-        return grad_weight, grad.sum(0) if needs_bias else None, *grads
+        return wgrad.result(), grad.sum(0) if needs_bias else None, *grads
 
     def _by_groups(self, work: Work, rows: torch.Tensor) -> Work:
         """``work(rows, piece, run)`` of head groups, where a run is one of the sequence."""

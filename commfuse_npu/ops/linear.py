@@ -38,10 +38,7 @@ all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -54,12 +51,12 @@ from commfuse_npu.ops.call import (
     check_and_cast,
     check_sequence,
 )
+from commfuse_npu.ops.linear_trials import choose_schedules
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
-from commfuse_npu.runtime.executor import Running, Work
+from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tuning import COLUMN, ROW, Problem, tuned
+from commfuse_npu.tuning import COLUMN, ROW
 
 __all__ = [
     "all_gather_linear",
@@ -113,7 +110,7 @@ def all_gather_linear(
     flat = x.flatten(0, -2)
     call = _AllGatherLinear(name, transport, options, x, rows=flat.shape[0])
     if options.tuning is not None and isinstance(call.transport, Transport):
-        _tune(call, flat, weight, bias)
+        choose_schedules(call, COLUMN, flat, weight, bias)
     elif options.collectives_from is not None and weight.shape[0] >= options.collectives_from:
         call.backward_schedule = None
     y = call(flat, weight, bias)
@@ -135,11 +132,10 @@ class _AllGatherLinear(Call):
         needs_weight = self.needs[1]
         keep = self.options.keep_gathered and needs_weight
         y = x.new_empty((rows * self.transport.size, outputs))
-        tensors = {"shard": x, "weight": weight.t(), "out": y}
         if keep:
-            tensors["whole"] = whole = x.new_empty((y.shape[0], inputs))
+            whole = x.new_empty((y.shape[0], inputs))
         running = self.begin(gather_gemm, rows, inputs, outputs, keep, None, 0, like=x)
-        running.run({}, ahead=False, **tensors)
+        running.run(shard=x, weight=weight.t(), out=y, whole=whole)
         if bias is not None:
             y.add_(bias)
         if needs_weight and not keep and self.backward_schedule is not None:
@@ -170,28 +166,18 @@ class _AllGatherLinear(Call):
         return begun
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        begun, whole = self.take(), None
-        x, running = begun or (None, None)
-        if begun is None:
+        rows, begun, whole = grad.shape[0] // self.transport.size, self.take(), None
+        if begun is not None:
+            x, running = begun
+        else:
             x, whole = self.saved()
-        rows = grad.shape[0] // self.transport.size
-        works: dict[str, Work] = {}
-        tensors = {"grad": grad, "weight": self.weight, "x": x, "whole": whole}
-        if self.needs[0]:
-            tensors["grad_x"] = grad.new_empty((rows, self.weight.shape[1]))
-        wgrad = self.weight_gradient()
-        if wgrad is not None:
-            works["wgrad"] = wgrad.add
-        if running is None:
             running = self._begin_backward(grad, rows, x is not None)
-        running.run(
-            works, ahead=False, **{name: one for name, one in tensors.items() if one is not None}
-        )
-        return (
-            tensors.get("grad_x"),
-            None if wgrad is None else wgrad.result(),
-            grad.sum(dim=0) if self.needs[2] else None,
-        )
+        grad_x = grad.new_empty((rows, self.weight.shape[1])) if self.needs[0] else None
+        wgrad = self.weight_gradient()
+        works = {"wgrad": wgrad.add}
+        running.run(works, grad=grad, weight=self.weight, x=x, whole=whole, grad_x=grad_x)
+        grad_bias = grad.sum(dim=0) if self.needs[2] else None
+        return grad_x, wgrad.result(), grad_bias
 
 
 @dataclass
@@ -267,7 +253,7 @@ def linear_reduce_scatter(
     flat = x.flatten(0, -2)
     call = _LinearReduceScatter(name, transport, options, x, rows=flat.shape[0])
     if options.tuning is not None and isinstance(call.transport, Transport):
-        _tune(call, flat, weight, bias)
+        choose_schedules(call, ROW, flat, weight, bias)
     y = call(flat, weight)
     y = y.view(x.shape[0] // transport.size, *x.shape[1:-1], weight.shape[0])
     return y if bias is None else y + bias
@@ -290,24 +276,21 @@ class _LinearReduceScatter(Call):
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        (x,), weight, how = self.saved(), self.weight, None
+        (x,), weight, out = self.saved(), self.weight, None
         outputs, inputs = weight.shape
-        works: dict[str, Work] = {}
-        tensors = {"shard": grad, "weight": weight}
         if self.needs[0]:
-            tensors["out"] = grad.new_empty((grad.shape[0] * self.transport.size, inputs))
+            out = grad.new_empty((grad.shape[0] * self.transport.size, inputs))
         by_blocks = self.options.wgrad == "blocks" and self.backward_schedule is not None
         wgrad = self.weight_gradient(blocks=by_blocks)
-        if wgrad is not None:
-            works["wgrad"], tensors["other"] = wgrad.add, x
-            how = "blocks" if by_blocks else "whole"
+        how = ("blocks" if by_blocks else "whole") if wgrad.needed else None
         arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, False, how, inputs
         running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
         before = None if self.before is None else self.before()
         if before is not None and isinstance(running, Running):
             running.before_last = {"wgrad": before.begin_again}
-        running.run(works, ahead=False, **tensors)
-        return tensors.get("out"), None if wgrad is None else wgrad.result()
+        works = {"wgrad": wgrad.add}
+        running.run(works, shard=grad, weight=weight, out=out, other=x)
+        return out, wgrad.result()
 
 
 # ------------------------------------------------------------------- all-reduce
@@ -379,75 +362,6 @@ class _LinearAllReduce(Call):
     def backward(self, grad: torch.Tensor) -> Tensors:
         (x,), wgrad = self.saved(), self.weight_gradient()
         grad_x = grad.matmul(self.weight) if self.needs[0] else None
-        if wgrad is None:
-            return grad_x, None
-        wgrad.add(grad, x)
+        if wgrad.needed:
+            wgrad.add(grad, x)
         return grad_x, wgrad.result()
-
-
-# ----------------------------------------------------------------------- tuning
-
-
-def _tune(
-    call: _AllGatherLinear | _LinearReduceScatter,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    """Give a call the schedules that are fastest for its forward and its backward, by trial."""
-    options, transport, (outputs, inputs) = call.options, call.transport, weight.shape
-    assert isinstance(transport, Transport)
-    column = isinstance(call, _AllGatherLinear)
-    rows = x.shape[0] if column else x.shape[0] // transport.size
-    needs_grad = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in (x, weight, bias)
-    )
-    found = []
-    for half in ("forward", "backward") if needs_grad else ("forward",):
-        wgrad = options.wgrad if half == "backward" and not column else "whole"
-        kept = options.keep_gathered and column
-        layer = COLUMN if column else ROW
-        problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
-        trial = _trial(type(call), transport, problem, options, weight.device)
-        found.append(tuned(transport, problem, options.schedule, options.tuning, trial))
-    call.options = replace(options, tuning=None)
-    call.schedule, call.backward_schedule = found[0], found[-1]
-
-
-def _trial(
-    kind: type[_AllGatherLinear] | type[_LinearReduceScatter],
-    transport: Transport,
-    problem: Problem,
-    options: LinearOptions,
-    device: torch.device,
-) -> Callable[[Schedule | None], object]:
-    """Do the work of ``problem`` on made-up numbers, with a schedule or by torch's collectives."""
-    options = replace(options, tuning=None, main_grad=False)
-
-    @cache
-    def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block, whole = problem.block_rows, problem.block_rows * transport.size
-        x_rows, y_rows = (block, whole) if problem.layer == COLUMN else (whole, block)
-        inputs, outputs = problem.inputs, problem.outputs
-        draw = torch.Generator(device).manual_seed(0)
-        x, grad, weight = (
-            torch.randn(shape, generator=draw, device=device).to(problem.dtype)
-            for shape in ((x_rows, inputs), (y_rows, outputs), (outputs, inputs))
-        )
-        return x, grad, weight
-
-    @torch.no_grad()
-    def run(schedule: Schedule | None) -> object:
-        x, grad, weight = numbers()
-        call: Any = kind(f"tuning {problem.layer}", transport, options, x, rows=x.shape[0])
-        call.schedule = call.backward_schedule = schedule
-        column, kept = problem.layer == COLUMN, problem.kept
-        if problem.half == "forward":
-            call.needs = False, kept, False
-            return call.forward(x, weight, *([None] if column else []))
-        call.needs, call.weight = (True, True, False), weight
-        saved = (None, x.repeat(transport.size, 1)) if kept else (x, None)
-        call.saved = lambda: saved if column else (x,)
-        return call.backward(grad)
-
-    return run

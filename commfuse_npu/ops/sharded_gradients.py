@@ -11,7 +11,7 @@ from functools import reduce
 
 import torch
 
-from commfuse_npu.ops.sharded_module import ShardedLinear
+from commfuse_npu.ops.sharded_module import ShardedLinear, shards_of
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["average_gradients", "clip_gradient_norm", "sum_gradients"]
@@ -67,7 +67,7 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
         if layer.prefetch is not None:
             # The weights are about to change.
             layer.prefetch.end_pass()
-    shards = _shards(module)
+    shards = shards_of(module)
     replicated = {
         path: parameter
         for path, parameter in module.named_parameters()
@@ -105,11 +105,6 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
         parameter.grad.detach().copy_(total.view(parameter.shape))
 
 
-def _shards(module: torch.nn.Module) -> set[int]:
-    """The parameters of which a rank has a part, by identity."""
-    return {id(layer.weight) for layer in module.modules() if isinstance(layer, ShardedLinear)}
-
-
 def _wide(parameters: Iterable[torch.nn.Parameter]) -> torch.dtype:
     """What their gradients are summed in: fp32, or fp64 if one of them is."""
     return reduce(torch.promote_types, (one.dtype for one in parameters), torch.float32)
@@ -144,7 +139,7 @@ def clip_gradient_norm(
             "measure the norm"
         )
     transport.agree("clip_gradient_norm", max_norm=max_norm)
-    shards = _shards(module)
+    shards = shards_of(module)
     gradients = [(p.grad, id(p) in shards) for p in module.parameters() if p.grad is not None]
     square = torch.zeros((), dtype=_wide(module.parameters()), device=transport.device_type)
     _add_squares(square, [grad for grad, sharded in gradients if sharded])

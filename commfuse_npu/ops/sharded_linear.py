@@ -28,7 +28,7 @@ import torch
 from commfuse_npu.kernels import gemm_into, kernels_for
 from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast, sum_ending
 from commfuse_npu.ops.options import LinearOptions, ShardedOptions
-from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightGather, stamp_of
+from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, stamp_of
 from commfuse_npu.plan.rules import Rule, sharded_backward, sharded_forward
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
@@ -116,54 +116,49 @@ class _ShardedLinear(Call):
         def use(block: torch.Tensor, run: slice) -> None:
             columns_into(y, x, block, bias, run)
 
-        self._run(sharded_forward, shard=shard, works={"use": use})
+        self._run(sharded_forward, {"use": use}, shard)
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         (x,), shard = self.saved(), self.weight.detach().contiguous()
         needs_x, needs_weight, needs_bias = self.needs
-        works: dict[str, Work] = {}
-        tensors, grad_x = {}, None
-        if needs_weight:
-            tensors["out"] = torch.empty_like(shard)
-            works["make"] = lambda out, run: wgrad_into(out, grad, x, run)
-            works["finish"] = sum_ending(self.transport.size if self.options.average else 1)
-        if needs_x:  # summed over the blocks in fp32, rounded once
-            total = grad.new_zeros((grad.shape[0], shard.shape[1]), dtype=torch.float32)
-            works["use"] = lambda block, run: add_dgrad(total, grad, block, run)
-        if works:
-            needs = needs_x, needs_weight
-            self._run(sharded_backward, *needs, shard=shard, works=works, backward=True, **tensors)
-        if needs_x:
-            grad_x = total.to(grad.dtype)
-        return grad_x, tensors.get("out"), grad.sum(dim=0) if needs_bias else None
+        out = torch.empty_like(shard) if needs_weight else None
+        # Summed over the blocks in fp32, rounded once.
+        columns = shard.shape[1] if needs_x else 0
+        total = grad.new_zeros((grad.shape[0], columns), dtype=torch.float32)
+        works: dict[str, Work] = {
+            "make": lambda out, run: wgrad_into(out, grad, x, run),
+            "finish": sum_ending(self.transport.size if self.options.average else 1),
+            "use": lambda block, run: add_dgrad(total, grad, block, run),
+        }
+        if needs_x or needs_weight:
+            self._run(sharded_backward, works, shard, out, needs_x, needs_weight)
+        grad_x = total.to(grad.dtype) if needs_x else None
+        return grad_x, out, grad.sum(dim=0) if needs_bias else None
 
     def _run(
         self,
         rule: Rule,
-        *needs: bool,
-        shard: torch.Tensor,
         works: dict[str, Work],
-        backward: bool = False,
-        **tensors: torch.Tensor,
+        shard: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *needs: bool,
     ) -> None:
-        """Run the operation of a rule with ``shard``.
+        """Run the forward, or a backward that ``needs`` gradients of x or the weight.
 
         When the last block is there, and not used yet, the links are free for the next layer.
         """
-        transport, sums, place = self.transport, self.options.reduce_dtype, self.place
-        arguments = *shard.shape, *needs
-        if place is None or "use" not in works or not isinstance(transport, Transport):
-            begun = self.begin(rule, *arguments, like=shard, backward=backward, sum_dtype=sums)
-            begun.run(works, ahead=False, shard=shard, **tensors)
+        place, backward = self.place, bool(needs)
+        arguments, sums = (*shard.shape, *needs), self.options.reduce_dtype
+        operation = self.operation(rule, *arguments, backward=backward, sum_dtype=sums)
+        gathers = all(needs[:1])
+        if place is None or not gathers or not isinstance(self.transport, Transport):
+            operation.begin(shard).run(works, shard=shard, out=out)
             return
-        name = f"{self.name} backward" if backward else self.name
-        program = transport.program(rule, self.options.schedule, *arguments)
-        gather = WeightGather(transport, program, name, self.options, sums)
         order = place.prefetch
-        running = order.take(place.number, shard, self.stamp, gather, backward=backward)
+        running = order.take(place.number, shard, self.stamp, operation, backward=backward)
         running.before_last = {"use": order.start_next}
-        running.run(works, ahead=False, **tensors)
+        running.run(works, out=out)
 
 
 def columns_into(

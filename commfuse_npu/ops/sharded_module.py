@@ -33,7 +33,7 @@ from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, WeightPrefetch, i
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["ShardedLinear", "shard_linears"]
+__all__ = ["ShardedLinear", "shard_linears", "shards_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -228,8 +228,15 @@ def shard_linears(
             if child in made:
                 setattr(parent, name, made[child])
     if order is not None and made:
-        _end_passes_with(module, order)
+        # Nothing is under way when the forward is over, however it ends.  Not a closure: a copy of
+        # the module has to end the passes of its own prefetch.
+        module.register_forward_hook(partial(_forward_ended, order), always_call=True)
     return module
+
+
+def shards_of(module: torch.nn.Module) -> set[int]:
+    """The parameters of which a rank has a part, by identity."""
+    return {id(layer.weight) for layer in module.modules() if isinstance(layer, ShardedLinear)}
 
 
 def _not_divisible(linear: torch.nn.Linear, size: int) -> str | None:
@@ -262,18 +269,12 @@ def _stays_whole(
 def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
     """A number per replicated parameter that depends on every bit of it, in no order."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    shards = {id(m.weight) for m in module.modules() if isinstance(m, ShardedLinear)}
+    shards = shards_of(module)
     return tuple(
         int(parameter.detach().view(integers[parameter.itemsize]).sum(dtype=torch.int64))
         for parameter in module.parameters()
         if not parameter.is_meta and parameter.itemsize in integers and id(parameter) not in shards
     )
-
-
-def _end_passes_with(module: torch.nn.Module, prefetch: WeightPrefetch) -> None:
-    """Nothing is under way when the forward of ``module`` is over, however it ends."""
-    # Not a closure: a deep copy of the module has to end the passes of its own prefetch.
-    module.register_forward_hook(partial(_forward_ended, prefetch), always_call=True)
 
 
 def _forward_ended(

@@ -207,15 +207,9 @@ def attention_all_to_all(
                   links    | do of r-1            | do of r-2 |          |
 
     Args:
-        q: ``[S, B, A, D]``, the heads of this rank over the whole sequence; S a multiple of N.
-        k, v: ``[S, B, G, D]``; ``A`` is a multiple of ``G``.
+        q, k, v, causal, scale, documents, hidden, dropout: as for
+            :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`.
         transport: lanes of the context-parallel group.
-        causal: a query sees the keys up to its own position; else all of them.
-        scale: of the scores, ``D ** -0.5`` by default.
-        documents: packed in the sequence, for a causal mask; a query sees keys of its own only.
-        hidden: bool, ``[B, 1, S, S]`` or ``[1, 1, S, S]``, True where a query (third dimension)
-            does not see a key (fourth), for any mask but documents.  Who sees nothing gets zeros.
-        dropout: has to be 0.
         options: the schedule counts.
 
     Returns:

@@ -21,15 +21,18 @@ class WeightGradient:
             zeros if ``zero_out_wgrad`` is set, else with undefined contents.
         main_grad: accumulate into ``weight.main_grad`` (Megatron's gradient_accumulation_fusion).
         blocks: whether :meth:`add` is called with blocks of rows instead of once with all.
+        needed: whether there is one; else nothing is added, and the :meth:`result` is ``None``.
 
     Raises:
         RuntimeError: ``main_grad`` is missing or has another dtype.
     """
 
-    def __init__(self, weight: torch.Tensor, *, main_grad: bool, blocks: bool) -> None:
-        self._weight = weight
+    def __init__(
+        self, weight: torch.Tensor, *, main_grad: bool, blocks: bool, needed: bool = True
+    ) -> None:
+        self._weight, self.needed = weight, needed
         self._main_grad: torch.Tensor | None = None
-        if main_grad:
+        if needed and main_grad:
             target = getattr(weight, "main_grad", None)
             if target is None:
                 raise RuntimeError(
@@ -44,7 +47,7 @@ class WeightGradient:
             self._main_grad = target
         # What is accumulated into.  Blocks are summed in fp32 and rounded once.
         self._total = self._main_grad
-        if blocks and (self._total is None or self._total.dtype != torch.float32):
+        if needed and blocks and (self._total is None or self._total.dtype != torch.float32):
             self._total = torch.zeros_like(weight, dtype=torch.float32)
         self._grad: torch.Tensor | None = None
         if self._total is not None:

@@ -22,17 +22,15 @@ count no versions: make none between two layers of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from commfuse_npu.ops.call import version_of
-from commfuse_npu.plan.program import Program
+from commfuse_npu.ops.call import Operation, version_of
 from commfuse_npu.runtime.executor import Running
-from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["PrefetchedWeight", "WeightGather", "WeightPrefetch", "in_backward", "stamp_of"]
+__all__ = ["PrefetchedWeight", "WeightPrefetch", "in_backward", "stamp_of"]
 
 
 def stamp_of(weight: torch.Tensor) -> tuple[int, int | None]:
@@ -40,20 +38,12 @@ def stamp_of(weight: torch.Tensor) -> tuple[int, int | None]:
     return weight.data_ptr(), version_of(weight)
 
 
-class WeightGather(NamedTuple):
-    """What is run with a weight: what the ranks have to agree on, and what a guess has to meet."""
-
-    transport: Transport
-    program: Program
-    name: str
-    options: Hashable
-    sum_dtype: torch.dtype | None
-
-    def begin(self, shard: torch.Tensor) -> Running:
-        """With the first transfer of the weight under way."""
-        running = self.transport.begin(self.program, self.name, shard, self.options, self.sum_dtype)
-        running.run(ahead=True, shard=shard)
-        return running
+def _begin(operation: Operation, shard: torch.Tensor) -> Running:
+    """With the first transfer of the weight under way."""
+    running = operation.begin(shard)
+    assert isinstance(running, Running)
+    running.run(ahead=True, shard=shard)
+    return running
 
 
 class PrefetchedWeight(NamedTuple):
@@ -77,7 +67,7 @@ class _Pending(NamedTuple):
         what: its place, what was begun, and with which state of the weight in which dtype.
     """
 
-    what: tuple[_Use, WeightGather, tuple[int, int | None], torch.dtype]
+    what: tuple[_Use, Operation, tuple[int, int | None], torch.dtype]
     shard: torch.Tensor
     running: Running
 
@@ -90,7 +80,7 @@ class WeightPrefetch:
 
     def __init__(self) -> None:
         self._weights: list[Callable[[], torch.Tensor]] = []
-        self._gathers: dict[_Use, tuple[WeightGather, torch.dtype]] = {}
+        self._gathers: dict[_Use, tuple[Operation, torch.dtype]] = {}
         # What followed a use, once seen; None where nothing did, or not always the same.
         self._after: dict[_Use, _Use | None] = {}
         self._seen: set[_Use] = set()
@@ -121,7 +111,7 @@ class WeightPrefetch:
         weight: int,
         shard: torch.Tensor,
         stamp: tuple[int, int | None],
-        gather: WeightGather,
+        gather: Operation,
         *,
         backward: bool,
     ) -> Running:
@@ -146,7 +136,7 @@ class WeightPrefetch:
             self._pending = None
             return pending.running
         self._drain()
-        return gather.begin(shard)
+        return _begin(gather, shard)
 
     def _pass_ends(self) -> None:
         if self._last is not None:
@@ -170,7 +160,7 @@ class WeightPrefetch:
         if not weight.is_inference():
             what = use, gather, stamp_of(weight), dtype
             shard = weight.detach().to(dtype).contiguous()
-            self._pending = _Pending(what, shard, gather.begin(shard))
+            self._pending = _Pending(what, shard, _begin(gather, shard))
 
     def end_pass(self) -> None:
         """Nothing that comes belongs to the pass so far; what is under way is drained.
@@ -190,7 +180,7 @@ class WeightPrefetch:
         pending, self._pending = self._pending, None
         if pending is not None:
             gather = pending.what[1]
-            gather.transport.fail(
+            gather.carrier.fail(
                 f"{gather.name}: the forward was left by {error!r} with the first block of the "
                 "next layer's weight under way"
             )

@@ -19,7 +19,7 @@ from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Recording, Turns
 from commfuse_npu.plan.turn_order import Order, Place, best_order
 from commfuse_npu.runtime.collectives import device_backend
-from commfuse_npu.runtime.order_log import OrderLog, TransportLog
+from commfuse_npu.runtime.order_log import OrderLog
 
 __all__ = ["ForwardBackwardOverlap"]
 
@@ -72,10 +72,12 @@ class ForwardBackwardOverlap:
             raise ValueError("no group given: pass the process groups whose collectives to hide")
         self.device, _ = device_backend(dist.get_backend(named[0]))
         self._named = named
-        self._groups: dict[dist.ProcessGroup | None, TransportLog | None] = {}
+        self._log = order_log
+        # With their numbers in the order log.
+        self._groups: dict[dist.ProcessGroup | None, int] = {}
         for group in named:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[group] = order_log.transport(ranks, 1, True) if order_log else None
+            self._groups[group] = order_log.transport(ranks, 1, True) if order_log else 0
         # A collective without a group uses the default group.
         if dist.group.WORLD in named:
             self._groups[None] = self._groups[dist.group.WORLD]
@@ -113,7 +115,7 @@ class ForwardBackwardOverlap:
                 context.enter(stack)
                 return _run_side(turns, BACKWARD, backward)
 
-        with take_turns_at_transfers(turns, self._groups):
+        with take_turns_at_transfers(turns, self._groups, self._log):
             try:
                 behind_it = self._second_thread.submit(behind)
                 result_f = _run_side(turns, FORWARD, forward)
@@ -143,7 +145,7 @@ class ForwardBackwardOverlap:
 
         def measured(side: int, function: Callable[[], Any]) -> tuple[Any, list[Place]]:
             turns = Recording(side, self.device, look)
-            with take_turns_at_transfers(turns, self._groups):
+            with take_turns_at_transfers(turns, self._groups, self._log):
                 result = function()
                 return result, turns.places()
 
@@ -174,9 +176,9 @@ class ForwardBackwardOverlap:
         """
         digest = zlib.crc32(repr((self.hand_overs, sorted(self.orders.items(), key=repr))).encode())
         for group in self._named:  # in one order on all ranks
-            log = self._groups[group]
-            if log is not None:
-                log.meet(f"{self.hand_overs} hand-overs, with the orders {digest:08x}")
+            if self._log is not None:
+                name = f"{self.hand_overs} hand-overs, with the orders {digest:08x}"
+                self._log.write("meet", self._groups[group], name)
             both = torch.tensor([digest, -digest], device=self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
             if int(both.sum()):

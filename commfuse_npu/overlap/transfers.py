@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap.turns import FORWARD, NAMES, Turns
-from commfuse_npu.runtime.order_log import SlotLog, TransportLog
+from commfuse_npu.runtime.order_log import Entry, OrderLog
 
 __all__ = ["active_turns", "take_turns_at_transfers"]
 
@@ -48,12 +48,13 @@ _WAIT_HANDS_OVER = {
 """Collectives by all names of torch 2.7 to 2.13, and whether the ``wait()`` of an asynchronous one
 hands over in strict turns."""
 
-Groups = Mapping[dist.ProcessGroup | None, TransportLog | None]
-"""Groups whose collectives hand over, each with its order log, if any; the key ``None`` is the
+Groups = Mapping[dist.ProcessGroup | None, int]
+"""Groups whose collectives hand over, with their numbers in the order log; the key ``None`` is the
 default group."""
 
 _turns: Turns | None = None
 _groups: Groups = {}
+_log: OrderLog | None = None
 _beginning = False
 """Inside a wrapped function: some functions of torch call others that are wrapped, too."""
 
@@ -64,31 +65,33 @@ def active_turns() -> Turns | None:
 
 
 @contextmanager
-def take_turns_at_transfers(turns: Turns, groups: Groups) -> Iterator[None]:
+def take_turns_at_transfers(
+    turns: Turns, groups: Groups, log: OrderLog | None = None
+) -> Iterator[None]:
     """Make collectives of these groups hand over.
 
     Raises:
         RuntimeError: another pair is running.
     """
-    global _turns, _groups
+    global _turns, _groups, _log
     if _turns is not None:
         raise RuntimeError(
             "a forward and a backward run side by side already; a pair cannot contain another one"
         )
     _install()
     _refuse_fsdp()
-    _turns, _groups = turns, groups
+    _turns, _groups, _log = turns, groups, log
     try:
         yield
     finally:
         # gloo may abort a process that ends with a reference to one of its groups.
-        _turns, _groups = None, {}
+        _turns, _groups, _log = None, {}, None
 
 
 class _Transfer:
     """A ``Work`` whose ``wait()`` is a hand-over place while the pair runs that started it."""
 
-    def __init__(self, work: Any, turns: Turns, hands_over: bool, log: SlotLog | None) -> None:
+    def __init__(self, work: Any, turns: Turns, hands_over: bool, log: Entry | None) -> None:
         self._work, self._began_in, self._hands_over = work, turns, hands_over
         self._log = log
 
@@ -96,7 +99,7 @@ class _Transfer:
         if _turns is self._began_in:
             self._began_in.place(self._hands_over, waits_for=self._work)
         if self._log is not None:
-            self._log.wait()
+            self._log("await")
             self._log = None
         return self._work.wait(*args, **kwargs)
 
@@ -129,7 +132,7 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
             return _Transfer(work, turns, wait_hands_over, log)
         turns.place(True, work, work)
         if log is not None:
-            log.wait()
+            log("await")
         work.wait()
         return None
 
@@ -138,15 +141,14 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
 
 def _recorded(
     name: str, group: dist.ProcessGroup | None, side: int, given: tuple[Any, ...]
-) -> SlotLog | None:
+) -> Entry | None:
     """The entry of the order log for a collective that is about to start."""
-    log = _groups[group]
-    if log is None:
+    if _log is None:
         return None
     tensor = next(one for one in tree_leaves(given) if isinstance(one, torch.Tensor))
     # An all-to-all may give each rank another number of rows.
     size = 0 if name.startswith("all_to_all") else tensor.nbytes
-    return log.collective(name, f"{name} of a {NAMES[side]}", size, tensor.dtype)
+    return _log.collective(_groups[group], name, f"{name} of a {NAMES[side]}", size, tensor.dtype)
 
 
 def _host_wait(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from commfuse_npu.plan.block_order import Own
-from commfuse_npu.plan.defaults import (
-    DATA_PARALLEL_LANES,
-    block_rows,
-    least_rows,
-    usual_chunks,
-)
-from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.schedule import (
-    Hop,
-    Place,
-    PlanError,
-    Schedule,
-    Shape,
-    split,
-    taper_down,
-)
+from commfuse_npu.plan.defaults import DATA_PARALLEL_LANES, block_rows, least_rows, usual_chunks
+from commfuse_npu.plan.schedule import Place, PlanError, Schedule, split, taper_down
 
 __all__ = [
     "DATA_PARALLEL_LANES",
-    "Hop",
-    "Own",
     "Place",
     "PlanError",
-    "Program",
     "Schedule",
-    "Shape",
     "block_rows",
     "least_rows",
     "split",

@@ -312,9 +312,7 @@ class Program:
         for (stretch, slot), elements in longest.items():
             offsets[stretch, slot] = ends[stretch]
             ends[stretch] += aligned(elements)
-        return {
-            one.name: (key[0], offsets[key], one.rows, one.columns) for one, key in slots.items()
-        }
+        return {one.name: (of[0], offsets[of], one.rows, one.columns) for one, of in slots.items()}
 
     @cached_property
     def stretches(self) -> dict[Stretch, int]:
@@ -323,11 +321,6 @@ class Program:
         for stretch, offset, rows, columns in self.layout.values():
             ends[stretch] = max(ends[stretch], offset + aligned(rows * columns))
         return dict(ends)
-
-    @cached_property
-    def late(self) -> bool:
-        """Whether some scratch is lent from the mark on."""
-        return any(stretch.late for stretch in self.stretches)
 
     def scratch_elements(self, wide: bool = False) -> int:
         """How many elements of scratch memory it takes."""
@@ -355,12 +348,8 @@ def line(one: Instruction) -> str:
     """An instruction in words."""
     match one:
         case Post():
-            ends = [
-                f"{to.piece} -> rank {to.target}"
-                if way == "send"
-                else f"{to.piece} <- rank {to.source}"
-                for way, (to, _) in one.ends
-            ]
+            arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
+            ends = [f"{of.piece} {arrows[way].format(of)}" for way, (of, _) in one.ends]
             text = f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(ends)}"
         case Wait(receives, sends):
             steps = [("received", receives), ("sent", sends)]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Span, Wait
+from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Span, Wait, common
 from commfuse_npu.proof.memory import Memory, instruction
 
 __all__ = ["Call", "Contents", "Held", "carry_out"]
@@ -262,7 +262,7 @@ class _Rank:
         if columns not in planes:
             found = self._at_first(span.buffer, columns)
             for other, rows in planes.items():
-                if _common(columns, other):
+                if common(columns, other):
                     first = self._at_first(span.buffer, other)
                     changed = [row for row, held in enumerate(rows) if held != first[row]]
                     for row in changed:
@@ -285,12 +285,8 @@ class _Rank:
             plane[start:stop] = found[at : at + stop - start]
             at += stop - start
             for other, rows in self._rows[span.buffer].items():
-                if other != columns and _common(columns, other):
+                if other != columns and common(columns, other):
                     rows[start:stop] = [NOTHING] * (stop - start)
         for buffer, first, last in self._memory.shared(span):
             for rows in self._rows[buffer].values():
                 rows[first:last] = [NOTHING] * (last - first)
-
-
-def _common(one: Columns, other: Columns) -> bool:
-    return one[0] < other[1] and other[0] < one[1]

@@ -1,7 +1,7 @@
 """Reads the files of :mod:`commfuse_npu.runtime.order_log`, which anybody may have written.
 
-A file is read in stretches, each up to a moment at which its rank has nothing under way.  Lines
-stay bytes, so that a stretch that repeats itself is known by them and need not be looked at again.
+The files of all ranks are read side by side (:func:`read_to_cuts`).  Lines stay bytes, so that what
+repeats itself is known by them and need not be looked at again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof.rendezvous import Group
 from commfuse_npu.runtime.order_log import VERSION
 
-__all__ = ["Begun", "Event", "LogError", "RankLog"]
+__all__ = ["Begun", "Event", "LogError", "RankLog", "opened", "read_to_cuts"]
 
 _LONGEST_LINE = 1 << 20
 _MOST_RANKS = 1 << 16
@@ -136,8 +138,13 @@ class RankLog:
         self.lines = [b'["thread",%d]\n' % self._thread] if self._thread else []
         self.before = self.counts.copy()
 
+    def behind(self, most: Counter[tuple[Group, str]]) -> bool:
+        """Whether another rank of a group has begun, or met, more often."""
+        groups = self.groups.values()
+        return any(self.counts[key] < most[key] for key in most if key[0] in groups)
+
     def read(self) -> None:
-        """Read the next stretch; its definitions are known from now on.
+        """Read on until nothing is under way; definitions are known from now on.
 
         Raises:
             LogError: a line makes no sense.
@@ -278,3 +285,57 @@ class RankLog:
 def _frozen(value: Any) -> Any:
     """As it was before it was JSON."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+@contextmanager
+def opened(paths: Iterable[Path]) -> Iterator[list[RankLog]]:
+    """The files of all ranks of one run, by rank.
+
+    Args:
+        paths: files, or folders of ``rank_*.jsonl``.
+
+    Raises:
+        LogError: a file is no order log, or files are missing or not of one run.
+        OSError: a file cannot be read.
+    """
+    with ExitStack() as files:
+        logs: list[RankLog] = []
+        for path in paths:
+            found = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]
+            if not found:
+                raise LogError(
+                    f"{path} holds no rank_*.jsonl; give the folder of --commfuse-order-log"
+                )
+            logs += [files.enter_context(closing(RankLog(one))) for one in found]
+        sizes = sorted({log.size for log in logs})
+        counts = Counter(log.rank for log in logs)
+        wrong = [f"{counts[r] or 'none'} of rank {r}" for r in range(sizes[-1]) if counts[r] != 1]
+        if sizes[1:] or wrong:
+            raise LogError(
+                f"these are files of a job of {' and one of '.join(map(str, sizes))} ranks, among "
+                f"them {', '.join(wrong[:8]) or 'one of each'}; give one of each rank of one run "
+                "(other machines have those of their ranks, an older run may have left some in "
+                "the folder)"
+            )
+        yield sorted(logs, key=lambda log: log.rank)
+
+
+def read_to_cuts(logs: Sequence[RankLog]) -> Iterator[None]:
+    """Read the files of all ranks side by side, from one cut to the next.
+
+    At a cut nothing is under way, and all ranks of each group have begun, and met, as often.  Where
+    a file is at its end there is no cut any more: everything is read.
+    """
+    while behind := [log for log in logs if not log.over]:
+        while behind:
+            for log in behind:
+                log.read()
+            behind = [log for log in logs if not log.over]
+            if len(behind) == len(logs):
+                most: Counter[tuple[Group, str]] = Counter()
+                for log in logs:
+                    most |= log.counts
+                behind = [log for log in logs if log.behind(most)]
+        yield
+        for log in logs:
+            log.cut()

@@ -262,33 +262,21 @@ class Rendezvous:
     def _wait_of(self, place: _Place) -> tuple[_Place, str, _Place] | None:
         """What waits there, in words, and for whom: the head of the lane, or else the host."""
         rank, lane = place
-        queue, wanted = None if lane is None else (rank, lane), None
-        if queue is None or not self._queues.get(queue):
-            here = rank, None
+        here, wanted = (rank, None), None
+        if lane is None or not self._queues.get((rank, lane)):
             held = (p for p in self._programmes if p.rank == rank and p.at < len(p.actions))
             programme = next(held, None)
             if programme is None:
                 return None
             action = programme.actions[programme.at]
-            if isinstance(action, Meet):
-                met = self._met[action.group, action.number]
-                absent = next(r for r in action.group.ranks if r not in met)
-                words = f"rank {rank} waits for rank {absent} to come to {action.name}"
-                return here, words, (absent, None)
-            if isinstance(action, Post):
-                closed = (pair - self._came[link] for link, pair in self._closed(action))
-                absent = next((r for absent in closed for r in absent), rank)
-                lane_of = f"lane {action.lane} between them"
-                return (
-                    here,
-                    f"rank {rank} waits for rank {absent} to open {lane_of}",
-                    (absent, None),
-                )
+            if not isinstance(action, Wait):
+                absent, what = self._absent(rank, action)
+                return here, f"rank {rank} waits for rank {absent} to {what}", (absent, None)
             wanted = next(end for end in action.ends if (rank, end) not in self._done)
-            queue = self._where.get((rank, wanted))
-            if queue is None:
+            if (rank, wanted) not in self._where:
                 return here, f"rank {rank} waits for {wanted}, which it has not posted", here
-        group, number = queue[1]
+            _, lane = self._where[rank, wanted]
+        queue, (group, number) = (rank, lane), lane
         head = self._queues[queue][0]
         end = head[0] if wanted is None or wanted not in head else wanted
         source, target = group.ranks[end.transfer.source], group.ranks[end.transfer.target]
@@ -296,7 +284,16 @@ class Rendezvous:
         words = f"rank {rank} waits on lane {number} to {verb} {end}"
         if wanted is not None and wanted is not end:
             words += f", before {wanted}"
-        return queue, words, (peer, queue[1])
+        return queue, words, (peer, lane)
+
+    def _absent(self, rank: int, action: Post | Meet) -> tuple[int, str]:
+        """Who has not come yet, and what that rank has to do."""
+        if isinstance(action, Meet):
+            met = self._met[action.group, action.number]
+            return next(r for r in action.group.ranks if r not in met), f"come to {action.name}"
+        closed = (pair - self._came[link] for link, pair in self._closed(action))
+        absent = next((r for some in closed for r in some), rank)
+        return absent, f"open lane {action.lane} between them"
 
 
 def _same_way(one: End, other: End) -> bool:

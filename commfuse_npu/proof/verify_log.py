@@ -14,8 +14,8 @@ start or created at first use.  A run on gloo is played by gloo's rules as it wa
 it would be there: with the batched program of the same rule, as far as each batch at the moment of
 its send, which is when it is posted there.
 
-The ranks' files are cut where nothing is under way and all ranks of each group have begun as many
-programs; what comes between two cuts is judged by itself, and only once if it repeats itself.
+What comes between two cuts (:func:`~commfuse_npu.proof.recorded_order.read_to_cuts`) is judged by
+itself, and only once if it repeats itself.
 
 A run that was killed is judged as far as its files go.  A rank whose file just ends may have done
 more, so nobody who waits for it is called stuck.
@@ -33,9 +33,9 @@ from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.plan.program import End, Instruction, Post, Program, Transfer, Wait, line
 from commfuse_npu.proof import rendezvous as play
-from commfuse_npu.proof.recorded_order import Event, LogError, RankLog
+from commfuse_npu.proof.recorded_order import Event, RankLog, opened, read_to_cuts
 
-__all__ = ["Verdict", "files_of", "verify_logs"]
+__all__ = ["Verdict", "verify_logs"]
 
 _MOST_FAULTS = 8
 _ALL = 1 << 62
@@ -67,137 +67,69 @@ class Verdict:
         return not self.faults and not self.notes
 
 
-def files_of(paths: Iterable[Path]) -> list[Path]:
-    """The files of ranks, ``rank_*.jsonl`` of a folder.
-
-    Raises:
-        LogError: there are none.
-    """
-    found: list[Path] = []
-    for path in paths:
-        files = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]
-        if not files:
-            raise LogError(f"{path} holds no rank_*.jsonl; give the folder of --commfuse-order-log")
-        found += files
-    return found
-
-
-def verify_logs(paths: Sequence[Path]) -> Verdict:
+def verify_logs(paths: Iterable[Path]) -> Verdict:
     """Judge the files of all ranks of one run.
+
+    Args:
+        paths: files, or folders of ``rank_*.jsonl``.
 
     Raises:
         LogError: a file is no order log, or files are missing or not of one run.
         OSError: a file cannot be read.
     """
-    logs: list[RankLog] = []
-    try:
-        for path in paths:
-            logs.append(RankLog(path))
-        logs.sort(key=lambda log: log.rank)
-        _check_set(logs)
-        return _Run(logs).judge()
-    finally:
-        for log in logs:
-            log.close()
+    with opened(paths) as logs:
+        return _judge(logs)
 
 
-def _check_set(logs: Sequence[RankLog]) -> None:
-    sizes = sorted({log.size for log in logs})
-    files = Counter(log.rank for log in logs)
-    wrong = [f"{files[r] or 'none'} of rank {r}" for r in range(sizes[-1]) if files[r] != 1]
-    if sizes[1:] or wrong:
-        raise LogError(
-            f"these are files of a job of {' and one of '.join(map(str, sizes))} ranks, among them "
-            f"{', '.join(wrong[:8]) or 'one of each'}; give one of each rank of one run (other "
-            "machines have those of their ranks, an older run may have left some in the folder)"
-        )
+# ---------------------------------------------------------------------- all ranks
 
 
-# ---------------------------------------------------------------------- where to cut
-
-
-class _Run:
-    """The files of all ranks, read side by side."""
-
-    def __init__(self, logs: Sequence[RankLog]) -> None:
-        self._logs = logs
-        self._verdict = Verdict(len(logs))
-        self._judged: dict[bytes, tuple[int, int]] = {}
-        self._opened: _Links = set()
-
-    def judge(self) -> Verdict:
-        logs, found = self._logs, self._verdict
-        while not found.faults and not all(log.over for log in logs):
-            behind = [log for log in logs if not log.over]
-            while behind:
-                for log in behind:
-                    log.read()
-                behind = self._behind()
-            self._judge_piece()
-        for log in logs:
-            found.notes += _notes(log)
-        if found.proved and found.operations == 0:
-            found.notes.append("the ranks recorded no operation: there is nothing to prove")
-        return found
-
-    def _behind(self) -> list[RankLog]:
-        """The ranks that have to be read on: another one of a group has begun more, or met more.
-
-        Where one is at its end there is no cut any more: everything is read.
-        """
-        if any(log.over for log in self._logs):
-            return [log for log in self._logs if not log.over]
-        most: Counter[tuple[play.Group, str]] = Counter()
-        for log in self._logs:
-            most |= log.counts
-        return [
-            log
-            for log in self._logs
-            if any(log.counts[key] < most[key] for key in most if key[0] in log.groups.values())
-        ]
-
-    def _judge_piece(self) -> None:
-        """Judge what was read since the last cut."""
-        logs, found = self._logs, self._verdict
+def _judge(logs: Sequence[RankLog]) -> Verdict:
+    found, links = Verdict(len(logs)), set[_Link]()
+    judged: dict[bytes, tuple[int, int]] = {}
+    for _ in read_to_cuts(logs):
         ended = all(log.ended and not log.under_way for log in logs)
         whole = ended or not any(log.over for log in logs)
-        digest = hashlib.sha256()
-        for log in logs:
-            text = b"".join(log.lines)
-            digest.update(b"%d %d:" % (log.generation, len(text)) + text)
-        key = digest.digest()
-        if not whole or key not in self._judged:
+        lines = repr([(log.generation, log.lines) for log in logs])
+        key = hashlib.sha256(lines.encode()).digest()
+        if not whole or key not in judged:
             ranks = [_Rank(log) for log in logs]
-            found.faults += self._faults(ranks, whole)[:_MOST_FAULTS]
-            operations = sum(rank.operations for rank in ranks)
-            self._judged[key] = operations, sum(rank.messages for rank in ranks)
-        operations, messages = self._judged[key]
+            _hold_together(ranks, whole, links, found)
+            counts = ((rank.operations, rank.messages) for rank in ranks)
+            operations, messages = map(sum, zip(*counts, strict=True))
+            judged[key] = operations, messages
+        operations, messages = judged[key]
         found.operations += operations
         found.messages += messages
-        for log in logs:
-            log.cut()
+        if found.faults:
+            break
+    for log in logs:
+        found.notes += _notes(log)
+    if found.proved and found.operations == 0:
+        found.notes.append("the ranks recorded no operation: there is nothing to prove")
+    return found
 
-    def _faults(self, ranks: Sequence[_Rank], whole: bool) -> list[str]:
-        """Why it does not hold; ``whole`` if what was read does not end with a file."""
-        found = [fault for rank in ranks for fault in rank.faults]
-        for key in dict.fromkeys(key for rank in ranks for key in rank.did):
-            first, *others = (ranks[rank] for rank in key[0].ranks)
-            for other in others:
-                found += _difference(key, first, other, whole)
 
-        stuck = [_stuck(ranks, "recorded", None, whole)] if any(rank.gloo for rank in ranks) else []
-        stuck += [_stuck(ranks, "hccl", opened, whole) for opened in (None, self._opened)]
-        ends = [end for end in stuck if end is not None]
-        certain = [end for end in ends if end.certain or whole]
-        if certain:
-            found.insert(0, certain[0].text)
-        elif ends:
-            self._verdict.notes.append(f"when the files end, {ends[0].text.partition(': ')[2]}")
-        return found
+def _hold_together(ranks: Sequence[_Rank], whole: bool, links: set[_Link], found: Verdict) -> None:
+    """Find out why what was read does not hold; ``whole`` if it does not end with a file."""
+    faults = [fault for rank in ranks for fault in rank.faults]
+    for key in dict.fromkeys(key for rank in ranks for key in rank.did):
+        first, *others = (ranks[rank] for rank in key[0].ranks)
+        for other in others:
+            faults += _difference(key, first, other, whole)
+    stuck = [_stuck(ranks, "recorded", None, whole)] if any(rank.gloo for rank in ranks) else []
+    stuck += [_stuck(ranks, "hccl", opened, whole) for opened in (None, links)]
+    ends = [end for end in stuck if end is not None]
+    certain = [end for end in ends if end.certain or whole]
+    if certain:
+        faults.insert(0, certain[0].text)
+    elif ends:
+        found.notes.append(f"when the files end, {ends[0].text.partition(': ')[2]}")
+    found.faults += faults[:_MOST_FAULTS]
 
 
 def _stuck(
-    ranks: Sequence[_Rank], rules: _Rules, opened: _Links | None, whole: bool
+    ranks: Sequence[_Rank], rules: _Rules, opened: set[_Link] | None, whole: bool
 ) -> play.Stuck | None:
     programmes = [
         play.Programme(rank.rank, actions, open_ended=not (whole or rank.log.ended))
@@ -243,7 +175,7 @@ def _notes(log: RankLog) -> Iterator[str]:
 # ---------------------------------------------------------------------- one rank in a piece
 
 _Rules = Literal["recorded", "hccl"]
-_Links = set[tuple[play.Group, Hashable]]
+_Link = tuple[play.Group, Hashable]
 
 
 class _Name(NamedTuple):
@@ -366,11 +298,9 @@ class _Rank:
     def _post(
         self, rules: _Rules, group: play.Group, lane: Hashable, ends: tuple[play.End, ...]
     ) -> None:
-        before, self._posted[rules, group] = (
-            self._posted[rules, group],
-            self._posted[rules, group] + 1,
-        )
-        self.actions[rules][self._thread].append(play.Post(group, lane, ends, before))
+        post = play.Post(group, lane, ends, before=self._posted[rules, group])
+        self.actions[rules][self._thread].append(post)
+        self._posted[rules, group] += 1
 
     def _name(self, what: str, group: play.Group, text: str, facts: dict[str, Any]) -> _Name:
         did = self.did[group, what]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commfuse_npu.runtime.gather_objects import MissingRankError, Swap, gather_objects
-from commfuse_npu.runtime.order_log import TransportLog
+from commfuse_npu.runtime.order_log import OrderLog
 
 __all__ = ["Agreement", "Check", "MismatchError", "TransportError"]
 
@@ -108,6 +108,7 @@ class Agreement:
         ranks: of the whole job, by place in the group.
         rank, size: place in the group.
         order_log: where to write down the order of posts and waits; ``None`` for nowhere.
+        log_number: of this transport in it.
         before_comparing: called before an operation that is new waits for the other ranks to call
             it too; it finishes what is under way that they may need of this rank.
     """
@@ -120,7 +121,8 @@ class Agreement:
         self.size = group.size()
         self.timeout = timeout
         self.check = check
-        self.order_log: TransportLog | None = None
+        self.order_log: OrderLog | None = None
+        self.log_number = 0
         self.before_comparing: Callable[[], None] = lambda: None
         self._control = control
         self._agreed: set[Hashable] = set()
@@ -143,6 +145,11 @@ class Agreement:
     def broken(self) -> bool:
         """Whether a failure made it useless; :meth:`error` says which."""
         return self._broken is not None
+
+    def expect_unbroken(self) -> None:
+        """Raise the :meth:`error` of the failure that made it useless, if one did."""
+        if self._broken is not None:
+            raise self.error()
 
     @property
     def under_way(self) -> bool:
@@ -168,8 +175,7 @@ class Agreement:
             MismatchError: another rank calls something else.
             TransportError: a rank did not answer in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         sizes = sizes or {}
         identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
         if self._keeps:
@@ -246,8 +252,7 @@ class Agreement:
             MismatchError: another rank began something else.
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         if self not in _unsettled:
             return
         state = self._entered, self._digest
@@ -288,15 +293,14 @@ class Agreement:
         found = []
         everyone = gather_objects(mine, self._control, timeout, _HISTORIES)
         for peer, theirs in enumerate(everyone):
-            ends = [first + len(kept) for first, kept in (mine, theirs)]
-            start, end = max(mine[0], theirs[0]), max(ends) if all_begun else min(ends)
-            for number in range(start, end):
-                here, there = (
-                    kept[number - first] if number < first + len(kept) else ()
-                    for first, kept in (mine, theirs)
-                )
-                if here != there:
-                    found.append((number, peer, _mismatch(self.rank, here, peer, there)))
+            start = max(mine[0], theirs[0])
+            here, there = (kept[start - first :] for first, kept in (mine, theirs))
+            if not all_begun:
+                here, there = here[: len(there)], there[: len(here)]
+            pairs = zip_longest(here, there, fillvalue=())
+            for number, (one, other) in enumerate(pairs, start):
+                if one != other:
+                    found.append((number, peer, _mismatch(self.rank, one, peer, other)))
                     break
         if not found:
             return None
@@ -312,12 +316,11 @@ class Agreement:
         Raises:
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         if self.size == 1:
             return [value]
         if self.order_log is not None:
-            self.order_log.meet(name)
+            self.order_log.write("meet", self.log_number, name)
         with self._with_others(name):
             return gather_objects(value, self._control, self.timeout)
 
@@ -349,7 +352,7 @@ class Agreement:
                 f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"
             )
             if self.order_log is not None:
-                self.order_log.fail(why)
+                self.order_log.write("fail", self.log_number, why)
 
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
         return kind(f"{self._broken}. This transport cannot be used any more")
@@ -359,7 +362,7 @@ class Agreement:
         self._broken = self._broken or f"rank {self.rank}: it was closed"
         _unsettled.discard(self)
         if self.order_log is not None:
-            self.order_log.close()
+            self.order_log.write("close", self.log_number)
 
 
 def _mismatch(rank: int, here: Signature, peer: int, there: Signature) -> str:

@@ -146,16 +146,16 @@ class CollectiveRun:
 
     def run(
         self,
-        works: Mapping[str, Work] | None = None,
+        works: Mapping[str, Work | None] | None = None,
         *,
         ahead: bool = False,
-        **tensors: torch.Tensor,
+        **tensors: torch.Tensor | None,
     ) -> None:
         """See :meth:`Running.run`."""
-        self._tensors |= tensors
+        self._tensors |= {name: one for name, one in tensors.items() if one is not None}
         if ahead:
             return
-        self._works = works or {}
+        self._works = {name: work for name, work in (works or {}).items() if work is not None}
         with _RecordFunctionFast(f"CommFuse: {self.name}"):
             self.program.rule.lines(self, *self.program.arguments)
             for result, _ in list(self._under_way.values()):
@@ -212,21 +212,20 @@ class CollectiveRun:
         wide = whole.to(self._sum_dtype or whole.dtype)
         hops = self.place.schedule.hops(self.place.rank, self.place.size, "last")
         order = [hop.source for hop in hops]
-        if finish:
-            with self._transport.collectives(self.name):
-                total = sum_rows_in_order(wide, self._group, order)
-            self._works["finish"](into, total, self.own_block(whole))
-        elif self._transport.same_pieces and not self._in_the_order_of_collectives():
-            with self._transport.collectives(self.name):
-                total = sum_rows_in_order(wide, self._group, [*order, self.place.rank])
-            into.copy_(total)
-        else:
-            with self._transport.collectives(self.name):
-                self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
-
-    def _in_the_order_of_collectives(self) -> bool:
         schedule = self.place.schedule
-        return schedule.shape == "shifted" and schedule.costs is None
+        like_collectives = schedule.shape == "shifted" and schedule.costs is None
+        with self._transport.collectives(self.name):
+            if finish:
+                total = sum_rows_in_order(wide, self._group, order)
+            elif self._transport.same_pieces and not like_collectives:
+                total = sum_rows_in_order(wide, self._group, [*order, self.place.rank])
+            else:
+                self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
+                return
+        if finish:
+            self._works["finish"](into, total, self.own_block(whole))
+        else:
+            into.copy_(total)
 
     def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
         total = whole.to(self._sum_dtype or whole.dtype)

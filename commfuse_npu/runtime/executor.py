@@ -31,7 +31,7 @@ from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.scratch import Arena, view_of
 
 if TYPE_CHECKING:
-    from commfuse_npu.runtime.order_log import SlotLog
+    from commfuse_npu.runtime.order_log import Entry
     from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["Running", "Work"]
@@ -64,7 +64,7 @@ class Running:
         dtype: torch.dtype,
         device: torch.device,
         tag: int,
-        log: SlotLog | None,
+        log: Entry | None,
         sum_dtype: torch.dtype | None,
     ) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class Running:
         works: Mapping[str, Work | None] | None = None,
         *,
         ahead: bool = False,
-        **tensors: torch.Tensor,
+        **tensors: torch.Tensor | None,
     ) -> None:
         """Go on from where it is to the program's end, or to its mark if it is run ``ahead``.
 
@@ -111,7 +111,8 @@ class Running:
             works: the operation's part, by name, ``None`` for work that is left out; ``gemm`` is
                 the device's own if it is not there.
             tensors: the operation's buffers that are needed from here on, matrices ``[rows,
-                columns]``; what is transferred has the dtype of the operation.
+                columns]``, ``None`` for one that this program does not have; what is transferred
+                has the dtype of the operation.
 
         Raises:
             ValueError: a tensor does not fit.
@@ -120,7 +121,7 @@ class Running:
         self._transport.resume(self)
         works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
-            if not ahead and self.program.late:
+            if not ahead:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
@@ -155,8 +156,7 @@ class Running:
 
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
         """Wait for what arrives in these rows of a buffer; only for what is posted already."""
-        if self._transport.broken:
-            raise self._transport.error()
+        self._transport.expect_unbroken()
         self._transport.expect_one_thread(self.name)
         if self.done:
             return
@@ -169,7 +169,7 @@ class Running:
             and start < post.receive.span.stop
         ]
         if self._log is not None and steps:
-            self._log.rows(steps)
+            self._log("rows", *steps)
         try:
             self._wait(steps, ())
         except BaseException as error:
@@ -195,7 +195,7 @@ class Running:
             one = code[at]
             kind = type(one)
             if log is not None and (kind is Post or kind is Wait):
-                log.at(at)
+                log("at", at)
             if kind is Post:
                 send, receive = one
                 (step, lane, *_), _ = send or receive
@@ -287,9 +287,11 @@ class Running:
 
     # ------------------------------------------------------------------ memory
 
-    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         program = self.program
         for buffer, tensor in tensors.items():
+            if tensor is None:
+                continue
             if tensor.dim() != 2:
                 raise ValueError(
                     f"{self.name}: {buffer} has shape {tuple(tensor.shape)}; it has to be a matrix"
@@ -324,7 +326,7 @@ class Running:
         self._arenas, self._views, self._events = [], {}, {}
         self._receives, self._sends = {}, {}
         if self._log is not None:
-            self._log.finish()
+            self._log("finish")
         self._transport.finished(self)
         self.transferred = {}
 

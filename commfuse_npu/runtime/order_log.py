@@ -40,21 +40,23 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
 
-from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
 
-__all__ = ["VERSION", "OrderLog", "SlotLog", "TransportLog", "shared_order_log"]
+__all__ = ["VERSION", "Entry", "OrderLog", "shared_order_log"]
 
 VERSION = 3
 
 _logger = logging.getLogger(__name__)
 _json = json.JSONEncoder(separators=(",", ":")).encode
+
+Entry = Callable[..., None]
+"""Writes a line about a program, or a collective, under way: ``entry(verb, *numbers)``, before what
+it says is carried out; ``finish`` or ``await`` is its last."""
 
 _MOST_DEFINED = 1000
 """Programs and collectives that are remembered as defined; then they are defined anew."""
@@ -86,25 +88,58 @@ class OrderLog:
         self._in_use: set[int] = set()
         self._line({"order_log": VERSION, "rank": rank, "size": size})
 
-    def transport(self, ranks: Sequence[int], lanes: int, batched: bool) -> TransportLog:
-        """The part of one transport.  All ranks make theirs in the same order."""
+    def transport(self, ranks: Sequence[int], lanes: int, batched: bool) -> int:
+        """The number of a transport.  All ranks number theirs in the same order."""
         with self._lock:
-            number = self._transports
-            self._transports += 1
+            number, self._transports = self._transports, self._transports + 1
             self._line(
                 {"transport": number, "ranks": list(ranks), "lanes": lanes, "batched": batched}
             )
-        return TransportLog(self, number)
+        return number
 
-    def close(self) -> None:
-        """The process has come to its end; nothing more is written."""
-        with self._lock:
-            self._write("end")
-            self._stop()
+    def program(
+        self,
+        transport: int,
+        program: Program,
+        name: str,
+        dtype: Hashable,
+        sum_dtype: Hashable = None,
+        options: Hashable = (),
+    ) -> Entry:
+        """A program begins; the arguments are those of :meth:`Transport.begin`."""
+        rule, schedule, *arguments = program.rule
+        key = program, dtype, sum_dtype, options
+        return self._begun(
+            "begin",
+            "program",
+            transport,
+            name,
+            key,
+            lambda: {
+                "rule": rule,
+                "schedule": dataclasses.asdict(schedule),
+                "arguments": arguments,
+                "dtype": str(dtype),
+                "sum_dtype": str(sum_dtype),
+                "options": repr(options),
+            },
+        )
 
-    # ------------------------------------------------------------------ for the parts
+    def collective(self, transport: int, kind: str, name: str, size: int, dtype: Hashable) -> Entry:
+        """This rank is about to begin a collective of the group.
 
-    def _write(self, *event: str | int) -> None:
+        Args:
+            kind: ``all_gather``, ``reduce_scatter_tensor`` and the like.
+            name: what is transferred.
+            size: bytes that this rank gives or gets.
+        """
+        facts = {"kind": kind, "bytes": size, "dtype": str(dtype)}
+        return self._begun(
+            "issue", "collective", transport, name, (kind, size, dtype), lambda: facts
+        )
+
+    def write(self, verb: str, *more: str | int) -> None:
+        """Write a line; of a transport ``meet`` and its name, ``fail`` and why, ``close``."""
         with self._lock:
             thread = threading.get_ident()
             if thread != self._thread:
@@ -112,9 +147,46 @@ class OrderLog:
                     self._threads.append(thread)
                 self._thread = thread
                 self._line(["thread", self._threads.index(thread)])
-            self._line(event)
+            self._line([verb, *more])
 
-    def _line(self, content: Any) -> None:
+    def close(self) -> None:
+        """The process has come to its end; nothing more is written."""
+        with self._lock:
+            self.write("end")
+            self._stop()
+
+    def _begun(
+        self,
+        verb: str,
+        what: str,
+        transport: int,
+        name: str,
+        key: Hashable,
+        definition: Callable[[], Mapping[str, object]],
+    ) -> Entry:
+        """Take a slot for what begins, which is defined before if it is not yet."""
+        with self._lock:
+            # With nothing under way, so that what is remembered stays within bounds.
+            if len(self._defined) >= _MOST_DEFINED and not self._in_use:
+                self._defined.clear()
+                self._line(["forget"])
+            number = self._defined.get((transport, name, key))
+            if number is None:
+                number = self._defined[transport, name, key] = len(self._defined)
+                self._line({what: number, "transport": transport, "name": name, **definition()})
+            # The lowest free one, so that what repeats itself leaves the same lines.
+            slot = next(slot for slot in count() if slot not in self._in_use)
+            self._in_use.add(slot)
+            self.write(verb, slot, number)
+        return partial(self._about, slot)
+
+    def _about(self, slot: int, verb: str, *more: int) -> None:
+        with self._lock:
+            if verb in ("finish", "await"):
+                self._in_use.discard(slot)
+            self.write(verb, slot, *more)
+
+    def _line(self, content: object) -> None:
         if not self._open:
             return
         try:
@@ -133,115 +205,6 @@ class OrderLog:
             self._file.close()
         except OSError as error:
             _logger.warning("%s: its end is lost: %s", self.path, error)
-
-
-class TransportLog:
-    """What one transport does."""
-
-    def __init__(self, log: OrderLog, number: int) -> None:
-        self._log = log
-        self._transport = number
-
-    def begin(
-        self,
-        program: Program,
-        name: str,
-        dtype: Hashable,
-        sum_dtype: Hashable = None,
-        options: Hashable = (),
-    ) -> SlotLog:
-        """A program begins; the arguments are those of :meth:`Transport.begin`."""
-
-        def definition() -> dict[str, object]:
-            rule, schedule, *arguments = program.rule
-            return {
-                "rule": rule,
-                "schedule": dataclasses.asdict(cast(Schedule, schedule)),
-                "arguments": arguments,
-                "dtype": str(dtype),
-                "sum_dtype": str(sum_dtype),
-                "options": repr(options),
-            }
-
-        key = program, name, dtype, sum_dtype, options
-        return self._begun("begin", "program", name, key, definition)
-
-    def collective(self, kind: str, name: str, size: int, dtype: Hashable) -> SlotLog:
-        """This rank is about to begin a collective of the group.
-
-        Args:
-            kind: ``all_gather``, ``reduce_scatter_tensor`` and the like.
-            name: what is transferred.
-            size: bytes that this rank gives or gets.
-        """
-        facts: dict[str, object] = {"kind": kind, "bytes": size, "dtype": str(dtype)}
-        return self._begun("issue", "collective", name, (kind, name, size, dtype), lambda: facts)
-
-    def _begun(
-        self,
-        verb: str,
-        what: str,
-        name: str,
-        key: Hashable,
-        definition: Callable[[], dict[str, object]],
-    ) -> SlotLog:
-        """Take a slot for what begins, which is defined before if it is not yet."""
-        log = self._log
-        with log._lock:
-            # With nothing under way, so that what is remembered stays within bounds.
-            if len(log._defined) >= _MOST_DEFINED and not log._in_use:
-                log._defined.clear()
-                log._line(["forget"])
-            number = log._defined.get((self._transport, key))
-            if number is None:
-                number = log._defined[self._transport, key] = len(log._defined)
-                about = {what: number, "transport": self._transport, "name": name}
-                log._line(about | definition())
-            # The lowest free one, so that what repeats itself leaves the same lines.
-            slot = next(slot for slot in count() if slot not in log._in_use)
-            log._in_use.add(slot)
-            log._write(verb, slot, number)
-        return SlotLog(log, slot)
-
-    def meet(self, name: str) -> None:
-        """This rank is about to wait for the others of its group."""
-        self._log._write("meet", self._transport, name)
-
-    def fail(self, why: str) -> None:
-        self._log._write("fail", self._transport, why)
-
-    def close(self) -> None:
-        self._log._write("close", self._transport)
-
-
-class SlotLog:
-    """What a program, or a collective, under way does."""
-
-    def __init__(self, log: OrderLog, slot: int) -> None:
-        self._log = log
-        self._slot = slot
-
-    def at(self, place: int) -> None:
-        """It is about to carry out the post or the wait in this place of its code."""
-        self._log._write("at", self._slot, place)
-
-    def rows(self, steps: Sequence[int]) -> None:
-        """It is about to wait for what arrives in these steps, ahead of its own waits."""
-        self._log._write("rows", self._slot, *steps)
-
-    def finish(self) -> None:
-        """The program came to its end."""
-        self._end("finish")
-
-    def wait(self) -> None:
-        """This rank is about to wait for the collective."""
-        self._end("await")
-
-    def _end(self, verb: str) -> None:
-        """Its last line: the slot is free."""
-        with self._log._lock:
-            self._log._in_use.discard(self._slot)
-            self._log._write(verb, self._slot)
 
 
 def shared_order_log(folder: str | Path, rank: int, size: int) -> OrderLog:

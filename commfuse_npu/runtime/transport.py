@@ -1,20 +1,18 @@
 """Lanes over the ranks of a group, on which programs run (:mod:`commfuse_npu.runtime.executor`).
 
-A lane is a group of its own: on HCCL a communicator with a stream, which keeps its transfers in
-order; on gloo a set of sockets.
-
-The rules, each enforced here: dedicated lane groups, made and warmed up together and never in a
-forward; one issuing thread at a time; what the ranks have to agree on (:mod:`.agreement`).
+The rules, each enforced here: dedicated lane groups, made (:mod:`.lanes`) and warmed up together
+and never in a forward; one issuing thread at a time; what the ranks have to agree on
+(:mod:`.agreement`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,81 +21,20 @@ import torch.distributed as dist
 from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import Rule
-from commfuse_npu.runtime.agreement import (
-    Agreement,
-    Check,
-    MismatchError,
-    TransportError,
-    expect_check,
-)
+from commfuse_npu.runtime.agreement import Agreement, Check, TransportError, expect_check
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.device_streams import LaneStreams
 from commfuse_npu.runtime.executor import Running
-from commfuse_npu.runtime.gather_objects import gather_objects
+from commfuse_npu.runtime.lanes import agreed_groups, all_or_none, make_lanes, making, post_swap
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
 
-__all__ = ["Transport", "post_swap"]
+__all__ = ["Transport"]
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def post_swap(
-    lane: dist.ProcessGroup,
-    mine: torch.Tensor,
-    theirs: torch.Tensor,
-    target: int,
-    source: int,
-    *,
-    batched: bool,
-) -> Sequence[Any]:
-    """Send one tensor and receive another, as a step of a program is posted; what to wait for.
-
-    Args:
-        target, source: ranks of the job.
-        batched: as a batch (HCCL), or as single operations (gloo).
-    """
-    if batched:
-        send = dist.P2POp(dist.isend, mine, target, lane)
-        return dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, theirs, source, lane)])
-    return [dist.irecv(theirs, source, lane), dist.isend(mine, target, lane)]
-
-
-@contextmanager
-def _making(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(f"{what}: {error}") from error
-
-
-def _expect_all_made(
-    problem: TransportError | None, world: dist.ProcessGroup, timeout: timedelta
-) -> None:
-    """Raise on every process if one of them could not make its lanes.
-
-    Those that wait in a lane for a process that failed only learn of it at their own time limit;
-    the others wait that long for them here.
-    """
-    try:
-        problems = gather_objects(None if problem is None else str(problem), world, 2 * timeout)
-    except RuntimeError as error:
-        here = "" if problem is None else f"{problem}; "
-        raise TransportError(f"Transport.create: {here}{error}") from error
-    met: defaultdict[str, list[str]] = defaultdict(list)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            met[text].append(str(rank))
-    if met:
-        # What fewest met is likely the cause; the others waited in vain.
-        rarest = sorted(met.items(), key=lambda item: len(item[1]))
-        listed = "; ".join(f"peer {', '.join(ranks)}: {text}" for text, ranks in rarest)
-        raise TransportError(
-            f"Transport.create: no transport, lanes could not be made everywhere ({listed})"
-        ) from problem
 
 
 class Transport(Agreement):
@@ -135,7 +72,6 @@ class Transport(Agreement):
         self.blocked_seconds = 0.0
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
-        self._by_collectives: CollectiveTransport | None = None
         self.lane_streams: LaneStreams | None = None
         self.device_type, _ = device_backend(dist.get_backend(lanes[0]))
         self.lanes = len(lanes)
@@ -175,9 +111,7 @@ class Transport(Agreement):
             timeout: for waits (gloo) and for the lanes' own set-up.
             batched: how to post; by default as the group's backend needs it.  On HCCL it has to
                 be True; on gloo True is for tests of what HCCL will see.
-            check: compare operation, dtype and options of the ranks at their ``first`` use, and
-                what comes up again, with its sizes, when they :meth:`settle`; or everything
-                ``always``, before it is sent.
+            check: when the ranks compare what they call, see :class:`.agreement.Agreement`.
             lane_options: ``pg_options`` of the lane groups, HCCL's buffer size among them.
             order_log: where to write down the order of posts and waits, on all processes alike.
 
@@ -199,49 +133,16 @@ class Transport(Agreement):
                 "torch.distributed is not initialised; call init_process_group before "
                 "Transport.create"
             )
-        backend = dist.get_backend(group)
         if batched is None:
-            batched = device_backend(backend)[1] != "gloo"
-        mine = (tuple(dist.get_process_group_ranks(group)), lanes)
-        with _making("Transport.create, before lane 0: comparing with the other processes"):
-            everyone = gather_objects(mine, world, timeout)
-        if len({count for _, count in everyone}) > 1:
-            counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
-            raise MismatchError(
-                "Transport.create: the processes ask for different numbers of lanes "
-                f"({counts}). None was made; ask for as many on all of them"
-            )
-        made: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
-        problem: TransportError | None = None
-        try:
-            for ranks in sorted({ranks for ranks, _ in everyone}):
-                channels: list[Any] = []
-                count = Schedule(lanes=lanes).lanes_for(len(ranks))
-                for lane in range(count):
-                    with _making(f"lane {lane} of {count}"):
-                        channels.append(
-                            dist.new_group(
-                                list(ranks),
-                                timeout=timeout,
-                                backend=backend,
-                                pg_options=lane_options,
-                            )
-                        )
-                with _making("the group for comparisons"):
-                    control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-                    if control is None:
-                        # MindSpeed's --disable-gloo-group makes none; the device's backend
-                        # serves as well.
-                        control = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-                made[ranks] = channels, control
-            channels, control = made[mine[0]]
+            batched = device_backend(dist.get_backend(group))[1] != "gloo"
+        groups = agreed_groups(group, world, lanes, timeout)
+        with all_or_none(world, timeout):
+            channels, control = make_lanes(group, groups, lanes, timeout, lane_options)
             transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
             if order_log is not None:
-                transport.order_log = order_log.transport(transport.ranks, transport.lanes, batched)
+                transport.order_log = order_log
+                transport.log_number = order_log.transport(transport.ranks, len(channels), batched)
             transport._warm_up()
-        except TransportError as error:
-            problem = error
-        _expect_all_made(problem, world, timeout)
         return transport
 
     def _warm_up(self) -> None:
@@ -258,7 +159,7 @@ class Transport(Agreement):
                 source = (self.rank - distance) % self.size
                 theirs = torch.full_like(mine, -1)
                 peers = (self.rank + distance) % self.size, source
-                with _making(f"{what}, distance {distance}"):
+                with making(f"{what}, distance {distance}"):
                     target, origin = (self.ranks[peer] for peer in peers)
                     swap = post_swap(lane, mine, theirs, target, origin, batched=self.batched)
                     for work in swap:
@@ -331,7 +232,8 @@ class Transport(Agreement):
             self._enter(identity, signature)
         log = None
         if self.order_log is not None:
-            log = self.order_log.begin(program, name, like.dtype, sum_dtype, options)
+            about = name, like.dtype, sum_dtype, options
+            log = self.order_log.program(self.log_number, program, *about)
         # Tags differ with what is sent and with how many operations came before: data for another
         # shape, or left over from a failure, never meets a receive (a short one aborts on gloo).
         tag = identity ^ (self.operations * 0x9E3779B1)
@@ -409,19 +311,14 @@ class Transport(Agreement):
         """This rank's program, for :meth:`begin`."""
         return rule(self.place(schedule), *arguments)
 
-    @property
+    @cached_property
     def by_collectives(self) -> CollectiveTransport:
         """The same ranks, for operations that are carried out by torch's collectives."""
-        if self._by_collectives is None:
-            self._by_collectives = CollectiveTransport(self.group, lanes=self)
-        return self._by_collectives
+        return CollectiveTransport(self.group, lanes=self)
 
     def wait_for(self, work: Any) -> None:
         """Wait for what torch.distributed began; on gloo for ``timeout``, on HCCL on the stream."""
-        if self.batched:
-            work.wait()
-        else:
-            work.wait(self.timeout)
+        work.wait() if self.batched else work.wait(self.timeout)
 
     def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place: the group's own collective, within ``timeout``.
@@ -450,8 +347,7 @@ class Transport(Agreement):
         Raises:
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         try:
             yield
         except RuntimeError as error:
@@ -476,8 +372,7 @@ class Transport(Agreement):
             MismatchError: another rank calls something else.
             TransportError: a rank did not come in time, or the transport is broken.
         """
-        if self._broken is not None:
-            raise self.error()
+        self.expect_unbroken()
         self.synchronise()
         if self.size > 1:
             self._compare(name, (("operation", name),))

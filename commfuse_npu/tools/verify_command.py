@@ -12,7 +12,7 @@ from commfuse_npu.plan.rules import RULES
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
-from commfuse_npu.proof.verify_log import files_of, verify_logs
+from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.tools.option_types import Parser, refuse, whole
 
 __all__ = ["main"]
@@ -93,7 +93,7 @@ def _verify(given: argparse.Namespace) -> int:
 def _verify_log(paths: Sequence[Path]) -> int:
     start = time.perf_counter()
     try:
-        found = verify_logs(files_of(paths))
+        found = verify_logs(paths)
     except OSError as error:
         raise LogError(f"cannot read {error.filename}: {error.strerror}") from error
     elapsed = time.perf_counter() - start

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import Documents
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
-from commfuse_npu.ops.attention_runs import AttentionRuns
+from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS
@@ -119,18 +121,22 @@ def test_masks_that_do_not_fit_are_refused(ranks) -> None:
     ranks(2).run(bad_masks)
 
 
-FAULTS = {
-    "a key too few": lambda self, run: slice(0, run.stop - 1 if run.start else run.stop),
-    "all keys": lambda self, run: slice(None),
-    "keys from the first query on": lambda self, run: slice(run.start, run.stop),
+FAULTS: dict[str, Callable[[slice], slice]] = {
+    "a key too few": lambda run: slice(0, run.stop - 1 if run.start else run.stop),
+    "all keys": lambda run: slice(None),
+    "keys from the first query on": lambda run: slice(run.start, run.stop),
 }
 
 
 def noticed(rank: int, fault: str) -> bool:
     """With a fault in the fused form only, is it told from the plain form?"""
     case = attention(dist.get_world_size())
-    expected = run_case(case, "plain")
-    with mock.patch.object(AttentionRuns, "_keys", FAULTS[fault]):
+    expected, right = run_case(case, "plain"), AttentionMask.of
+
+    def wrong(mask: AttentionMask, run: slice) -> tuple[slice, dict[str, Any]]:
+        return FAULTS[fault](run), right(mask, run)[1]
+
+    with mock.patch.object(AttentionMask, "of", wrong):
         found = run_case(case, "fused")
     return any(not torch.allclose(found[n], expected[n], atol=1e-3) for n in expected)
 

@@ -18,7 +18,7 @@ from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, all_gather_l
 from commfuse_npu.plan.program import Post, Program, Wait
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
-from commfuse_npu.proof.verify_log import Verdict, files_of, verify_logs
+from commfuse_npu.proof.verify_log import Verdict, verify_logs
 from commfuse_npu.runtime import order_log
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.tools import cli
@@ -46,7 +46,7 @@ def record(rank: int, folder: str, programme: Programme, batched: bool) -> None:
 
 
 def verdict(folder: Path) -> Verdict:
-    return verify_logs(files_of([folder]))
+    return verify_logs([folder])
 
 
 def layer(made: Transport, op: str, schedule: Schedule) -> None:

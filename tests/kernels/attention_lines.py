@@ -73,9 +73,9 @@ def by_chunks(kernels: ModuleType, case: Case) -> Tensors:
     if case.mask is not None:
         mask = AttentionMask(**mask_arguments(case.mask, q.shape[0], case.batch))
     for rows in (slice(*bound) for bound in bounds):
-        of_mask = mask.keys(rows)
+        of_mask, told = mask.of(rows)
         keys = slice(of_mask.start, of_mask.stop and of_mask.stop + case.longer)
-        told = mask.keywords(rows) | {"scale": case.scale}
+        told["scale"] = case.scale
         out[rows], statistics = kernels.attention_forward(q[rows], k[keys], v[keys], **told)
         saved.append((rows, keys, told, statistics))
     for rows, keys, told, statistics in reversed(saved):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.proof.verify_log import files_of, verify_logs
+from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.tools.bench import wire
 from tests.megatron.in_ranks import Finished, asked, losses, pretrained
 
@@ -233,7 +233,7 @@ def test_the_order_of_transfers_is_recorded_and_proved(
     log = tmp_path / "order log"
     words = ("--train-iters", "3", *options.split())
     pretrained(ranks(2), tmp_path, *words, "--commfuse-order-log", str(log))
-    found = verify_logs(files_of([log]))
+    found = verify_logs([log])
     assert (found.faults, found.notes, found.ranks) == ([], [], 2)
     assert found.operations in operations
 

@@ -151,8 +151,7 @@ def chunks_are_not_copied(mask: str, batch: int) -> list[bool]:
     register_cpu_kernels()
     whole = torch.randn(8, batch, 4, 16)
     run = slice(4, 6)
-    told = AttentionMask(**mask_arguments(mask, 8, batch))
-    keys = told.keys(run)
+    keys, told = AttentionMask(**mask_arguments(mask, 8, batch)).of(run)
     original, same = torch.ops.npu.npu_fusion_attention, []
 
     def watched(*args, **kwargs):
@@ -161,7 +160,7 @@ def chunks_are_not_copied(mask: str, batch: int) -> list[bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops.npu, "npu_fusion_attention", watched)
-        kernels.attention_forward(whole[run], whole[keys], whole[keys], **told.keywords(run))
+        kernels.attention_forward(whole[run], whole[keys], whole[keys], **told)
     return same
 
 

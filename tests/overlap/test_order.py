@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from commfuse_npu.overlap import ForwardBackwardOverlap, Place
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
 from commfuse_npu.plan.turn_order import best_order, duration, strict_turns
-from commfuse_npu.proof.verify_log import files_of, verify_logs
+from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime.order_log import OrderLog
 from tests.overlap import test_pair
 
@@ -185,9 +185,9 @@ def recorded_pairs(rank: int, folder: str, longer: bool) -> str:
 
 def test_an_order_of_one_rank_alone_is_seen_in_the_order_log(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(recorded_pairs, str(tmp_path / "same"), False)
-    found = verify_logs(files_of([tmp_path / "same"]))
+    found = verify_logs([tmp_path / "same"])
     assert (found.faults, found.notes, found.operations) == ([], [], 2 * 2 * 4)
 
     ranks(2).run(recorded_pairs, str(tmp_path / "differ"), True)
-    faults = "\n".join(verify_logs(files_of([tmp_path / "differ"])).faults)
+    faults = "\n".join(verify_logs([tmp_path / "differ"]).faults)
     assert "ranks 0 and 1 do not do the same as collective 1 (all_reduce of a backward)" in faults

@@ -49,10 +49,8 @@ class EveryGroup:
     def __contains__(self, group: object) -> bool:
         return True
 
-    def __getitem__(self, group: object) -> None: ...
 
-
-def at_every_group(turns: Turns, groups: object) -> Any:
+def at_every_group(turns: Turns, groups: object, log: object) -> Any:
     return transfers.take_turns_at_transfers(turns, EveryGroup())  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from commfuse_npu.plan.program import Post, Program, Wait
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof import verify_log
-from commfuse_npu.runtime.order_log import OrderLog, SlotLog, TransportLog
+from commfuse_npu.runtime.order_log import Entry, OrderLog
 from commfuse_npu.tools import cli
 
 HEADER = {"order_log": 3, "rank": 0, "size": 1}
@@ -275,35 +275,35 @@ class Host:
     def __init__(self, folder: Path, rank: int, size: int, batched: bool) -> None:
         self.log = OrderLog(folder, rank, size)
         self._place = Place(Schedule(lanes=1), rank, size, batched)
-        self._transport: TransportLog = self.log.transport(range(size), 1, batched)
+        self._transport = self.log.transport(range(size), 1, batched)
 
     def begin(self, rule: str, *arguments: object) -> Begun:
         program = RULES[rule](self._place, *arguments)
-        return Begun(program, self._transport.begin(program, rule, "torch.float32"))
+        return Begun(program, self.log.program(self._transport, program, rule, "torch.float32"))
 
-    def issue(self, kind: str, name: str, size: int = 64) -> SlotLog:
-        return self._transport.collective(kind, name, size, "torch.float32")
+    def issue(self, kind: str, name: str, size: int = 64) -> Entry:
+        return self.log.collective(self._transport, kind, name, size, "torch.float32")
 
 
 class Begun:
-    def __init__(self, program: Program, log: SlotLog) -> None:
+    def __init__(self, program: Program, log: Entry) -> None:
         self._program, self._log, self._at = program, log, 0
 
     def _go_on(self, end: int) -> None:
         for at in range(self._at, end):
             if isinstance(self._program.code[at], Post | Wait):
-                self._log.at(at)
+                self._log("at", at)
         self._at = end
 
     def ahead(self) -> None:
         self._go_on(self._program.mark)
 
     def rows(self, *steps: int) -> None:
-        self._log.rows(steps)
+        self._log("rows", *steps)
 
     def finish(self) -> None:
         self._go_on(len(self._program.code))
-        self._log.finish()
+        self._log("finish")
 
 
 def run(folder: Path, batched: bool, *parts: Callable[[Host], None]) -> verify_log.Verdict:
@@ -312,7 +312,7 @@ def run(folder: Path, batched: bool, *parts: Callable[[Host], None]) -> verify_l
         host = Host(folder, rank, len(parts), batched)
         part(host)
         host.log.close()
-    return verify_log.verify_logs(verify_log.files_of([folder]))
+    return verify_log.verify_logs([folder])
 
 
 BUCKET = "bucket_scatter", 6, 1, 1  # with memory for one piece
@@ -429,9 +429,9 @@ def chunks(host: Host, *, size: int = 64, turns: int = 2) -> None:
     for _ in range(turns):
         first = host.issue("all_gather", "gather of chunk 0")
         second = host.issue("reduce_scatter", "scatter of chunk 1", size)
-        first.wait()
+        first("await")
         host.begin("gather_use", 8, 4, False).finish()
-        second.wait()
+        second("await")
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -444,9 +444,9 @@ def test_collectives_of_a_group_are_proved(tmp_path, batched: bool) -> None:
 def in_another_order(host: Host) -> None:
     second = host.issue("reduce_scatter", "scatter of chunk 1")
     first = host.issue("all_gather", "gather of chunk 0")
-    first.wait()
+    first("await")
     host.begin("gather_use", 8, 4, False).finish()
-    second.wait()
+    second("await")
     chunks(host, turns=1)
 
 
@@ -457,20 +457,20 @@ def never_waited_for(host: Host) -> None:
 
 def one_is_missing(host: Host) -> None:
     chunks(host, turns=1)
-    host.issue("all_gather", "gather of chunk 0").wait()
+    host.issue("all_gather", "gather of chunk 0")("await")
     host.begin("gather_use", 8, 4, False).finish()
 
 
 def waited_for_before_an_operation(host: Host) -> None:
     """Which the others finish before they begin the collective."""
     gather = host.issue("all_gather", "gather of chunk 0")
-    gather.wait()
+    gather("await")
     host.begin("gather_use", 8, 4, False).finish()
 
 
 def begun_after_an_operation(host: Host) -> None:
     host.begin("gather_use", 8, 4, False).finish()
-    host.issue("all_gather", "gather of chunk 0").wait()
+    host.issue("all_gather", "gather of chunk 0")("await")
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,7 @@ class _Gather:
         runs = b.runs(rows, "first")
         self._pieces = [(run, j, hop) for j, run in enumerate(runs) for hop in b.hops("first")]
         self._chunks, self._posted = len(runs), 0
-        many = len(self._pieces)
-        self._window = many if window is None else min(window, many)
+        self._window = min(window or len(self._pieces), len(self._pieces))
         if window is None:
             b.scratch("whole", b.size * rows, columns)
         else:
@@ -111,10 +110,8 @@ class _Scatter:
         # Added before the own block is made, or in more than one go.
         many = stack < b.peers or len(runs) > IN_FLIGHT
         self._total = self._finish or (many and b.peers > 0)
-        mine = rows_of("bucket", block_of(b.rank, rows))
-        self._out, self._own = (
-            (mine, mine) if bucket else (Span("out", 0, rows), Span("own", 0, rows))
-        )
+        self._out = rows_of("bucket", block_of(b.rank, rows)) if bucket else Span("out", 0, rows)
+        self._own = self._out if bucket else Span("own", 0, rows)
         for t, (_, run, some, _) in enumerate(self._stacks):
             length = len(some) * (run.stop - run.start)
             for what in ("partials",) if bucket else ("made", "partials"):
@@ -128,8 +125,7 @@ class _Scatter:
     def send(self, upto: int | None = None) -> None:
         """Make, with ``make(out, run)``, and send so many stacks, or all and make the own block."""
         b, rows = self._b, self._rows
-        many = len(self._stacks)
-        for t in range(self._sent, many if upto is None else min(upto, many)):
+        for t in range(self._sent, len(self._stacks[:upto])):
             j, run, some, _ = self._stacks[t]
             if t >= self._in_flight:
                 self._add()
@@ -308,8 +304,7 @@ def sharded_forward(place: Place, rows: int, columns: int) -> Builder:
 
 @sharded_forward.equals
 def _(c: Carrier, rows: int, columns: int) -> None:
-    whole = c.all_gather(c.given("shard", rows, columns))
-    c.use(whole, used_pieces(c.place, rows), first=block_of(c.place.rank, rows))
+    gather_use.lines(c, rows, columns, False)
 
 
 @rule

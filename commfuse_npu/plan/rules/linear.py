@@ -217,16 +217,16 @@ class _ColumnScatter:
 
     Args:
         out: the buffer of the sums.
-        in_flight: how many groups have memory of their own; ``None`` for all.
+        in_flight: how many groups have memory of their own.
     """
 
     def __init__(
-        self, b: Builder, rows: int, groups: list[slice], out: str, in_flight: int | None
+        self, b: Builder, rows: int, groups: list[slice], out: str, in_flight: int
     ) -> None:
         self._b, self._rows, self._groups, self._out = b, rows, groups, out
         self._whole = len(groups) == 1
         for j, columns in enumerate(groups):
-            slot, width = j % (in_flight or len(groups)), columns.stop - columns.start
+            slot, width = j % in_flight, columns.stop - columns.start
             b.scratch(self.made(j), b.size * rows, width, slot=f"made {slot}")
             b.scratch(self._slab(j), b.peers * rows, width, slot=f"slab {slot}")
 
@@ -291,9 +291,8 @@ def column_backward(
             b.post(hop, Span("x", 0, rows), into, "block {source}")
         b.mark()
     groups = b.runs(inputs, "last") if scatters else []
-    scatter = _ColumnScatter(b, rows, groups, "grad_x", in_flight=None) if scatters else None
+    scatter = _ColumnScatter(b, rows, groups, "grad_x", in_flight=len(groups))
     for j, columns in enumerate(groups):
-        assert scatter is not None
         weight = Span("weight", 0, outputs, (columns.start, columns.stop))
         everything = slice(0, n * rows)
         b.compute(
@@ -305,7 +304,6 @@ def column_backward(
             b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), aside=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     for j in range(len(groups)):
-        assert scatter is not None
         scatter.add(j, aside=wgrad or j < len(groups) - 1)
     return b
 

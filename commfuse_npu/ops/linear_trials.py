@@ -1,0 +1,83 @@
+"""Which schedules a linear layer runs by, where they are chosen by trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from commfuse_npu.ops.call import Call
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.tuning import COLUMN, Layer, Problem, tuned
+
+__all__ = ["choose_schedules"]
+
+
+def choose_schedules(
+    call: Call,
+    layer: Layer,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Give a call the schedules that are fastest for its forward and its backward, by trial."""
+    options, transport, (outputs, inputs) = call.options, call.transport, weight.shape
+    assert isinstance(transport, Transport)
+    column = layer == COLUMN
+    rows = x.shape[0] if column else x.shape[0] // transport.size
+    needs_grad = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in (x, weight, bias)
+    )
+    found = []
+    for half in ("forward", "backward") if needs_grad else ("forward",):
+        wgrad = options.wgrad if half == "backward" and not column else "whole"
+        kept = options.keep_gathered and column
+        problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
+        trial = _trial(type(call), transport, problem, options, weight.device)
+        found.append(tuned(transport, problem, options.schedule, options.tuning, trial))
+    call.options = replace(options, tuning=None)
+    call.schedule, call.backward_schedule = found[0], found[-1]
+
+
+def _trial(
+    kind: type[Call],
+    transport: Transport,
+    problem: Problem,
+    options: LinearOptions,
+    device: torch.device,
+) -> Callable[[Schedule | None], object]:
+    """Do the work of ``problem`` on made-up numbers, with a schedule or by torch's collectives."""
+    options = replace(options, tuning=None, main_grad=False)
+
+    @cache
+    def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block, whole = problem.block_rows, problem.block_rows * transport.size
+        x_rows, y_rows = (block, whole) if problem.layer == COLUMN else (whole, block)
+        inputs, outputs = problem.inputs, problem.outputs
+        draw = torch.Generator(device).manual_seed(0)
+        x, grad, weight = (
+            torch.randn(shape, generator=draw, device=device).to(problem.dtype)
+            for shape in ((x_rows, inputs), (y_rows, outputs), (outputs, inputs))
+        )
+        return x, grad, weight
+
+    @torch.no_grad()
+    def run(schedule: Schedule | None) -> object:
+        x, grad, weight = numbers()
+        call: Any = kind(f"tuning {problem.layer}", transport, options, x, rows=x.shape[0])
+        call.schedule = call.backward_schedule = schedule
+        column, kept = problem.layer == COLUMN, problem.kept
+        if problem.half == "forward":
+            call.needs = False, kept, False
+            return call.forward(x, weight, *([None] if column else []))
+        call.needs, call.weight = (True, True, False), weight
+        saved = (None, x.repeat(transport.size, 1)) if kept else (x, None)
+        call.saved = lambda: saved if column else (x,)
+        return call.backward(grad)
+
+    return run

@@ -1,0 +1,139 @@
+"""Makes the lanes of a transport, on all processes of the job or on none.
+
+A lane is a group of its own: on HCCL a communicator with a stream, which keeps its transfers in
+order; on gloo a set of sockets.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.agreement import MismatchError, TransportError
+from commfuse_npu.runtime.gather_objects import gather_objects
+
+__all__ = ["agreed_groups", "all_or_none", "make_lanes", "making", "post_swap"]
+
+Ranks = tuple[int, ...]
+
+
+def post_swap(
+    lane: dist.ProcessGroup,
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    target: int,
+    source: int,
+    *,
+    batched: bool,
+) -> Sequence[Any]:
+    """Send one tensor and receive another, as a step of a program is posted; what to wait for.
+
+    Args:
+        target, source: ranks of the job.
+        batched: as a batch (HCCL), or as single operations (gloo).
+    """
+    if batched:
+        send = dist.P2POp(dist.isend, mine, target, lane)
+        return dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, theirs, source, lane)])
+    return [dist.irecv(theirs, source, lane), dist.isend(mine, target, lane)]
+
+
+@contextmanager
+def making(what: str) -> Iterator[None]:
+    """A failure in this block is a :class:`.agreement.TransportError` that begins with ``what``."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
+@contextmanager
+def all_or_none(world: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+    """Raise on every process if one of them could not make its lanes in this block.
+
+    Those that wait in a lane for a process that failed only learn of it at their own time limit;
+    the others wait that long for them here.
+    """
+    problem: TransportError | None = None
+    try:
+        yield
+    except TransportError as error:
+        problem = error
+    try:
+        problems = gather_objects(None if problem is None else str(problem), world, 2 * timeout)
+    except RuntimeError as error:
+        here = "" if problem is None else f"{problem}; "
+        raise TransportError(f"Transport.create: {here}{error}") from error
+    met: defaultdict[str, list[str]] = defaultdict(list)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            met[text].append(str(rank))
+    if met:
+        # What fewest met is likely the cause; the others waited in vain.
+        rarest = sorted(met.items(), key=lambda item: len(item[1]))
+        listed = "; ".join(f"peer {', '.join(ranks)}: {text}" for text, ranks in rarest)
+        raise TransportError(
+            f"Transport.create: no transport, lanes could not be made everywhere ({listed})"
+        ) from problem
+
+
+def agreed_groups(
+    group: dist.ProcessGroup, world: dist.ProcessGroup, lanes: int | None, timeout: timedelta
+) -> list[Ranks]:
+    """The ranks of every group of the job that is to have lanes, in one order on all processes.
+
+    Raises:
+        MismatchError: the processes ask for different numbers of lanes.
+        TransportError: a process did not come in time.
+    """
+    mine = tuple(dist.get_process_group_ranks(group)), lanes
+    with making("Transport.create, before lane 0: comparing with the other processes"):
+        everyone = gather_objects(mine, world, timeout)
+    if len({count for _, count in everyone}) > 1:
+        counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
+        raise MismatchError(
+            "Transport.create: the processes ask for different numbers of lanes "
+            f"({counts}). None was made; ask for as many on all of them"
+        )
+    return sorted({ranks for ranks, _ in everyone})
+
+
+def make_lanes(
+    group: dist.ProcessGroup,
+    groups: Sequence[Ranks],
+    lanes: int | None,
+    timeout: timedelta,
+    options: Any,
+) -> tuple[list[Any], Any]:
+    """The lanes of ``group``, and a group of the same ranks for comparisons.
+
+    Every process makes those of all ``groups``, as new groups have to be made.
+
+    Raises:
+        TransportError: one could not be made.
+    """
+    backend, made = dist.get_backend(group), {}
+    for ranks in groups:
+        channels: list[Any] = []
+        count = Schedule(lanes=lanes).lanes_for(len(ranks))
+        for lane in range(count):
+            with making(f"lane {lane} of {count}"):
+                channels.append(
+                    dist.new_group(
+                        list(ranks), timeout=timeout, backend=backend, pg_options=options
+                    )
+                )
+        with making("the group for comparisons"):
+            control: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+            if control is None:
+                # MindSpeed's --disable-gloo-group makes none; the device's backend serves as well.
+                control = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        made[ranks] = channels, control
+    return made[tuple(dist.get_process_group_ranks(group))]
