@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.tools import cli
-from tests.limits import LIMIT
 
 QUICK = ["simulate", "--typical", "--variants", "megatron,commfuse-c2*", "--micro-batches", "1"]
 
@@ -67,27 +64,3 @@ def test_numbers_of_npus(capsys) -> None:
     text = capsys.readouterr().out
     assert "DP 1, 8" in text
     assert "sequence 4096, 256 NPUs" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--npus", "8", "--dp", "1"], "--npus and --dp say the same twice"),
-        (["--hardware", "nowhere"], "'nowhere' is neither a file nor one of"),
-    ],
-)
-def test_what_makes_no_sense_is_explained(capsys, options: list[str], message: str) -> None:
-    # What else is refused is in tests/tools/cli/test_refused.py.
-    assert cli.main([*QUICK, *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("commfuse-npu simulate: error: ")
-    assert message in error
-
-
-def test_nothing_of_it_imports_torch() -> None:
-    program = (
-        "import sys, commfuse_npu.tools.plan.command, commfuse_npu.tools.verify_command; "
-        "import commfuse_npu.tools.simulate.command; "
-        "assert not {'torch', 'vl_convert', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
