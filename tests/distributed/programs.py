@@ -1,8 +1,9 @@
-"""Programs with work of a test's own in them."""
+"""Programs with work of a test's own in them, and what is watched of a program under way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["gather_and_use", "make_and_scatter", "view", "watch_posts"]
+__all__ = ["gather_and_use", "make_and_scatter", "view", "watch_calls", "watch_posts"]
 
 PLAIN = Schedule()
 
@@ -30,6 +31,19 @@ def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], objec
             go_on(self, works, self._at + 1)
 
     patch.setattr(Running, "_go_on", stepwise)
+
+
+def watch_calls(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]
+) -> None:
+    """Before each call of ``owner.name`` call ``note`` with the same arguments."""
+    original = getattr(owner, name)
+
+    def watched(*args: Any, **named: Any) -> Any:
+        note(*args, **named)
+        return original(*args, **named)
+
+    patch.setattr(owner, name, watched)
 
 
 def view(running: Running, span: Span) -> torch.Tensor:

@@ -16,6 +16,7 @@ from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks.case import Network, one_layer
 from tests.random_networks.compare import differences, in_full, run_case
@@ -64,14 +65,11 @@ def test_schedules(ranks, size: int) -> None:
     ranks(size).run(correct, cases)
 
 
-def like_causal(rank: int) -> None:
+@on_ranks(4)
+def test_one_document_is_the_causal_mask(rank: int) -> None:
     """One document per sample is the causal mask, bit for bit."""
     found = [run_case(attention(4, mask=mask), "fused") for mask in ("causal", "one document")]
     assert not differences(*found)
-
-
-def test_one_document_is_the_causal_mask(ranks) -> None:
-    ranks(4).run(like_causal)
 
 
 def heads() -> list[torch.Tensor]:
@@ -79,7 +77,8 @@ def heads() -> list[torch.Tensor]:
     return [torch.ones(24, 2, count, 16) for count in (4, 2, 2)] + [torch.ones(32, 64)]
 
 
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
     q, k, v, weight = heads()
     for args, keywords, words in (
         ((q, k, v, weight), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
@@ -93,11 +92,8 @@ def refused(rank: int) -> None:
     correct(rank, [attention(2)])
 
 
-def test_bad_input_is_refused_before_anything_is_sent(ranks) -> None:
-    ranks(2).run(refused)
-
-
-def bad_masks(rank: int) -> None:
+@on_ranks(2)
+def test_masks_that_do_not_fit_are_refused(rank: int) -> None:
     tensors = heads()
     hidden = torch.zeros(2, 1, 24, 24, dtype=torch.bool)
     for mask, words in (
@@ -113,10 +109,6 @@ def bad_masks(rank: int) -> None:
         with pytest.raises(ValueError, match=words):
             attention_linear_reduce_scatter(*tensors, **mask, transport=transport())
     correct(rank, [attention(2)])
-
-
-def test_masks_that_do_not_fit_are_refused(ranks) -> None:
-    ranks(2).run(bad_masks)
 
 
 FAULTS = {

@@ -24,6 +24,7 @@ from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime import agreement
 from tests.distributed.programs import gather_and_use
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
 
@@ -94,18 +95,6 @@ def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
         assert re.search(r"rank (.) and peer (?!\1). of the group do not .* rows: . here", message)
 
 
-def mixed_up_and_always_checked(rank: int) -> None:
-    transport = link(check="always")
-    for rows in (4, 8):
-        all_gather_linear(*layer(rows), transport=transport)
-    all_gather_linear(*layer(8 if rank else 4), transport=transport)
-
-
-def test_checking_always_finds_mixed_up_shapes_before_anything_is_sent(ranks) -> None:
-    for outcome in ranks(2).outcomes(mixed_up_and_always_checked):
-        assert isinstance(outcome.error, MismatchError)
-
-
 def absent(rank: int) -> str:
     transport = link()
     all_gather_linear(*layer(4), transport=transport)
@@ -171,22 +160,6 @@ def test_a_rank_that_dies_before_a_backward_by_collectives_becomes_an_error(rank
     assert "all_gather_linear backward: not every rank came here" in alive.value
 
 
-def weight_changed(rank: int) -> None:
-    transport = link()
-    for op in (all_gather_linear, linear_reduce_scatter, linear_all_reduce):
-        x, weight = layer(4)
-        weight.requires_grad_()
-        y = op(x, weight, transport=transport)
-        with torch.no_grad():
-            weight.mul_(2)
-        with pytest.raises(RuntimeError, match="the weight was modified in place between"):
-            y.sum().backward()
-
-
-def test_a_weight_that_changes_before_the_backward_is_noticed(ranks) -> None:
-    ranks(2).run(weight_changed)
-
-
 def raises_between(rank: int) -> None:
     transport = link()
 
@@ -204,7 +177,8 @@ def test_an_exception_in_a_callback_breaks_the_transport(ranks) -> None:
         assert "gather_and_use was interrupted by KeyError('in the callback')" in str(outcome.error)
 
 
-def refused_inputs(rank: int) -> None:
+@on_ranks(2)
+def test_inputs_that_cannot_work_are_refused(rank: int) -> None:
     """Refused on every rank before anything is posted: the transport goes on working."""
     transport = link()
     x, weight = layer(4)
@@ -298,28 +272,18 @@ def refused_inputs(rank: int) -> None:
     assert torch.equal(y, torch.full((8, 3), 4.0))
 
 
-def test_inputs_that_cannot_work_are_refused(ranks) -> None:
-    ranks(2).run(refused_inputs)
+@on_ranks(2)
+def test_main_grad_that_cannot_be_added_to_is_refused(rank: int) -> None:
+    x, weight = layer(4)
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.int32)
+    y = all_gather_linear(x, weight, transport=link(), options=LinearOptions(main_grad=True))
+    with pytest.raises(RuntimeError, match=r"main_grad is torch\.int"):
+        y.sum().backward()
 
 
-def main_grad_is_missing_or_odd(rank: int) -> None:
-    for dtype, words in ((None, "needs weight.main_grad"), (torch.int32, "main_grad is torch.int")):
-        transport = link()
-        x, weight = layer(4)
-        weight.requires_grad_()
-        if dtype is not None:
-            weight.main_grad = torch.zeros_like(weight, dtype=dtype)
-        options = LinearOptions(main_grad=True)
-        y = all_gather_linear(x, weight, transport=transport, options=options)
-        with pytest.raises(RuntimeError, match=words):
-            y.sum().backward()
-
-
-def test_main_grad_that_cannot_be_added_to_is_refused(ranks) -> None:
-    ranks(2).run(main_grad_is_missing_or_odd)
-
-
-def second_thread(rank: int) -> None:
+@on_ranks(2)
+def test_a_second_thread_is_refused(rank: int) -> None:
     transport = link()
     errors: list[BaseException] = []
 
@@ -339,11 +303,8 @@ def second_thread(rank: int) -> None:
     assert "called from a second thread while gather_and_use is under way" in str(errors[0])
 
 
-def test_a_second_thread_is_refused(ranks) -> None:
-    ranks(2).run(second_thread)
-
-
-def empty_input(rank: int) -> None:
+@on_ranks(2)
+def test_zero_rows_take_the_plain_path(rank: int) -> None:
     transport = link()
     weight = torch.ones(3, 4, requires_grad=True)
     for op, rows in ((all_gather_linear, 0), (linear_reduce_scatter, 0), (linear_all_reduce, 0)):
@@ -356,11 +317,8 @@ def empty_input(rank: int) -> None:
     assert transport.operations == 0
 
 
-def test_zero_rows_take_the_plain_path(ranks) -> None:
-    ranks(2).run(empty_input)
-
-
-def too_many_lanes(rank: int) -> None:
+@on_ranks(3)
+def test_lanes_that_do_not_exist_are_refused(rank: int) -> None:
     x, weight = layer(4)
     transport = Transport.create(lanes=1, timeout=PATIENT)
     with pytest.raises(
@@ -371,20 +329,13 @@ def too_many_lanes(rank: int) -> None:
     assert all_gather_linear(x, weight, transport=transport).shape == (12, 3)
 
 
-def test_lanes_that_do_not_exist_are_refused(ranks) -> None:
-    ranks(3).run(too_many_lanes)
-
-
-def lanes_have_to_be_a_number(rank: int) -> None:
+@on_ranks(2)
+def test_lanes_are_checked(rank: int) -> None:
     for lanes in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="it must be a whole number from 1"):
             Transport.create(lanes=lanes)
     with pytest.raises(MismatchError, match=r"different numbers of lanes \(rank 0: 1, rank 1: 2\)"):
         Transport.create(lanes=1 + rank)
-
-
-def test_lanes_are_checked(ranks) -> None:
-    ranks(2).run(lanes_have_to_be_a_number)
 
 
 def absent_from_the_start(rank: int) -> None:
@@ -475,18 +426,16 @@ def test_the_groups_own_collectives_have_the_transports_limit(ranks, function, n
     assert f"{name}: not every rank came here: " in str(waiting.error)
 
 
-def closed(rank: int) -> None:
+@on_ranks(2)
+def test_a_closed_transport_says_so(rank: int) -> None:
     transport = link()
     transport.close()
     with pytest.raises(TransportError, match="it was closed"):
         all_gather_linear(*layer(4), transport=transport)
 
 
-def test_a_closed_transport_says_so(ranks) -> None:
-    ranks(2).run(closed)
-
-
-def groups_of_a_job(rank: int) -> None:
+@on_ranks(4)
+def test_every_group_of_a_job_gets_lanes(rank: int) -> None:
     """Two groups of two ranks: every process makes the lanes of both, and uses its own."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     transport = Transport.create(groups[rank // 2], lanes=2, timeout=PATIENT)
@@ -495,10 +444,6 @@ def groups_of_a_job(rank: int) -> None:
     y = all_gather_linear(x, torch.eye(4), transport=transport)
     first = float(rank // 2 * 2)
     assert torch.equal(y[:, 0], torch.tensor([first, first, first + 1, first + 1]))
-
-
-def test_every_group_of_a_job_gets_lanes(ranks) -> None:
-    ranks(4).run(groups_of_a_job)
 
 
 def confirms(rank: int, case: str) -> int:

@@ -31,7 +31,7 @@ from commfuse_npu.ops import (
     sharded_linear,
 )
 from commfuse_npu.plan.program import Program, Wait
-from commfuse_npu.runtime.executor import Running
+from tests.distributed.programs import watch_calls
 from tests.limits import PATIENT
 
 Event = tuple[str, int, int, int]
@@ -124,13 +124,7 @@ class Recorder:
         isend, irecv = dist.isend, dist.irecv
         patch.setattr(dist, "isend", self._noting("send", isend))
         patch.setattr(dist, "irecv", self._noting("receive", irecv))
-        begin = Transport.begin
-
-        def begun(of: Transport, program: Program, *args: Any) -> Running:
-            self.programs.append(program)
-            return begin(of, program, *args)
-
-        patch.setattr(Transport, "begin", begun)
+        watch_calls(patch, Transport, "begin", lambda _, one, *__: self.programs.append(one))
 
     def _noting(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:

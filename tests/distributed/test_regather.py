@@ -22,6 +22,8 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import watch_calls
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -105,24 +107,20 @@ def same(ours: list[object], plain: list[object]) -> None:
 def watched(patch: pytest.MonkeyPatch) -> list[str]:
     """What a transport begins, posts ahead and multiplies from now on, in order."""
     events: list[str] = []
-    begin, run, add = Transport.begin, Running.run, WeightGradient.add
 
-    def begun(link: Transport, program: Program, name: str, *args: object) -> Running:
+    def begun(link: Transport, program: Program, name: str, *_: object) -> None:
         events.append(f"begin {name}")
-        return begin(link, program, name, *args)
 
-    def ran(running: Running, *args: object, ahead: bool = False, **more: object) -> None:
+    def ran(running: Running, *_: object, ahead: bool = False, **__: object) -> None:
         if ahead:
             events.append(f"ahead {running.name}")
-        run(running, *args, ahead=ahead, **more)
 
     def added(gradient: WeightGradient, grad: torch.Tensor, x: torch.Tensor) -> None:
         events.append(f"wgrad of {x.shape[1]} inputs")
-        add(gradient, grad, x)
 
-    patch.setattr(Transport, "begin", begun)
-    patch.setattr(Running, "run", ran)
-    patch.setattr(WeightGradient, "add", added)
+    watch_calls(patch, Transport, "begin", begun)
+    watch_calls(patch, Running, "run", ran)
+    watch_calls(patch, WeightGradient, "add", added)
     return events
 
 
@@ -134,7 +132,9 @@ MODELS: tuple[Model, ...] = (
 )
 
 
-def bits(rank: int, batched: bool) -> None:
+@pytest.mark.parametrize("batched", [False, True])
+@on_ranks(3)
+def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
     """Every option with the usual model, every model with the usual options."""
     link = transport(batched)
     usual = LinearOptions(Schedule(chunks=2))
@@ -149,11 +149,6 @@ def bits(rank: int, batched: bool) -> None:
         ours = gradients(model, given, column, row)
         same(ours, gradients(model, given, plain_column, plain_row))
         assert not link.scratch.lent
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_bits_of_the_plain_form(ranks, batched: bool) -> None:
-    ranks(3).run(bits, batched)
 
 
 def sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:

@@ -16,6 +16,7 @@ from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.gather_objects import Swap
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
 
@@ -166,7 +167,8 @@ class Counted:
         return self.gathers.call_count, self.swaps.call_count, self.waits.call_count
 
 
-def new_lengths(rank: int) -> None:
+@on_ranks(2)
+def test_a_new_length_waits_for_nobody(rank: int) -> None:
     made = link()
     layer(made, 1)
     with Counted() as counted:
@@ -189,10 +191,6 @@ def new_lengths(rank: int) -> None:
     assert (made._entered, list(made._kept)) == (512, [])
 
 
-def test_a_new_length_waits_for_nobody(ranks) -> None:
-    ranks(2).run(new_lengths)
-
-
 def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
     made = link(batched=True)
     layer(made, 4)
@@ -211,7 +209,8 @@ def test_ranks_that_never_settle_learn_it_two_stretches_later(ranks) -> None:
     assert "rows: 4 here, 8 there. This was operation 9" in found[0][1]
 
 
-def always(rank: int) -> None:
+@on_ranks(2)
+def test_always_compares_everything_before_it_is_sent(rank: int) -> None:
     made = link(check="always")
     layer(made, 4)
     with Counted() as counted:
@@ -220,10 +219,6 @@ def always(rank: int) -> None:
         assert counted.counts[:2] == (2, 0)
     with pytest.raises(MismatchError, match=r"rows: . here, . there\. Nothing was sent"):
         layer(made, 4 + rank)
-
-
-def test_always_compares_everything_before_it_is_sent(ranks) -> None:
-    ranks(2).run(always)
 
 
 def zero_is_no_length(rank: int) -> str:

@@ -28,6 +28,7 @@ from commfuse_npu.plan.program import Post
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import view, watch_posts
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
 TIED = "its weight is used by another module too"
@@ -182,7 +183,9 @@ def digest(model: nn.Module, losses: list[float]) -> tuple[Any, ...]:
     return losses, {name: value.numpy().tobytes() for name, value in weights(model).items()}
 
 
-def same_bits_every_time(rank: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_the_same_training_bit_for_bit(rank: int) -> None:
     """Repeated, without prefetch, recomputed, posted in batches: one training."""
     options = ShardedOptions(Schedule(chunks=2))
     first = digest(*train_sharded(rank, 3, options=options))
@@ -197,12 +200,8 @@ def same_bits_every_time(rank: int) -> None:
         assert digest(*other) == first
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_same_training_bit_for_bit(ranks, size: int) -> None:
-    ranks(size).run(same_bits_every_time)
-
-
-def copied_model(rank: int) -> None:
+@on_ranks(2)
+def test_a_deep_copy_trains_over_the_same_lanes(rank: int) -> None:
     """A copy trains as its original does, which it leaves as it is, over the same lanes."""
     model, _ = train_sharded(rank, 1)
     twin = copy.deepcopy(model)
@@ -225,14 +224,12 @@ def copied_model(rank: int) -> None:
     assert len(alone.prefetch._weights) == 1
 
 
-def test_a_deep_copy_trains_over_the_same_lanes(ranks) -> None:
-    ranks(2).run(copied_model)
-
-
 # ---------------------------------------------------------------- against one process
 
 
-def clipped_like_one_process(rank: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks()
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(rank: int) -> None:
     link = transport()
     whole, model = Llama(bias=True), Llama(bias=True)
     shard_linears(model, transport=link)
@@ -263,11 +260,6 @@ def clipped_like_one_process(rank: int) -> None:
             assert torch.equal(parameter.grad.nan_to_num(7.0), grad.nan_to_num(7.0))
     with pytest.raises(ValueError, match=r"max_norm is 0; it has to be above 0"):
         clip_gradient_norm(model, 0, link)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, size: int) -> None:
-    ranks(size).run(clipped_like_one_process)
 
 
 def bytes_of_training(rank: int) -> tuple[int, int]:
@@ -427,7 +419,8 @@ def test_a_weight_that_changes_is_never_used_stale(ranks, size: int) -> None:
     ranks(size).run(changed_in_between, CHANGES)
 
 
-def changed_under_autocast(rank: int) -> None:
+@on_ranks(2)
+def test_a_weight_that_changes_under_autocast_is_not_used_by_the_backward(rank: int) -> None:
     """Between forward and backward, which computes with the copy that the forward was given."""
     models = [chain(transport(), prefetch) for prefetch in (True, False)]
     seen: list[bool] = []
@@ -448,11 +441,8 @@ def changed_under_autocast(rank: int) -> None:
     assert seen == [False, True, True, True]
 
 
-def test_a_weight_that_changes_under_autocast_is_not_used_by_the_backward(ranks) -> None:
-    ranks(2).run(changed_under_autocast)
-
-
-def stale_weights_are_seen(rank: int) -> None:
+@on_ranks(2)
+def test_stale_weights_would_be_seen(rank: int) -> None:
     """The test above fails without the comparison that it is about."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sharded_linear", "weight_prefetch"):
@@ -461,10 +451,6 @@ def stale_weights_are_seen(rank: int) -> None:
             patch.setattr(owner, "stamp_of", lambda weight: (0, 0))
         with pytest.raises(AssertionError, match="replaced"):
             changed_in_between(rank, ("nothing", "nothing", "replaced"))
-
-
-def test_stale_weights_would_be_seen(ranks) -> None:
-    ranks(2).run(stale_weights_are_seen)
 
 
 class AnyOrder(nn.Module):
@@ -482,7 +468,9 @@ class AnyOrder(nn.Module):
         return x
 
 
-def orders_that_differ(rank: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_orders_that_differ(rank: int) -> None:
     """Layers left out, exchanged, used twice; forwards that end early, without gradient."""
     link = transport()
     models = [
@@ -499,11 +487,6 @@ def orders_that_differ(rank: int) -> None:
         alike(models, call, order, grad)
         assert not models[0].layers[0].prefetch.under_way
     assert not link._in_flight
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_orders_that_differ(ranks, size: int) -> None:
-    ranks(size).run(orders_that_differ)
 
 
 # ------------------------------------------------------------------------- failures
@@ -579,7 +562,8 @@ def test_a_module_without_replicated_parameters_meets_all_the_same(ranks) -> Non
 # ---------------------------------------------------------------- gradients, conversion
 
 
-def replicated(rank: int) -> None:
+@on_ranks(3)
+def test_replicated_gradients(rank: int) -> None:
     link = transport()
     model = nn.ModuleDict({"a": Norm(3), "b": Norm(5), "c": Norm(2), "frozen": Norm(1)})
     model["c"].to(torch.bfloat16)
@@ -606,10 +590,6 @@ def replicated(rank: int) -> None:
         average_gradients(embedding, link)
 
 
-def test_replicated_gradients(ranks) -> None:
-    ranks(3).run(replicated)
-
-
 class Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -619,7 +599,8 @@ class Records(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def converted(rank: int) -> None:
+@on_ranks(2)
+def test_conversion(rank: int) -> None:
     link = transport()
     model = Llama(tied=True)
     model.odd = nn.Linear(4, 7)
@@ -666,7 +647,3 @@ def converted(rank: int) -> None:
     torch.manual_seed(rank)
     with pytest.raises(MismatchError, match=r"parameters: .* here, .* there"):
         shard_linears(nn.Linear(4, 4), transport=fresh())
-
-
-def test_conversion(ranks) -> None:
-    ranks(2).run(converted)

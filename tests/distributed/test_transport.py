@@ -13,6 +13,7 @@ import torch.distributed as dist
 from commfuse_npu import Transport
 from commfuse_npu.ops import Buckets, all_gather_linear
 from commfuse_npu.runtime import agreement
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 
@@ -75,7 +76,8 @@ class _Erased:
         self.found += [(tensor.untyped_storage().data_ptr(), lanes) for tensor in tensors]
 
 
-def erases(rank: int) -> None:
+@on_ranks(3)
+def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(rank: int) -> None:
     link, erased = Transport.create(lanes=2, timeout=PATIENT), _Erased()
     assert link.lane_streams is None, "gloo has none"
     link.lane_streams = erased  # type: ignore[assignment]
@@ -90,7 +92,3 @@ def erases(rank: int) -> None:
     assert erased.found == []
     handles[1].wait()
     assert erased.found == [(buffer.untyped_storage().data_ptr(), 2)]
-
-
-def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(ranks) -> None:
-    ranks(3).run(erases)

@@ -21,6 +21,7 @@ from commfuse_npu.ops import (
 from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.tuning import Tuning, decisions
+from tests.distributed.programs import watch_calls
 from tests.limits import PATIENT
 
 ROWS, INPUTS, OUTPUTS = 64, 32, 48
@@ -181,15 +182,9 @@ def _agreed_once(rank: int, folder: str) -> None:
     all_gather_linear(x, weight, transport=link, options=options)
     for answered in decisions(link):
         decisions(link)[answered] = Schedule(lanes=1, chunks=2)
-    calls = []
+    calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        agreed_on = Transport._agreed_on
-
-        def counted(transport: Transport, name: str, *facts: Any) -> Any:
-            calls.append(name)
-            return agreed_on(transport, name, *facts)
-
-        patch.setattr(Transport, "_agreed_on", counted)
+        watch_calls(patch, Transport, "_agreed_on", lambda _, name, *facts: calls.append(name))
         for _ in range(5):
             all_gather_linear(x, weight, transport=link, options=options)
         buckets = Buckets(link)

@@ -29,7 +29,8 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS
-from tests.distributed.programs import watch_posts
+from tests.distributed.programs import watch_calls, watch_posts
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks.case import HEAD_FEATURES, Network, one_layer
 from tests.random_networks.compare import in_full, run_case
@@ -90,7 +91,8 @@ def test_schedules(ranks: Any, size: int) -> None:
     ranks(size).run(correct, cases)
 
 
-def frozen_heads(rank: int) -> None:
+@on_ranks(2)
+def test_heads_without_gradients(rank: int) -> None:
     """Gradients of those of queries, keys and values that want one, and of no others."""
     given = [drawn(rank, name, (12, 2, 2, D), torch.float32, rounded=True) for name in "qkv"]
     proj = drawn(0, "proj", (32, 64), torch.float32, rounded=True)
@@ -107,10 +109,6 @@ def frozen_heads(rank: int) -> None:
         for at, (ours, plain) in enumerate(zip(*results, strict=True)):
             assert (ours is not None) == (plain is not None) == (at in wanted), (op, wanted)
             assert ours is None or torch.equal(ours, plain), (op, wanted)
-
-
-def test_heads_without_gradients(ranks: Any) -> None:
-    ranks(2).run(frozen_heads)
 
 
 SUMMED = {EACH[0]: "micro-batch 0, layer 0 x.grad", EACH[2]: "micro-batch 0, layer 0 y"}
@@ -134,7 +132,8 @@ def test_sums_over_ranks_are_rounded_once(ranks: Any) -> None:
     assert not any(ranks(3).run(rounded_twice))
 
 
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
     q, o = torch.zeros(12, 2, 2, D), torch.zeros(12, 2, 2 * D)
     k = v = torch.zeros(12, 2, 1, D)
     x, qkv, proj = torch.zeros(6, 2, 32), torch.zeros(128, 32), torch.zeros(32, 64)
@@ -179,11 +178,8 @@ def refused(rank: int) -> None:
     correct(rank, [one_layer(bc, 2)])
 
 
-def test_bad_input_is_refused_before_anything_is_sent(ranks: Any) -> None:
-    ranks(2).run(refused)
-
-
-def other_rows(rank: int) -> None:
+@on_ranks(2)
+def test_other_rows_on_another_rank_are_noticed(rank: int) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
     rows = [[slice(0, 64)], [slice(64, 128)]]
     with pytest.raises(MismatchError, match=r"do not call the same: rows: .* here"):
@@ -195,32 +191,25 @@ def other_rows(rank: int) -> None:
         )
 
 
-def test_other_rows_on_another_rank_are_noticed(ranks: Any) -> None:
-    ranks(2).run(other_rows)
-
-
 # ----------------------------------------------------------------- order of work
 
 
 def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
     """Note sends, waits for what arrives, attention and GEMMs from now on, a word each."""
 
-    def note(owner: Any, name: str, word: Callable[..., str | None]) -> None:
-        original = getattr(owner, name)
-
-        def logged(*args: Any) -> Any:
-            events.extend(filter(None, [word(*args)]))
-            return original(*args)
-
-        patch.setattr(owner, name, logged)
+    def waits(running: Running, receives: Sequence[int], sends: Sequence[int]) -> None:
+        events.extend(["wait"] * bool(receives))
 
     watch_posts(patch, lambda self, one: events.append("send") if one.send else None)
-    note(Running, "_wait", lambda self, receives, sends: "wait" if receives else "")
-    note(AttentionRuns, "forward", lambda *args: "attend")
-    note(AttentionRuns, "backward", lambda *args: "attend")
-    note(head_groups.HeadGroups, "split", lambda *args: "gemm")
-    note(head_groups.HeadGroups, "collect", lambda *args: "gemm")
-    note(WeightGradient, "add", lambda *args: "wgrad")
+    watch_calls(patch, Running, "_wait", waits)
+    for owner, name, word in (
+        (AttentionRuns, "forward", "attend"),
+        (AttentionRuns, "backward", "attend"),
+        (head_groups.HeadGroups, "split", "gemm"),
+        (head_groups.HeadGroups, "collect", "gemm"),
+        (WeightGradient, "add", "wgrad"),
+    ):
+        watch_calls(patch, owner, name, lambda *_, word=word: events.append(word))
 
 
 def recorded(rank: int, op: str) -> tuple[list[str], list[str]]:
