@@ -1,29 +1,46 @@
-"""What gloo lacks is made of what it has."""
+"""What gloo lacks is made of what it has; collectives are counted by kind and group, each once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mindspeed_patches.rehearsal import gloo_for_hccl
+from mindspeed_patches.rehearsal.observe import CollectiveCounter
 from tests.distributed.ranks import Ranks
+
+
+@contextmanager
+def alone(
+    patch: pytest.MonkeyPatch, install: Callable[[], None], backend: str, **more: object
+) -> Iterator[None]:
+    """A group of one, made after ``install``; what that replaces is put back afterwards."""
+    for module in (dist, dist.distributed_c10d):
+        for name, value in vars(module).items():
+            if callable(value):
+                patch.setattr(module, name, value)
+    install()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **more)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of one made as for HCCL, with the functions put back afterwards."""
-    for name in gloo_for_hccl._REPLACED:
-        for module in (dist, dist.distributed_c10d):
-            monkeypatch.setattr(module, name, getattr(module, name))
-    gloo_for_hccl.install()
-    dist.init_process_group(
-        "hccl", store=dist.HashStore(), rank=0, world_size=1, pg_options=object()
-    )
-    yield
-    dist.destroy_process_group()
+    with alone(monkeypatch, gloo_for_hccl.install, "hccl", pg_options=object()):
+        yield
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CollectiveCounter]:
+    counter = CollectiveCounter()
+    with alone(monkeypatch, counter.install, "gloo"):
+        counter.active = True
+        yield counter
 
 
 @pytest.mark.usefixtures("installed")
@@ -76,3 +93,28 @@ def test_parts_may_be_uneven_and_gloo_averages(
         assert all(map(torch.equal, parts, full))
         assert torch.equal(total, 11 * full[rank])
         assert mean.tolist() == [1.5, 1.5]
+
+
+def test_groups_have_their_names_and_objects_count_once(counter: CollectiveCounter) -> None:
+    tensor = torch.ones(2)
+    counter.active = False
+    dist.all_reduce(tensor)
+    group = dist.new_group([0], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+    counter.active = True
+    dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+    dist.all_gather_into_tensor(torch.empty(2), tensor, group=group)
+    dist.broadcast(tensor, 0)
+    dist.all_gather_object([None], "object")
+    assert counter.counts == {
+        "tensor model parallel: all_reduce": 1,
+        "tensor model parallel: all_gather_into_tensor": 1,
+        "default pg: broadcast": 1,
+        "default pg: all_gather_object": 1,
+    }
+
+
+def test_a_failing_collective_does_not_stop_the_count(counter: CollectiveCounter) -> None:
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        dist.all_reduce("no tensor")
+    dist.all_reduce(torch.ones(1))
+    assert sum(counter.counts.values()) == 2
