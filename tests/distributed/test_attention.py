@@ -1,4 +1,7 @@
-"""Query-split attention: masks, bad input and planted faults, on gloo processes."""
+"""Query-split attention: masks and planted faults, on gloo processes.
+
+Bad input other than masks is asked in :mod:`tests.distributed.test_ulysses`, of all attention.
+"""
 
 from __future__ import annotations
 
@@ -75,21 +78,6 @@ def test_one_document_is_the_causal_mask(rank: int) -> None:
 def heads() -> list[torch.Tensor]:
     """q, k, v and the weight of a rank."""
     return [torch.ones(24, 2, count, 16) for count in (4, 2, 2)] + [torch.ones(32, 64)]
-
-
-@on_ranks(2)
-def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
-    q, k, v, weight = heads()
-    for args, keywords, words in (
-        ((q, k, v, weight), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
-        ((q[:23], k[:23], v[:23], weight), {}, "sequence length 23 is not divisible by the group"),
-        ((q, k[:12], v[:12], weight), {}, "24 queries and 12 keys; self-attention has as many"),
-        ((q[:, :, :3], k, v, weight), {}, "3 query heads are not a multiple of 2 key heads"),
-        ((q, k, v, weight[:, :32]), {}, "x has 64 features, the weight takes 32"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            attention_linear_reduce_scatter(*args, causal=True, transport=transport(), **keywords)
-    correct(rank, [attention(2)])
 
 
 @on_ranks(2)

@@ -139,6 +139,7 @@ def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
     x, qkv, proj = torch.zeros(6, 2, 32), torch.zeros(128, 32), torch.zeros(32, 64)
     a, c = "linear_all_to_all", "all_to_all_linear"
     b, bc = "attention_all_to_all", "attention_all_to_all_linear"
+    split = "attention_linear_reduce_scatter"
     one, two = slice(0, 64), slice(64, 128)
     bad: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         (a, (x, qkv[:127]), {}, "127 rows of the weight are not divisible by the group size 2; sa"),
@@ -149,7 +150,8 @@ def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
         (c, (o[:11], proj), {}, "sequence length 11 is not divisible by the group size 2; pad it "),
     ]
     k2, v2 = (tensor.repeat(1, 1, 2, 1) for tensor in (k, v))
-    for op, more in ((b, ()), (bc, (proj,))):
+    weight = torch.zeros(32, 32)
+    for op, more in ((b, ()), (bc, (proj,)), (split, (weight,))):
         bad += [
             (op, (q, k, v, *more), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
             (op, (q[:11], k[:11], v[:11], *more), {}, "11 is not divisible .* 2; pad it to 12"),
@@ -165,6 +167,7 @@ def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
         (c, (o, proj[:, :63]), {}, r"each of 2 ranks has 32 features .* takes 63 in all"),
         (c, (o, proj[0]), {}, r"weight \(64,\); they have to be"),
         (bc, (q, k, v, proj[:, :32]), {}, r"has to be \[H, 64\]"),
+        (split, (q, k, v, proj), {}, "x has 32 features, the weight takes 64"),
         (b, [t.to("meta") for t in (q, k, v)], {}, "q is on meta, the group transfers cpu tensors"),
         (b, [t.int() for t in (q, k, v)], {}, "q is torch.int32; attention needs a floating-point"),
     ]
@@ -175,7 +178,7 @@ def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
         with pytest.raises((ValueError, TypeError), match=words):
             getattr(ops, name)(*args, transport=link, **keywords, **more)
     assert link.operations == operations, "something was sent"
-    correct(rank, [one_layer(bc, 2)])
+    correct(rank, [one_layer(op, 2) for op in (bc, split)])
 
 
 @on_ranks(2)
