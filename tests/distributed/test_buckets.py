@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -430,7 +429,21 @@ def test_scratch_memory_stays_within_its_limit(ranks, reduce_dtype, batched: boo
 # ------------------------------------------------------------------- what goes wrong
 
 
-def disagree(rank: int, what: str) -> str:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("size", "rows: [0-9]+ here, [0-9]+ there"),
+        ("dtype", "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        ("average", "options: .*(True|False).* here, .*(True|False).* there"),
+        ("reduce_dtype", "sum_dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        ("scratch", r"options: .*10.\) here, .*10.\) there"),
+        ("direction", "options: (True|False) here, (True|False) there"),
+        ("operation", "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
+        ("empty", "path: [a-z_]+ here, [a-z_]+ there"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_disagree_are_told_what_about(rank: int, what: str, words: str) -> None:
     given, more, options = torch.ones(4), {}, BucketOptions()
     gather = what in ("dtype", "direction") or (what == "operation" and rank == 1)
     if what == "size":
@@ -448,27 +461,8 @@ def disagree(rank: int, what: str) -> str:
     elif what == "direction":
         options = BucketOptions(last_first=rank == 1)
     buckets = Buckets(new_link(), options)
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError, match=words):
         (buckets.all_gather if gather else buckets.reduce_scatter)(given, **more)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("size", "rows: [0-9]+ here, [0-9]+ there"),
-        ("dtype", "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-        ("average", "options: .*(True|False).* here, .*(True|False).* there"),
-        ("reduce_dtype", "sum_dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-        ("scratch", r"options: .*10.\) here, .*10.\) there"),
-        ("direction", "options: (True|False) here, (True|False) there"),
-        ("operation", "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
-        ("empty", "path: [a-z_]+ here, [a-z_]+ there"),
-    ],
-)
-def test_ranks_that_disagree_are_told_what_about(ranks, what: str, words: str) -> None:
-    for message in ranks(2).run(disagree, what):
-        assert re.search(words, message), message
 
 
 def dies_midway(rank: int) -> list[str]:

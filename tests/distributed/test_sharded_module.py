@@ -146,8 +146,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def llama_like_fsdp(rank: int) -> tuple[float, float]:
-    """The largest differences of losses and of weights after training."""
+@pytest.mark.parametrize("size", [3])
+@on_ranks()
+def test_a_plain_llama_trains_as_with_fully_shard(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -164,19 +165,10 @@ def llama_like_fsdp(rank: int) -> tuple[float, float]:
     theirs = {name: p.full_tensor().detach() for name, p in reference.named_parameters()}
     mine = weights(ours)
     assert mine.keys() == theirs.keys()
-    return (
-        max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
-        max((mine[name] - theirs[name]).abs().max().item() for name in mine),
-    )
-
-
-@pytest.mark.parametrize("size", [3])
-def test_a_plain_llama_trains_as_with_fully_shard(ranks, size: int) -> None:
-    for losses, parameters in ranks(size).run(llama_like_fsdp):
-        # Measured: 5e-7, which is one ulp of a loss of 4, and 9e-5 of weights that move by 6e-2:
-        # AdamW divides the rounding of a gradient that is nearly zero by its own size.
-        assert losses <= 5e-6
-        assert parameters <= 1e-3
+    # Measured: 5e-7, which is one ulp of a loss of 4, and 9e-5 of weights that move by 6e-2:
+    # AdamW divides the rounding of a gradient that is nearly zero by its own size.
+    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= 5e-6
+    assert max((mine[name] - theirs[name]).abs().max().item() for name in mine) <= 1e-3
 
 
 def digest(model: nn.Module, losses: list[float]) -> tuple[Any, ...]:
@@ -262,7 +254,9 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(rank: int) -> None
         clip_gradient_norm(model, 0, link)
 
 
-def bytes_of_training(rank: int) -> tuple[int, int]:
+@pytest.mark.parametrize("size", [1, 4])
+@on_ranks()
+def test_memory_falls_with_the_size_of_the_group(rank: int) -> None:
     """Parameters, gradients and optimizer state of this rank, and of one that holds all."""
     link = transport()
     torch.manual_seed(5)
@@ -282,13 +276,7 @@ def bytes_of_training(rank: int) -> tuple[int, int]:
         # AdamW counts its steps in a tensor of its own.
         found.append(sum(storages.values()) - 4 * len(optimizer.state))
         assert found[-1] == 4 * sum(4 * p.numel() for p in model.parameters())
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_memory_falls_with_the_size_of_the_group(ranks, size: int) -> None:
-    for own, whole in ranks(size).run(bytes_of_training):
-        assert own * size == whole
+    assert found[0] * link.size == found[1]
 
 
 # ------------------------------------------------------------------------- prefetch
@@ -540,23 +528,16 @@ def test_a_rank_that_fails_keeps_all_from_stepping(ranks, where: str) -> None:
     assert not waiting[2]
 
 
-def nothing_replicated(rank: int) -> str:
+@on_ranks(2)
+def test_a_module_without_replicated_parameters_meets_all_the_same(rank: int) -> None:
     link = fresh()
     torch.manual_seed(5)
     model = shard_linears(nn.Linear(4, 4, bias=False).requires_grad_(False), transport=link)
     average_gradients(model, link)
-    if rank == 1:
-        return "left"
-    link.timeout = BRIEF
-    with pytest.raises(TransportError) as caught:
-        average_gradients(model, link)
-    return str(caught.value)
-
-
-def test_a_module_without_replicated_parameters_meets_all_the_same(ranks) -> None:
-    told, left = ranks(2).run(nothing_replicated)
-    assert "average_gradients: not every rank came here" in told
-    assert left == "left"
+    if rank == 0:
+        link.timeout = BRIEF
+        with pytest.raises(TransportError, match="average_gradients: not every rank came here"):
+            average_gradients(model, link)
 
 
 # ---------------------------------------------------------------- gradients, conversion

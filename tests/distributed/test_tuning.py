@@ -22,6 +22,7 @@ from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.tuning import Tuning, decisions
 from tests.distributed.programs import watch_calls
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 ROWS, INPUTS, OUTPUTS = 64, 32, 48
@@ -159,18 +160,12 @@ def test_a_layer_of_which_one_half_is_worth_fusing_is_fused(ranks, fast_forward:
             torch.testing.assert_close(ours, reference)
 
 
-def _ranks_that_differ(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_start_from_different_schedules_are_told(rank: int) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
     schedule = Schedule(lanes=2, chunks=1 + rank)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"do not call the same: .*schedule"):
         _layer(link, "column", LinearOptions(schedule, tuning=Tuning()), link)
-    return str(caught.value)
-
-
-def test_ranks_that_start_from_different_schedules_are_told(ranks) -> None:
-    for message in ranks(2).run(_ranks_that_differ):
-        assert "do not call the same" in message
-        assert "schedule" in message
 
 
 def _agreed_once(rank: int, folder: str) -> None:
