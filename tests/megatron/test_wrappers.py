@@ -328,7 +328,18 @@ def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
             build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
 
 
-def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any:
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "path"),
+    [
+        ("fc1", True, "fused"),
+        ("fc1", False, "without sequence parallelism the forward has no transfer"),
+        (None, True, "unnamed is not in the list of layers to fuse"),
+    ],
+)
+@on_ranks(2)
+def test_the_layer_with_norm(
+    rank: int, name: str | None, sequence_parallel: bool, path: str
+) -> None:
     with megatron(2):
         results, calls = [], None
         for fused in (False, True):
@@ -346,20 +357,7 @@ def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any
             results.append([y, x.grad, *(p.grad for p in layer.parameters())])
             calls = dict(wrappers.calls)
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-        return calls
-
-
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel", "path"),
-    [
-        ("fc1", True, "fused"),
-        ("fc1", False, "without sequence parallelism the forward has no transfer"),
-        (None, True, "unnamed is not in the list of layers to fuse"),
-    ],
-)
-def test_the_layer_with_norm(ranks, name: str | None, sequence_parallel: bool, path: str) -> None:
-    found = ranks(2).run(norm_and_column, name, sequence_parallel)
-    assert found == [{(name or "unnamed", path): 1}] * 2
+        assert calls == {(name or "unnamed", path): 1}
 
 
 @on_ranks(2)

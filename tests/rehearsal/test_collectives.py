@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_patches.rehearsal import gloo_for_hccl
 from mindspeed_patches.rehearsal.observe import CollectiveCounter
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 
 
 @contextmanager
@@ -53,7 +53,8 @@ def test_groups_are_gloos_and_split_sizes_may_be_tensors() -> None:
     assert output.tolist() == [0.0, 1.0, 2.0]
 
 
-def _freed(rank: int) -> list[float]:
+@on_ranks(2)
+def test_what_is_sent_may_be_freed(rank: int) -> None:
     """An exchange whose input is overwritten and freed before the other rank takes part."""
     exchange = gloo_for_hccl._exchange(dist.all_to_all_single)
     output, sent = torch.empty(2), torch.full((2,), rank + 1.0)
@@ -66,14 +67,12 @@ def _freed(rank: int) -> list[float]:
         sent.untyped_storage().resize_(0)
         dist.barrier(other)
     work.wait()
-    return output.tolist()
+    assert output.tolist() == [1.0, 2.0]
 
 
-def test_what_is_sent_may_be_freed(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2).run(_freed) == [[1.0, 2.0], [1.0, 2.0]]
-
-
-def _reduced(rank: int, sizes: list[int]) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+@pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 2]])
+@on_ranks(2)
+def test_parts_may_be_uneven_and_gloo_averages(rank: int, sizes: list[int]) -> None:
     """A gather of parts of these rows, the sum of what each rank makes of them, and an average."""
     gather = gloo_for_hccl._gather_uneven(dist.all_gather)
     parts = [torch.full((size, 2), -1.0) for size in sizes]
@@ -81,18 +80,10 @@ def _reduced(rank: int, sizes: list[int]) -> tuple[list[torch.Tensor], torch.Ten
     total, mean = torch.empty(sizes[rank], 2), torch.full((2,), rank + 1.0)
     dist.reduce_scatter(total, [10**rank * part for part in parts])
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    return parts, total, mean
-
-
-@pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 2]])
-def test_parts_may_be_uneven_and_gloo_averages(
-    ranks: Callable[[int], Ranks], sizes: list[int]
-) -> None:
-    full = [torch.full((size, 2), rank + 1.0) for rank, size in enumerate(sizes)]
-    for rank, (parts, total, mean) in enumerate(ranks(2).run(_reduced, sizes)):
-        assert all(map(torch.equal, parts, full))
-        assert torch.equal(total, 11 * full[rank])
-        assert mean.tolist() == [1.5, 1.5]
+    full = [torch.full((size, 2), number + 1.0) for number, size in enumerate(sizes)]
+    assert all(map(torch.equal, parts, full))
+    assert torch.equal(total, 11 * full[rank])
+    assert mean.tolist() == [1.5, 1.5]
 
 
 def test_groups_have_their_names_and_objects_count_once(counter: CollectiveCounter) -> None:
