@@ -315,7 +315,10 @@ def logged_receives(link: Transport) -> Iterator[tuple[list[int], list[int]]]:
         yield offsets, waited
 
 
-def rows_in_order(rank: int, batched: bool, last_first: bool) -> tuple[list[int], list[int]]:
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("last_first", [False, True])
+@on_ranks(3)
+def test_rows_are_waited_for_one_by_one(rank: int, batched: bool, last_first: bool) -> None:
     """Three ranks, shards of 8 in four chunks of 2."""
     link = transport(batched)
     options = BucketOptions(Schedule(lanes=2, chunks=4), last_first=last_first)
@@ -336,19 +339,11 @@ def rows_in_order(rank: int, batched: bool, last_first: bool) -> tuple[list[int]
     handle.wait_rows(0, 24)
     with pytest.raises(ValueError, match=r"elements 5:25 are not within the bucket; .* 0:24"):
         handle.wait_rows(5, 25)
-    return offsets, early
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("last_first", [False, True])
-def test_rows_are_waited_for_one_by_one(ranks, last_first: bool, batched: bool) -> None:
-    found = ranks(3).run(rows_in_order, batched, last_first)
-    for rank, (offsets, early) in enumerate(found):
-        chunks = (3, 2, 1, 0) if last_first else (0, 1, 2, 3)
-        expected = [8 * ((rank - k) % 3) + 2 * chunk for chunk in chunks for k in (1, 2)]
-        assert offsets == expected
-        # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
-        assert early == ([1, 3] if last_first else [5, 7])
+    chunks = (3, 2, 1, 0) if last_first else (0, 1, 2, 3)
+    expected = [8 * ((rank - k) % 3) + 2 * chunk for chunk in chunks for k in (1, 2)]
+    assert offsets == expected
+    # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
+    assert early == ([1, 3] if last_first else [5, 7])
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])

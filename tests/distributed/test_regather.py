@@ -151,7 +151,8 @@ def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
         assert not link.scratch.lent
 
 
-def sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
+@on_ranks(3)
+def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     column, row, *_ = layers(transport(), LinearOptions(Schedule(chunks=2)))
     given = leaves(rank)
     y = two_pairs(given, column, row)
@@ -163,7 +164,8 @@ def sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     assert seen == pair * 2
 
 
-def nothing_ahead_of_collectives(rank: int) -> None:
+@on_ranks(3)
+def test_nothing_is_sent_ahead_of_collectives(rank: int) -> None:
     """A column-parallel backward by collectives has nothing to send ahead."""
     options = LinearOptions(Schedule(chunks=2), collectives_from=64)
     column, row, *_ = layers(transport(), options)
@@ -174,7 +176,8 @@ def nothing_ahead_of_collectives(rank: int) -> None:
     assert seen == [f"begin {ROW}", "wgrad of 64 inputs", "wgrad of 32 inputs"] * 2
 
 
-def frozen_weights(rank: int) -> None:
+@on_ranks(3)
+def test_frozen_weights(rank: int) -> None:
     """A weight without a gradient needs no input; one after it begins nothing."""
     column, row, plain_column, plain_row = layers(transport(), LinearOptions())
     for frozen in range(5):
@@ -187,7 +190,8 @@ def frozen_weights(rank: int) -> None:
         )
 
 
-def a_pruned_backward(rank: int) -> None:
+@on_ranks(3)
+def test_a_pruned_backward(rank: int) -> None:
     """Only the gradient of the last weight is asked for: the input is sent and nobody comes."""
     link = transport()
     column, row, plain_column, plain_row = layers(link, LinearOptions())
@@ -205,7 +209,8 @@ def a_pruned_backward(rank: int) -> None:
     assert not link.scratch.lent
 
 
-def backwards_in_another_order(rank: int) -> None:
+@on_ranks(3)
+def test_backwards_in_another_order(rank: int) -> None:
     """A second backward through the same graph; a layer whose backward was before."""
     link = transport()
     column, row, *_ = layers(link, LinearOptions())
@@ -224,17 +229,3 @@ def backwards_in_another_order(rank: int) -> None:
         "begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs",
     ]  # fmt: skip
     assert not link.scratch.lent
-
-
-CHECKS = (
-    sent_before_the_weight_gradient_of_the_layer_after,
-    nothing_ahead_of_collectives,
-    frozen_weights,
-    a_pruned_backward,
-    backwards_in_another_order,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_regather(ranks, check: Callable[[int], None]) -> None:
-    ranks(3).run(check)

@@ -305,7 +305,9 @@ def chain(link: Transport, prefetch: bool = True, layers: int = 3) -> nn.Sequent
     return model
 
 
-def order_of_posts(rank: int, batched: bool) -> tuple[list[str], list[str]]:
+@pytest.mark.parametrize("batched", [False, True])
+@on_ranks(3)
+def test_the_next_layer_is_sent_for_before_it_is_called(rank: int, batched: bool) -> None:
     """Events of a forward and a backward, when the order is known."""
     model = chain(transport(batched))
     events: list[str] = []
@@ -325,34 +327,28 @@ def order_of_posts(rank: int, batched: bool) -> tuple[list[str], list[str]]:
             y.sum().backward()
             assert not model[0].prefetch.under_way
         average_gradients(model, transport(batched))
-    return forward, events
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_the_next_layer_is_sent_for_before_it_is_called(ranks, batched: bool) -> None:
-    for forward, backward in ranks(3).run(order_of_posts, batched):
-        name = "send sharded_linear"
-        assert forward == [
-            "layer 0",
-            *(f"{name} (1, 16) 0", f"{name} (1, 16) 1"),
-            f"{name} (2, 3) 0",
-            "layer 1",
-            f"{name} (2, 3) 1",
-            f"{name} (3, 6) 0",
-            "layer 2",
-            f"{name} (3, 6) 1",
-        ]
-        name = "send backward"
-        assert backward == [
-            "layer 2",
-            *(f"{name} (3, 6) 0", f"{name} (3, 6) 1"),
-            f"{name} (2, 3) 0",
-            "layer 1",
-            f"{name} (2, 3) 1",
-            f"{name} (1, 16) 0",
-            "layer 0",
-            f"{name} (1, 16) 1",
-        ]
+    name = "send sharded_linear"
+    assert forward == [
+        "layer 0",
+        *(f"{name} (1, 16) 0", f"{name} (1, 16) 1"),
+        f"{name} (2, 3) 0",
+        "layer 1",
+        f"{name} (2, 3) 1",
+        f"{name} (3, 6) 0",
+        "layer 2",
+        f"{name} (3, 6) 1",
+    ]
+    name = "send backward"
+    assert events == [
+        "layer 2",
+        *(f"{name} (3, 6) 0", f"{name} (3, 6) 1"),
+        f"{name} (2, 3) 0",
+        "layer 1",
+        f"{name} (2, 3) 1",
+        f"{name} (1, 16) 0",
+        "layer 0",
+        f"{name} (1, 16) 1",
+    ]
 
 
 CHANGES = ("nothing", "nothing", "in place", "nothing", "replaced", "in place")

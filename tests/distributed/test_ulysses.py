@@ -215,20 +215,6 @@ def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
         watch_calls(patch, owner, name, lambda *_, word=word: events.append(word))
 
 
-def recorded(rank: int, op: str) -> tuple[list[str], list[str]]:
-    """What runs while transfers are under way, in the forward and in the backward of an op."""
-    case = one_layer(op, dist.get_world_size(), mask="full", bias="no", schedule=Schedule())
-    link, events = transport(), []
-    call, x = Call(case, link=link), input_of(case, link=link)
-    with pytest.MonkeyPatch.context() as patch:
-        note_order(patch, events)
-        y = call(x)
-        forward = list(events)
-        events.clear()
-        y.backward(torch.ones_like(y))
-    return forward, events
-
-
 OUT, BACK = ["send"] * 2, "wait"
 ORDERS = {
     # What is made leaves at once, own block last; what is used is waited for one by one, own first.
@@ -248,11 +234,21 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("op", ORDERS)
-def test_order_of_work(ranks: Any, op: str) -> None:
-    for found in ranks(3).run(recorded, op):
-        for events, expected in zip(found, ORDERS[op], strict=True):
-            assert events[: len(expected)] == expected
-            assert set(events[len(expected) :]) <= {"wait"}
+@on_ranks(3)
+def test_order_of_work(rank: int, op: str) -> None:
+    """What runs while transfers are under way, in the forward and in the backward of an op."""
+    case = one_layer(op, dist.get_world_size(), mask="full", bias="no", schedule=Schedule())
+    link, events = transport(), []
+    call, x = Call(case, link=link), input_of(case, link=link)
+    with pytest.MonkeyPatch.context() as patch:
+        note_order(patch, events)
+        y = call(x)
+        forward = list(events)
+        events.clear()
+        y.backward(torch.ones_like(y))
+    for found, expected in zip((forward, events), ORDERS[op], strict=True):
+        assert found[: len(expected)] == expected
+        assert set(found[len(expected) :]) <= {"wait"}
 
 
 # ---------------------------------------------------------------- planted faults
