@@ -36,24 +36,6 @@ def layer(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, 
     return torch.ones(rows, 4, dtype=dtype), torch.ones(3, 4, dtype=dtype)
 
 
-def disagrees(rank: int, what: str) -> None:
-    """Rank 1 does something else."""
-    other = what if rank else ""
-    x, weight = layer(
-        {"rows": 5, "path": 0}.get(other, 4), torch.bfloat16 if other == "dtype" else torch.float32
-    )
-    # "blocks" changes when transfers are posted, and on HCCL messages match by order.
-    wgrad: Any = "blocks" if other == "options" else "whole"
-    options = LinearOptions(Schedule(chunks=2 if other == "schedule" else 1), wgrad=wgrad)
-    scatters = what == "options" or other == "operation"
-    op = linear_reduce_scatter if scatters else all_gather_linear
-    if what == "wgrad":
-        x, weight = x.requires_grad_(), weight.requires_grad_(rank == 0)
-    y = op(x, weight, transport=link(), options=options)
-    if what == "wgrad":
-        y.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -66,13 +48,32 @@ def disagrees(rank: int, what: str) -> None:
         ("path", ".* here, .* there"),
     ],
 )
-def test_ranks_that_disagree_are_told_what_about(ranks, what: str, words: str) -> None:
-    for outcome in ranks(2).outcomes(disagrees, what):
-        assert isinstance(outcome.error, MismatchError), outcome
-        assert re.search(f"{what}: {words}", str(outcome.error))
-        named = r"linear\S*( \S+)?: rank (.) and peer (?!\2). of the group do not call the same"
-        assert re.search(named, str(outcome.error))
-        assert "Nothing was sent; call it alike on all ranks" in str(outcome.error)
+@on_ranks(2)
+def test_ranks_that_disagree_are_told_what_about(rank: int, what: str, words: str) -> None:
+    """Rank 1 does something else."""
+    other = what if rank else ""
+    x, weight = layer(
+        {"rows": 5, "path": 0}.get(other, 4), torch.bfloat16 if other == "dtype" else torch.float32
+    )
+    # "blocks" changes when transfers are posted, and on HCCL messages match by order.
+    wgrad: Any = "blocks" if other == "options" else "whole"
+    options = LinearOptions(Schedule(chunks=2 if other == "schedule" else 1), wgrad=wgrad)
+    scatters = what == "options" or other == "operation"
+    op = linear_reduce_scatter if scatters else all_gather_linear
+    if what == "wgrad":
+        x, weight = x.requires_grad_(), weight.requires_grad_(rank == 0)
+    transport = link()
+
+    def call() -> None:
+        y = op(x, weight, transport=transport, options=options)
+        if what == "wgrad":
+            y.sum().backward()
+
+    with pytest.raises(MismatchError, match=f"{what}: {words}") as caught:
+        call()
+    named = r"linear\S*( \S+)?: rank (.) and peer (?!\2). of the group do not call the same"
+    assert re.search(named, str(caught.value))
+    assert "Nothing was sent; call it alike on all ranks" in str(caught.value)
 
 
 def shapes_known_to_both_but_mixed_up(rank: int) -> None:
@@ -378,16 +379,15 @@ def test_a_lane_that_one_rank_cannot_make_is_told_to_all(ranks) -> None:
         )
 
 
-def nobody_has_a_lane(rank: int) -> None:
-    with mock.patch.object(dist, "new_group", side_effect=RuntimeError(f"not on {rank // 2}")):
+@on_ranks(3)
+def test_what_fewest_ranks_met_comes_first(rank: int) -> None:
+    words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
+    nowhere = RuntimeError(f"not on {rank // 2}")
+    with (
+        mock.patch.object(dist, "new_group", side_effect=nowhere),
+        pytest.raises(TransportError, match=words),
+    ):
         link()
-
-
-def test_what_fewest_ranks_met_comes_first(ranks) -> None:
-    for outcome in ranks(3).outcomes(nobody_has_a_lane):
-        words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
-        with pytest.raises(TransportError, match=words):
-            raise outcome.error
 
 
 def absent_from_the_rest(rank: int) -> None:

@@ -147,16 +147,11 @@ def train(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     models = [Chunk(config, chunk * case.stages + stage, case) for chunk in range(case.chunks)]
 
-    def no_sync() -> Any:
+    @contextmanager
+    def no_sync() -> Iterator[None]:
         calls.append("no_sync")
-
-        class Held:
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *_: object) -> None:
-                calls.append("sync")
-
-        return Held()
+        yield
+        calls.append("sync")
 
     config.no_sync_func = no_sync
     if case.grad_sync:

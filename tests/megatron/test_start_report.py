@@ -19,7 +19,7 @@ from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
-from tests.megatron.in_ranks import megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
 from tests.patches.launches import real_arguments
 
 LENGTH, BATCH, VOCABULARY = 16, 2, 64
@@ -72,18 +72,10 @@ def build(**config: Any) -> torch.nn.Module:
         "num_attention_heads": 4,
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
-        "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
         "normalization": "RMSNorm",
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
+        **WITHOUT_KERNELS,
     }
     torch.manual_seed(1)
     with mock.patch.object(gpt_layer_specs, "WrappedTorchNorm", RMSNorm):
