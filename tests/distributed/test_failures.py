@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -184,91 +186,56 @@ def test_inputs_that_cannot_work_are_refused(rank: int) -> None:
     transport = link()
     x, weight = layer(4)
     sink = lambda piece, rows: None  # noqa: E731
-    cases: list[tuple[type[Exception], str, Any]] = [
+    fused = partial(all_gather_linear, transport=transport)
+    other_group, other_way = (
+        gather_use(Place(Schedule(), *place), 2, 2, False)
+        for place in ((0, 3, False), (rank, 2, True))
+    )
+    types: list[tuple[str, Callable[[], object]]] = [
+        ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),
+        ("x is torch.float32, the weight torch.bfloat16; ", lambda: fused(x, weight.bfloat16())),
+    ]
+    values: list[tuple[str, Callable[[], object]]] = [
+        ("x has 4 features, the weight takes 5", lambda: fused(x, torch.ones(3, 5))),
+        (r"bias has shape \(4,\); it has to be \(3,\)", lambda: fused(x, weight, torch.ones(4))),
+        (r"they have to be \[S, ..., I\] and \[O, I\]", lambda: fused(x[0], weight)),
         (
-            TypeError,
-            "x is torch.int64; choose one of float32, bfloat16, float16",
-            lambda: all_gather_linear(x.long(), weight.long(), transport=transport),
-        ),
-        (
-            TypeError,
-            "x is torch.float32, the weight torch.bfloat16; cast one of them",
-            lambda: all_gather_linear(x, weight.bfloat16(), transport=transport),
-        ),
-        (
-            ValueError,
-            "x has 4 features, the weight takes 5",
-            lambda: all_gather_linear(x, torch.ones(3, 5), transport=transport),
-        ),
-        (
-            ValueError,
-            r"the bias has shape \(4,\); it has to be \(3,\)",
-            lambda: all_gather_linear(x, weight, torch.ones(4), transport=transport),
-        ),
-        (
-            ValueError,
-            r"they have to be \[S, ..., I\] and \[O, I\]",
-            lambda: all_gather_linear(x[0], weight, transport=transport),
-        ),
-        (
-            ValueError,
             "sequence length 5 is not divisible by the group size 2; pad it to 6, or use "
             "linear_all_reduce",
             lambda: linear_reduce_scatter(torch.ones(5, 4), weight, transport=transport),
         ),
+        ("x is on cpu, the weight on meta; move one of", lambda: fused(x, weight.to("meta"))),
         (
-            ValueError,
-            "x is on cpu, the weight on meta; move one of them",
-            lambda: all_gather_linear(x, weight.to("meta"), transport=transport),
-        ),
-        (
-            ValueError,
             "x is on meta, the group transfers cpu tensors; move it there",
-            lambda: all_gather_linear(x.to("meta"), weight.to("meta"), transport=transport),
+            lambda: fused(x.to("meta"), weight.to("meta")),
         ),
         (
-            ValueError,
             r"shard of shape \(3, 2\) is not contiguous",
             lambda: gather_and_use(link(), torch.ones(2, 3).t(), sink),
         ),
         (
-            ValueError,
             r"shard has shape \(2,\); it has to be a matrix",
             lambda: gather_and_use(link(), torch.ones(2), sink, shape=(2, 1)),
         ),
         (
-            ValueError,
             "the program is for rank 0 of 3, the transport is rank . of 2",
-            lambda: transport.begin(
-                gather_use(Place(Schedule(), 0, 3, False), 2, 2, False), "other", x
-            ),
+            lambda: transport.begin(other_group, "other", x),
         ),
         (
-            ValueError,
             "the program is made for batches, the transport posts the other way",
-            lambda: transport.begin(
-                gather_use(Place(Schedule(), rank, 2, True), 2, 2, False), "other", x
-            ),
+            lambda: transport.begin(other_way, "other", x),
         ),
+        ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         (
-            ValueError,
-            "wgrad 'half' is unknown; choose whole or blocks",
-            lambda: LinearOptions(wgrad="half"),
-        ),
-        (
-            ValueError,
             "reduce_dtype is torch.int32; partial sums need a floating-point dtype",
             lambda: LinearOptions(reduce_dtype=torch.int32),
         ),
-        (
-            ValueError,
-            "check 'nver' is unknown; choose first or always",
-            lambda: link(check="nver"),
-        ),
+        ("check 'nver' is unknown; choose first or always", lambda: link(check="nver")),
     ]
-    for kind, words, call in cases:
-        with pytest.raises(kind, match=words):
-            call()
+    for kind, cases in ((TypeError, types), (ValueError, values)):
+        for words, call in cases:
+            with pytest.raises(kind, match=words):
+                call()
     y = all_gather_linear(x, weight, transport=transport)
     assert torch.equal(y, torch.full((8, 3), 4.0))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -179,27 +180,14 @@ def fresh() -> Transport:
 def test_inputs_that_cannot_work_are_refused(rank: int) -> None:
     link = fresh()
     x, shard = torch.ones(3, 4), torch.ones(2, 4)
+    fused, dtype = partial(sharded_linear, x, transport=link), torch.int32
+    low = torch.ones(4).bfloat16()
+    shape = r"the bias has shape \(2,\); it has to be \(4,\), that of all 2 shards of 2 rows"
     for kind, words, call in (
-        (
-            ValueError,
-            r"the bias has shape \(2,\); it has to be \(4,\), that of all 2 shards of 2 rows",
-            lambda: sharded_linear(x, shard, torch.ones(2), transport=link),
-        ),
-        (
-            TypeError,
-            "x is torch.float32, the bias torch.bfloat16; cast one of them",
-            lambda: sharded_linear(x, shard, torch.ones(4).bfloat16(), transport=link),
-        ),
-        (
-            ValueError,
-            "x has 4 features, the weight takes 5",
-            lambda: sharded_linear(x, torch.ones(2, 5), transport=link),
-        ),
-        (
-            ValueError,
-            "reduce_dtype is torch.int32; partial sums need a floating-point dtype",
-            lambda: ShardedOptions(reduce_dtype=torch.int32),
-        ),
+        (ValueError, shape, lambda: fused(shard, torch.ones(2))),
+        (TypeError, "x is torch.float32, the bias torch.bfloat16; cast", lambda: fused(shard, low)),
+        (ValueError, "x has 4 features, the weight takes 5", lambda: fused(torch.ones(2, 5))),
+        (ValueError, "sums need a floating", lambda: ShardedOptions(reduce_dtype=dtype)),
     ):
         with pytest.raises(kind, match=words):
             call()

@@ -72,30 +72,28 @@ def test_every_variant_computes_the_same(
     worker._transport.close()
 
 
-def _turns(rank: int) -> tuple[Any, int, Any]:
+def _turns(rank: int) -> Any:
     worker = Worker()
     worker.set_up("micro-batches", _shape(worker.size), "fp32", 7, None)
     (turns,) = (variant for variant in of_group(worker.size) if variant.kind == "turns")
-    check = worker.tune(turns)
+    assert worker.tune(turns).equal
     form = worker._form(turns)
     assert isinstance(form, TakingTurns)
+    assert worker.round([turns])[0].total > 0
     overlap = form.overlap
-    samples = worker.round([turns])
     worker.forget_tuning()
     assert worker._form(turns) is not form
     worker._transport.close()
-    return check, overlap.pairs, (overlap.orders, samples[0].total > 0)
+    assert overlap.pairs == 2 * 7  # the first step of three is measured
+    (order,) = overlap.orders.values()
+    # Two layers: 8 transfers of a forward, 12 of a backward of which 8 end elsewhere; the ends.
+    assert [len(side) for side in order] == [9, 21]
+    return overlap.orders
 
 
 def test_micro_batches_take_turns_with_megatrons_bits(ranks: Any) -> None:
     first, second = ranks(2).run(_turns, timeout=LIMIT)
-    assert first[2] == second[2]
-    check, pairs, (orders, _) = first
-    assert check.equal
-    assert pairs == 2 * 7  # the first step of three is measured
-    (order,) = orders.values()
-    # Two layers: 8 transfers of a forward, 12 of a backward of which 8 end elsewhere; the ends.
-    assert [len(side) for side in order] == [9, 21]
+    assert first == second
 
 
 def _tuned(rank: int) -> list[tuple[object, list[int]]]:
