@@ -5,7 +5,6 @@ Bad input other than masks is asked in :mod:`tests.distributed.test_ulysses`, of
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from unittest import mock
 
@@ -17,32 +16,21 @@ from commfuse_npu.ops import Documents
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS
+from tests.distributed.programs import correct, transport
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
 from tests.random_networks.case import Network, one_layer
-from tests.random_networks.compare import differences, in_full, run_case
+from tests.random_networks.compare import differences, run_case
 
 OP = "attention_linear_reduce_scatter"
 KEYS = {"MHA": 4, "GQA": 2, "MQA": 1}
 """Key heads of a rank, of 4 query heads."""
 
 
-@lru_cache
-def transport() -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT)
-
-
 def attention(size: int, heads: str = "GQA", mask: str = "causal", **changes: object) -> Network:
     """Of four heads over 24 rows; blocks of ranks are cut into chunks of rows."""
     given = {"queries": 4, "keys": KEYS[heads], "mask": mask, "rows": 24 // size}
     return one_layer(OP, size, **given | changes)
-
-
-def correct(rank: int, cases: list[Network]) -> None:
-    found = in_full(rank, cases)
-    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

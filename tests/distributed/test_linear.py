@@ -5,7 +5,6 @@ Their bits are compared in :mod:`tests.random_networks`.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 
 import pytest
@@ -15,27 +14,16 @@ from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import correct, transport
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks import formulas
-from tests.random_networks.case import Network, one_layer
-from tests.random_networks.compare import in_full
+from tests.random_networks.case import one_layer
 from tests.random_networks.network_run import Call, input_of, run_network
 from tests.random_networks.values import drawn
 
-
-@lru_cache
-def transport() -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT)
-
-
 LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "sharded_linear")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def correct(rank: int, cases: list[Network]) -> None:
-    found = in_full(rank, cases)
-    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -29,7 +28,7 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS
-from tests.distributed.programs import watch_calls, watch_posts
+from tests.distributed.programs import correct, transport, watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks.case import HEAD_FEATURES, Network, one_layer
@@ -45,20 +44,10 @@ EACH = (
 ATTEND = EACH[1::2]
 
 
-@lru_cache
-def transport() -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT)
-
-
 def whole_layer(size: int, last: str = EACH[3], **changes: Any) -> Network:
     """A projection to heads, some of which two ranks share, and what follows it."""
     first = one_layer(EACH[0], size, shared=32, schedule=Schedule(lanes=1, chunks=3))
     return replace(first, layers=(first.layers[0], one_layer(last, size).layers[0]), **changes)
-
-
-def correct(rank: int, cases: Sequence[Network]) -> None:
-    found = in_full(rank, cases)
-    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
