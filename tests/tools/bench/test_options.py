@@ -1,4 +1,4 @@
-"""Names of variants, the programme, and what the command refuses."""
+"""Names of variants, and the programme that options make."""
 
 from __future__ import annotations
 
