@@ -1,8 +1,10 @@
-"""Programs with work of a test's own in them."""
+"""Programs with work of a test's own in them, and what is watched of a program under way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,28 @@ from commfuse_npu.plan.program import Post, Span
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
+from tests.limits import PATIENT
+from tests.random_networks.case import Network
+from tests.random_networks.compare import in_full
 
-__all__ = ["gather_and_use", "make_and_scatter", "view", "watch_posts"]
+__all__ = [
+    *("correct", "gather_and_use", "make_and_scatter"),
+    *("transport", "view", "watch_calls", "watch_posts"),
+]
 
 PLAIN = Schedule()
+
+
+@lru_cache
+def transport() -> Transport:
+    """One per process; made by all ranks at the same time."""
+    return Transport.create(lanes=3, timeout=PATIENT)
+
+
+def correct(rank: int, cases: Sequence[Network]) -> None:
+    """Networks have the bits and the distance from fp64 that they should."""
+    found = in_full(rank, cases)
+    assert not found, "\n".join(found)
 
 
 def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], object]) -> None:
@@ -30,6 +50,19 @@ def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], objec
             go_on(self, works, self._at + 1)
 
     patch.setattr(Running, "_go_on", stepwise)
+
+
+def watch_calls(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]
+) -> None:
+    """Before each call of ``owner.name`` call ``note`` with the same arguments."""
+    original = getattr(owner, name)
+
+    def watched(*args: Any, **named: Any) -> Any:
+        note(*args, **named)
+        return original(*args, **named)
+
+    patch.setattr(owner, name, watched)
 
 
 def view(running: Running, span: Span) -> torch.Tensor:

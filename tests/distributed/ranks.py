@@ -13,6 +13,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from inspect import Parameter, Signature, signature
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -184,3 +187,30 @@ class Ranks:
         for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
+
+
+def on_ranks(many: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that is what every rank does: of ``test(rank, ...)`` it makes ``test(ranks, ...)``.
+
+    Args:
+        many: the ranks of the group; without it the test has a parameter ``size``.
+    """
+
+    def of(each: Callable[..., None]) -> Callable[..., None]:
+        @wraps(each)
+        def test(ranks: Callable[[int], Ranks], **given: Any) -> None:
+            size = given.pop("size") if many is None else many
+            ranks(size).run(_called, each.__module__, each.__name__, given)
+
+        names = ["ranks", *signature(each).parameters]
+        names[1:2] = ["size"] if many is None else []  # in the place of the rank
+        taken = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = Signature(taken)  # type: ignore[attr-defined]
+        return test
+
+    return of
+
+
+def _called(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
+    """By its name: what the module has under it is the test, which has the function in it."""
+    getattr(import_module(module), name).__wrapped__(rank, **given)

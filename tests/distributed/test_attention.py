@@ -1,9 +1,11 @@
-"""Query-split attention: masks, bad input and planted faults, on gloo processes."""
+"""Query-split attention: masks and planted faults, on gloo processes.
+
+Bad input other than masks is asked in :mod:`tests.distributed.test_ulysses`, of all attention.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -16,31 +18,21 @@ from commfuse_npu.ops import Documents
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.plan import Schedule
-from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS
-from tests.limits import PATIENT
+from tests.distributed.programs import correct, transport
+from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import Network, one_layer
-from tests.random_networks.compare import differences, in_full, run_case
+from tests.random_networks.compare import differences, run_case
 
 OP = "attention_linear_reduce_scatter"
 KEYS = {"MHA": 4, "GQA": 2, "MQA": 1}
 """Key heads of a rank, of 4 query heads."""
 
 
-@lru_cache
-def transport() -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT)
-
-
 def attention(size: int, heads: str = "GQA", mask: str = "causal", **changes: object) -> Network:
     """Of four heads over 24 rows; blocks of ranks are cut into chunks of rows."""
     given = {"queries": 4, "keys": KEYS[heads], "mask": mask, "rows": 24 // size}
     return one_layer(OP, size, **given | changes)
-
-
-def correct(rank: int, cases: list[Network]) -> None:
-    found = in_full(rank, cases)
-    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -66,14 +58,11 @@ def test_schedules(ranks, size: int) -> None:
     ranks(size).run(correct, cases)
 
 
-def like_causal(rank: int) -> None:
+@on_ranks(4)
+def test_one_document_is_the_causal_mask(rank: int) -> None:
     """One document per sample is the causal mask, bit for bit."""
     found = [run_case(attention(4, mask=mask), "fused") for mask in ("causal", "one document")]
     assert not differences(*found)
-
-
-def test_one_document_is_the_causal_mask(ranks) -> None:
-    ranks(4).run(like_causal)
 
 
 def heads() -> list[torch.Tensor]:
@@ -81,25 +70,8 @@ def heads() -> list[torch.Tensor]:
     return [torch.ones(24, 2, count, 16) for count in (4, 2, 2)] + [torch.ones(32, 64)]
 
 
-def refused(rank: int) -> None:
-    q, k, v, weight = heads()
-    for args, keywords, words in (
-        ((q, k, v, weight), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
-        ((q[:23], k[:23], v[:23], weight), {}, "sequence length 23 is not divisible by the group"),
-        ((q, k[:12], v[:12], weight), {}, "24 queries and 12 keys; self-attention has as many"),
-        ((q[:, :, :3], k, v, weight), {}, "3 query heads are not a multiple of 2 key heads"),
-        ((q, k, v, weight[:, :32]), {}, "x has 64 features, the weight takes 32"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            attention_linear_reduce_scatter(*args, causal=True, transport=transport(), **keywords)
-    correct(rank, [attention(2)])
-
-
-def test_bad_input_is_refused_before_anything_is_sent(ranks) -> None:
-    ranks(2).run(refused)
-
-
-def bad_masks(rank: int) -> None:
+@on_ranks(2)
+def test_masks_that_do_not_fit_are_refused(rank: int) -> None:
     tensors = heads()
     hidden = torch.zeros(2, 1, 24, 24, dtype=torch.bool)
     for mask, words in (
@@ -115,10 +87,6 @@ def bad_masks(rank: int) -> None:
         with pytest.raises(ValueError, match=words):
             attention_linear_reduce_scatter(*tensors, **mask, transport=transport())
     correct(rank, [attention(2)])
-
-
-def test_masks_that_do_not_fit_are_refused(ranks) -> None:
-    ranks(2).run(bad_masks)
 
 
 FAULTS: dict[str, Callable[[slice], slice]] = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,8 @@ from commfuse_npu.plan.program import Post
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.executor import Running
-from tests.distributed.programs import view, watch_posts
+from tests.distributed.programs import view, watch_calls, watch_posts
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -130,7 +131,10 @@ def check_gather(
     assert torch.equal(plain, expected)
 
 
-def every_case(rank: int, batched: bool) -> None:
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@on_ranks()
+def test_equals_the_collective(rank: int, batched: bool) -> None:
     """A shard of 7 elements does not divide into 3 or 5 chunks, and has no 9."""
     link = transport(batched)
     for schedule in schedules(link.size):
@@ -148,12 +152,6 @@ def every_case(rank: int, batched: bool) -> None:
     check_gather(rank, link, BucketOptions(), 8, torch.int64)
     check_sum(rank, link, BucketOptions(), 8, torch.int64)
     assert not link._in_flight
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equals_the_collective(ranks, size: int, batched: bool) -> None:
-    ranks(size).run(every_case, batched)
 
 
 SIZES = (24, 7, 24, 40, 2)
@@ -186,7 +184,15 @@ def start_all(
         yield bucket, expected, gradients.reduce_scatter(bucket)
 
 
-def any_order(rank: int, batched: bool, scratch_bytes: int, check: str) -> None:
+@pytest.mark.parametrize(
+    ("scratch_bytes", "check"), [(0, "first"), (100, "always"), (1 << 20, "first")]
+)
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks()
+def test_ranks_may_wait_in_different_orders(
+    rank: int, batched: bool, scratch_bytes: int, check: str
+) -> None:
     """What is new is compared; a rank in a wait needs those that compare, with a new transport."""
     link = new_link(batched, check=check)
     options = BucketOptions(Schedule(lanes=2, chunks=3), scratch_bytes=scratch_bytes)
@@ -211,15 +217,6 @@ def any_order(rank: int, batched: bool, scratch_bytes: int, check: str) -> None:
                 assert handle.is_completed()
                 assert torch.equal(bucket, expected)
     assert not link._in_flight
-
-
-@pytest.mark.parametrize(
-    ("scratch_bytes", "check"), [(0, "first"), (100, "always"), (1 << 20, "first")]
-)
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_may_wait_in_different_orders(ranks, size, batched, scratch_bytes, check) -> None:
-    ranks(size).run(any_order, batched, scratch_bytes, check)
 
 
 def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
@@ -263,7 +260,9 @@ def test_batches_are_posted_in_one_order(ranks) -> None:
         assert other == posts[0]
 
 
-def starts_before_the_others(rank: int, batched: bool) -> None:
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@on_ranks(3)
+def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
     link = transport(batched)
     options = BucketOptions(Schedule(chunks=3), scratch_bytes=0)
     for _, _, handle in start_all(rank, link, options, 0):
@@ -282,12 +281,8 @@ def starts_before_the_others(rank: int, batched: bool) -> None:
         assert torch.equal(bucket, expected)
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-def test_a_start_needs_nobody_else(ranks, batched: bool) -> None:
-    ranks(3).run(starts_before_the_others, batched)
-
-
-def untouched_until_the_wait(rank: int) -> None:
+@on_ranks(3)
+def test_only_the_own_shard_is_written_and_only_at_the_end(rank: int) -> None:
     link = transport(False)
     bucket = data(rank, link.size * 1000, BF16)
     before = bucket.clone()
@@ -301,10 +296,6 @@ def untouched_until_the_wait(rank: int) -> None:
         assert same is (other != rank)
 
 
-def test_only_the_own_shard_is_written_and_only_at_the_end(ranks) -> None:
-    ranks(3).run(untouched_until_the_wait)
-
-
 # ------------------------------------------------------------------- order of a gather
 
 
@@ -314,22 +305,20 @@ def logged_receives(link: Transport) -> Iterator[tuple[list[int], list[int]]]:
     offsets: list[int] = []
     waited: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        wait = Running._wait
 
         def posted(self, one: Post) -> None:
             if one.receive is not None:
                 offsets.append(view(self, one.receive.span).storage_offset())
 
-        def waits(self, receives, sends) -> None:
-            waited.extend((*receives, *sends))
-            wait(self, receives, sends)
-
         watch_posts(patch, posted)
-        patch.setattr(Running, "_wait", waits)
+        watch_calls(patch, Running, "_wait", lambda _, *steps: waited.extend(chain(*steps)))
         yield offsets, waited
 
 
-def rows_in_order(rank: int, batched: bool, last_first: bool) -> tuple[list[int], list[int]]:
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@pytest.mark.parametrize("last_first", [False, True])
+@on_ranks(3)
+def test_rows_are_waited_for_one_by_one(rank: int, batched: bool, last_first: bool) -> None:
     """Three ranks, shards of 8 in four chunks of 2."""
     link = transport(batched)
     options = BucketOptions(Schedule(lanes=2, chunks=4), last_first=last_first)
@@ -350,22 +339,16 @@ def rows_in_order(rank: int, batched: bool, last_first: bool) -> tuple[list[int]
     handle.wait_rows(0, 24)
     with pytest.raises(ValueError, match=r"elements 5:25 are not within the bucket; .* 0:24"):
         handle.wait_rows(5, 25)
-    return offsets, early
+    chunks = (3, 2, 1, 0) if last_first else (0, 1, 2, 3)
+    expected = [8 * ((rank - k) % 3) + 2 * chunk for chunk in chunks for k in (1, 2)]
+    assert offsets == expected
+    # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
+    assert early == ([1, 3] if last_first else [5, 7])
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("last_first", [False, True])
-def test_rows_are_waited_for_one_by_one(ranks, last_first: bool, batched: bool) -> None:
-    found = ranks(3).run(rows_in_order, batched, last_first)
-    for rank, (offsets, early) in enumerate(found):
-        chunks = (3, 2, 1, 0) if last_first else (0, 1, 2, 3)
-        expected = [8 * ((rank - k) % 3) + 2 * chunk for chunk in chunks for k in (1, 2)]
-        assert offsets == expected
-        # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
-        assert early == ([1, 3] if last_first else [5, 7])
-
-
-def rows_behind_a_sum(rank: int, batched: bool) -> None:
+@on_ranks(3)
+def test_rows_wait_for_what_is_in_front(rank: int, batched: bool) -> None:
     """What is in front is finished first, or a rank that waits for it would wait for ever."""
     link = transport(batched)
     options = BucketOptions(Schedule(lanes=1, chunks=3), scratch_bytes=0)
@@ -382,11 +365,6 @@ def rows_behind_a_sum(rank: int, batched: bool) -> None:
         with pytest.raises(ValueError, match=r"call wait\(\) instead of wait_rows\(\)"):
             first.wait_rows(0, 1)
         second.wait()
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-def test_rows_wait_for_what_is_in_front(ranks, batched: bool) -> None:
-    ranks(3).run(rows_behind_a_sum, batched)
 
 
 # ------------------------------------------------------------------- memory
@@ -446,7 +424,21 @@ def test_scratch_memory_stays_within_its_limit(ranks, reduce_dtype, batched: boo
 # ------------------------------------------------------------------- what goes wrong
 
 
-def disagree(rank: int, what: str) -> str:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("size", "rows: [0-9]+ here, [0-9]+ there"),
+        ("dtype", "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        ("average", "options: .*(True|False).* here, .*(True|False).* there"),
+        ("reduce_dtype", "sum_dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+        ("scratch", r"options: .*10.\) here, .*10.\) there"),
+        ("direction", "options: (True|False) here, (True|False) there"),
+        ("operation", "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
+        ("empty", "path: [a-z_]+ here, [a-z_]+ there"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_disagree_are_told_what_about(rank: int, what: str, words: str) -> None:
     given, more, options = torch.ones(4), {}, BucketOptions()
     gather = what in ("dtype", "direction") or (what == "operation" and rank == 1)
     if what == "size":
@@ -464,27 +456,8 @@ def disagree(rank: int, what: str) -> str:
     elif what == "direction":
         options = BucketOptions(last_first=rank == 1)
     buckets = Buckets(new_link(), options)
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError, match=words):
         (buckets.all_gather if gather else buckets.reduce_scatter)(given, **more)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("size", "rows: [0-9]+ here, [0-9]+ there"),
-        ("dtype", "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-        ("average", "options: .*(True|False).* here, .*(True|False).* there"),
-        ("reduce_dtype", "sum_dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-        ("scratch", r"options: .*10.\) here, .*10.\) there"),
-        ("direction", "options: (True|False) here, (True|False) there"),
-        ("operation", "operation: [a-z_]+_bucket here, [a-z_]+_bucket there"),
-        ("empty", "path: [a-z_]+ here, [a-z_]+ there"),
-    ],
-)
-def test_ranks_that_disagree_are_told_what_about(ranks, what: str, words: str) -> None:
-    for message in ranks(2).run(disagree, what):
-        assert re.search(words, message), message
 
 
 def dies_midway(rank: int) -> list[str]:
@@ -526,7 +499,8 @@ def test_a_rank_that_dies_leaves_the_shards_untouched(ranks) -> None:
             assert part in outcome.value[0]
 
 
-def interrupted(rank: int) -> None:
+@on_ranks(3)
+def test_an_error_while_adding_leaves_the_shard_untouched(rank: int) -> None:
     """An error between transfers, or at the end of the sum, breaks the transport as well."""
     kernels = kernels_for(torch.device(new_link().device_type))
     add = kernels.sum_parts
@@ -556,11 +530,8 @@ def interrupted(rank: int) -> None:
         assert torch.equal(bucket, before)
 
 
-def test_an_error_while_adding_leaves_the_shard_untouched(ranks) -> None:
-    ranks(3).run(interrupted)
-
-
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_arguments_that_cannot_work_are_refused(rank: int) -> None:
     """Refused before anything is sent, on every rank: the transport goes on working."""
     link = transport(False)
     buckets, group = Buckets(link), link.group
@@ -602,11 +573,8 @@ def refused(rank: int) -> None:
     assert torch.equal(shard(four, 2, rank), torch.full((2,), 2.0))
 
 
-def test_arguments_that_cannot_work_are_refused(ranks) -> None:
-    ranks(2).run(refused)
-
-
-def alone(rank: int) -> None:
+@on_ranks(1)
+def test_a_group_of_one_transfers_nothing(rank: int) -> None:
     link_ = new_link()
     buckets = Buckets(link_, BucketOptions(scratch_bytes=0, reduce_dtype=FP32))
     bucket = torch.ones(5, dtype=BF16)
@@ -622,11 +590,8 @@ def alone(rank: int) -> None:
     assert (link_.scratch.idle_bytes, link_.scratch.lent) == (0, 0)
 
 
-def test_a_group_of_one_transfers_nothing(ranks) -> None:
-    ranks(1).run(alone)
-
-
-def empty(rank: int) -> None:
+@on_ranks(2)
+def test_an_empty_bucket_transfers_nothing(rank: int) -> None:
     link = transport(False)
     bucket, operations = torch.ones(0), link.operations
     Buckets(link).reduce_scatter(bucket, average=True, scale=0.5).wait()
@@ -636,11 +601,9 @@ def empty(rank: int) -> None:
     assert link.operations == operations
 
 
-def test_an_empty_bucket_transfers_nothing(ranks) -> None:
-    ranks(2).run(empty)
-
-
-def hook_and_main_thread(rank: int, batched: bool) -> None:
+@pytest.mark.parametrize("batched", [False, True])
+@on_ranks(2)
+def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> None:
     """Buckets are started by hooks of the backward, which has a thread of its own on a device."""
     buckets = Buckets(
         new_link(batched), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0)
@@ -657,43 +620,26 @@ def hook_and_main_thread(rank: int, batched: bool) -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_threads_take_turns_with_buckets_under_way(ranks, batched: bool) -> None:
-    ranks(2).run(hook_and_main_thread, batched)
-
-
-def binds(rank: int, batched: bool) -> None:
+@on_ranks(2)
+def test_each_bucket_is_bound_once(rank: int, batched: bool) -> None:
     buckets = Buckets(new_link(batched))
     tensors = [torch.ones(8) for _ in range(20)]
     buckets.reduce_scatter(tensors[0]).wait()
     with pytest.MonkeyPatch.context() as patch:
         bound: list[str] = []
-        bind = Running._bind
-
-        def binding(running: Running, tensors: dict[str, torch.Tensor]) -> None:
-            bound.extend(tensors)
-            bind(running, tensors)
-
-        patch.setattr(Running, "_bind", binding)
+        watch_calls(patch, Running, "_bind", lambda running, tensors: bound.extend(tensors))
         handles = [buckets.reduce_scatter(tensor) for tensor in tensors]
         handles[-1].wait()
     assert bound == ["bucket"] * len(tensors)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_each_bucket_is_bound_once(ranks, batched: bool) -> None:
-    ranks(2).run(binds, batched)
-
-
-def one_lane(rank: int) -> None:
+@on_ranks(3)
+def test_buckets_take_the_lanes_that_there_are(rank: int) -> None:
     """A schedule that names no number of lanes takes those that there are, as in every op."""
     few = Transport.create(lanes=1, timeout=PATIENT)
     bucket = torch.ones(12)
     Buckets(few).reduce_scatter(bucket).wait()
     assert (shard(bucket, 3, rank) == 3).all()
-
-
-def test_buckets_take_the_lanes_that_there_are(ranks) -> None:
-    ranks(3).run(one_lane)
 
 
 def many(rank: int, remembered: int) -> None:

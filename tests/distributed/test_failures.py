@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime import agreement
 from tests.distributed.programs import gather_and_use
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
 
@@ -33,24 +36,6 @@ def link(**options: Any) -> Transport:
 
 def layer(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(rows, 4, dtype=dtype), torch.ones(3, 4, dtype=dtype)
-
-
-def disagrees(rank: int, what: str) -> None:
-    """Rank 1 does something else."""
-    other = what if rank else ""
-    x, weight = layer(
-        {"rows": 5, "path": 0}.get(other, 4), torch.bfloat16 if other == "dtype" else torch.float32
-    )
-    # "blocks" changes when transfers are posted, and on HCCL messages match by order.
-    wgrad: Any = "blocks" if other == "options" else "whole"
-    options = LinearOptions(Schedule(chunks=2 if other == "schedule" else 1), wgrad=wgrad)
-    scatters = what == "options" or other == "operation"
-    op = linear_reduce_scatter if scatters else all_gather_linear
-    if what == "wgrad":
-        x, weight = x.requires_grad_(), weight.requires_grad_(rank == 0)
-    y = op(x, weight, transport=link(), options=options)
-    if what == "wgrad":
-        y.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -65,13 +50,32 @@ def disagrees(rank: int, what: str) -> None:
         ("path", ".* here, .* there"),
     ],
 )
-def test_ranks_that_disagree_are_told_what_about(ranks, what: str, words: str) -> None:
-    for outcome in ranks(2).outcomes(disagrees, what):
-        assert isinstance(outcome.error, MismatchError), outcome
-        assert re.search(f"{what}: {words}", str(outcome.error))
-        named = r"linear\S*( \S+)?: rank (.) and peer (?!\2). of the group do not call the same"
-        assert re.search(named, str(outcome.error))
-        assert "Nothing was sent; call it alike on all ranks" in str(outcome.error)
+@on_ranks(2)
+def test_ranks_that_disagree_are_told_what_about(rank: int, what: str, words: str) -> None:
+    """Rank 1 does something else."""
+    other = what if rank else ""
+    x, weight = layer(
+        {"rows": 5, "path": 0}.get(other, 4), torch.bfloat16 if other == "dtype" else torch.float32
+    )
+    # "blocks" changes when transfers are posted, and on HCCL messages match by order.
+    wgrad: Any = "blocks" if other == "options" else "whole"
+    options = LinearOptions(Schedule(chunks=2 if other == "schedule" else 1), wgrad=wgrad)
+    scatters = what == "options" or other == "operation"
+    op = linear_reduce_scatter if scatters else all_gather_linear
+    if what == "wgrad":
+        x, weight = x.requires_grad_(), weight.requires_grad_(rank == 0)
+    transport = link()
+
+    def call() -> None:
+        y = op(x, weight, transport=transport, options=options)
+        if what == "wgrad":
+            y.sum().backward()
+
+    with pytest.raises(MismatchError, match=f"{what}: {words}") as caught:
+        call()
+    named = r"linear\S*( \S+)?: rank (.) and peer (?!\2). of the group do not call the same"
+    assert re.search(named, str(caught.value))
+    assert "Nothing was sent; call it alike on all ranks" in str(caught.value)
 
 
 def shapes_known_to_both_but_mixed_up(rank: int) -> None:
@@ -92,18 +96,6 @@ def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
         message = str(outcome.error)
         assert "all_gather_linear: receiving block" in message
         assert re.search(r"rank (.) and peer (?!\1). of the group do not .* rows: . here", message)
-
-
-def mixed_up_and_always_checked(rank: int) -> None:
-    transport = link(check="always")
-    for rows in (4, 8):
-        all_gather_linear(*layer(rows), transport=transport)
-    all_gather_linear(*layer(8 if rank else 4), transport=transport)
-
-
-def test_checking_always_finds_mixed_up_shapes_before_anything_is_sent(ranks) -> None:
-    for outcome in ranks(2).outcomes(mixed_up_and_always_checked):
-        assert isinstance(outcome.error, MismatchError)
 
 
 def absent(rank: int) -> str:
@@ -171,22 +163,6 @@ def test_a_rank_that_dies_before_a_backward_by_collectives_becomes_an_error(rank
     assert "all_gather_linear backward: not every rank came here" in alive.value
 
 
-def weight_changed(rank: int) -> None:
-    transport = link()
-    for op in (all_gather_linear, linear_reduce_scatter, linear_all_reduce):
-        x, weight = layer(4)
-        weight.requires_grad_()
-        y = op(x, weight, transport=transport)
-        with torch.no_grad():
-            weight.mul_(2)
-        with pytest.raises(RuntimeError, match="the weight was modified in place between"):
-            y.sum().backward()
-
-
-def test_a_weight_that_changes_before_the_backward_is_noticed(ranks) -> None:
-    ranks(2).run(weight_changed)
-
-
 def raises_between(rank: int) -> None:
     transport = link()
 
@@ -204,122 +180,78 @@ def test_an_exception_in_a_callback_breaks_the_transport(ranks) -> None:
         assert "gather_and_use was interrupted by KeyError('in the callback')" in str(outcome.error)
 
 
-def refused_inputs(rank: int) -> None:
+@on_ranks(2)
+def test_inputs_that_cannot_work_are_refused(rank: int) -> None:
     """Refused on every rank before anything is posted: the transport goes on working."""
     transport = link()
     x, weight = layer(4)
     sink = lambda piece, rows: None  # noqa: E731
-    cases: list[tuple[type[Exception], str, Any]] = [
+    fused = partial(all_gather_linear, transport=transport)
+    other_group, other_way = (
+        gather_use(Place(Schedule(), *place), 2, 2, False)
+        for place in ((0, 3, False), (rank, 2, True))
+    )
+    types: list[tuple[str, Callable[[], object]]] = [
+        ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),
+        ("x is torch.float32, the weight torch.bfloat16; ", lambda: fused(x, weight.bfloat16())),
+    ]
+    values: list[tuple[str, Callable[[], object]]] = [
+        ("x has 4 features, the weight takes 5", lambda: fused(x, torch.ones(3, 5))),
+        (r"bias has shape \(4,\); it has to be \(3,\)", lambda: fused(x, weight, torch.ones(4))),
+        (r"they have to be \[S, ..., I\] and \[O, I\]", lambda: fused(x[0], weight)),
         (
-            TypeError,
-            "x is torch.int64; choose one of float32, bfloat16, float16",
-            lambda: all_gather_linear(x.long(), weight.long(), transport=transport),
-        ),
-        (
-            TypeError,
-            "x is torch.float32, the weight torch.bfloat16; cast one of them",
-            lambda: all_gather_linear(x, weight.bfloat16(), transport=transport),
-        ),
-        (
-            ValueError,
-            "x has 4 features, the weight takes 5",
-            lambda: all_gather_linear(x, torch.ones(3, 5), transport=transport),
-        ),
-        (
-            ValueError,
-            r"the bias has shape \(4,\); it has to be \(3,\)",
-            lambda: all_gather_linear(x, weight, torch.ones(4), transport=transport),
-        ),
-        (
-            ValueError,
-            r"they have to be \[S, ..., I\] and \[O, I\]",
-            lambda: all_gather_linear(x[0], weight, transport=transport),
-        ),
-        (
-            ValueError,
             "sequence length 5 is not divisible by the group size 2; pad it to 6, or use "
             "linear_all_reduce",
             lambda: linear_reduce_scatter(torch.ones(5, 4), weight, transport=transport),
         ),
+        ("x is on cpu, the weight on meta; move one of", lambda: fused(x, weight.to("meta"))),
         (
-            ValueError,
-            "x is on cpu, the weight on meta; move one of them",
-            lambda: all_gather_linear(x, weight.to("meta"), transport=transport),
-        ),
-        (
-            ValueError,
             "x is on meta, the group transfers cpu tensors; move it there",
-            lambda: all_gather_linear(x.to("meta"), weight.to("meta"), transport=transport),
+            lambda: fused(x.to("meta"), weight.to("meta")),
         ),
         (
-            ValueError,
             r"shard of shape \(3, 2\) is not contiguous",
             lambda: gather_and_use(link(), torch.ones(2, 3).t(), sink),
         ),
         (
-            ValueError,
             r"shard has shape \(2,\); it has to be a matrix",
             lambda: gather_and_use(link(), torch.ones(2), sink, shape=(2, 1)),
         ),
         (
-            ValueError,
             "the program is for rank 0 of 3, the transport is rank . of 2",
-            lambda: transport.begin(
-                gather_use(Place(Schedule(), 0, 3, False), 2, 2, False), "other", x
-            ),
+            lambda: transport.begin(other_group, "other", x),
         ),
         (
-            ValueError,
             "the program is made for batches, the transport posts the other way",
-            lambda: transport.begin(
-                gather_use(Place(Schedule(), rank, 2, True), 2, 2, False), "other", x
-            ),
+            lambda: transport.begin(other_way, "other", x),
         ),
+        ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         (
-            ValueError,
-            "wgrad 'half' is unknown; choose whole or blocks",
-            lambda: LinearOptions(wgrad="half"),
-        ),
-        (
-            ValueError,
             "reduce_dtype is torch.int32; partial sums need a floating-point dtype",
             lambda: LinearOptions(reduce_dtype=torch.int32),
         ),
-        (
-            ValueError,
-            "check 'nver' is unknown; choose first or always",
-            lambda: link(check="nver"),
-        ),
+        ("check 'nver' is unknown; choose first or always", lambda: link(check="nver")),
     ]
-    for kind, words, call in cases:
-        with pytest.raises(kind, match=words):
-            call()
+    for kind, cases in ((TypeError, types), (ValueError, values)):
+        for words, call in cases:
+            with pytest.raises(kind, match=words):
+                call()
     y = all_gather_linear(x, weight, transport=transport)
     assert torch.equal(y, torch.full((8, 3), 4.0))
 
 
-def test_inputs_that_cannot_work_are_refused(ranks) -> None:
-    ranks(2).run(refused_inputs)
+@on_ranks(2)
+def test_main_grad_that_cannot_be_added_to_is_refused(rank: int) -> None:
+    x, weight = layer(4)
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.int32)
+    y = all_gather_linear(x, weight, transport=link(), options=LinearOptions(main_grad=True))
+    with pytest.raises(RuntimeError, match=r"main_grad is torch\.int"):
+        y.sum().backward()
 
 
-def main_grad_is_missing_or_odd(rank: int) -> None:
-    for dtype, words in ((None, "needs weight.main_grad"), (torch.int32, "main_grad is torch.int")):
-        transport = link()
-        x, weight = layer(4)
-        weight.requires_grad_()
-        if dtype is not None:
-            weight.main_grad = torch.zeros_like(weight, dtype=dtype)
-        options = LinearOptions(main_grad=True)
-        y = all_gather_linear(x, weight, transport=transport, options=options)
-        with pytest.raises(RuntimeError, match=words):
-            y.sum().backward()
-
-
-def test_main_grad_that_cannot_be_added_to_is_refused(ranks) -> None:
-    ranks(2).run(main_grad_is_missing_or_odd)
-
-
-def second_thread(rank: int) -> None:
+@on_ranks(2)
+def test_a_second_thread_is_refused(rank: int) -> None:
     transport = link()
     errors: list[BaseException] = []
 
@@ -339,11 +271,8 @@ def second_thread(rank: int) -> None:
     assert "called from a second thread while gather_and_use is under way" in str(errors[0])
 
 
-def test_a_second_thread_is_refused(ranks) -> None:
-    ranks(2).run(second_thread)
-
-
-def empty_input(rank: int) -> None:
+@on_ranks(2)
+def test_zero_rows_take_the_plain_path(rank: int) -> None:
     transport = link()
     weight = torch.ones(3, 4, requires_grad=True)
     for op, rows in ((all_gather_linear, 0), (linear_reduce_scatter, 0), (linear_all_reduce, 0)):
@@ -356,11 +285,8 @@ def empty_input(rank: int) -> None:
     assert transport.operations == 0
 
 
-def test_zero_rows_take_the_plain_path(ranks) -> None:
-    ranks(2).run(empty_input)
-
-
-def too_many_lanes(rank: int) -> None:
+@on_ranks(3)
+def test_lanes_that_do_not_exist_are_refused(rank: int) -> None:
     x, weight = layer(4)
     transport = Transport.create(lanes=1, timeout=PATIENT)
     with pytest.raises(
@@ -371,20 +297,13 @@ def too_many_lanes(rank: int) -> None:
     assert all_gather_linear(x, weight, transport=transport).shape == (12, 3)
 
 
-def test_lanes_that_do_not_exist_are_refused(ranks) -> None:
-    ranks(3).run(too_many_lanes)
-
-
-def lanes_have_to_be_a_number(rank: int) -> None:
+@on_ranks(2)
+def test_lanes_are_checked(rank: int) -> None:
     for lanes in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="it must be a whole number from 1"):
             Transport.create(lanes=lanes)
     with pytest.raises(MismatchError, match=r"different numbers of lanes \(rank 0: 1, rank 1: 2\)"):
         Transport.create(lanes=1 + rank)
-
-
-def test_lanes_are_checked(ranks) -> None:
-    ranks(2).run(lanes_have_to_be_a_number)
 
 
 def absent_from_the_start(rank: int) -> None:
@@ -427,16 +346,15 @@ def test_a_lane_that_one_rank_cannot_make_is_told_to_all(ranks) -> None:
         )
 
 
-def nobody_has_a_lane(rank: int) -> None:
-    with mock.patch.object(dist, "new_group", side_effect=RuntimeError(f"not on {rank // 2}")):
+@on_ranks(3)
+def test_what_fewest_ranks_met_comes_first(rank: int) -> None:
+    words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
+    nowhere = RuntimeError(f"not on {rank // 2}")
+    with (
+        mock.patch.object(dist, "new_group", side_effect=nowhere),
+        pytest.raises(TransportError, match=words),
+    ):
         link()
-
-
-def test_what_fewest_ranks_met_comes_first(ranks) -> None:
-    for outcome in ranks(3).outcomes(nobody_has_a_lane):
-        words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
-        with pytest.raises(TransportError, match=words):
-            raise outcome.error
 
 
 def absent_from_the_rest(rank: int) -> None:
@@ -475,18 +393,16 @@ def test_the_groups_own_collectives_have_the_transports_limit(ranks, function, n
     assert f"{name}: not every rank came here: " in str(waiting.error)
 
 
-def closed(rank: int) -> None:
+@on_ranks(2)
+def test_a_closed_transport_says_so(rank: int) -> None:
     transport = link()
     transport.close()
     with pytest.raises(TransportError, match="it was closed"):
         all_gather_linear(*layer(4), transport=transport)
 
 
-def test_a_closed_transport_says_so(ranks) -> None:
-    ranks(2).run(closed)
-
-
-def groups_of_a_job(rank: int) -> None:
+@on_ranks(4)
+def test_every_group_of_a_job_gets_lanes(rank: int) -> None:
     """Two groups of two ranks: every process makes the lanes of both, and uses its own."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     transport = Transport.create(groups[rank // 2], lanes=2, timeout=PATIENT)
@@ -495,10 +411,6 @@ def groups_of_a_job(rank: int) -> None:
     y = all_gather_linear(x, torch.eye(4), transport=transport)
     first = float(rank // 2 * 2)
     assert torch.equal(y[:, 0], torch.tensor([first, first, first + 1, first + 1]))
-
-
-def test_every_group_of_a_job_gets_lanes(ranks) -> None:
-    ranks(4).run(groups_of_a_job)
 
 
 def confirms(rank: int, case: str) -> int:

@@ -5,7 +5,6 @@ Their bits are compared in :mod:`tests.random_networks`.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 
 import pytest
@@ -15,26 +14,16 @@ from commfuse_npu.ops import LinearOptions, linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import correct, transport
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks import formulas
-from tests.random_networks.case import Network, one_layer
-from tests.random_networks.compare import in_full
+from tests.random_networks.case import one_layer
 from tests.random_networks.network_run import Call, input_of, run_network
 from tests.random_networks.values import drawn
 
-
-@lru_cache
-def transport() -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT)
-
-
 LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "sharded_linear")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def correct(rank: int, cases: list[Network]) -> None:
-    found = in_full(rank, cases)
-    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -51,7 +40,9 @@ def test_bits_and_distance_from_fp64(ranks, size: int) -> None:
     ranks(size).run(correct, cases)
 
 
-def all_reduce_any_rows(rank: int) -> None:
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks()
+def test_all_reduce_takes_any_number_of_rows(rank: int) -> None:
     """Rows that do not divide by the group size, fewer rows than ranks, none at all."""
     for rows, chunks in product((1, 2, 5, 7, 11, 0), (1, 2, 4)):
         options = LinearOptions(Schedule(chunks=chunks))
@@ -71,11 +62,8 @@ def all_reduce_any_rows(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_reduce_takes_any_number_of_rows(ranks, size: int) -> None:
-    ranks(size).run(all_reduce_any_rows)
-
-
-def sums_of_partials_in_their_order(rank: int) -> None:
+@on_ranks()
+def test_all_reduce_adds_in_the_order_of_a_reduce_scatter(rank: int) -> None:
     """The all-reduce's bits are those of a reduce-scatter: partials r-1, ..., r+1, own."""
     link, size = transport(), transport().size
     x = drawn(rank, "x", (12, 32), torch.bfloat16, rounded=True)
@@ -91,12 +79,8 @@ def sums_of_partials_in_their_order(rank: int) -> None:
         assert torch.equal(y[rows], total)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_reduce_adds_in_the_order_of_a_reduce_scatter(ranks, size: int) -> None:
-    ranks(size).run(sums_of_partials_in_their_order)
-
-
-def inference_then_training(rank: int) -> None:
+@on_ranks(2)
+def test_training_after_inference(rank: int) -> None:
     """Buffers that were allocated in inference mode serve a training afterwards."""
     link = Transport.create(timeout=PATIENT)
     x, weight = torch.ones(4, 32), torch.ones(32, 32, requires_grad=True)
@@ -106,20 +90,6 @@ def inference_then_training(rank: int) -> None:
         linear.linear_reduce_scatter(x, weight, transport=link).sum().backward()
 
 
-def test_training_after_inference(ranks) -> None:
-    ranks(2).run(inference_then_training)
-
-
-def rounding(rank: int, op: str, name: str) -> list[float]:
-    """Mean errors of what is summed over the ranks, in the dtype and in fp32."""
-    errors = []
-    for wide in (False, True):
-        case = one_layer(op, 4, dtype=torch.bfloat16, bias="no", wide=wide, rows=16, batch=1)
-        ours, exact = (run_network(case, form)[name] for form in ("fused", "exact"))
-        errors.append((ours - exact).pow(2).mean().sqrt().item())
-    return errors
-
-
 @pytest.mark.parametrize(
     ("op", "name"),
     [
@@ -127,12 +97,19 @@ def rounding(rank: int, op: str, name: str) -> list[float]:
         ("sharded_linear", "layer 0 weight.grad"),
     ],
 )
-def test_reduce_dtype_rounds_once(ranks, op: str, name: str) -> None:
-    for own, wide in ranks(4).run(rounding, op, name):
-        assert wide < own
+@on_ranks(4)
+def test_reduce_dtype_rounds_once(rank: int, op: str, name: str) -> None:
+    """Mean errors of what is summed over the ranks, in the dtype and in fp32."""
+    errors = []
+    for wide in (False, True):
+        case = one_layer(op, 4, dtype=torch.bfloat16, bias="no", wide=wide, rows=16, batch=1)
+        ours, exact = (run_network(case, form)[name] for form in ("fused", "exact"))
+        errors.append((ours - exact).pow(2).mean().sqrt().item())
+    assert errors[1] < errors[0]
 
 
-def leaves_nothing_in_the_air(rank: int) -> None:
+@on_ranks(3)
+def test_buffers_are_used_again(rank: int) -> None:
     link, case = transport(), one_layer("all_gather_linear", transport().size)
 
     def several() -> int:
@@ -144,7 +121,3 @@ def leaves_nothing_in_the_air(rank: int) -> None:
     idle = several()
     assert several() == idle, "buffers are not used again"
     assert not link._in_flight
-
-
-def test_buffers_are_used_again(ranks) -> None:
-    ranks(3).run(leaves_nothing_in_the_air)

@@ -18,6 +18,7 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.bench.peak_memory import peak_bytes
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 SEQUENCE, HIDDEN, HEADS = 512, 128, 4
@@ -72,26 +73,18 @@ def peak(op: Callable[..., torch.Tensor], tensors: list[torch.Tensor], **setting
     return peak_bytes(call, "cpu")
 
 
-def extra_bytes(rank: int) -> dict[str, int]:
-    """What fused attention takes more than the plain form."""
+@on_ranks(2)
+def test_fused_attention_needs_no_more_than_two_blocks_above_the_plain_one(rank: int) -> None:
     transport = Transport.create(lanes=2, timeout=PATIENT)
     transport.scratch = ScratchPool(keep_bytes=0)
     shape = (SEQUENCE, 1, HEADS // 2, HIDDEN // HEADS)
     tensors = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     weight = torch.randn(HIDDEN, HIDDEN // 2, requires_grad=True)
-    found = {}
     plain = CollectiveTransport(transport.group)
     for name, more in (("attention_linear_reduce_scatter", [weight]), ("attention_all_to_all", [])):
         with without_scores():
             call = getattr(ops, name), [*tensors, *more]
-            found[name] = peak(*call, transport=transport) - peak(*call, transport=plain)
-    return found
-
-
-def test_fused_attention_needs_no_more_than_two_blocks_above_the_plain_one(ranks) -> None:
-    for extra in ranks(2).run(extra_bytes):
-        assert len(extra) == 2
-        for name, more in extra.items():
-            # Blocks of [s, H] and [s, H / 2].
-            block = BLOCK if name == "attention_linear_reduce_scatter" else BLOCK // 2
-            assert more <= 2 * block, (name, more / block)
+            extra = peak(*call, transport=transport) - peak(*call, transport=plain)
+        # Blocks of [s, H] and [s, H / 2].
+        block = BLOCK if name == "attention_linear_reduce_scatter" else BLOCK // 2
+        assert extra <= 2 * block, (name, extra / block)

@@ -15,91 +15,32 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import (
-    BucketOptions,
-    Buckets,
-    LinearOptions,
-    ShardedOptions,
-    all_gather_linear,
-    all_to_all_linear,
-    attention_all_to_all,
-    attention_all_to_all_linear,
-    attention_linear_reduce_scatter,
-    linear_all_reduce,
-    linear_all_to_all,
-    linear_reduce_scatter,
-    sharded_linear,
-)
+from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
 from commfuse_npu.plan.program import Program, Wait
-from commfuse_npu.runtime.executor import Running
+from tests.distributed.programs import watch_calls
 from tests.limits import PATIENT
+from tests.random_networks.case import OPS, one_layer
+from tests.random_networks.network_run import Call, input_of
 
 Event = tuple[str, int, int, int]
 """``send`` or ``receive``, lane, peer, bytes."""
 
-
-def column(link: Transport, options: LinearOptions) -> None:
-    x = torch.ones(4, 8, requires_grad=True)
-    weight = torch.ones(8, 8, requires_grad=True)
-    all_gather_linear(x, weight, transport=link, options=options).sum().backward()
+FEATURES = 32
+"""In and out of every layer of :func:`one_layer`."""
 
 
-def row(link: Transport, options: LinearOptions) -> None:
-    x = torch.ones(4 * link.size, 8, requires_grad=True)
-    weight = torch.ones(8, 8, requires_grad=True)
-    linear_reduce_scatter(x, weight, transport=link, options=options).sum().backward()
-
-
-def whole(link: Transport, options: LinearOptions) -> None:
-    x, weight = torch.ones(4 * link.size, 8), torch.ones(8, 8)
-    linear_all_reduce(x, weight, transport=link, options=options)
-
-
-def leaf(*shape: int) -> torch.Tensor:
-    return torch.ones(shape, requires_grad=True)
-
-
-def attention(link: Transport, options: LinearOptions) -> None:
-    q, k, v = (leaf(4 * link.size, 1, 2, 4) for _ in range(3))
-    attention_linear_reduce_scatter(
-        q, k, v, leaf(8, 8), transport=link, causal=True, options=options
-    ).sum().backward()
-
-
-def heads_out(link: Transport, options: LinearOptions) -> None:
-    given = leaf(4, 1, 8), leaf(8 * link.size, 8)
-    linear_all_to_all(*given, transport=link, options=options).sum().backward()
-
-
-def heads_back(link: Transport, options: LinearOptions) -> None:
-    given = leaf(4 * link.size, 1, 8), leaf(8, 8 * link.size)
-    all_to_all_linear(*given, transport=link, options=options).sum().backward()
-
-
-def ulysses(link: Transport, options: LinearOptions) -> None:
-    q, k, v = (leaf(4 * link.size, 1, 2, 4) for _ in range(3))
-    attention_all_to_all(q, k, v, transport=link, causal=True, options=options).sum().backward()
-
-
-def ulysses_linear(link: Transport, options: LinearOptions) -> None:
-    q, k, v = (leaf(4 * link.size, 1, 2, 4) for _ in range(3))
-    weight = leaf(8, 8 * link.size)
-    attention_all_to_all_linear(
-        q, k, v, weight, transport=link, causal=True, options=options
-    ).sum().backward()
-
-
-def sharded(link: Transport, options: LinearOptions) -> None:
-    sharded_linear(
-        leaf(5, 8), leaf(4, 8), transport=link, options=ShardedOptions(options.schedule)
-    ).sum().backward()
-
-
-def buckets(link: Transport, options: LinearOptions) -> None:
-    made = Buckets(link, BucketOptions(options.schedule))
-    bucket = torch.ones(8 * link.size)
-    made.reduce_scatter(bucket).wait()
-    made.all_gather(bucket).wait()
+def called(link: Transport, op: str, options: LinearOptions) -> None:
+    """Forward and backward of an op, or a bucket in either direction."""
+    if op == "buckets":
+        made = Buckets(link, BucketOptions(options.schedule))
+        bucket = torch.ones(8 * link.size)
+        made.reduce_scatter(bucket).wait()
+        made.all_gather(bucket).wait()
+        return
+    given = {"schedule": options.schedule, "wgrad": options.wgrad, "bias": "no"}
+    case = one_layer(op, link.size, **given)
+    y = Call(case, link=link)(input_of(case, link=link))
+    y.backward(torch.ones_like(y))
 
 
 class _Counted:
@@ -124,13 +65,7 @@ class Recorder:
         isend, irecv = dist.isend, dist.irecv
         patch.setattr(dist, "isend", self._noting("send", isend))
         patch.setattr(dist, "irecv", self._noting("receive", irecv))
-        begin = Transport.begin
-
-        def begun(of: Transport, program: Program, *args: Any) -> Running:
-            self.programs.append(program)
-            return begin(of, program, *args)
-
-        patch.setattr(Transport, "begin", begun)
+        watch_calls(patch, Transport, "begin", lambda _, one, *__: self.programs.append(one))
 
     def _noting(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
@@ -146,7 +81,7 @@ class Recorder:
 def planned(program: Program) -> list[Event]:
     """What a program says that is posted."""
     rule, given = program.rule[0], program.arguments
-    usual = 1 if rule.startswith("bucket") else given.get("columns", 8)
+    usual = 1 if rule.startswith("bucket") else given.get("columns", FEATURES)
     width = {span.buffer: usual for span in chain(*program.spans.values())}
     width |= {one.name: one.columns for one in program.scratch}
     found = []
@@ -159,12 +94,14 @@ def planned(program: Program) -> list[Event]:
     return found
 
 
-def recorded(rank: int, call: Callable[..., None], options: LinearOptions) -> None:
+def recorded(rank: int, op: str, options: LinearOptions, beside: bool = False) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
-    call(link, options)
+    called(link, op, options)
     with pytest.MonkeyPatch.context() as patch:
         seen = Recorder(link, patch)
-        call(link, options)
+        called(link, op, options)
+        if beside:
+            post_beside(link)
     assert seen.programs
     expected, waits = [], 0
     for program in seen.programs:
@@ -177,21 +114,14 @@ def recorded(rank: int, call: Callable[..., None], options: LinearOptions) -> No
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize(
-    "call",
-    [
-        column, row, whole, attention, heads_out, heads_back, ulysses, ulysses_linear, sharded,
-        buckets,
-    ],
-)  # fmt: skip
-def test_the_program_is_what_is_posted(ranks, call: Callable[..., None], chunks: int) -> None:
+@pytest.mark.parametrize("op", [*OPS, "buckets"])
+def test_the_program_is_what_is_posted(ranks, op: str, chunks: int) -> None:
     for wgrad in ("whole", "blocks"):
         options = LinearOptions(Schedule(lanes=2, chunks=chunks), wgrad=wgrad)
-        ranks(3).run(recorded, call, options)
+        ranks(3).run(recorded, op, options)
 
 
-def posted_beside(link: Transport, options: LinearOptions) -> None:
-    column(link, options)
+def post_beside(link: Transport) -> None:
     peer = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     works = [
         dist.isend(torch.ones(1), peer[0], link.lane_groups[0]),
@@ -202,5 +132,5 @@ def posted_beside(link: Transport, options: LinearOptions) -> None:
 
 
 def test_who_posts_beside_a_program_is_found(ranks) -> None:
-    for outcome in ranks(3).outcomes(recorded, posted_beside, LinearOptions()):
+    for outcome in ranks(3).outcomes(recorded, OPS[0], LinearOptions(), True):
         assert "posted beside the program" in str(outcome.error)

@@ -22,6 +22,7 @@ from commfuse_npu.proof.verify_log import Verdict, verify_logs
 from commfuse_npu.runtime import order_log
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.tools import cli
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 from tests.random_networks.case import ATTENTION, one_layer
 from tests.random_networks.network_run import run_network
@@ -409,12 +410,9 @@ def test_what_is_remembered_stays_within_bounds(ranks, tmp_path) -> None:
     assert (found.faults, found.notes) == ([], [])
 
 
-def unlogged(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_is_logged_unless_it_is_asked_for(rank: int) -> None:
     made = Transport.create(lanes=2, timeout=PATIENT)
     gather(made, torch.ones(1, 2))
     assert made.order_log is None
     made.close()
-
-
-def test_nothing_is_logged_unless_it_is_asked_for(ranks) -> None:
-    ranks(2).run(unlogged)

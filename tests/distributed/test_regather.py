@@ -22,6 +22,8 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import watch_calls
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -105,24 +107,20 @@ def same(ours: list[object], plain: list[object]) -> None:
 def watched(patch: pytest.MonkeyPatch) -> list[str]:
     """What a transport begins, posts ahead and multiplies from now on, in order."""
     events: list[str] = []
-    begin, run, add = Transport.begin, Running.run, WeightGradient.add
 
-    def begun(link: Transport, program: Program, name: str, *args: object) -> Running:
+    def begun(link: Transport, program: Program, name: str, *_: object) -> None:
         events.append(f"begin {name}")
-        return begin(link, program, name, *args)
 
-    def ran(running: Running, *args: object, ahead: bool = False, **more: object) -> None:
+    def ran(running: Running, *_: object, ahead: bool = False, **__: object) -> None:
         if ahead:
             events.append(f"ahead {running.name}")
-        run(running, *args, ahead=ahead, **more)
 
     def added(gradient: WeightGradient, grad: torch.Tensor, x: torch.Tensor) -> None:
         events.append(f"wgrad of {x.shape[1]} inputs")
-        add(gradient, grad, x)
 
-    patch.setattr(Transport, "begin", begun)
-    patch.setattr(Running, "run", ran)
-    patch.setattr(WeightGradient, "add", added)
+    watch_calls(patch, Transport, "begin", begun)
+    watch_calls(patch, Running, "run", ran)
+    watch_calls(patch, WeightGradient, "add", added)
     return events
 
 
@@ -134,7 +132,9 @@ MODELS: tuple[Model, ...] = (
 )
 
 
-def bits(rank: int, batched: bool) -> None:
+@pytest.mark.parametrize("batched", [False, True])
+@on_ranks(3)
+def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
     """Every option with the usual model, every model with the usual options."""
     link = transport(batched)
     usual = LinearOptions(Schedule(chunks=2))
@@ -151,12 +151,8 @@ def bits(rank: int, batched: bool) -> None:
         assert not link.scratch.lent
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_bits_of_the_plain_form(ranks, batched: bool) -> None:
-    ranks(3).run(bits, batched)
-
-
-def sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
+@on_ranks(3)
+def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     column, row, *_ = layers(transport(), LinearOptions(Schedule(chunks=2)))
     given = leaves(rank)
     y = two_pairs(given, column, row)
@@ -168,7 +164,8 @@ def sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     assert seen == pair * 2
 
 
-def nothing_ahead_of_collectives(rank: int) -> None:
+@on_ranks(3)
+def test_nothing_is_sent_ahead_of_collectives(rank: int) -> None:
     """A column-parallel backward by collectives has nothing to send ahead."""
     options = LinearOptions(Schedule(chunks=2), collectives_from=64)
     column, row, *_ = layers(transport(), options)
@@ -179,7 +176,8 @@ def nothing_ahead_of_collectives(rank: int) -> None:
     assert seen == [f"begin {ROW}", "wgrad of 64 inputs", "wgrad of 32 inputs"] * 2
 
 
-def frozen_weights(rank: int) -> None:
+@on_ranks(3)
+def test_frozen_weights(rank: int) -> None:
     """A weight without a gradient needs no input; one after it begins nothing."""
     column, row, plain_column, plain_row = layers(transport(), LinearOptions())
     for frozen in range(5):
@@ -192,7 +190,8 @@ def frozen_weights(rank: int) -> None:
         )
 
 
-def a_pruned_backward(rank: int) -> None:
+@on_ranks(3)
+def test_a_pruned_backward(rank: int) -> None:
     """Only the gradient of the last weight is asked for: the input is sent and nobody comes."""
     link = transport()
     column, row, plain_column, plain_row = layers(link, LinearOptions())
@@ -210,7 +209,8 @@ def a_pruned_backward(rank: int) -> None:
     assert not link.scratch.lent
 
 
-def backwards_in_another_order(rank: int) -> None:
+@on_ranks(3)
+def test_backwards_in_another_order(rank: int) -> None:
     """A second backward through the same graph; a layer whose backward was before."""
     link = transport()
     column, row, *_ = layers(link, LinearOptions())
@@ -229,17 +229,3 @@ def backwards_in_another_order(rank: int) -> None:
         "begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs",
     ]  # fmt: skip
     assert not link.scratch.lent
-
-
-CHECKS = (
-    sent_before_the_weight_gradient_of_the_layer_after,
-    nothing_ahead_of_collectives,
-    frozen_weights,
-    a_pruned_backward,
-    backwards_in_another_order,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_regather(ranks, check: Callable[[int], None]) -> None:
-    ranks(3).run(check)

@@ -16,6 +16,7 @@ from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.gather_objects import Swap
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
 
@@ -166,7 +167,8 @@ class Counted:
         return self.gathers.call_count, self.swaps.call_count, self.waits.call_count
 
 
-def new_lengths(rank: int) -> None:
+@on_ranks(2)
+def test_a_new_length_waits_for_nobody(rank: int) -> None:
     made = link()
     layer(made, 1)
     with Counted() as counted:
@@ -189,10 +191,6 @@ def new_lengths(rank: int) -> None:
     assert (made._entered, list(made._kept)) == (512, [])
 
 
-def test_a_new_length_waits_for_nobody(ranks) -> None:
-    ranks(2).run(new_lengths)
-
-
 def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
     made = link(batched=True)
     layer(made, 4)
@@ -211,7 +209,8 @@ def test_ranks_that_never_settle_learn_it_two_stretches_later(ranks) -> None:
     assert "rows: 4 here, 8 there. This was operation 9" in found[0][1]
 
 
-def always(rank: int) -> None:
+@on_ranks(2)
+def test_always_compares_everything_before_it_is_sent(rank: int) -> None:
     made = link(check="always")
     layer(made, 4)
     with Counted() as counted:
@@ -222,23 +221,14 @@ def always(rank: int) -> None:
         layer(made, 4 + rank)
 
 
-def test_always_compares_everything_before_it_is_sent(ranks) -> None:
-    ranks(2).run(always)
-
-
-def zero_is_no_length(rank: int) -> str:
+@on_ranks(2)
+def test_a_size_of_zero_is_another_operation(rank: int) -> None:
+    """It leaves a part of the work out: compared before anything is sent."""
     made = link()
     for sizes in ((4, 4), (5, 3)):
         made.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError, match="Nothing was sent; call it alike on all ranks"):
         made.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
-    return str(caught.value)
-
-
-def test_a_size_of_zero_is_another_operation(ranks) -> None:
-    """It leaves a part of the work out: compared before anything is sent."""
-    for message in ranks(2).run(zero_is_no_length):
-        assert "Nothing was sent; call it alike on all ranks" in message
 
 
 def several(rank: int) -> None:

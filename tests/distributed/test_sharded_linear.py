@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +22,8 @@ from commfuse_npu.plan.rules import sharded_backward
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.calls import watch_calls
-from tests.distributed.programs import watch_posts
+from tests.distributed.programs import watch_calls, watch_posts
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 from tests.random_networks.case import one_layer
 from tests.random_networks.compare import complaints
@@ -62,16 +63,13 @@ def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.undo()
 
 
-def every_fault_is_seen(rank: int) -> None:
+@on_ranks(2)
+def test_planted_faults_are_seen(rank: int) -> None:
     case = replace(one_layer("sharded_linear", 2), rounded=False)
     assert not complaints(rank, case)
     with pytest.MonkeyPatch.context() as patch:
         for _ in faults(patch):
             assert complaints(rank, case)
-
-
-def test_planted_faults_are_seen(ranks) -> None:
-    ranks(2).run(every_fault_is_seen)
 
 
 def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
@@ -88,21 +86,19 @@ def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
         return "weight" if transfer.piece.startswith("block") else "wgrad"
 
     with pytest.MonkeyPatch.context() as patch:
-        wait = Running._wait
 
         def posted(self: Running, one: Any) -> None:
             for verb, end in (("receive", one.receive), ("send", one.send)):
                 if end is not None:
                     events.append(f"{verb} {what(end.transfer)}")
 
-        def waits(self: Running, receives: tuple[int, ...], *more: Any) -> None:
+        def waits(self: Running, receives: tuple[int, ...], sends: tuple[int, ...]) -> None:
             events.extend(f"wait {what(self.program.transfers[step][1])}" for step in receives)
-            wait(self, receives, *more)
 
         watch_posts(patch, posted)
-        patch.setattr(Running, "_wait", waits)
-        calls = ((module, "wgrad_into", "make"), (module, "add_dgrad", "dgrad"))
-        watch_calls(patch, calls, lambda word, _: events.append(word))
+        watch_calls(patch, Running, "_wait", waits)
+        watch_calls(patch, module, "wgrad_into", lambda *_: events.append("make"))
+        watch_calls(patch, module, "add_dgrad", lambda *_: events.append("dgrad"))
         y.sum().backward()
     return link.batched, events
 
@@ -130,7 +126,8 @@ def test_backward_in_batches_takes_turns_on_the_lane(ranks) -> None:
         assert sends == ["weight", "weight", "wgrad", "wgrad", "wgrad", "weight"]
 
 
-def only_what_is_needed(rank: int) -> list[set[str]]:
+@on_ranks(2)
+def test_frozen_weights_and_inputs_without_gradient_transfer_nothing(rank: int) -> None:
     """What a backward sends."""
     found = []
     for x_grad, weight_grad in ((True, True), (True, False), (False, True), (False, False)):
@@ -146,12 +143,7 @@ def only_what_is_needed(rank: int) -> list[set[str]]:
             watch_posts(patch, logged)
             y.backward(torch.ones_like(y))
         found.append(sent)
-    return found
-
-
-def test_frozen_weights_and_inputs_without_gradient_transfer_nothing(ranks) -> None:
-    for found in ranks(2).run(only_what_is_needed):
-        assert found == [{"block", "partial"}, {"block"}, {"partial"}, set()]
+    assert found == [{"block", "partial"}, {"block"}, {"partial"}, set()]
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -184,46 +176,25 @@ def fresh() -> Transport:
     return Transport.create(lanes=2, timeout=PATIENT)
 
 
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_inputs_that_cannot_work_are_refused(rank: int) -> None:
     link = fresh()
     x, shard = torch.ones(3, 4), torch.ones(2, 4)
+    fused, dtype = partial(sharded_linear, x, transport=link), torch.int32
+    low = torch.ones(4).bfloat16()
+    shape = r"the bias has shape \(2,\); it has to be \(4,\), that of all 2 shards of 2 rows"
     for kind, words, call in (
-        (
-            ValueError,
-            r"the bias has shape \(2,\); it has to be \(4,\), that of all 2 shards of 2 rows",
-            lambda: sharded_linear(x, shard, torch.ones(2), transport=link),
-        ),
-        (
-            TypeError,
-            "x is torch.float32, the bias torch.bfloat16; cast one of them",
-            lambda: sharded_linear(x, shard, torch.ones(4).bfloat16(), transport=link),
-        ),
-        (
-            ValueError,
-            "x has 4 features, the weight takes 5",
-            lambda: sharded_linear(x, torch.ones(2, 5), transport=link),
-        ),
-        (
-            ValueError,
-            "reduce_dtype is torch.int32; partial sums need a floating-point dtype",
-            lambda: ShardedOptions(reduce_dtype=torch.int32),
-        ),
+        (ValueError, shape, lambda: fused(shard, torch.ones(2))),
+        (TypeError, "x is torch.float32, the bias torch.bfloat16; cast", lambda: fused(shard, low)),
+        (ValueError, "x has 4 features, the weight takes 5", lambda: fused(torch.ones(2, 5))),
+        (ValueError, "sums need a floating", lambda: ShardedOptions(reduce_dtype=dtype)),
     ):
         with pytest.raises(kind, match=words):
             call()
-    shard.requires_grad_()
-    y = sharded_linear(x, shard, transport=link)
-    with torch.no_grad():
-        shard.mul_(2)
-    with pytest.raises(RuntimeError, match="the weight was modified in place between"):
-        y.sum().backward()
 
 
-def test_inputs_that_cannot_work_are_refused(ranks) -> None:
-    ranks(2).run(refused)
-
-
-def disagree(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_disagree_are_told(rank: int) -> None:
     x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
     frozen = torch.ones(2, 4, requires_grad=rank == 0)
     average = ShardedOptions(average=bool(rank))
@@ -236,24 +207,13 @@ def disagree(rank: int) -> None:
         y.sum().backward()
 
 
-def test_ranks_that_disagree_are_told(ranks) -> None:
-    ranks(2).run(disagree)
-
-
-def absent_in_backward(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_that_does_not_come_to_its_backward_becomes_an_error(rank: int) -> None:
     x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
     link = fresh()
     sharded_linear(x, shard, transport=link).sum().backward()
     y = sharded_linear(x, shard, transport=link)
-    if rank == 1:
-        return "failed"
-    link.timeout = BRIEF
-    with pytest.raises(TransportError) as caught:
-        y.sum().backward()
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_come_to_its_backward_becomes_an_error(ranks) -> None:
-    waiting, _ = ranks(2).run(absent_in_backward)
-    assert "sharded_linear" in waiting
-    assert "peer 1" in waiting
+    if rank == 0:
+        link.timeout = BRIEF
+        with pytest.raises(TransportError, match=r"sharded_linear backward(.|\n)* peer 1"):
+            y.sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import pairwise, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from commfuse_npu.plan.program import Post
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import view, watch_posts
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
 TIED = "its weight is used by another module too"
@@ -145,8 +146,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def llama_like_fsdp(rank: int) -> tuple[float, float]:
-    """The largest differences of losses and of weights after training."""
+@pytest.mark.parametrize("size", [3])
+@on_ranks()
+def test_a_plain_llama_trains_as_with_fully_shard(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -163,26 +165,19 @@ def llama_like_fsdp(rank: int) -> tuple[float, float]:
     theirs = {name: p.full_tensor().detach() for name, p in reference.named_parameters()}
     mine = weights(ours)
     assert mine.keys() == theirs.keys()
-    return (
-        max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
-        max((mine[name] - theirs[name]).abs().max().item() for name in mine),
-    )
-
-
-@pytest.mark.parametrize("size", [3])
-def test_a_plain_llama_trains_as_with_fully_shard(ranks, size: int) -> None:
-    for losses, parameters in ranks(size).run(llama_like_fsdp):
-        # Measured: 5e-7, which is one ulp of a loss of 4, and 9e-5 of weights that move by 6e-2:
-        # AdamW divides the rounding of a gradient that is nearly zero by its own size.
-        assert losses <= 5e-6
-        assert parameters <= 1e-3
+    # Measured: 5e-7, which is one ulp of a loss of 4, and 9e-5 of weights that move by 6e-2:
+    # AdamW divides the rounding of a gradient that is nearly zero by its own size.
+    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= 5e-6
+    assert max((mine[name] - theirs[name]).abs().max().item() for name in mine) <= 1e-3
 
 
 def digest(model: nn.Module, losses: list[float]) -> tuple[Any, ...]:
     return losses, {name: value.numpy().tobytes() for name, value in weights(model).items()}
 
 
-def same_bits_every_time(rank: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_the_same_training_bit_for_bit(rank: int) -> None:
     """Repeated, without prefetch, recomputed, posted in batches: one training."""
     options = ShardedOptions(Schedule(chunks=2))
     first = digest(*train_sharded(rank, 3, options=options))
@@ -197,12 +192,8 @@ def same_bits_every_time(rank: int) -> None:
         assert digest(*other) == first
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_same_training_bit_for_bit(ranks, size: int) -> None:
-    ranks(size).run(same_bits_every_time)
-
-
-def copied_model(rank: int) -> None:
+@on_ranks(2)
+def test_a_deep_copy_trains_over_the_same_lanes(rank: int) -> None:
     """A copy trains as its original does, which it leaves as it is, over the same lanes."""
     model, _ = train_sharded(rank, 1)
     twin = copy.deepcopy(model)
@@ -225,14 +216,12 @@ def copied_model(rank: int) -> None:
     assert len(alone.prefetch._weights) == 1
 
 
-def test_a_deep_copy_trains_over_the_same_lanes(ranks) -> None:
-    ranks(2).run(copied_model)
-
-
 # ---------------------------------------------------------------- against one process
 
 
-def clipped_like_one_process(rank: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks()
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(rank: int) -> None:
     link = transport()
     whole, model = Llama(bias=True), Llama(bias=True)
     shard_linears(model, transport=link)
@@ -265,12 +254,9 @@ def clipped_like_one_process(rank: int) -> None:
         clip_gradient_norm(model, 0, link)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, size: int) -> None:
-    ranks(size).run(clipped_like_one_process)
-
-
-def bytes_of_training(rank: int) -> tuple[int, int]:
+@pytest.mark.parametrize("size", [1, 4])
+@on_ranks()
+def test_memory_falls_with_the_size_of_the_group(rank: int) -> None:
     """Parameters, gradients and optimizer state of this rank, and of one that holds all."""
     link = transport()
     torch.manual_seed(5)
@@ -290,13 +276,7 @@ def bytes_of_training(rank: int) -> tuple[int, int]:
         # AdamW counts its steps in a tensor of its own.
         found.append(sum(storages.values()) - 4 * len(optimizer.state))
         assert found[-1] == 4 * sum(4 * p.numel() for p in model.parameters())
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_memory_falls_with_the_size_of_the_group(ranks, size: int) -> None:
-    for own, whole in ranks(size).run(bytes_of_training):
-        assert own * size == whole
+    assert found[0] * link.size == found[1]
 
 
 # ------------------------------------------------------------------------- prefetch
@@ -325,7 +305,9 @@ def chain(link: Transport, prefetch: bool = True, layers: int = 3) -> nn.Sequent
     return model
 
 
-def order_of_posts(rank: int, batched: bool) -> tuple[list[str], list[str]]:
+@pytest.mark.parametrize("batched", [False, True])
+@on_ranks(3)
+def test_the_next_layer_is_sent_for_before_it_is_called(rank: int, batched: bool) -> None:
     """Events of a forward and a backward, when the order is known."""
     model = chain(transport(batched))
     events: list[str] = []
@@ -345,34 +327,28 @@ def order_of_posts(rank: int, batched: bool) -> tuple[list[str], list[str]]:
             y.sum().backward()
             assert not model[0].prefetch.under_way
         average_gradients(model, transport(batched))
-    return forward, events
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_the_next_layer_is_sent_for_before_it_is_called(ranks, batched: bool) -> None:
-    for forward, backward in ranks(3).run(order_of_posts, batched):
-        name = "send sharded_linear"
-        assert forward == [
-            "layer 0",
-            *(f"{name} (1, 16) 0", f"{name} (1, 16) 1"),
-            f"{name} (2, 3) 0",
-            "layer 1",
-            f"{name} (2, 3) 1",
-            f"{name} (3, 6) 0",
-            "layer 2",
-            f"{name} (3, 6) 1",
-        ]
-        name = "send backward"
-        assert backward == [
-            "layer 2",
-            *(f"{name} (3, 6) 0", f"{name} (3, 6) 1"),
-            f"{name} (2, 3) 0",
-            "layer 1",
-            f"{name} (2, 3) 1",
-            f"{name} (1, 16) 0",
-            "layer 0",
-            f"{name} (1, 16) 1",
-        ]
+    name = "send sharded_linear"
+    assert forward == [
+        "layer 0",
+        *(f"{name} (1, 16) 0", f"{name} (1, 16) 1"),
+        f"{name} (2, 3) 0",
+        "layer 1",
+        f"{name} (2, 3) 1",
+        f"{name} (3, 6) 0",
+        "layer 2",
+        f"{name} (3, 6) 1",
+    ]
+    name = "send backward"
+    assert events == [
+        "layer 2",
+        *(f"{name} (3, 6) 0", f"{name} (3, 6) 1"),
+        f"{name} (2, 3) 0",
+        "layer 1",
+        f"{name} (2, 3) 1",
+        f"{name} (1, 16) 0",
+        "layer 0",
+        f"{name} (1, 16) 1",
+    ]
 
 
 CHANGES = ("nothing", "nothing", "in place", "nothing", "replaced", "in place")
@@ -427,7 +403,8 @@ def test_a_weight_that_changes_is_never_used_stale(ranks, size: int) -> None:
     ranks(size).run(changed_in_between, CHANGES)
 
 
-def changed_under_autocast(rank: int) -> None:
+@on_ranks(2)
+def test_a_weight_that_changes_under_autocast_is_not_used_by_the_backward(rank: int) -> None:
     """Between forward and backward, which computes with the copy that the forward was given."""
     models = [chain(transport(), prefetch) for prefetch in (True, False)]
     seen: list[bool] = []
@@ -448,11 +425,8 @@ def changed_under_autocast(rank: int) -> None:
     assert seen == [False, True, True, True]
 
 
-def test_a_weight_that_changes_under_autocast_is_not_used_by_the_backward(ranks) -> None:
-    ranks(2).run(changed_under_autocast)
-
-
-def stale_weights_are_seen(rank: int) -> None:
+@on_ranks(2)
+def test_stale_weights_would_be_seen(rank: int) -> None:
     """The test above fails without the comparison that it is about."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sharded_linear", "weight_prefetch"):
@@ -461,10 +435,6 @@ def stale_weights_are_seen(rank: int) -> None:
             patch.setattr(owner, "stamp_of", lambda weight: (0, 0))
         with pytest.raises(AssertionError, match="replaced"):
             changed_in_between(rank, ("nothing", "nothing", "replaced"))
-
-
-def test_stale_weights_would_be_seen(ranks) -> None:
-    ranks(2).run(stale_weights_are_seen)
 
 
 class AnyOrder(nn.Module):
@@ -482,7 +452,9 @@ class AnyOrder(nn.Module):
         return x
 
 
-def orders_that_differ(rank: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_orders_that_differ(rank: int) -> None:
     """Layers left out, exchanged, used twice; forwards that end early, without gradient."""
     link = transport()
     models = [
@@ -499,11 +471,6 @@ def orders_that_differ(rank: int) -> None:
         alike(models, call, order, grad)
         assert not models[0].layers[0].prefetch.under_way
     assert not link._in_flight
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_orders_that_differ(ranks, size: int) -> None:
-    ranks(size).run(orders_that_differ)
 
 
 # ------------------------------------------------------------------------- failures
@@ -557,29 +524,23 @@ def test_a_rank_that_fails_keeps_all_from_stepping(ranks, where: str) -> None:
     assert not waiting[2]
 
 
-def nothing_replicated(rank: int) -> str:
+@on_ranks(2)
+def test_a_module_without_replicated_parameters_meets_all_the_same(rank: int) -> None:
     link = fresh()
     torch.manual_seed(5)
     model = shard_linears(nn.Linear(4, 4, bias=False).requires_grad_(False), transport=link)
     average_gradients(model, link)
-    if rank == 1:
-        return "left"
-    link.timeout = BRIEF
-    with pytest.raises(TransportError) as caught:
-        average_gradients(model, link)
-    return str(caught.value)
-
-
-def test_a_module_without_replicated_parameters_meets_all_the_same(ranks) -> None:
-    told, left = ranks(2).run(nothing_replicated)
-    assert "average_gradients: not every rank came here" in told
-    assert left == "left"
+    if rank == 0:
+        link.timeout = BRIEF
+        with pytest.raises(TransportError, match="average_gradients: not every rank came here"):
+            average_gradients(model, link)
 
 
 # ---------------------------------------------------------------- gradients, conversion
 
 
-def replicated(rank: int) -> None:
+@on_ranks(3)
+def test_replicated_gradients(rank: int) -> None:
     link = transport()
     model = nn.ModuleDict({"a": Norm(3), "b": Norm(5), "c": Norm(2), "frozen": Norm(1)})
     model["c"].to(torch.bfloat16)
@@ -606,39 +567,24 @@ def replicated(rank: int) -> None:
         average_gradients(embedding, link)
 
 
-def test_replicated_gradients(ranks) -> None:
-    ranks(3).run(replicated)
-
-
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def converted(rank: int) -> None:
+@on_ranks(2)
+def test_conversion(rank: int) -> None:
     link = transport()
     model = Llama(tied=True)
     model.odd = nn.Linear(4, 7)
     model.attention = nn.MultiheadAttention(4, 2)
     model.again = model.blocks[0].q
     whole = copy.deepcopy(model.state_dict())
-    records = Records()
-    logger = logging.getLogger("commfuse_npu.ops.sharded_module")
-    logger.addHandler(records)
-    assert shard_linears(model, transport=link, skip=["blocks.1"]) is model
-    logger.removeHandler(records)
-    assert len(records.lines) == 1
+    with mock.patch("commfuse_npu.ops.sharded_module._logger") as logger:
+        assert shard_linears(model, transport=link, skip=["blocks.1"]) is model
+    ((said, *parts),) = (call.args for call in logger.warning.call_args_list)
     for kept in (
         f"head ({TIED})",
         "blocks.1.gate (named in skip)",
         "odd (7 output features are not divisible by the group size 2; pad them to 8, or keep",
         "attention.out_proj (it is a NonDynamicallyQuantizableLinear)",
     ):
-        assert kept in records.lines[0]
+        assert kept in said % tuple(parts)
     assert model.again is model.blocks[0].q
     assert isinstance(model.again, ShardedLinear)
     assert type(model.blocks[1].q) is nn.Linear
@@ -666,7 +612,3 @@ def converted(rank: int) -> None:
     torch.manual_seed(rank)
     with pytest.raises(MismatchError, match=r"parameters: .* here, .* there"):
         shard_linears(nn.Linear(4, 4), transport=fresh())
-
-
-def test_conversion(ranks) -> None:
-    ranks(2).run(converted)

@@ -1,4 +1,4 @@
-"""What a transport does before the first operation, and what it keeps."""
+"""What a transport does before the first operation, what it keeps, and how its ranks compare."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import torch.distributed as dist
 from commfuse_npu import Transport
 from commfuse_npu.ops import Buckets, all_gather_linear
 from commfuse_npu.runtime import agreement
-from tests.limits import PATIENT
+from commfuse_npu.runtime.gather_objects import MissingRankError, gather_objects
+from tests.distributed.ranks import on_ranks
+from tests.limits import BRIEF, PATIENT
 
 
-def warmed(rank: int, batched: bool) -> list[tuple[int, int]]:
-    """(lane, distance) of what is sent while the lanes are made."""
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@on_ranks(3)
+def test_every_lane_is_warmed_over_every_distance_in_one_order(rank: int, batched: bool) -> None:
+    """A collective would not open the links that batches use."""
     sent: list[tuple[Any, int]] = []
     p2p, isend = dist.P2POp, dist.isend
 
@@ -39,14 +43,8 @@ def warmed(rank: int, batched: bool) -> list[tuple[int, int]]:
         else:
             link = Transport.create(lanes=2, timeout=PATIENT, batched=False)
     lanes = list(link.lane_groups)
-    return [(lanes.index(group), (to - rank) % 3) for group, to in sent if group in lanes]
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-def test_every_lane_is_warmed_over_every_distance_in_one_order(ranks, batched: bool) -> None:
-    """A collective would not open the links that batches use."""
-    for order in ranks(3).run(warmed, batched):
-        assert order == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    order = [(lanes.index(group), (to - rank) % 3) for group, to in sent if group in lanes]
+    assert order == [(0, 1), (0, 2), (1, 1), (1, 2)]  # lane and distance
 
 
 def remembers(rank: int) -> int:
@@ -75,7 +73,8 @@ class _Erased:
         self.found += [(tensor.untyped_storage().data_ptr(), lanes) for tensor in tensors]
 
 
-def erases(rank: int) -> None:
+@on_ranks(3)
+def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(rank: int) -> None:
     link, erased = Transport.create(lanes=2, timeout=PATIENT), _Erased()
     assert link.lane_streams is None, "gloo has none"
     link.lane_streams = erased  # type: ignore[assignment]
@@ -92,5 +91,42 @@ def erases(rank: int) -> None:
     assert erased.found == [(buffer.untyped_storage().data_ptr(), 2)]
 
 
-def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(ranks) -> None:
-    ranks(3).run(erases)
+# ------------------------------------------------------------------- what ranks compare with
+
+
+def said(rank: int) -> Any:
+    return {"rank": rank, "text": "x" * 1000 * rank}
+
+
+@on_ranks(3)
+def test_everyone_hears_everyone(rank: int) -> None:
+    group = dist.new_group()
+    # Without numpy, which torch does not require.
+    with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("no numpy")):
+        answers = [gather_objects(value, group, PATIENT) for value in (said(rank), None)]
+    assert answers == [[said(0), said(1), said(2)], [None] * 3]
+
+
+@on_ranks(3)
+def test_answers_are_in_the_order_of_the_group(rank: int) -> None:
+    group = dist.new_group([2, 0])
+    if rank != 1:
+        assert gather_objects(rank, group, PATIENT) == [0, 2]
+
+
+def missed(rank: int) -> tuple[int, str] | None:
+    group = dist.new_group()
+    if rank == 1:
+        return None
+    with pytest.raises(MissingRankError) as caught:
+        gather_objects(said(rank), group, BRIEF)
+    return caught.value.peer, str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks) -> None:
+    group = ranks(4)
+    found = group.run(missed)
+    group.kill()  # messages are left over
+    for rank in (0, 2, 3):
+        assert found[rank][0] == 1
+        assert found[rank][1].startswith("no answer from peer 1: ")

@@ -21,6 +21,8 @@ from commfuse_npu.ops import (
 from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.tuning import Tuning, decisions
+from tests.distributed.programs import watch_calls
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 ROWS, INPUTS, OUTPUTS = 64, 32, 48
@@ -158,18 +160,12 @@ def test_a_layer_of_which_one_half_is_worth_fusing_is_fused(ranks, fast_forward:
             torch.testing.assert_close(ours, reference)
 
 
-def _ranks_that_differ(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_start_from_different_schedules_are_told(rank: int) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
     schedule = Schedule(lanes=2, chunks=1 + rank)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"do not call the same: .*schedule"):
         _layer(link, "column", LinearOptions(schedule, tuning=Tuning()), link)
-    return str(caught.value)
-
-
-def test_ranks_that_start_from_different_schedules_are_told(ranks) -> None:
-    for message in ranks(2).run(_ranks_that_differ):
-        assert "do not call the same" in message
-        assert "schedule" in message
 
 
 def _agreed_once(rank: int, folder: str) -> None:
@@ -181,15 +177,9 @@ def _agreed_once(rank: int, folder: str) -> None:
     all_gather_linear(x, weight, transport=link, options=options)
     for answered in decisions(link):
         decisions(link)[answered] = Schedule(lanes=1, chunks=2)
-    calls = []
+    calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        agreed_on = Transport._agreed_on
-
-        def counted(transport: Transport, name: str, *facts: Any) -> Any:
-            calls.append(name)
-            return agreed_on(transport, name, *facts)
-
-        patch.setattr(Transport, "_agreed_on", counted)
+        watch_calls(patch, Transport, "_agreed_on", lambda _, name, *facts: calls.append(name))
         for _ in range(5):
             all_gather_linear(x, weight, transport=link, options=options)
         buckets = Buckets(link)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -29,7 +28,8 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import MASKS
-from tests.distributed.programs import watch_posts
+from tests.distributed.programs import correct, transport, watch_calls, watch_posts
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks.case import HEAD_FEATURES, Network, one_layer
 from tests.random_networks.compare import in_full, run_case
@@ -44,20 +44,10 @@ EACH = (
 ATTEND = EACH[1::2]
 
 
-@lru_cache
-def transport() -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT)
-
-
 def whole_layer(size: int, last: str = EACH[3], **changes: Any) -> Network:
     """A projection to heads, some of which two ranks share, and what follows it."""
     first = one_layer(EACH[0], size, shared=32, schedule=Schedule(lanes=1, chunks=3))
     return replace(first, layers=(first.layers[0], one_layer(last, size).layers[0]), **changes)
-
-
-def correct(rank: int, cases: Sequence[Network]) -> None:
-    found = in_full(rank, cases)
-    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -90,7 +80,8 @@ def test_schedules(ranks: Any, size: int) -> None:
     ranks(size).run(correct, cases)
 
 
-def frozen_heads(rank: int) -> None:
+@on_ranks(2)
+def test_heads_without_gradients(rank: int) -> None:
     """Gradients of those of queries, keys and values that want one, and of no others."""
     given = [drawn(rank, name, (12, 2, 2, D), torch.float32, rounded=True) for name in "qkv"]
     proj = drawn(0, "proj", (32, 64), torch.float32, rounded=True)
@@ -107,10 +98,6 @@ def frozen_heads(rank: int) -> None:
         for at, (ours, plain) in enumerate(zip(*results, strict=True)):
             assert (ours is not None) == (plain is not None) == (at in wanted), (op, wanted)
             assert ours is None or torch.equal(ours, plain), (op, wanted)
-
-
-def test_heads_without_gradients(ranks: Any) -> None:
-    ranks(2).run(frozen_heads)
 
 
 SUMMED = {EACH[0]: "micro-batch 0, layer 0 x.grad", EACH[2]: "micro-batch 0, layer 0 y"}
@@ -134,12 +121,14 @@ def test_sums_over_ranks_are_rounded_once(ranks: Any) -> None:
     assert not any(ranks(3).run(rounded_twice))
 
 
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_before_anything_is_sent(rank: int) -> None:
     q, o = torch.zeros(12, 2, 2, D), torch.zeros(12, 2, 2 * D)
     k = v = torch.zeros(12, 2, 1, D)
     x, qkv, proj = torch.zeros(6, 2, 32), torch.zeros(128, 32), torch.zeros(32, 64)
     a, c = "linear_all_to_all", "all_to_all_linear"
     b, bc = "attention_all_to_all", "attention_all_to_all_linear"
+    split = "attention_linear_reduce_scatter"
     one, two = slice(0, 64), slice(64, 128)
     bad: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         (a, (x, qkv[:127]), {}, "127 rows of the weight are not divisible by the group size 2; sa"),
@@ -150,7 +139,8 @@ def refused(rank: int) -> None:
         (c, (o[:11], proj), {}, "sequence length 11 is not divisible by the group size 2; pad it "),
     ]
     k2, v2 = (tensor.repeat(1, 1, 2, 1) for tensor in (k, v))
-    for op, more in ((b, ()), (bc, (proj,))):
+    weight = torch.zeros(32, 32)
+    for op, more in ((b, ()), (bc, (proj,)), (split, (weight,))):
         bad += [
             (op, (q, k, v, *more), {"dropout": 0.1}, "dropout is 0.1; the fused form has none"),
             (op, (q[:11], k[:11], v[:11], *more), {}, "11 is not divisible .* 2; pad it to 12"),
@@ -166,6 +156,7 @@ def refused(rank: int) -> None:
         (c, (o, proj[:, :63]), {}, r"each of 2 ranks has 32 features .* takes 63 in all"),
         (c, (o, proj[0]), {}, r"weight \(64,\); they have to be"),
         (bc, (q, k, v, proj[:, :32]), {}, r"has to be \[H, 64\]"),
+        (split, (q, k, v, proj), {}, "x has 32 features, the weight takes 64"),
         (b, [t.to("meta") for t in (q, k, v)], {}, "q is on meta, the group transfers cpu tensors"),
         (b, [t.int() for t in (q, k, v)], {}, "q is torch.int32; attention needs a floating-point"),
     ]
@@ -176,14 +167,11 @@ def refused(rank: int) -> None:
         with pytest.raises((ValueError, TypeError), match=words):
             getattr(ops, name)(*args, transport=link, **keywords, **more)
     assert link.operations == operations, "something was sent"
-    correct(rank, [one_layer(bc, 2)])
+    correct(rank, [one_layer(op, 2) for op in (bc, split)])
 
 
-def test_bad_input_is_refused_before_anything_is_sent(ranks: Any) -> None:
-    ranks(2).run(refused)
-
-
-def other_rows(rank: int) -> None:
+@on_ranks(2)
+def test_other_rows_on_another_rank_are_noticed(rank: int) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
     rows = [[slice(0, 64)], [slice(64, 128)]]
     with pytest.raises(MismatchError, match=r"do not call the same: rows: .* here"):
@@ -195,46 +183,25 @@ def other_rows(rank: int) -> None:
         )
 
 
-def test_other_rows_on_another_rank_are_noticed(ranks: Any) -> None:
-    ranks(2).run(other_rows)
-
-
 # ----------------------------------------------------------------- order of work
 
 
 def note_order(patch: pytest.MonkeyPatch, events: list[str]) -> None:
     """Note sends, waits for what arrives, attention and GEMMs from now on, a word each."""
 
-    def note(owner: Any, name: str, word: Callable[..., str | None]) -> None:
-        original = getattr(owner, name)
-
-        def logged(*args: Any) -> Any:
-            events.extend(filter(None, [word(*args)]))
-            return original(*args)
-
-        patch.setattr(owner, name, logged)
+    def waits(running: Running, receives: Sequence[int], sends: Sequence[int]) -> None:
+        events.extend(["wait"] * bool(receives))
 
     watch_posts(patch, lambda self, one: events.append("send") if one.send else None)
-    note(Running, "_wait", lambda self, receives, sends: "wait" if receives else "")
-    note(AttentionRuns, "forward", lambda *args: "attend")
-    note(AttentionRuns, "backward", lambda *args: "attend")
-    note(head_groups.HeadGroups, "split", lambda *args: "gemm")
-    note(head_groups.HeadGroups, "collect", lambda *args: "gemm")
-    note(WeightGradient, "add", lambda *args: "wgrad")
-
-
-def recorded(rank: int, op: str) -> tuple[list[str], list[str]]:
-    """What runs while transfers are under way, in the forward and in the backward of an op."""
-    case = one_layer(op, dist.get_world_size(), mask="full", bias="no", schedule=Schedule())
-    link, events = transport(), []
-    call, x = Call(case, link=link), input_of(case, link=link)
-    with pytest.MonkeyPatch.context() as patch:
-        note_order(patch, events)
-        y = call(x)
-        forward = list(events)
-        events.clear()
-        y.backward(torch.ones_like(y))
-    return forward, events
+    watch_calls(patch, Running, "_wait", waits)
+    for owner, name, word in (
+        (AttentionRuns, "forward", "attend"),
+        (AttentionRuns, "backward", "attend"),
+        (head_groups.HeadGroups, "split", "gemm"),
+        (head_groups.HeadGroups, "collect", "gemm"),
+        (WeightGradient, "add", "wgrad"),
+    ):
+        watch_calls(patch, owner, name, lambda *_, word=word: events.append(word))
 
 
 OUT, BACK = ["send"] * 2, "wait"
@@ -256,11 +223,21 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("op", ORDERS)
-def test_order_of_work(ranks: Any, op: str) -> None:
-    for found in ranks(3).run(recorded, op):
-        for events, expected in zip(found, ORDERS[op], strict=True):
-            assert events[: len(expected)] == expected
-            assert set(events[len(expected) :]) <= {"wait"}
+@on_ranks(3)
+def test_order_of_work(rank: int, op: str) -> None:
+    """What runs while transfers are under way, in the forward and in the backward of an op."""
+    case = one_layer(op, dist.get_world_size(), mask="full", bias="no", schedule=Schedule())
+    link, events = transport(), []
+    call, x = Call(case, link=link), input_of(case, link=link)
+    with pytest.MonkeyPatch.context() as patch:
+        note_order(patch, events)
+        y = call(x)
+        forward = list(events)
+        events.clear()
+        y.backward(torch.ones_like(y))
+    for found, expected in zip((forward, events), ORDERS[op], strict=True):
+        assert found[: len(expected)] == expected
+        assert set(found[len(expected) :]) <= {"wait"}
 
 
 # ---------------------------------------------------------------- planted faults

@@ -1,11 +1,14 @@
-"""The command that a launcher would start."""
+"""The command that a launcher would start, and commands that are started."""
 
 from __future__ import annotations
 
 import shlex
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from commfuse_npu.tools.launch_command import launch_command
+from tests.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -16,3 +19,18 @@ def dry_run(model: str, *arguments: str, **variables: str) -> list[str]:
     """Its words, environment and all, with nothing in the environment but what is given."""
     _, command = launch_command([model, *arguments], {"DRY_RUN": "1", **variables})
     return shlex.split(command)
+
+
+def started(
+    *command: str, env: Mapping[str, str] | None = None, folder: str | Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with what it printed."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )

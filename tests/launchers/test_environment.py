@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.limits import LIMIT
+from tests.launchers.launching import ROOT, started
 
-ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "scripts" / "requirements"
 TORCH = re.findall(r"^torch==(.+)$", (REQUIREMENTS / "torch.txt").read_text("utf-8"), re.M)[0]
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
@@ -47,17 +45,15 @@ class Machine:
             The exit code, what was said, and what pip was asked for after its usual options.
         """
         self.asked.write_text("", "utf-8")
-        run = subprocess.run(
-            ["bash", "-c", f'source "{ROOT}/scripts/environment.sh"; prepare_environment {sets}'],
+        script = f'source "{ROOT}/scripts/environment.sh"; prepare_environment {sets}'
+        run = started(
+            *("bash", "-c", script),
             env={
                 "PATH": f"{self.folder}:{os.environ['PATH']}",
                 "COMMFUSE_VENV": str(self.venv),
                 "ASKED": str(self.asked),
                 "FAIL": fail,
             },
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
         )
         usual = "-m pip install --quiet --disable-pip-version-check --no-deps "
         asked = [

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.limits import LIMIT
+from tests.launchers.launching import SCRIPTS, started
 
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = str(ROOT / "scripts" / "pretrain_llama3_8b_ptd.sh")
+LAUNCH = str(SCRIPTS / "pretrain_llama3_8b_ptd.sh")
 
 
 def start(tmp_path: Path, *arguments: str, **variables: str) -> tuple[int, str, list[list[str]]]:
@@ -24,13 +22,10 @@ def start(tmp_path: Path, *arguments: str, **variables: str) -> tuple[int, str, 
     )
     python.chmod(0o755)
     asked.unlink(missing_ok=True)
-    run = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "first_hour.sh"), *arguments],
-        cwd=tmp_path,
+    run = started(
+        *("bash", str(SCRIPTS / "first_hour.sh"), *arguments),
+        folder=tmp_path,
         env={"PATH": os.environ["PATH"], "PYTHON": str(python), **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
     )
     lines = asked.read_text().splitlines() if asked.exists() else []
     return run.returncode, run.stderr, [line.split("\0")[:-1] for line in lines]

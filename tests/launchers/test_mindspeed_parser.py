@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import pytest
 
 from commfuse_npu.tools.measure.forms import FORMS, Form, launches
 from commfuse_npu.tools.model_config import ModelConfig
-from tests.launchers.launching import MODELS, ROOT, dry_run
-from tests.limits import LIMIT
+from tests.launchers.launching import MODELS, ROOT, dry_run, started
 
 NEEDED = ("MINDSPEED_HOME", "MINDSPEED_LLM_HOME", "MEGATRON_HOME", "COMMFUSE_NPU_PYTHON")
 MISSING = [name for name in NEEDED if not os.environ.get(name)]
@@ -30,9 +28,9 @@ def parsed(words: list[str], world_size: int) -> dict[str, Any]:
     """The arguments as the validators leave them, on rank 0 of ``world_size``."""
     folders = [os.environ[name] for name in ("MINDSPEED_LLM_HOME", "MINDSPEED_HOME")]
     folders += [os.environ["MEGATRON_HOME"], str(ROOT)]
-    run = subprocess.run(
-        [os.environ["COMMFUSE_NPU_PYTHON"], str(SCRIPT), *words],
-        cwd=os.environ["MINDSPEED_LLM_HOME"],
+    run = started(
+        *(os.environ["COMMFUSE_NPU_PYTHON"], str(SCRIPT), *words),
+        folder=os.environ["MINDSPEED_LLM_HOME"],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(folders),
@@ -43,10 +41,6 @@ def parsed(words: list[str], world_size: int) -> dict[str, Any]:
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(world_size),
         },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])

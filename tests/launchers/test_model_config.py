@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,8 @@ import yaml
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig, given_options
-from tests.limits import LIMIT
+from tests.launchers.launching import ROOT, started
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 PARAMETERS = {
     "llama2_7b": 6_738_415_616,
@@ -273,13 +271,9 @@ def test_a_launcher_needs_pyyaml_and_no_torch(
     module: str, content: str, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / f"{module}.py").write_text(content, "utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "commfuse_npu.tools.launch_command", "llama3_8b"],
+    done = started(
+        *(sys.executable, "-m", "commfuse_npu.tools.launch_command", "llama3_8b"),
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "DRY_RUN": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
     )
     assert done.returncode == code, done.stderr
     if code:

@@ -22,8 +22,8 @@ from mindspeed_patches import PatchManager
 from tests.distributed.ranks import Ranks
 
 __all__ = [
-    *("TINY", "Finished", "NormColumn", "asked", "losses", "megatron", "patched"),
-    "pretrained",
+    *("TINY", "WITHOUT_KERNELS", "Finished", "NormColumn"),
+    *("asked", "losses", "megatron", "patched", "pretrained"),
 ]
 
 TINY = (
@@ -32,6 +32,19 @@ TINY = (
     "--train-iters 6 --save-interval 3 --distributed-timeout-minutes 2"
 )
 """Options of the CPU pretraining; what comes after them takes their place."""
+
+WITHOUT_KERNELS = {
+    "use_cpu_initialization": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+"""A configuration of Megatron's models that runs on a CPU, the same in every run."""
 
 
 @contextlib.contextmanager

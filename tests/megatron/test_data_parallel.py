@@ -33,10 +33,12 @@ class Case:
     """A training.
 
     Attributes:
+        distributed: with the distributed optimizer.
         average: divide sums by the number of replicas.
     """
 
     dtype: torch.dtype = torch.float32
+    distributed: bool = True
     fp32_gradients: bool = True
     overlap_gradients: bool = False
     overlap_parameters: bool = False
@@ -141,7 +143,7 @@ class Training:
                 average_in_collective=case.average,
                 bucket_size=case.bucket_size,
                 check_for_nan_in_grad=False,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=case.distributed,
             ),
             net,
         )
@@ -151,7 +153,7 @@ class Training:
             clip_grad=case.clip,
             bf16=case.dtype == torch.bfloat16,
             params_dtype=case.dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=case.distributed,
         )
         self.optimizer = get_megatron_optimizer(config, [self.model])
         self.data = torch.Generator().manual_seed(100 + dist.get_rank())

@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
+from tests.distributed.ranks import on_ranks
 
 LENGTHS = "mindspeed_llm.lengths_of_a_test"
 
@@ -35,7 +36,8 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def found(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_both_sides_write_is_found(rank: int) -> None:
     module: Any = ModuleType(LENGTHS)
     module.lengths, module.of_forwards, module.table = None, None, [0]
     sys.modules[LENGTHS] = module
@@ -60,12 +62,8 @@ def found(rank: int) -> list[str]:
         census.run(forward, backward, None)
     finally:
         del sys.modules[LENGTHS]
-    return census.unknown
-
-
-def test_what_both_sides_write_is_found(ranks: Any) -> None:
     expected = ["chunk 0, 0: Layer.kept", f"{LENGTHS}.lengths", f"{LENGTHS}.table"]
-    assert ranks(2).run(found) == [expected, expected]
+    assert census.unknown == expected
 
 
 class Held:
@@ -79,7 +77,8 @@ class Held:
 Held.__module__ = LENGTHS
 
 
-def of_experts(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_experts_and_attention_keep_is_of_one_side(rank: int) -> None:
     """The dispatcher and its ``disaptor``, the mask and a checkpoint are, other parts are not."""
     checkpoint = type("CheckpointWithoutOutput", (), {})
     layer = Layer()
@@ -96,7 +95,9 @@ def of_experts(rank: int) -> list[str]:
     overlap = ForwardBackwardOverlap([world()])
     census = Census(overlap, [model])
     census.run(side, side, None)
-    unknown, kept = census.unknown, []
+    owner, kept = "chunk 0, 0: Layer", []
+    expected = [f"{owner}.router.counts", f"{owner}.token_dispatcher.part.counts"]
+    assert census.unknown == expected
     overlap.states = side_states([model], "cpu")
 
     def alone(value: int) -> None:
@@ -106,16 +107,11 @@ def of_experts(rank: int) -> list[str]:
 
     overlap.run(partial(alone, 1), partial(alone, 2))
     assert sorted(kept) == [(1,) * 4, (2,) * 4]
-    return unknown
 
 
-def test_what_experts_and_attention_keep_is_of_one_side(ranks: Any) -> None:
-    owner = "chunk 0, 0: Layer"
-    expected = [f"{owner}.router.counts", f"{owner}.token_dispatcher.part.counts"]
-    assert ranks(2).run(of_experts) == [expected, expected]
-
-
-def weighed(rank: int) -> int:
+@on_ranks(2)
+def test_what_a_forward_leaves_allocated_is_measured(rank: int) -> None:
+    """On a device; the bytes here are made up."""
     overlap = ForwardBackwardOverlap([world()])
     allocated = iter((100, 180, 200, 260))
     device = mock.Mock(memory_allocated=lambda: next(allocated))
@@ -126,15 +122,11 @@ def weighed(rank: int) -> int:
         census = Census(overlap, [torch.nn.Linear(1, 1)])
     for _ in range(2):
         census.run(lambda: None, lambda: None, None)
-    return census.kept
+    assert census.kept == 80
 
 
-def test_what_a_forward_leaves_allocated_is_measured(ranks: Any) -> None:
-    """On a device; the bytes here are made up."""
-    assert ranks(2).run(weighed) == [80, 80]
-
-
-def scratch(rank: int) -> None:
+@on_ranks(2)
+def test_gather_buffers_are_of_one_side(rank: int) -> None:
     from megatron.core.utils import GlobalMemoryBuffer
 
     scratch_of_each_side()
@@ -164,7 +156,3 @@ def test_named_random_states_are_of_one_side(monkeypatch: pytest.MonkeyPatch) ->
     state.restore(saved)
     assert tracker.states_ == forward
     assert tracker._current_state_name == "of the forward"
-
-
-def test_gather_buffers_are_of_one_side(ranks: Any) -> None:
-    ranks(2).run(scratch)

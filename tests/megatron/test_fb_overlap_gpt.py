@@ -23,7 +23,7 @@ from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.core_versions import asked_for
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
-from tests.megatron.in_ranks import megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
 from tests.megatron.test_fb_overlap import InOrder
 
 LENGTH, BATCH, VOCABULARY = 8, 2, 32
@@ -134,19 +134,11 @@ def settings(training: Training) -> Any:
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.01,
         }
-    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     return TransformerConfig(
         num_layers=4,
         hidden_size=16,
         num_attention_heads=2,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         pipeline_dtype=torch.float32,
         batch_p2p_comm=False,
         overlap_p2p_comm=training.chunks > 1,
@@ -154,7 +146,7 @@ def settings(training: Training) -> Any:
         pipeline_model_parallel_size=training.stages,
         virtual_pipeline_model_parallel_size=training.chunks if training.chunks > 1 else None,
         **experts,
-        **(options | dict(training.options)),
+        **(WITHOUT_KERNELS | dict(training.options)),
     )
 
 

@@ -21,6 +21,7 @@ from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL, Lanes
 from mindspeed_patches.ulysses import UlyssesWrappers
+from tests.distributed.ranks import on_ranks
 from tests.megatron.in_ranks import patched
 
 
@@ -34,8 +35,7 @@ def registered(*made: Lanes) -> Iterator[None]:
         yield
 
 
-def life_of_the_lanes(rank: int, folder: str) -> tuple[list[Any], int]:
-    """What there was of them, and how many lines of a record."""
+def life_of_the_lanes(rank: int, folder: str) -> None:
     from megatron.core import parallel_state
 
     user = LinearWrappers()
@@ -52,16 +52,17 @@ def life_of_the_lanes(rank: int, folder: str) -> tuple[list[Any], int]:
             seen.append(user.transport)
     log = shared_order_log(folder, rank, dist.get_world_size())
     log.close()
-    return seen, len(log.path.read_text().splitlines())
+    assert seen == [None, (2, 2, 180.0), None, (4, 2, 180.0), None]
+    # The first line, two transports made and given up, and the end.
+    assert len(log.path.read_text().splitlines()) == 6
 
 
 def test_made_with_the_groups_given_up_with_them_and_recorded(ranks, tmp_path) -> None:
-    expected = [None, (2, 2, 180.0), None, (4, 2, 180.0), None]
-    # The first line, two transports made and given up, and the end.
-    assert ranks(4).run(life_of_the_lanes, str(tmp_path / "log")) == [(expected, 6)] * 4
+    ranks(4).run(life_of_the_lanes, str(tmp_path / "log"))
 
 
-def lanes_of_each_group(rank: int) -> list[Any]:
+@on_ranks(4)
+def test_each_group_has_lanes_of_its_own(rank: int) -> None:
     from megatron.core import parallel_state
 
     linears = LinearWrappers()
@@ -86,17 +87,22 @@ def lanes_of_each_group(rank: int) -> list[Any]:
         parallel_state.initialize_model_parallel(1)
         assert all(direction.buckets() not in before for direction in directions)
         parallel_state.destroy_model_parallel()
-    return [(transport.ranks, transport.lanes) for transport in made]
+    found = [(transport.ranks, transport.lanes) for transport in made]
+    tensor_parallel, shared = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+    assert found == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]
 
 
-def test_each_group_has_lanes_of_its_own(ranks) -> None:
-    for rank, found in enumerate(ranks(4).run(lanes_of_each_group)):
-        tensor_parallel = (rank // 2 * 2, rank // 2 * 2 + 1)
-        shared = (rank % 2, rank % 2 + 2)
-        assert found == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]
-
-
-def beside_the_other_groups(rank: int, sizes: dict[str, int]) -> float:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"expert_model_parallel_size": 2},
+    ],
+    ids=lambda sizes: next(iter(sizes)),
+)
+@on_ranks(4)
+def test_other_groups_keep_working(rank: int, sizes: dict[str, int]) -> None:
     """A fused layer while pipeline and context-parallel traffic is under way."""
     from megatron.core import parallel_state
 
@@ -125,23 +131,11 @@ def beside_the_other_groups(rank: int, sizes: dict[str, int]) -> float:
         assert incoming.tolist() == [float(peer)] * 5
         assert total.tolist() == [float(rank + peer)] * 3
         parallel_state.destroy_model_parallel()
-        return float(peer)
+        assert peer == (rank + 2) % 4
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"pipeline_model_parallel_size": 2},
-        {"context_parallel_size": 2},
-        {"expert_model_parallel_size": 2},
-    ],
-    ids=lambda sizes: next(iter(sizes)),
-)
-def test_other_groups_keep_working(ranks, sizes: dict[str, int]) -> None:
-    assert ranks(4).run(beside_the_other_groups, sizes) == [2.0, 3.0, 0.0, 1.0]
-
-
-def without_gloo_groups(rank: int) -> list[float]:
+@on_ranks(2)
+def test_where_gloo_groups_are_switched_off(rank: int) -> None:
     """MindSpeed's --disable-gloo-group makes ``new_group`` return None for gloo by keyword."""
     new_group, made = dist.new_group, []
 
@@ -158,8 +152,4 @@ def without_gloo_groups(rank: int) -> list[float]:
     x = torch.full((4, 1, 3), float(rank + 1))
     options = LinearOptions(Schedule(lanes=1))
     gathered = all_gather_linear(x, torch.eye(3), transport=transport, options=options)
-    return gathered[::4, 0, 0].tolist()
-
-
-def test_where_gloo_groups_are_switched_off(ranks) -> None:
-    assert ranks(2).run(without_gloo_groups) == [[1.0, 2.0]] * 2
+    assert gathered[::4, 0, 0].tolist() == [1.0, 2.0]

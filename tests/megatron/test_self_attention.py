@@ -24,6 +24,7 @@ from mindspeed_patches.ulysses_layer import (
     qkv_obstacle,
     replaced,
 )
+from tests.distributed.ranks import on_ranks
 from tests.megatron.self_attention import (
     BATCH,
     DIMENSION,
@@ -280,7 +281,8 @@ def test_reasons_of_a_layer(ranks) -> None:
     ranks(2).run(reasons)
 
 
-def a_mask_that_changes_between(rank: int) -> None:
+@on_ranks(2)
+def test_attention_that_turns_out_to_be_more(rank: int) -> None:
     """The heads are exchanged, and only then is attention more than can be fused."""
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -297,11 +299,8 @@ def a_mask_that_changes_between(rank: int) -> None:
         counted(linears.calls, case)
 
 
-def test_attention_that_turns_out_to_be_more(ranks) -> None:
-    ranks(2).run(a_mask_that_changes_between)
-
-
-def hooks_and_what_is_left_behind(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_run_and_nothing_stays_replaced(rank: int) -> None:
     case, seen, names = Case(), [], ("linear_qkv", "core_attention", "linear_proj")
     with parallel(case), wrapped(case) as linears:
         layer, (x, _, rows) = build(case, 2), inputs(case, 2)
@@ -319,11 +318,11 @@ def hooks_and_what_is_left_behind(rank: int) -> None:
         assert ("proj", "fused") in linears.calls
 
 
-def test_hooks_run_and_nothing_stays_replaced(ranks) -> None:
-    ranks(2).run(hooks_and_what_is_left_behind)
-
-
-def on_either_side(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_norms_and_positions_are_the_same_bits_on_either_side(
+    rank: int, dtype: torch.dtype
+) -> None:
     """Norms and rotary embedding before the exchange, and after it."""
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
@@ -349,17 +348,13 @@ def on_either_side(rank: int, dtype: torch.dtype) -> None:
             assert not any(map(torch.equal, before, plain))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_and_positions_are_the_same_bits_on_either_side(ranks, dtype: torch.dtype) -> None:
-    ranks(2).run(on_either_side, dtype)
-
-
 def counted_gathers() -> Any:
     original = ulysses_layer.all_gather_rows
     return mock.patch.object(ulysses_layer, "all_gather_rows", side_effect=original)
 
 
-def gathers(rank: int) -> None:
+@on_ranks(2)
+def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
     with parallel(Case()), counted_gathers() as gather:
         group, known = dist.group.WORLD, WholePositions()
 
@@ -392,11 +387,8 @@ def gathers(rank: int) -> None:
             expect(unseen.add_(1), 15)
 
 
-def test_positions_are_gathered_once_per_tensor(ranks) -> None:
-    ranks(2).run(gathers)
-
-
-def gathers_of_layers(rank: int) -> int:
+@on_ranks(2)
+def test_all_layers_and_recomputation_share_what_is_gathered(rank: int) -> None:
     """Three layers, one of them recomputed, two iterations."""
     from megatron.core.tensor_parallel import checkpoint
 
@@ -412,11 +404,7 @@ def gathers_of_layers(rank: int) -> int:
                 return call(case, layer, hidden, rows, emb)
 
             checkpoint(forward, False, x, angles).sum().backward()
-        return int(gather.call_count)
-
-
-def test_all_layers_and_recomputation_share_what_is_gathered(ranks) -> None:
-    assert ranks(2).run(gathers_of_layers) == [1, 1]
+        assert gather.call_count == 1
 
 
 def planted(rank: int, owner: Any, name: str, fault: Any) -> None:

@@ -19,7 +19,7 @@ from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
-from tests.megatron.in_ranks import megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
 from tests.patches.launches import real_arguments
 
 LENGTH, BATCH, VOCABULARY = 16, 2, 64
@@ -72,18 +72,10 @@ def build(**config: Any) -> torch.nn.Module:
         "num_attention_heads": 4,
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
-        "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
         "normalization": "RMSNorm",
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
+        **WITHOUT_KERNELS,
     }
     torch.manual_seed(1)
     with mock.patch.object(gpt_layer_specs, "WrappedTorchNorm", RMSNorm):
@@ -217,10 +209,6 @@ def gathering(model: Any) -> None:
         layer.self_attention.config.mla_up_proj_tp_overlap = True
 
 
-def unchanged(model: Any) -> None:
-    """As it is built."""
-
-
 SIZES = {"seq_length": LENGTH, "micro_batch_size": BATCH}
 UNSPLIT = {"sequence_parallel": False}
 OVERLAPPED = {
@@ -235,11 +223,13 @@ SHORT = "a block has fewer rows than the 17 of --commfuse-min-rows"
 LONGER = "--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it"
 TOGETHER = "--commfuse-attention"
 
-REASONS: dict[str, tuple[str, Any, dict[str, Any], list[tuple[str, str]]]] = {
-    # options, what is done to the model, its configuration, layers and why they are not fused
+CHANGES = {"own class": own_linear, "gathered ahead": gathering}
+"""What is done to a model that is built."""
+
+REASONS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str]]]] = {
+    # options, the configuration, layers and why they are not fused
     "list": (
         "--commfuse-layers qkv,fc1,fc2",
-        unchanged,
         {},
         [
             (name, f"{name} is not in the list of layers to fuse (add {name} to --commfuse-layers)")
@@ -248,7 +238,6 @@ REASONS: dict[str, tuple[str, Any, dict[str, Any], list[tuple[str, str]]]] = {
     ),
     "no sequence parallelism": (
         "",
-        unchanged,
         UNSPLIT,
         [
             # The way out at the first mention.
@@ -261,16 +250,14 @@ REASONS: dict[str, tuple[str, Any, dict[str, Any], list[tuple[str, str]]]] = {
             ("output", NO_TRANSFER),
         ],
     ),
-    "own class": ("", own_linear, {}, [("linear_fc1", "Alien is not Megatron's linear layer")]),
+    "own class": ("", {}, [("linear_fc1", "Alien is not Megatron's linear layer")]),
     "gathered ahead": (
         "",
-        gathering,
         LATENT,
         [("q_up", f"{GATHERED} (leave --mla-up-proj-tp-overlap out)"), ("kv_up", GATHERED)],
     ),
     "overlapped": (
         "",
-        unchanged,
         OVERLAPPED,
         [
             ("shared_fc1", f"{OUTSIDE} (leave --moe-shared-expert-overlap out)"),
@@ -278,16 +265,14 @@ REASONS: dict[str, tuple[str, Any, dict[str, Any], list[tuple[str, str]]]] = {
             ("experts", RULES),
         ],
     ),
-    "together": (TOGETHER, unchanged, {}, []),
+    "together": (TOGETHER, {}, []),
     "attention again": (
         TOGETHER,
-        unchanged,
         {"recompute_granularity": "selective"},
         [("attention", "selective recomputation runs the core attention by itself")],
     ),
     "short": (
         "--commfuse-min-rows 17 --commfuse-allow-nothing",
-        unchanged,
         {},
         [("qkv", f"{SHORT} ({LONGER})")]
         + [(name, SHORT) for name in ("proj", "fc1", "fc2", "output")],
@@ -299,10 +284,10 @@ def reasons(rank: int) -> dict[str, list[str]]:
     """By case, the lines of rank 0 that say more than how many are fused."""
     found = {}
     with megatron(2), mock.patch.object(torch.cuda, "Stream"):
-        for name, (options, change, config, _) in REASONS.items():
+        for name, (options, config, _) in REASONS.items():
             with Wrapped(*options.split(), **SIZES) as wrapped:
                 model = build(**config)
-                change(model)
+                CHANGES.get(name, lambda model: None)(model)
                 found[name] = [line for line in wrapped.told(model) if " not: " in line]
         with Wrapped(TOGETHER, **SIZES) as wrapped:
             last = wrapped.told(build(**UNSPLIT))[-1:]

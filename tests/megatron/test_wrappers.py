@@ -19,6 +19,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.megatron.in_ranks import NormColumn, megatron, patched
 
@@ -268,7 +269,8 @@ def test_other_layers_are_left_to_megatron_with_the_reason(ranks, size: int, cas
     ranks(size).run(compared, cases, True)
 
 
-def what_keeps_a_layer(rank: int) -> None:
+@on_ranks(2)
+def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
     with megatron(2), wrapped(COLUMN, min_rows=33) as wrappers:
         column, row = build(COLUMN), build(ROW)
 
@@ -310,11 +312,8 @@ def what_keeps_a_layer(rank: int) -> None:
             said(column, reason)
 
 
-def test_what_keeps_a_layer_from_being_fused(ranks) -> None:
-    ranks(2).run(what_keeps_a_layer)
-
-
-def refused_like_megatron(rank: int) -> None:
+@on_ranks(2)
+def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
     with megatron(2):
         for knobs, words in (
             (replace(COLUMN, call={"weight": torch.ones(3, 3)}), "supplied weight"),
@@ -329,11 +328,18 @@ def refused_like_megatron(rank: int) -> None:
             build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
 
 
-def test_megatrons_own_errors_stay_and_lanes_have_to_exist(ranks) -> None:
-    ranks(2).run(refused_like_megatron)
-
-
-def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any:
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "path"),
+    [
+        ("fc1", True, "fused"),
+        ("fc1", False, "without sequence parallelism the forward has no transfer"),
+        (None, True, "unnamed is not in the list of layers to fuse"),
+    ],
+)
+@on_ranks(2)
+def test_the_layer_with_norm(
+    rank: int, name: str | None, sequence_parallel: bool, path: str
+) -> None:
     with megatron(2):
         results, calls = [], None
         for fused in (False, True):
@@ -351,23 +357,11 @@ def norm_and_column(rank: int, name: str | None, sequence_parallel: bool) -> Any
             results.append([y, x.grad, *(p.grad for p in layer.parameters())])
             calls = dict(wrappers.calls)
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-        return calls
+        assert calls == {(name or "unnamed", path): 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel", "path"),
-    [
-        ("fc1", True, "fused"),
-        ("fc1", False, "without sequence parallelism the forward has no transfer"),
-        (None, True, "unnamed is not in the list of layers to fuse"),
-    ],
-)
-def test_the_layer_with_norm(ranks, name: str | None, sequence_parallel: bool, path: str) -> None:
-    found = ranks(2).run(norm_and_column, name, sequence_parallel)
-    assert found == [{(name or "unnamed", path): 1}] * 2
-
-
-def aliases_subclasses_and_checkpoints(rank: int) -> None:
+@on_ranks(2)
+def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int) -> None:
     from megatron.core import tensor_parallel
 
     with megatron(2):
@@ -385,10 +379,6 @@ def aliases_subclasses_and_checkpoints(rank: int) -> None:
             assert wrappers.describe() == ["fc1: 1 forward calls fused"]
             assert layer.sharded_state_dict().keys() == keys
         assert not hasattr(build(COLUMN), "commfuse_layer"), "patches were not removed"
-
-
-def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(ranks) -> None:
-    ranks(2).run(aliases_subclasses_and_checkpoints)
 
 
 def test_unknown_layers_are_named() -> None:

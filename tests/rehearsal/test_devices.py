@@ -47,6 +47,7 @@ def test_types_are_those_of_a_device() -> None:
     with DevicesAreTheCpu():
         assert torch.ones(1).type() == "torch.npu.FloatTensor"
         assert torch.ones(1).type("torch.npu.HalfTensor").dtype == torch.float16
+        assert torch.ones(1).type(torch.int32).dtype == torch.int32
     with DevicesAreTheCpu("cuda"):
         assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.ones(1).type() == "torch.FloatTensor"

@@ -1,4 +1,4 @@
-"""What a rehearsal changes in a launch, and what it leaves alone."""
+"""What a rehearsal changes in a launch, how it scales it down, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import MOCK_VOCABULARY
 from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
+from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 
 HERE = "--data-path 0.5 text --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
 ELSEWHERE = (
@@ -77,3 +79,111 @@ def test_the_two_runs_differ_in_commfuse_only() -> None:
     assert not plain.changes
     overlap = Options(["--commfuse-fb-overlap"])
     assert commfuse_run(overlap) == ["--commfuse-fb-overlap"]
+
+
+# ------------------------------------------------------------------- a launch is made smaller
+
+LLAMA3_70B = (
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --num-layers 80 "
+    "--hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 4 "
+    "--global-batch-size 512 --recompute-num-layers 20 --num-layer-list 20,20,20,20 "
+    "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 16032"
+)
+
+
+def scaled(text: str, processes: int | None, limit: int) -> tuple[Options, Layout]:
+    options = Options(text.split())
+    return options, scale_down(options, layout_of(options, processes), limit)
+
+
+def number(options: Options, name: str) -> int:
+    return options.number(name, -1)
+
+
+def test_layouts() -> None:
+    options = Options(LLAMA3_70B.split())
+    assert layout_of(options, 64) == Layout(8, 4, 1, 2)
+    assert layout_of(options, None) == Layout(8, 4, 1, 1)
+    with pytest.raises(UsageError, match=r"48 processes.*= 32"):
+        layout_of(options, 48)
+
+
+@pytest.mark.parametrize(
+    ("layout", "limit", "expected"),
+    [
+        (Layout(8, 4, 1, 2), 8, (4, 2, 1, 1)),
+        (Layout(8, 1, 1, 1), 8, (8, 1, 1, 1)),
+        (Layout(2, 1, 1, 8), 8, (2, 1, 1, 2)),
+        (Layout(8, 8, 8, 1), 8, (2, 2, 2, 1)),
+        (Layout(8, 4, 1, 2), 2, (2, 1, 1, 1)),
+        (Layout(6, 1, 1, 1), 4, (3, 1, 1, 1)),
+        (Layout(2, 16, 1, 8, 8), 8, (2, 2, 1, 2)),
+        (Layout(1, 4, 1, 16, 16), 4, (1, 2, 1, 2)),
+        (Layout(2, 16, 1, 8, 8), 1, (1, 1, 1, 1)),
+    ],
+)
+def test_processes_fit(layout: Layout, limit: int, expected: tuple[int, ...]) -> None:
+    small = scale_down(Options(["--num-layers", "4"]), layout, limit)
+    assert (small.tensor, small.pipeline, small.context, small.data) == expected
+
+
+@pytest.mark.parametrize("limit", [2, 4, 8, 16, 32])
+def test_a_large_model_keeps_its_ratios(limit: int) -> None:
+    options, small = scaled(LLAMA3_70B, 64, limit)
+    assert small.processes <= limit
+    heads, groups = (
+        number(options, "--num-attention-heads"),
+        number(options, "--num-query-groups"),
+    )
+    hidden, ffn = number(options, "--hidden-size"), number(options, "--ffn-hidden-size")
+    assert heads == 8 * groups
+    assert groups % small.tensor == 0
+    assert hidden == 16 * heads
+    assert ffn % small.tensor == 0
+    assert abs(ffn / hidden - 3.5) < 0.5
+    # Rows of 64 bytes in bf16, and 32 of them per rank.
+    assert hidden // small.tensor % 32 == 0
+    assert number(options, "--seq-length") == 32 * small.tensor
+    assert number(options, "--max-position-embeddings") == number(options, "--seq-length")
+    assert number(options, "--num-layers") == 2 * small.pipeline
+    assert number(options, "--recompute-num-layers") == 2
+    assert number(options, "--global-batch-size") % (2 * small.data) == 0
+    assert number(options, "--make-vocab-size-divisible-by") == 1
+    assert "--num-layer-list" not in options
+    assert any(line.startswith("--hidden-size 8192 -> ") for line in options.changes)
+
+
+@pytest.mark.parametrize(("limit", "stage"), [(8, "1"), (2, None)])
+def test_virtual_stages_stay_virtual(limit: int, stage: str | None) -> None:
+    text = LLAMA3_70B + " --num-layers-per-virtual-pipeline-stage 10 --commfuse-fb-overlap"
+    options, small = scaled(text, 64, limit)
+    assert options.text("--num-layers-per-virtual-pipeline-stage") == stage
+    assert number(options, "--num-layers") == 2 * small.pipeline
+    assert number(options, "--global-batch-size") == 2 * 4 * small.pipeline
+
+
+def test_experts_and_context_parallelism() -> None:
+    text = (
+        "--tensor-model-parallel-size 2 --context-parallel-size 4 --expert-model-parallel-size 4 "
+        "--num-experts 128 --moe-router-topk 8 --num-attention-heads 32 --hidden-size 2048 "
+        "--moe-ffn-hidden-size 768 --seq-length 4096 --micro-batch-size 1 --global-batch-size 16 "
+        "--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2"
+    )
+    options, small = scaled(text, 16, 4)
+    assert (small.tensor, small.context, small.expert) == (2, 2, 2)
+    assert number(options, "--num-experts") == 4
+    assert number(options, "--moe-router-topk") == 2
+    assert options.text("--context-parallel-algo") == "ulysses_cp_algo"
+    assert number(options, "--seq-length") == 32 * 4
+    options, small = scaled(f"{text} --moe-tp-extend-ep", 16, 4)
+    assert number(options, "--num-experts") == 2 * small.tensor * small.expert
+
+
+def test_factors_of_a_rotation_fit_the_smaller_heads() -> None:
+    factors = ",".join(str(number) for number in range(64))
+    options, _ = scaled(
+        f"--num-attention-heads 32 --hidden-size 4096 --long-factor {factors}", 8, 8
+    )
+    size = number(options, "--hidden-size") // number(options, "--num-attention-heads")
+    assert options.text("--long-factor") == ",".join(map(str, range(size // 2)))

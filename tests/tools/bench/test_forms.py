@@ -24,6 +24,7 @@ from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms, modelled_seconds
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, of_group
 from commfuse_npu.tools.bench.worker import FormsWorker as Worker
+from tests.distributed.ranks import on_ranks
 from tests.limits import LIMIT
 
 _long = pytest.mark.long
@@ -35,20 +36,6 @@ def _shape(size: int) -> Shape:
     return Shape(16 * size, 16 * size, 32 * size, 2 * size, size, 16)
 
 
-def _check(rank: int, dtype: str, works: tuple[str, ...], some: str) -> list[tuple[str, str, Any]]:
-    worker = Worker()
-    found = []
-    for work in works:
-        worker.set_up(work, _shape(worker.size), dtype, 7, None)
-        for variant in of_group(worker.size):
-            # Fewer lanes change no number, and 8 pieces nothing that 4 do not.
-            skipped = "-l" in variant.name or "8" in variant.name or variant.tuned
-            if variant.applies_to(work) and not skipped and re.search(some, variant.name):
-                found.append((work, variant.name, worker.check(variant, memory=False)))
-    worker._transport.close()
-    return found
-
-
 @pytest.mark.parametrize(
     ("size", "dtype", "works", "some"),
     [
@@ -58,45 +45,55 @@ def _check(rank: int, dtype: str, works: tuple[str, ...], some: str) -> list[tup
         pytest.param(3, "fp32", ("all-gather", "reduce-scatter", "layer"), "", marks=_long),
     ],
 )
+@on_ranks()
 def test_every_variant_computes_the_same(
-    ranks, size: int, dtype: str, works: tuple[str, ...], some: str
+    rank: int, dtype: str, works: tuple[str, ...], some: str
 ) -> None:
-    limit = 1e-4 if dtype == "fp32" else 0.2
-    for of_rank in ranks(size).run(_check, dtype, works, some, timeout=LIMIT):
-        assert {work for work, *_ in of_rank} == set(works)
-        for work, name, check in of_rank:
+    worker, limit = Worker(), 1e-4 if dtype == "fp32" else 0.2
+    for work in works:
+        worker.set_up(work, _shape(worker.size), dtype, 7, None)
+        # Fewer lanes change no number, and 8 pieces nothing that 4 do not.
+        chosen = [
+            variant
+            for variant in of_group(worker.size)
+            if variant.applies_to(work)
+            and re.search(some, variant.name)
+            and not ("-l" in variant.name or "8" in variant.name or variant.tuned)
+        ]
+        assert chosen
+        for variant in chosen:
+            check, name = worker.check(variant, memory=False), variant.name
             where = f"{work}, {name}: {check}"
             assert check.max_difference <= limit, where
             # Whole GEMMs, the same additions: the same bits.
             assert check.equal or name not in ("p2p", "collective", "megatron-p2p"), where
             ours = name.startswith("ours")
             assert check.equal_same_gemms is (True if ours else None), where
+    worker._transport.close()
 
 
-def _turns(rank: int) -> tuple[Any, int, Any]:
+def _turns(rank: int) -> Any:
     worker = Worker()
     worker.set_up("micro-batches", _shape(worker.size), "fp32", 7, None)
     (turns,) = (variant for variant in of_group(worker.size) if variant.kind == "turns")
-    check = worker.tune(turns)
+    assert worker.tune(turns).equal
     form = worker._form(turns)
     assert isinstance(form, TakingTurns)
+    assert worker.round([turns])[0].total > 0
     overlap = form.overlap
-    samples = worker.round([turns])
     worker.forget_tuning()
     assert worker._form(turns) is not form
     worker._transport.close()
-    return check, overlap.pairs, (overlap.orders, samples[0].total > 0)
+    assert overlap.pairs == 2 * 7  # the first step of three is measured
+    (order,) = overlap.orders.values()
+    # Two layers: 8 transfers of a forward, 12 of a backward of which 8 end elsewhere; the ends.
+    assert [len(side) for side in order] == [9, 21]
+    return overlap.orders
 
 
 def test_micro_batches_take_turns_with_megatrons_bits(ranks: Any) -> None:
     first, second = ranks(2).run(_turns, timeout=LIMIT)
-    assert first[2] == second[2]
-    check, pairs, (orders, _) = first
-    assert check.equal
-    assert pairs == 2 * 7  # the first step of three is measured
-    (order,) = orders.values()
-    # Two layers: 8 transfers of a forward, 12 of a backward of which 8 end elsewhere; the ends.
-    assert [len(side) for side in order] == [9, 21]
+    assert first == second
 
 
 def _tuned(rank: int) -> list[tuple[object, list[int]]]:
@@ -165,8 +162,10 @@ class _Counted(DirectExchange):
         super().give_back(*buffers)
 
 
-def _ring(rank: int) -> list[str]:
-    """What of a ring has not the bits of collectives and the same GEMMs, block by block."""
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=_long)])
+@on_ranks()
+def test_a_ring_has_the_bits_of_the_collectives(rank: int) -> None:
+    """And of the same GEMMs, block by block."""
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
     assert group is not None
     size, carrier = group.size(), _Counted(group, {})
@@ -195,22 +194,14 @@ def _ring(rank: int) -> list[str]:
         "column_backward": around.column_backward(grad, shard, weight),
         "row_backward": around.row_backward(shard, grad, weight.t().contiguous()),
     }
-    wrong = [
-        name
-        for name, results in found.items()
-        if not all(map(torch.equal, results, expected[name]))
-    ]
-    if carrier.lent or around.blocked_seconds() <= 0:
-        wrong.append(f"{carrier.lent} buffers, {around.blocked_seconds()} s")
-    return wrong
+    for name, results in found.items():
+        assert all(map(torch.equal, results, expected[name])), name
+    assert carrier.lent == 0
+    assert around.blocked_seconds() > 0
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=_long)])
-def test_a_ring_has_the_bits_of_the_collectives(ranks, size: int) -> None:
-    assert ranks(size).run(_ring, timeout=LIMIT) == [[]] * size
-
-
-def _round(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_round_with_sleeping_gemms_gives_a_sample_per_variant(rank: int) -> None:
     worker = Worker()
     worker.set_up("mlp", _shape(2), "fp32", 7, 1e6)
     order = [
@@ -219,15 +210,10 @@ def _round(rank: int) -> list[str]:
         Variant("p2p", "blocking"),
     ]
     samples = worker.round(order)
-    problems = [f"{s}" for s in samples if s.total <= 0 or s.cpu < 0 or s.blocked > s.total]
-    if samples[0].blocked or not samples[1].blocked:
-        problems.append(f"{samples}")
+    assert all(s.total > 0 and s.cpu >= 0 and s.blocked <= s.total for s in samples), samples
+    assert not samples[0].blocked
+    assert samples[1].blocked
     worker._transport.close()
-    return problems
-
-
-def test_a_round_with_sleeping_gemms_gives_a_sample_per_variant(ranks) -> None:
-    assert ranks(2).run(_round, timeout=LIMIT) == [[], []]
 
 
 # ------------------------------------------------------------------- recorded order

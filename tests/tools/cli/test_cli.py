@@ -41,11 +41,6 @@ def test_every_rule_has_a_program_to_print(rule: str, capsys) -> None:
     assert capsys.readouterr().out.startswith(f"{rule}, rank 3 of 4\n   0  ")
 
 
-def test_a_schedule_that_cannot_be_is_explained(capsys) -> None:
-    assert cli.main(["plan", "gather_gemm", "--shape", "two_level", "--ranks", "6"]) == 2
-    assert "two_level needs node_size" in capsys.readouterr().err
-
-
 def test_all_programs_are_proved(capsys) -> None:
     assert cli.main(["verify", "--max-ranks", "3", "--chunks", "1", "2", "--lanes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()

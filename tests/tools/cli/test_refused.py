@@ -56,6 +56,7 @@ QUESTIONS = (
     ("plan gather_gemm --taper nan", "--taper: 'nan' is not a number above 0"),
     ("plan gather_gemm --taper 9", "taper is 9.0; from 1/8 to 8"),
     ("plan gather_gemm --shape warp", "shape 'warp' is unknown; choose one of shifted, two_level"),
+    ("plan gather_gemm --shape two_level --ranks 6", "two_level needs node_size"),
     ("plan gather_gemm --shape two_level --node-size 3", "group size 4 is not a multiple of node"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
     (
@@ -84,6 +85,8 @@ QUESTIONS = (
         "simulate --tp 4 --sequence-lengths 8190",
         "divisible by TP*CP = 4*1 = 4; choose --sequence-lengths 8188 or 8192",
     ),
+    ("simulate --npus 8 --dp 1", "--npus and --dp say the same twice"),
+    ("simulate --hardware nowhere", "'nowhere' is neither a file nor one of"),
     ("simulate --lanes 9", "--lanes 9: a group of 8 ranks has 7; choose 7 or less"),
     ("simulate --variants ''", "--variants: '' is an empty list; give one word at least"),
     ("simulate --variants warp", "no variant is called 'warp'; choose from plain-mesh"),
@@ -98,6 +101,11 @@ QUESTIONS = (
     ("simulate --html no/such/x.html", "no/such, which is not there; make it, or choose another"),
     ("simulate --json there", "'there' is no name of a file; give one"),
     ("bench --works none", "--works none: choose from all-gather, reduce-scatter, mlp"),
+    ("bench --variants best", "no variant for 2 ranks is called 'best'"),
+    ("bench --dtypes fp64", "--dtypes fp64: choose from fp32, bf16"),
+    ("bench --device npu --sleep-gemm 9", "leave it out"),
+    ("bench --sleep-gemm 0", "'0' is not a number above 0"),
+    ("bench --ratios -1", "'-1': ratios are numbers from 0 to 100"),
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --ranks 65", "--ranks: '65' is not a whole number from 2 to 64"),
     ("bench --rounds 0", "--rounds: '0' is not a whole number from 1"),
@@ -116,6 +124,7 @@ QUESTIONS = (
     ("measure --folder .", ". is not empty; choose a new folder with --folder"),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
+    ("measure --one-device --launch train.sh", "--launch trains on all ranks"),
     ("measure --launch absent.sh", "there is no launch script absent.sh here or in"),
     ("measure --launch pretrain_gpt.py", "names no number, and here are 8 (--ranks)"),
     ("measure --device cpu --launch absent", "--launch 'absent' starts no program; give a launch"),
@@ -213,7 +222,3 @@ def test_it_is_refused_in_a_line(
     if not question.startswith("pretrain"):
         assert not found["torch"]
         assert not found["drawing"]
-
-
-def test_there_are_enough_of_them() -> None:
-    assert len(dict(QUESTIONS)) >= 60

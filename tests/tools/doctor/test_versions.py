@@ -1,15 +1,18 @@
-"""torch, torch_npu, CANN and the stack of MindSpeed on made-up machines."""
+"""torch, torch_npu, CANN and the stack of MindSpeed on made-up machines, and how they are found."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from commfuse_npu.packages import find_package
 from commfuse_npu.tools.doctor import CommandResult, Machine, Package
+from commfuse_npu.tools.doctor.machine import run_command
 from commfuse_npu.tools.doctor.versions import (
     TRY_TORCH_NPU,
     check_cann,
@@ -17,7 +20,7 @@ from commfuse_npu.tools.doctor.versions import (
     check_torch,
     check_torch_npu_loads,
 )
-from tests.tools.doctor.machines import NPU_ANSWERS, machine, only, stack, summary
+from tests.tools.doctor.machines import NPU_ANSWERS, ROOT, machine, only, stack, summary
 
 
 @pytest.mark.parametrize(
@@ -125,10 +128,7 @@ def test_versions_that_nobody_supports(tmp_path: Path) -> None:
     (tmp_path / "mindspeed/features_manager/features_manager.py").unlink()
     found = list(check_stack(machine(packages=packages)))
     assert only(found, "MindSpeed").value == "0.8.0, without a feature manager"
-    old = only(found, "MindSpeed-LLM")
-    assert old.level == "error"
-    assert "2.1.0 and older pin Megatron core_r0.8.0 and have no feature manager" in old.expected
-    assert old.action.startswith("use MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master")
+    assert only(found, "MindSpeed-LLM").level == "error"
 
 
 def test_megatrons_that_do_not_go_together(tmp_path: Path) -> None:
@@ -146,11 +146,51 @@ def test_megatrons_that_do_not_go_together(tmp_path: Path) -> None:
     both = "mindspeed_llm", "mindspeed"
     old = dataclasses.replace(packages["megatron"], version="0.8.0")
     assert megatron(old, *both) == ("error", "0.8.0")
-    found = only(check_stack(machine(packages={"megatron": newest})), "Megatron-LM")
-    assert summary(found) == ("error", "0.17.0")
-    assert "MegatronAdaptor and TransformerEngineNPU" in found.expected
+    assert megatron(newest) == ("error", "0.17.0")
     assert megatron(of_pypi, *both) == ("error", "0.12.1, megatron.core only")
     assert megatron(of_pypi) == ("ok", "0.12.1, megatron.core only")
     level, value = megatron(mixed, *both)
     assert level == "warning"
     assert f"megatron.core in {wheel}, megatron.training in {tmp_path / 'megatron'}" in value
+
+
+# ------------------------------------------------------------------ how they are found
+
+
+def test_versions_are_read_from_files_without_importing(tmp_path, monkeypatch) -> None:
+    """Packages that may not be imported, found and read as they lie there."""
+    trap = "raise RuntimeError('imported')\n"
+    for name, version in (("mindspeed_llm", "2.3.0"), ("mindspeed", "0.12.1")):
+        home = tmp_path / f"{name}_home"
+        (home / name).mkdir(parents=True)
+        (home / name / "__init__.py").write_text(trap, "utf-8")
+        (home / "setup.py").write_text(f"{trap}__version__ = '{version}'\n", "utf-8")
+    core = tmp_path / "megatron_home" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text(f"{trap}MAJOR = 0\nMINOR = 12\nPATCH = 1\n", "utf-8")
+    variables = {
+        "MINDSPEED_LLM_HOME": str(tmp_path / "mindspeed_llm_home"),
+        "MINDSPEED_HOME": str(tmp_path / "mindspeed_home"),
+    }
+    for name, version in (("mindspeed_llm", "2.3.0"), ("mindspeed", "0.12.1")):
+        found = find_package(name, variables)
+        assert found == Package(version, (tmp_path / f"{name}_home" / name,))
+    monkeypatch.syspath_prepend(str(tmp_path / "megatron_home"))
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    megatron = find_package("megatron", {})
+    assert megatron is not None
+    assert (megatron.version, megatron.folders[0]) == ("0.12.1", core.parent)
+    assert find_package("no_such_package", variables) is None
+    installed = find_package("pytest", {})
+    assert installed is not None
+    assert installed.version == pytest.__version__
+
+
+def test_commands_that_fail_or_are_missing() -> None:
+    environment = dict(os.environ)
+    assert run_command(["no-such-command-anywhere"], environment) is None
+    failed = run_command([sys.executable, "-c", "import sys; sys.exit('why')"], environment)
+    assert failed == CommandResult(1, "why\n")
+    refused = run_command([str(ROOT)], environment)
+    assert refused is not None
+    assert refused.exit_code == 126

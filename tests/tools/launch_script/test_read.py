@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.shell import Captured, capture_commands
 
 ARGS = ["--num-layers", "2", "--bf16"]
 TORCHRUN = ["--nproc_per_node", "4", "--nnodes", "2", "--node_rank", "0"]
@@ -161,3 +164,61 @@ def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) 
     launch = read_launch(["COUNT=2", "bash", str(script)], script.parent)
     assert (launch.processes, launch.environment["COUNT"]) == (2, "2")
     assert launch.notes == ["pretrain_it.sh starts 2 trainings; this is about the first"]
+
+
+# ------------------------------------------------------------------ what a script would start
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+MOCK = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4607")
+
+
+def test_our_own_script_reads_its_configuration(tmp_path: Path) -> None:
+    """The one program that does run; with a recorder in its place the launch had no model."""
+    (tmp_path / "pretrain_gpt.py").touch()
+    script = [str(SCRIPTS / "pretrain_llama3_8b_ptd.sh"), *MOCK]
+    environment = {**os.environ, "MINDSPEED_LLM_HOME": str(tmp_path)}
+    captured = capture_commands(script, tmp_path, environment)
+    assert len(captured.commands) == 1, captured.printed
+    words = list(captured.commands[0].words)
+    assert words[0] == "torchrun"
+    assert words[words.index("--hidden-size") + 1] == "4096"
+    assert "" not in words
+
+
+def captured_of(text: str, folder: Path, **more: float) -> Captured:
+    """What a script of this text would start."""
+    script = folder / "launch.sh"
+    script.write_text(text, "utf-8")
+    return capture_commands([str(script)], folder, dict(os.environ), **more)
+
+
+def test_another_module_is_written_down_and_not_run(tmp_path: Path) -> None:
+    captured = captured_of("python3 -m json.tool --nothing\n", tmp_path)
+    words = [list(one.words) for one in captured.commands]
+    assert words == [["python3", "-m", "json.tool", "--nothing"]]
+    assert (captured.printed, captured.code) == ("", 0)
+
+
+def test_what_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    """Also where a child holds what the script prints to."""
+    hanging = f"/bin/sleep 100 & echo $! > {tmp_path}/child\nwait\n"
+    with pytest.raises(UsageError, match=r"did not end within 0\.5 s"):
+        captured_of(hanging, tmp_path, timeout=0.5)
+    status = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    end = time.monotonic() + 30
+    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_what_is_left_in_the_background_is_written_down(tmp_path: Path) -> None:
+    captured = captured_of("torchrun pretrain_gpt.py --bf16 > log 2>&1 &\nexit 3\n", tmp_path)
+    assert [one.words[0] for one in captured.commands] == ["torchrun"]
+    assert captured.code == 3
+
+
+def test_programs_by_their_names_stay_replaced_with_another_search_path(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.touch()
+    assert captured_of(f"export PATH=/usr/bin:/bin:$PATH\nrm {precious}\n", tmp_path).code == 0
+    assert precious.exists()

@@ -89,11 +89,6 @@ def test_one_device_answers_what_needs_no_peer(measured: Path, capsys: Any) -> N
     assert {one["outputs"] for one in times(measured, "gemms") if one["layer"] == "fc1"} == {448}
 
 
-def test_one_device_trains_no_launch(measured: Path, capsys: Any) -> None:
-    assert command.main(["--one-device", "--folder", str(measured), "--launch", "train.sh"]) == 2
-    assert "--launch trains on all ranks" in capsys.readouterr().err
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("tiny")
 def test_layers_are_measured_and_the_best_named(measured: Path, capsys: Any) -> None:
@@ -378,14 +373,6 @@ def test_no_form_begins_when_the_time_is_over(
     assert command.main(words) == 1
     assert not (tmp_path / "started").exists()
     assert capsys.readouterr().out.count("left out, 50 minutes are over") == 4
-
-
-def test_a_launch_that_is_none_is_refused_before_anything_is_made(
-    measured: Path, capsys: Any
-) -> None:
-    assert command.main([*SMALL, str(measured), "--launch", "absent.sh"]) == 2
-    assert "there is no launch script absent.sh" in capsys.readouterr().err
-    assert not measured.exists()
 
 
 @pytest.mark.long

@@ -107,19 +107,6 @@ def test_chunks_of_all_peers_go_together(
 
 
 @few
-@given(c=times, more=st.floats(1, 100), size=st.integers(2, 6), chunks=chunks_)
-def test_of_a_slow_transfer_little_work_is_left(
-    c: float, more: float, size: int, chunks: int
-) -> None:
-    t = c * more
-    time = gather(ideal(), size, fused(size - 1, chunks), c, t)
-    last = c * (size - 1) / (size * chunks)
-    assert time >= (t + last) * (1 - 1e-9)
-    if chunks <= max(1, 8 // (size - 1)):  # all are posted before the first work
-        assert time == pytest.approx(t + last)
-
-
-@few
 @given(c=times, t=times, size=st.integers(2, 6))
 def test_a_switch_with_everything_in_flight_makes_all_blocks_late(
     c: float, t: float, size: int

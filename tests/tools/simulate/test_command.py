@@ -1,16 +1,20 @@
-"""``commfuse-npu simulate``: what it prints and writes, and what it refuses."""
+"""``commfuse-npu simulate``: what it prints and writes, its page, and the picture in the README."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.tools import cli
-from tests.limits import LIMIT
+from commfuse_npu.tools.report.charts import Row
+from commfuse_npu.tools.simulate.lanes import lanes
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.variants import Variant
+from scripts.evidence.forms_picture import forms, main, step
+from tests.tools.report.pages import read
 
 QUICK = ["simulate", "--typical", "--variants", "megatron,commfuse-c2*", "--micro-batches", "1"]
 
@@ -69,25 +73,108 @@ def test_numbers_of_npus(capsys) -> None:
     assert "sequence 4096, 256 NPUs" in text
 
 
+# ------------------------------------------------------------------- pages
+
+SMALL = ["simulate", "--tp", "2", "--dp", "1", "--micro-batches", "1", "--sequence-lengths"]
+SOME = ["--variants", "megatron,coc-2,mc2,kernel-ideal,commfuse-c[12]-l1"]
+PLAN = ["plan", "--model", "llama3_8b", "--npus", "8", "--tp", "8", "--sequence-length", "2048"]
+LAYER = "One layer of one micro-batch, forward then backward"
+
+
+def _printed(text: str) -> list[list[list[str]]]:
+    """The Markdown tables as cells, without marks."""
+    tables: list[list[list[str]]] = [[]]
+    for line in text.replace("**", "").splitlines():
+        if not line.startswith("|"):
+            tables.append([])
+        elif not line.startswith("|---"):
+            tables[-1].append([cell.strip() for cell in line.strip().strip("|").split(" | ")])
+    return [table for table in tables if table]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "headings"),
     [
-        (["--npus", "8", "--dp", "1"], "--npus and --dp say the same twice"),
-        (["--hardware", "nowhere"], "'nowhere' is neither a file nor one of"),
+        (
+            [*SMALL, "2048", *SOME],
+            ["Time of a step, with the range over the machine's uncertainty", LAYER],
+        ),
+        (
+            [*SMALL, "2048", "4096", *SOME, "--typical"],
+            ["Time of a step, Megatron's order = 1, lower is better", LAYER],
+        ),
+        (PLAN, ["Launch", "Time of a step, the best layouts", LAYER]),
     ],
 )
-def test_what_makes_no_sense_is_explained(capsys, options: list[str], message: str) -> None:
-    # What else is refused is in tests/tools/cli/test_refused.py.
-    assert cli.main([*QUICK, *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("commfuse-npu simulate: error: ")
-    assert message in error
+def test_the_page_has_what_is_printed(
+    words: list[str], headings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vl_convert")
+    path, plot = tmp_path / "page.html", tmp_path / "plot.png"
+    assert cli.main([*words, "--html", str(path), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    page = read(path)
+    assert [rows for _, rows in page.tables[: len(_printed(printed))]] == _printed(printed)
+    assert [said for _, said in page.headings][2:-1] == headings
+    (verdict,) = [
+        line for line in printed.splitlines() if line.startswith(("Recommended: ", "Best of ours"))
+    ]
+    assert verdict in page.text
+    of_layer = [caption for caption, _ in page.tables if "waiting" in caption]
+    assert [one.split(": ")[1] for one in of_layer[:2]] == ["plain-mesh", "megatron"]
+    assert len(of_layer) == 3
 
 
-def test_nothing_of_it_imports_torch() -> None:
-    program = (
-        "import sys, commfuse_npu.tools.plan.command, commfuse_npu.tools.verify_command; "
-        "import commfuse_npu.tools.simulate.command; "
-        "assert not {'torch', 'vl_convert', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+def test_a_few_rows_unless_all_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "2048", "--typical"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    rows = _printed(printed)[0][1:]
+    # Plain, Megatron's order, the best rival, the best of ours and of ours with Megatron's bits.
+    assert [row[0].split("-")[0] for row in rows[:3]] == ["plain", "megatron", "mc2"]
+    assert len(rows) == 6
+    assert rows[-1][0] == "kernel-ideal (ideal bound)"
+    assert "more variants were simulated; --all shows them." in printed
+    assert cli.main([*words, "--all"]) == 0
+    assert len(_printed(capsys.readouterr().out)[0][1:]) > 10
+
+
+# ------------------------------------------------------------------- a layer as lanes
+
+PICTURE = (Path(__file__).resolve().parents[3] / "docs" / "forms.svg").read_text("utf-8")
+
+
+def filled(step: Step, title: str, variant: Variant) -> Row:
+    """Its lanes, of which work and waiting fill that of the compute engine."""
+    parts = step.parts(variant)
+    row = lanes(title, parts)
+    end, at = 1e3 * sum(one.seconds for _, one in parts), 0.0
+    for bit in sorted((b for b in row.bits if b.lane == "compute"), key=lambda bit: bit.start):
+        assert bit.start == pytest.approx(at, abs=1e-5), bit
+        at = bit.end
+    assert at == pytest.approx(end)
+    waited = sum(bit.end - bit.start for bit in row.bits if bit.kind == "waiting")
+    assert row.said == f"{title}: {end:.1f} ms, waiting {waited:.1f} ms"
+    assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
+    time = step.layer_time(variant)
+    # A pair by itself, which has no neighbours, is a little longer.
+    assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
+    # One rank of eight, of which the mean waits this long.
+    assert waited == pytest.approx(1e3 * time.waiting, abs=10 * time.seconds)
+    return row
+
+
+def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    at = step()
+    rows = [filled(at, *item) for item in forms().items()]
+    assert all(f">{row.said}</text>" in PICTURE for row in rows)
+    # Whatever goes to several peers at once is one bit.
+    sent = {bit.name for bit in rows[2].bits if bit.lane == "links"}
+    assert sum(re.match(r"forward: fc1 chunk 0$", name) is not None for name in sent) == 1
+    files = [tmp_path / name for name in ("a.svg", "b.svg")]
+    assert [main([str(file)]) for file in files] == [0, 0]
+    # A process counts the clips of its pictures.
+    one, other = (re.sub(r"clip\d+", "clip", file.read_text("utf-8")) for file in files)
+    assert one == other

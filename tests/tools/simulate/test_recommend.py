@@ -45,6 +45,10 @@ LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
 """What takes less time to simulate."""
+PLAN = [
+    *("plan", "--model", "llama3_8b", "--npus", "4", "--sequence-length", "2048"),
+    *("--tp", "4", "--cp", "1", "--pp", "1"),
+]
 
 
 def check_ranked(found: Recommendation, npus: int, hardware: Hardware) -> None:
@@ -294,10 +298,8 @@ def test_nothing_but_a_plan_is_written_over(tmp_path: Path, capsys) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    words = ["plan", "--model", "llama3_8b", "--npus", "4", "--tp", "4", "--cp", "1", "--pp", "1"]
     plan = tmp_path / "plan.yaml"
-    words += ["--sequence-length", "2048", "--json", str(file), "--write", str(plan)]
-    assert cli.main(words) == 0
+    assert cli.main([*PLAN, "--json", str(file), "--write", str(plan)]) == 0
     out = capsys.readouterr().out
     launch = f"Written: {plan}. On every node:\n\n    CONFIG={plan} bash scripts/launch_"
     assert launch in out
@@ -323,9 +325,7 @@ def test_a_file_that_fails_keeps_none_back(
 
     monkeypatch.setattr(f"commfuse_npu.tools.plan.command.{writer}", full)
     files = {"--write": tmp_path / "plan.yaml", "--json": tmp_path / "plan.json"}
-    words = ["plan", "--model", "llama3_8b", "--npus", "4", "--tp", "4", "--cp", "1", "--pp", "1"]
-    words += ["--sequence-length", "2048"]
-    assert cli.main([*words, *(str(word) for item in files.items() for word in item)]) == 2
+    assert cli.main([*PLAN, *(str(word) for item in files.items() for word in item)]) == 2
     captured = capsys.readouterr()
     assert f"error: {option} {files[option]} was not written: No space left" in captured.err
     for one, file in files.items():

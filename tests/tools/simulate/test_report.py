@@ -79,13 +79,6 @@ BOUND = "Ideal bound operator by operator, which nobody can launch: kernel-ideal
             f"exists, 17.00 s. {BOUND}",
         ),
         (
-            [point(ALIKE)],
-            "Best of ours: **commfuse-c4-l7**, a step in 16.20 s, a layer in 16.2 ms: "
-            "`--of commfuse-c4-l7`",
-            "10.0 % shorter than Megatron's order, 18.00 s; 4.7 % shorter than coc-4, the best "
-            f"rival that exists, 17.00 s. {BOUND}",
-        ),
-        (
             [point({**ALIKE, "commfuse-c4-l7": 18.9}), point(ALIKE, 8192)],
             "Best of ours: **commfuse-c4-l7**, a step in 16.20 s to 18.90 s: `--of commfuse-c4-l7`",
             "From 5.0 % longer to 10.0 % shorter than Megatron's order, 18.00 s to 18.00 s; "

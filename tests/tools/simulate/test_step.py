@@ -1,4 +1,4 @@
-"""Whole steps: pipelines, buckets, and that a step's cost does not grow with the NPUs."""
+"""Whole steps: pipelines, buckets, memory, and that the cost does not grow with the NPUs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import data_parallel, engine, group
 from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
+from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import Recompute, Step
 from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, fused, variants
+from commfuse_npu.tools.simulate.variants import (
+    COMPUTE_ONLY,
+    REFERENCE,
+    Variant,
+    direct,
+    fused,
+    variants,
+)
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ROCE = Hardware.load(CONFIGS / "hardware" / "ascend_910b_roce.yaml")
@@ -262,3 +270,72 @@ def test_one_tensor_parallel_rank_has_nothing_to_hide() -> None:
     (point,) = sweep(model, server, [Layout(1, 1, 2, 1)], [2048], options)
     times = {outcome.step.typical for outcome in point.outcomes.values()}
     assert max(times) == pytest.approx(min(times))
+
+
+# ------------------------------------------------------------------- its memory
+
+LLAMA2_7B = ModelConfig.load(CONFIGS / "llama2_7b.yaml")
+H, F, LAYERS, VOCABULARY = 4096, 11008, 32, 32000
+
+
+def memory(
+    layout: Layout, variant: Variant = REFERENCE, recompute: Recompute = "none", **options: int
+) -> Footprint:
+    given = Options(recompute=recompute, **options)
+    return footprint(training(LLAMA2_7B, layout, 4096, given), variant, ROCE)
+
+
+def test_one_npu_holds_everything() -> None:
+    one = memory(Layout(1, 1, 1, 1), micro_batch=1, micro_batches=4)
+    parameters = LAYERS * (4 * H * H + 3 * H * F + 2 * H) + 2 * VOCABULARY * H
+    assert one.weights == 2 * parameters
+    assert one.gradients == 4 * parameters
+    assert one.optimizer == 12 * parameters
+    assert one.communication == 0
+    # 34 s b h with a GELU of 4 H (Korthikanti and others, 2022); here SwiGLU of 2.69 H.
+    layer = 4096 * (2 * (5 * H + 3 * H + 3 * F) + 64 * 32)
+    assert one.activations == LAYERS * layer + 10 * 4096 * VOCABULARY
+
+
+def test_every_size_divides_what_it_should() -> None:
+    one = memory(Layout(1, 1, 1, 1), micro_batch=1, micro_batches=8)
+    tp = memory(Layout(8, 1, 1, 1), micro_batch=1, micro_batches=8)
+    for part in ("weights", "gradients", "optimizer", "activations"):
+        assert getattr(tp, part) == pytest.approx(getattr(one, part) / 8)
+    dp = memory(Layout(1, 1, 8, 1), micro_batch=1, micro_batches=8)
+    assert (dp.weights, dp.activations) == (one.weights, one.activations)
+    assert dp.optimizer == one.optimizer / 8
+    cp = memory(Layout(1, 2, 1, 1), micro_batch=1, micro_batches=8)
+    assert cp.activations == one.activations / 2
+    # The first of four stages holds four micro-batches of a quarter of the layers.
+    pp = memory(Layout(1, 1, 1, 4), micro_batch=1, micro_batches=8)
+    assert pp.activations == pytest.approx(one.activations - 10 * 4096 * VOCABULARY)
+    assert pp.weights < one.weights / 3
+
+
+def test_recomputation_keeps_inputs_and_one_layer() -> None:
+    none, full = (
+        memory(Layout(1, 1, 1, 1), micro_batch=1, micro_batches=1, recompute=choice)
+        for choice in ("none", "full")
+    )
+    inputs = LAYERS * 4096 * 2 * H
+    layer = (none.activations - 10 * 4096 * VOCABULARY) / LAYERS
+    assert full.activations == inputs + layer + 10 * 4096 * VOCABULARY
+
+
+def test_lanes_cost_communicators() -> None:
+    layout, base = Layout(8, 1, 1, 1), direct(8, 8)
+    few, many = (memory(layout, fused(base, lanes, 1)).communication for lanes in (1, 7))
+    # Each has two buffers, of the size of its messages; more is in flight, too.
+    assert many - few >= 6 * 2 * 16 * 2**20
+    assert many - few < ROCE.typical("host.communicator_bytes")
+
+
+def test_the_fullest_stage_counts() -> None:
+    uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
+    even = replace(uneven, num_layer_list=None)
+    layout, options = Layout(1, 1, 1, 2), Options(micro_batch=1, micro_batches=1)
+    more, less = (
+        footprint(training(m, layout, 4096, options), REFERENCE, ROCE) for m in (uneven, even)
+    )
+    assert more.weights > less.weights

@@ -55,28 +55,13 @@ Build = Callable[[Rank], None]
 Made = Callable[[Place], list[Program]]
 
 
-def _column(rank: Rank) -> None:
-    linear.column(rank, "x", ROWS, INPUTS, OUTPUTS)
+def _linear(part: str) -> Build:
+    build = getattr(linear, part)
+    return lambda rank: rest(build(rank, "x", ROWS, INPUTS, OUTPUTS) or iter(()))
 
 
-def _row(rank: Rank) -> None:
-    linear.row(rank, "x", ROWS, INPUTS, OUTPUTS)
-
-
-def _column_gradients(rank: Rank) -> None:
-    rest(linear.column_gradients(rank, "x", ROWS, INPUTS, OUTPUTS))
-
-
-def _row_gradients(rank: Rank) -> None:
-    linear.row_gradients(rank, "x", ROWS, INPUTS, OUTPUTS)
-
-
-def _attention(rank: Rank) -> None:
-    llama._attention_scatter(rank, SHAPE, SHAPE.attention(rank.machine))
-
-
-def _attention_gradients(rank: Rank) -> None:
-    llama._gather_attention(rank, SHAPE, SHAPE.attention(rank.machine))
+def _attention(part: Callable[..., object]) -> Build:
+    return lambda rank: part(rank, SHAPE, SHAPE.attention(rank.machine))
 
 
 def _ulysses(part: str) -> Build:
@@ -88,19 +73,25 @@ def _causal(place: Place) -> Place:
 
 
 CASES: dict[str, tuple[Build, Made]] = {
-    "column": (_column, lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, False, None, 0)]),
-    "row": (_row, lambda at: [gemm_scatter(at, ROWS, INPUTS, OUTPUTS)]),
+    "column": (
+        _linear("column"),
+        lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, False, None, 0)],
+    ),
+    "row": (_linear("row"), lambda at: [gemm_scatter(at, ROWS, INPUTS, OUTPUTS)]),
     "column gradients": (
-        _column_gradients,
+        _linear("column_gradients"),
         lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, True)],
     ),
     "row gradients": (
-        _row_gradients,
+        _linear("row_gradients"),
         lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, False, "whole", INPUTS)],
     ),
-    "attention": (_attention, lambda at: [produce_scatter(_causal(at), ROWS, 48)]),
+    "attention": (
+        _attention(llama._attention_scatter),
+        lambda at: [produce_scatter(_causal(at), ROWS, 48)],
+    ),
     "attention gradients": (
-        _attention_gradients,
+        _attention(llama._gather_attention),
         lambda at: [gather_use(_causal(at), ROWS, 48, True)],
     ),
     "ulysses": (

@@ -1,0 +1,111 @@
+"""What gloo lacks is made of what it has; collectives are counted by kind and group, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_patches.rehearsal import gloo_for_hccl
+from mindspeed_patches.rehearsal.observe import CollectiveCounter
+from tests.distributed.ranks import on_ranks
+
+
+@contextmanager
+def alone(
+    patch: pytest.MonkeyPatch, install: Callable[[], None], backend: str, **more: object
+) -> Iterator[None]:
+    """A group of one, made after ``install``; what that replaces is put back afterwards."""
+    for module in (dist, dist.distributed_c10d):
+        for name, value in vars(module).items():
+            if callable(value):
+                patch.setattr(module, name, value)
+    install()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **more)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with alone(monkeypatch, gloo_for_hccl.install, "hccl", pg_options=object()):
+        yield
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CollectiveCounter]:
+    counter = CollectiveCounter()
+    with alone(monkeypatch, counter.install, "gloo"):
+        counter.active = True
+        yield counter
+
+
+@pytest.mark.usefixtures("installed")
+def test_groups_are_gloos_and_split_sizes_may_be_tensors() -> None:
+    assert dist.get_backend() == "gloo"
+    group = dist.new_group([0], backend="hccl", pg_options=object())
+    assert dist.get_backend(group) == "gloo"
+    output = torch.empty(3)
+    dist.all_to_all_single(output, torch.arange(3.0), torch.tensor([3]), torch.tensor([3]))
+    assert output.tolist() == [0.0, 1.0, 2.0]
+
+
+@on_ranks(2)
+def test_what_is_sent_may_be_freed(rank: int) -> None:
+    """An exchange whose input is overwritten and freed before the other rank takes part."""
+    exchange = gloo_for_hccl._exchange(dist.all_to_all_single)
+    output, sent = torch.empty(2), torch.full((2,), rank + 1.0)
+    other = dist.new_group()  # a barrier waits for the transfers of its group
+    if rank:
+        dist.barrier(other)
+    work = exchange(output, sent, async_op=True)
+    if not rank:
+        sent.fill_(-1.0)
+        sent.untyped_storage().resize_(0)
+        dist.barrier(other)
+    work.wait()
+    assert output.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 2]])
+@on_ranks(2)
+def test_parts_may_be_uneven_and_gloo_averages(rank: int, sizes: list[int]) -> None:
+    """A gather of parts of these rows, the sum of what each rank makes of them, and an average."""
+    gather = gloo_for_hccl._gather_uneven(dist.all_gather)
+    parts = [torch.full((size, 2), -1.0) for size in sizes]
+    gather(parts, torch.full((sizes[rank], 2), rank + 1.0), async_op=True).wait()
+    total, mean = torch.empty(sizes[rank], 2), torch.full((2,), rank + 1.0)
+    dist.reduce_scatter(total, [10**rank * part for part in parts])
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    full = [torch.full((size, 2), number + 1.0) for number, size in enumerate(sizes)]
+    assert all(map(torch.equal, parts, full))
+    assert torch.equal(total, 11 * full[rank])
+    assert mean.tolist() == [1.5, 1.5]
+
+
+def test_groups_have_their_names_and_objects_count_once(counter: CollectiveCounter) -> None:
+    tensor = torch.ones(2)
+    counter.active = False
+    dist.all_reduce(tensor)
+    group = dist.new_group([0], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+    counter.active = True
+    dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+    dist.all_gather_into_tensor(torch.empty(2), tensor, group=group)
+    dist.broadcast(tensor, 0)
+    dist.all_gather_object([None], "object")
+    assert counter.counts == {
+        "tensor model parallel: all_reduce": 1,
+        "tensor model parallel: all_gather_into_tensor": 1,
+        "default pg: broadcast": 1,
+        "default pg: all_gather_object": 1,
+    }
+
+
+def test_a_failing_collective_does_not_stop_the_count(counter: CollectiveCounter) -> None:
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        dist.all_reduce("no tensor")
+    dist.all_reduce(torch.ones(1))
+    assert sum(counter.counts.values()) == 2
