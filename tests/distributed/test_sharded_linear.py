@@ -92,7 +92,7 @@ def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
                 if end is not None:
                     events.append(f"{verb} {what(end.transfer)}")
 
-        def waits(self: Running, receives: tuple[int, ...], sends: tuple[int, ...]) -> None:
+        def waits(self: Running, receives: tuple[int, ...], *_: Any) -> None:
             events.extend(f"wait {what(self.program.transfers[step][1])}" for step in receives)
 
         watch_posts(patch, posted)
