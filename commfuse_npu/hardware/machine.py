@@ -107,6 +107,7 @@ class Machine:
     catccos: FusedKernel = NO_KERNEL
     mc2_grows: float = 0.0
     ordered_sums: float = 0.0
+    expert_launches: float = 36.0
 
     def gemm(
         self,
@@ -142,7 +143,7 @@ class Machine:
 
     def collective(self, size: float, ranks: int) -> float:
         """Seconds of blocks of so many bytes from each rank of a node to every other one."""
-        return self.inside.latency + (ranks - 1) * size / self.inside.into(ranks)
+        return self.inside.latency + (ranks - 1) * size / self.inside.into(max(2, ranks))
 
     def host(self, launches: int, posts: int, events: int) -> float:
         """Seconds for which so many keep the launching thread."""

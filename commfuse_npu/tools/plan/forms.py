@@ -13,12 +13,14 @@ from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.plan.training import NotSimulated, training_of
 from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
-from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import REFERENCE, TURNS, Variant, fused, variants
+from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.training import Training
+from commfuse_npu.tools.simulate.variants import MEGATRON, TURNS, Variant, fused, variants
 
-__all__ = ["FLAGS", "Form", "LaunchPlan", "layer_seconds", "plan_launch"]
+__all__ = ["FLAGS", "Form", "LaunchPlan", "plan_launch", "step_costs"]
 
 FLAGS = {
     "megatron": ("Megatron's own order", ""),
@@ -33,8 +35,8 @@ FLAGS = {
 """By name of the variant: what it is, and the flags that a launch takes for it."""
 
 _LEGEND = (
-    "Time: of that with blocking collectives, forward and backward. Overlap: with the "
-    "micro-batches that have no partner in Megatron's order. Whether CoC and MC2 take "
+    "Time and memory (of tensors, on the fullest rank): simulated at typical figures. Overlap: "
+    "with the micro-batches that have no partner in Megatron's order. Whether CoC and MC2 take "
     "this launch is not checked here."
 )
 
@@ -44,13 +46,15 @@ class Form(NamedTuple):
 
     Attributes:
         flags: what the launch needs for it; empty for Megatron's own order.
-        share: time of a layer, of that with blocking collectives; ``None``: not simulated.
+        seconds: of a step; ``None``: not simulated.
+        mebibytes: of tensors on the fullest rank, alike.
         obstacle: why it cannot be launched so; empty if it can, as far as that is known here.
     """
 
     name: str
     flags: str
-    share: float | None
+    seconds: float | None
+    mebibytes: float | None
     obstacle: str = ""
 
 
@@ -59,7 +63,7 @@ class LaunchPlan(NamedTuple):
 
     Attributes:
         transfers: whether it has transfers of tensor, expert or context parallelism.
-        not_simulated: why no form has a share; empty if they have.
+        not_simulated: why no form has a time; empty if they have.
         hardware: name of the described machine.
         findings: what is wrong with the launch as it is, and what its lanes cost.
         schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
@@ -80,9 +84,9 @@ class LaunchPlan(NamedTuple):
     def best(self) -> Form | None:
         """The fastest form that can be launched; of ours the first if nothing is simulated."""
         possible = [form for form in self.forms if not form.obstacle]
-        timed = [form for form in possible if form.share is not None]
+        timed = [form for form in possible if form.seconds is not None]
         if timed:
-            return min(timed, key=lambda form: form.share or 0.0)
+            return min(timed, key=lambda form: form.seconds or 0.0)
         return next((form for form in possible if form.flags.startswith("--")), None)
 
     @property
@@ -91,12 +95,12 @@ class LaunchPlan(NamedTuple):
         if best is None or not best.flags:
             why = {form.obstacle for form in self.forms if form.obstacle}
             return f"Nothing to add: {'; '.join(sorted(why)) or 'this order is the fastest'}."
-        if best.share is None:
+        if best.seconds is None:
             return f"Add {best.flags}: {best.name}. How much it brings is not known."
-        megatron = next(form.share for form in self.forms if not form.flags)
+        megatron = next(form.seconds for form in self.forms if not form.flags)
         assert megatron is not None
         return (
-            f"Add {best.flags}: with {best.name} a layer takes {1 - best.share / megatron:.1%} "
+            f"Add {best.flags}: with {best.name} a step takes {1 - best.seconds / megatron:.1%} "
             f"less time than in Megatron's order (simulated, {self.hardware}, typical figures)."
         )
 
@@ -108,12 +112,13 @@ class LaunchPlan(NamedTuple):
         lines += map(str, self.findings)
         if self.not_simulated:
             lines.append(f"Not simulated: {self.not_simulated}.")
-        lines += ["", table_row(["form", "time of a layer", "flags", "cannot be launched so"])]
-        lines.append("|---|---:|---|---|")
+        head = "form", "ms per step", "MiB", "flags", "cannot be launched so"
+        lines += ["", table_row(head), "|---|---:|---:|---|---|"]
         for form in self.forms:
-            share = "-" if form.share is None else f"{form.share:.1%}"
+            time = "-" if form.seconds is None else f"{1e3 * form.seconds:,.0f}"
+            memory = "-" if form.mebibytes is None else f"{form.mebibytes:,.0f}"
             flags = f"`{form.flags}`" if form.flags else "-"
-            lines.append(table_row([form.name, share, flags, form.obstacle or "-"]))
+            lines.append(table_row([form.name, time, memory, flags, form.obstacle or "-"]))
         lines += ["", _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
         if self.layers and not refused:
@@ -128,76 +133,63 @@ class LaunchPlan(NamedTuple):
         return self._asdict() | rows | {"verdict": self.verdict}
 
 
-def _not_simulated(launch: AskedLaunch, npus_per_node: int) -> str:
-    """Why the layers of a launch are not simulated; empty if they are."""
-    layout = launch.judged.layout
-    if layout.tensor == 1:
-        return "TP 1: its linear layers transfer nothing"
-    if layout.experts or layout.mla:
-        return "layers with experts or latent attention are not simulated"
-    if not layout.sequence_parallel:
-        return "layers without sequence parallelism are not simulated"
-    if min(npus_per_node, launch.config.npus_per_node) < layout.tensor:
-        return f"a group of {layout.tensor} spans nodes of {npus_per_node} NPUs"
-    return ""
-
-
-def layer_seconds(launch: AskedLaunch, hardware: Hardware) -> dict[str, float]:
-    """Seconds of one layer of a launch, forward and backward, at typical figures.
-
-    With full recomputation the forward counts twice.
+def step_costs(launch: AskedLaunch, hardware: Hardware) -> dict[str, tuple[float, float]]:
+    """Seconds of a step of a launch, and bytes of tensors, at typical figures.
 
     Returns:
-        by name of the variant: :data:`FLAGS`, each kind's fastest, ``p2p`` with blocking
-        collectives, and ``commfuse`` as ``--use-commfuse`` would run it.
+        by name of the variant: :data:`FLAGS`, each kind's fastest, and ``commfuse`` as
+        ``--use-commfuse`` would run it; only Megatron's order and forward-backward overlap where
+        layers have no sequence parallelism to fuse transfers of.
 
     Raises:
         PlanError: its options make no schedule.
         ValueError: the simulator does not have such layers.
     """
-    figures, config, schedule = hardware.machine(), launch.config, launch.schedule
-    tp = config.tensor_model_parallel_size
-    sequence = config.seq_length // config.context_parallel_size
-    again = launch.options.text("--recompute-granularity") == "full"
-    options = Options(micro_batches=1, recompute="full" if again else "none")
-    step = Step(figures, training(config, Layout(tp, 1, 1, 1), sequence, options))
+    training, figures = training_of(launch), hardware.machine()
+    tp, schedule = training.layout.tp, launch.schedule
+    if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
+        raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
+    every = {"megatron": MEGATRON, TURNS.name: TURNS}
+    if tp > 1 and training.sequence_parallel:
+        every |= {one.name: one for one in variants(tp, tp, 1) if one.name in FLAGS}
+        every["commfuse"] = MEGATRON
+        if launch.config.block_rows >= launch.judged.least:
+            every["commfuse"] = fused(
+                replace(schedule, lanes=None, chunks=1, taper=1.0),
+                schedule.lanes_for(tp),
+                schedule.chunks,
+                taper=schedule.taper,
+                attention=launch.fuse.commfuse_attention,
+                collectives_from=covering_outputs(figures, tp),
+            )
+    step, found = Step(figures, training, rough=True), {}
+    for name, variant in every.items():
+        kind = name if name == "commfuse" else variant.kind
+        seconds = step.time(variant).seconds
+        if kind not in found or seconds < found[kind][1]:
+            found[kind] = name, seconds, variant
+    return {
+        name: (seconds, _tensors(training, variant, hardware))
+        for name, seconds, variant in found.values()
+    }
 
-    def seconds(variant: Variant) -> float:
-        time = step.layer_time(variant)
-        return time.seconds + (time.forward if again and time.pair is None else 0.0)
 
-    ours = Variant("megatron", "megatron")
-    if config.block_rows >= launch.judged.least:
-        ours = fused(
-            replace(schedule, lanes=None, chunks=1, taper=1.0),
-            schedule.lanes_for(tp),
-            schedule.chunks,
-            taper=schedule.taper,
-            attention=launch.fuse.commfuse_attention,
-            collectives_from=covering_outputs(figures, tp),
-        )
-    best: dict[str, tuple[float, str]] = {}
-    for variant in variants(tp, tp, 1):
-        if variant.name in FLAGS:
-            timed = seconds(variant), variant.name
-            best[variant.kind] = min(best.get(variant.kind, timed), timed)
-    found = {name: time for time, name in best.values()}
-    return found | {REFERENCE.name: seconds(REFERENCE), "commfuse": seconds(ours)}
+def _tensors(training: Training, variant: Variant, hardware: Hardware) -> float:
+    needs = footprint(training, variant, hardware)
+    return needs.total - needs.communication
 
 
 def _forms(
-    launch: AskedLaunch, seconds: Mapping[str, float], findings: Sequence[Finding]
+    launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], findings: Sequence[Finding]
 ) -> list[Form]:
     judged, overlap = launch.judged, launch.judged.overlap
     # What does not go together with options of ours keeps the fused layers from starting only.
     wrong = [one for one in findings if one.level == "error" and one.what != "layout"]
     lacking = "; ".join(f"{one.what}: {one.expected or one.value}" for one in wrong)
 
-    def share(name: str, paired: float = 1.0) -> float | None:
-        if not seconds:
-            return None
-        time = paired * seconds[name] + (1 - paired) * seconds["megatron"]
-        return time / seconds[REFERENCE.name]
+    def cost(name: str) -> tuple[float | None, float | None]:
+        seconds, size = costs.get(name, (None, None))
+        return seconds, None if size is None else size / 2**20
 
     turns, flag = FLAGS[TURNS.name]
     virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
@@ -205,12 +197,12 @@ def _forms(
         flag += " --commfuse-fb-overlap-memory"
     refused = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
     return [
-        Form(FLAGS["megatron"][0], "", share("megatron")),
-        Form(turns, flag, share(TURNS.name, overlap.paired or 0.0), overlap.obstacle),
-        Form("fused layers", "--use-commfuse", share("commfuse"), refused or lacking),
+        Form(FLAGS["megatron"][0], "", *cost("megatron")),
+        Form(turns, flag, *cost(TURNS.name), overlap.obstacle),
+        Form("fused layers", "--use-commfuse", *cost("commfuse"), refused or lacking),
         *(
-            Form(*FLAGS[name], share(name))
-            for name in seconds
+            Form(*FLAGS[name], *cost(name))
+            for name in costs
             if name in FLAGS and name not in ("megatron", TURNS.name)
         ),
     ]
@@ -230,14 +222,15 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     can_start = not any(one.what == "layout" for one in findings)
     layers = fused_layers(launch) if can_start else []
     findings += check_lanes(launch, environ) if can_start else []
-    reason, seconds = _not_simulated(launch, hardware.machine().npus_per_node), {}
-    if not reason:
-        try:
-            seconds = layer_seconds(launch, hardware)
-        except ValueError as error:
-            if isinstance(error, PlanError):
-                raise
-            reason = str(error)
+    if launch.variables.get("HCCL_DETERMINISTIC", "").lower() == "true":
+        hardware = replace(hardware, deterministic=True)
+    reason, costs = "", {}
+    try:
+        costs = step_costs(launch, hardware)
+    except ValueError as error:
+        if isinstance(error, PlanError):
+            raise
+        reason = str(error)
     left = [f"{one.layer} ({one.reason})" for one in judged.layers if one.state == "left"]
     also = [name for name, why in judged.why_not.items() if not why and not judged.excluded]
     notes = [*launch.notes, *judged.notes]
@@ -249,7 +242,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
         launch.name,
         str(judged.layout),
         overlap.transfers,
-        tuple(_forms(launch, seconds, findings)),
+        tuple(_forms(launch, costs, findings)),
         reason,
         hardware.name,
         tuple(notes),

@@ -37,6 +37,15 @@ Attention = tuple[Attended, Attended] | None
 """Forward and backward; ``None`` where a layer attends by itself."""
 
 
+_EVENTS = 4
+_ROUND = 6, 10
+"""Launches of a round of the ring, forward and backward: slices, attention, the sum with what was
+found before (MindSpeed 26.1.0, counted by hand with its fused update)."""
+_HOST_OF_EXCHANGES = 13, 0, 4 * _EVENTS
+"""Launches, posts and events of attention between exchanges of queries, keys, values and outputs:
+a copy before each and after it (the same)."""
+
+
 @dataclass(frozen=True)
 class ContextParallel:
     """A context-parallel group and what it attends to.
@@ -86,7 +95,9 @@ def _attended(
         variant, ulysses = what.exchanges(machine, schedule)
         for build in (ulysses.forward, ulysses.backward):
             played = group.play(COMPUTE_ONLY if free else variant, build)
-            found.append(Attended(played.seconds, played.waiting, ulysses.projects))
+            found.append(
+                Attended(played.seconds, played.waiting, ulysses.projects, *_HOST_OF_EXCHANGES)
+            )
         return found[0], found[1]
     shape = what.shape
     kv = shape.rows * 2 * what.key_value / shape.ranks * ITEM_BYTES
@@ -107,7 +118,8 @@ def _attended(
             # On a ring over several nodes only some of the ranks send to another node.
             differ = 1 < group.members_per_node < group.size
             played = group.play(REFERENCE, around, whole=differ)
-            found.append(Attended(played.seconds, played.waiting))
+            host = (what.size * one for one in (_ROUND[passed - 1], passed, _EVENTS * passed))
+            found.append(Attended(played.seconds, played.waiting, False, *host))
     return found[0], found[1]
 
 

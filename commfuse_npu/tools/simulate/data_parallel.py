@@ -23,7 +23,10 @@ GRADIENT_BYTES = 4
 
 
 def exposed(
-    ranks: int, layers: Sequence[tuple[float, float, float]], collective: Callable[[float], float]
+    ranks: int,
+    layers: Sequence[tuple[float, float, float]],
+    collective: Callable[[float], float],
+    overlaps: tuple[bool, bool] = (True, True),
 ) -> tuple[float, float]:
     """Seconds that gradients and parameters leave exposed.
 
@@ -31,13 +34,18 @@ def exposed(
         ranks: of the data-parallel group.
         layers: parameters on one NPU, seconds of forward and backward, from the first to the last.
         collective: seconds of one over blocks of so many bytes.
+        overlaps: whether gradients go out during the backward, and parameters come in during the
+            forward; else all of both is exposed.
     """
     parameters, forward, backward = zip(*layers, strict=True)
     order = buckets(parameters, ranks)
     shards = [math.ceil(sum(parameters[layer] for layer in one) / ranks) for one in order]
     out = [collective(shard * GRADIENT_BYTES) for shard in shards]
     back = [collective(shard * ITEM_BYTES) for shard in shards]
-    return exposed_scatter(backward, order, out), exposed_gather(forward, order, back)
+    return (
+        exposed_scatter(backward, order, out) if overlaps[0] else sum(out),
+        exposed_gather(forward, order, back) if overlaps[1] else sum(back),
+    )
 
 
 def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:

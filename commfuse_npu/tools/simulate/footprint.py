@@ -1,13 +1,17 @@
 """Device memory of a training step, by what it is for: does a layout fit?
 
-Per parameter of an NPU: 2 bytes of weight (bf16), 4 of gradient (fp32), and 12 of Adam (master
-weight and two moments in fp32) divided over the data-parallel ranks, as Megatron's distributed
-optimizer does.  Activations per layer and micro-batch are what its backward needs, in bf16::
+Per parameter of an NPU: 2 bytes of weight (bf16), 4 of gradient (fp32; 2 with ``--fp16``), and 12
+of Adam (master weight and two moments in fp32; 10 with ``--reuse-fp32-param``, whose master weights
+are the other halves of the bf16 ones), divided over the data-parallel ranks by Megatron's
+distributed optimizer.  Activations per layer and micro-batch are what its backward needs, in bf16::
 
     rows / tp * 2 * (4 H       the inputs of both norms, qkv and fc1, split along the sequence
                      + QKV     queries, keys, values
                      + H       attention's result
                      + 3 F)    fc1's two halves and their product
+    tokens * topk * 2 * (2 H         sent to experts and come back
+                     + etp * (H      their input
+                     + 3 F / etp))   with experts in place of the last line
     + rows / tp * heads * 64   row maxima and sums of flash attention, 8 fp32 each
                                (npu_fusion_attention keeps them so: read, not run)
 
@@ -34,7 +38,7 @@ from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Ran
-from commfuse_npu.tools.simulate.step import Training
+from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
 __all__ = ["USABLE", "Footprint", "footprint", "limit"]
@@ -42,10 +46,10 @@ __all__ = ["USABLE", "Footprint", "footprint", "limit"]
 USABLE = 0.9
 """Share of the device memory that tensors may take; assumed: the rest is CANN's, and gaps."""
 
-_GRADIENT, _ADAM = 4, 12
+_ADAM, _ADAM_REUSED = 12, 10
 _STATISTICS = 2 * 8 * 4
-_LOGITS = 2 + 4 + 4
-"""Per logit: in bf16, in fp32 for the loss, and its gradient."""
+_LOGITS = 2 + 4
+"""Per logit: in bf16, and in fp32 for the loss, whose gradient takes its place."""
 
 
 class Footprint(NamedTuple):
@@ -65,6 +69,16 @@ class Footprint(NamedTuple):
     def total(self) -> float:
         state = self.weights + self.gradients + self.optimizer
         return state + self.activations + self.communication
+
+    @property
+    def first_step(self) -> float:
+        """What tensors take at most in the first step, which Megatron reports.
+
+        Adam's moments are made at its end, when its activations are gone.
+        """
+        master = self.optimizer * 4 / _ADAM
+        state = self.weights + self.gradients
+        return state + max(master + self.activations, self.optimizer)
 
 
 def limit(hardware: Hardware) -> float:
@@ -92,28 +106,52 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
 
 def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, float, float, float]:
     shape, layout, model = training.shape, training.layout, training.model
-    layers, last = training.layers[stage], stage == layout.pp - 1
-    table = shape.vocabulary * shape.hidden
+    last, replicas = stage == layout.pp - 1, layout.dp * layout.cp
     tables = (stage == 0) + (last and (model.untie_embeddings_and_output_weights or layout.pp > 1))
-    parameters = (layers * model.layer_parameters + tables * table) / layout.tp
-    rows = shape.rows / layout.tp
-    heads = model.num_attention_heads
-    whole = rows * (
-        ITEM_BYTES * (5 * shape.hidden + shape.qkv + 3 * shape.feed_forward) + _STATISTICS * heads
-    )
-    kept = rows * ITEM_BYTES * shape.hidden if training.again else whole
+    everyone, experts = tables * shape.vocabulary * shape.hidden / layout.tp, 0.0
+    layers = training.of_stage(stage)
+    for kind, count in layers.items():
+        own, of_experts = training.parameters_of(kind)
+        everyone, experts = everyone + count * own, experts + count * of_experts
     order = layout.pp, stage, layout.vpp, training.micro_batches
     if variant.kind == "turns":
         held = most_in_flight(slots(*order)) / layout.vpp
     else:
         held = in_flight_without(*order) / layout.vpp
-    activations = held * layers * kept
+    whole = {kind: _kept(training, kind) for kind in layers}
+    again = training.again_share(stage)
+    inputs = again * ITEM_BYTES * shape.held * shape.hidden
+    activations = held * sum(
+        count * (inputs + (1 - again) * whole[kind])
+        for kind, count in layers.items()
+        if whole[kind]
+    )
     if training.again:
-        activations += whole
+        activations += max(whole.values())
     if last:
-        activations += _LOGITS * rows * shape.vocabulary
-    shared = _ADAM / (layout.dp * layout.cp)
-    return ITEM_BYTES * parameters, _GRADIENT * parameters, shared * parameters, activations
+        activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
+    parameters, shared = everyone + experts, everyone + experts
+    if training.distributed:
+        shared = everyone / replicas + experts / training.expert_replicas
+    adam = _ADAM_REUSED if training.reuses else _ADAM
+    gradients = training.gradient_bytes * parameters
+    return ITEM_BYTES * parameters, gradients, adam * shared, activations
+
+
+def _kept(training: Training, kind: Kind) -> float:
+    """Bytes of a layer's activations, of one micro-batch."""
+    if kind == "none":
+        return 0.0
+    shape, heads = training.shape_of(kind), training.model.num_attention_heads
+    rows = shape.rows / shape.ranks
+    split = shape.inner * shape.ranks + shape.qkv + (shape.halves + 1) * shape.dense * shape.ranks
+    if shape.latent is not None:
+        split += shape.latent.kept
+    kept = shape.held * 4 * shape.hidden + rows * split
+    if experts := shape.experts:
+        sent = shape.held * experts.each
+        kept += sent * ((2 + experts.tensor) * shape.hidden + (experts.halves + 1) * experts.width)
+    return ITEM_BYTES * kept + rows * _STATISTICS * heads
 
 
 def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float:

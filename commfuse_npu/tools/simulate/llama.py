@@ -1,4 +1,4 @@
-"""A Llama layer under tensor and sequence parallelism, as operations of one rank.
+"""A layer of Megatron's GPT model under tensor parallelism, as operations of one rank.
 
 Legend: ``S`` sequence of a context-parallel rank, ``B`` micro-batch, ``H`` hidden, ``F``
 feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one rank, ``1/n``::
@@ -10,7 +10,9 @@ feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one ra
 
 FLOP of attention (causal, forward): ``2 * B * S^2 * H`` for all ranks, two products over half of
 the scores; the backward takes 2.5 times that (five products instead of two, as flash attention
-recomputes the scores).  Element-wise work costs its memory traffic.
+recomputes the scores).  Element-wise work costs its memory traffic.  Latent attention
+(:mod:`.latent`) and experts (:mod:`.experts`) take the places of qkv and of the feed-forward part;
+without sequence parallelism (:mod:`.whole_rows`) every rank has all rows.
 
 Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches ask for
 (RMS norm, rotary embedding, SwiGLU and attention in one each way, gradients added to ``main_grad``
@@ -21,18 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import gather_use, produce_scatter
-from commfuse_npu.tools.simulate.linear import (
-    column,
-    column_gradients,
-    row,
-    row_gradients,
-    wgrad_seconds,
-)
+from commfuse_npu.tools.simulate import linear, whole_rows
+from commfuse_npu.tools.simulate.experts import Experts
+from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.linear import wgrad_seconds
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
@@ -48,6 +47,8 @@ _NORM = 3
 """Of a norm's backward: its own, the sum with the residual's gradient, its weight's gradient."""
 _ADDED = 2
 """Of a half of a layer: the gradients of its two weights, added to those before."""
+_LOSS = 20, 8
+"""Of a cross entropy over a vocabulary that is split, forward and backward."""
 
 Queries = Callable[[slice], float]
 """Seconds of attention of a run of query rows."""
@@ -64,6 +65,10 @@ class LayerShape:
         hidden, feed_forward, qkv, vocabulary: whole widths, over all tensor-parallel ranks.
         ranks: of the tensor-parallel group; it divides all of them.
         heads: width of all query heads; 0 where it is that of the hidden states.
+        sequence_parallel: whether a rank has a block of the rows outside of linear layers.
+        gated: whether the feed-forward part is gated (SwiGLU).
+        causal: whether a query sees the keys before it only.
+        latent, experts: in place of its queries, keys and values, and of the feed-forward part.
     """
 
     sequence: int
@@ -75,11 +80,27 @@ class LayerShape:
     vocabulary: int
     ranks: int
     heads: int = 0
+    sequence_parallel: bool = True
+    gated: bool = True
+    causal: bool = True
+    latent: Latent | None = None
+    experts: Experts | None = None
 
     @property
     def inner(self) -> int:
-        """Width of one rank's query heads."""
+        """Width of one rank's query heads, as the output projection takes them."""
         return (self.heads or self.hidden) // self.ranks
+
+    @property
+    def dense(self) -> int:
+        """Width of one rank's part of what all tokens go through: of shared experts, if any."""
+        shared = self.feed_forward if self.experts is None else self.experts.shared
+        return shared // self.ranks
+
+    @property
+    def halves(self) -> int:
+        """Widths of the feed-forward part that its first product makes."""
+        return 2 if self.gated else 1
 
     @property
     def rows(self) -> int:
@@ -92,6 +113,11 @@ class LayerShape:
         return self.rows // self.ranks
 
     @property
+    def held(self) -> int:
+        """Rows that one rank has outside of linear layers."""
+        return self.block if self.sequence_parallel else self.rows
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row of the hidden activation, which is all that is ever sent."""
         return self.hidden * ITEM_BYTES
@@ -102,9 +128,10 @@ class LayerShape:
         Causal: later rows see more keys.  With context parallelism each rank has a part from both
         ends of the sequence, so that there all rows cost the same.
         """
-        uniform = self.attended != self.sequence
+        uniform = self.attended != self.sequence or not self.causal
         parts = self.ranks * (self.attended // self.sequence)
-        flops = 2.0 * self.batch * self.attended**2 * self.hidden / parts
+        widths = self.latent.attended if self.latent else 2.0 * (self.heads or self.hidden)
+        flops = self.batch * self.attended**2 * widths / parts * (1 if self.causal else 2)
         whole = machine.attention(flops * factor)
 
         def seconds(run: slice) -> float:
@@ -129,11 +156,15 @@ class Attended(NamedTuple):
         seconds: with what its transfers leave exposed.
         waiting: for how many of them the compute engine stands still.
         projects: whether the projections before and after it are in it.
+        launches, posts, events: of it.
     """
 
     seconds: float
     waiting: float = 0.0
     projects: bool = False
+    launches: int = 1
+    posts: int = 0
+    events: int = 0
 
 
 def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
@@ -142,51 +173,72 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     Args:
         attention: by default that of the shape.
     """
-    n, block = shape.ranks, shape.block
-    h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
-    _elementwise(rank, "norm", block, h, h)
+    n, block, held, layers = shape.ranks, shape.block, shape.held, _linear_layers(shape)
+    h, qkv = shape.hidden, shape.qkv // n
+    _elementwise(rank, "norm", held, h, h)
     outside = attention is None or not attention.projects
-    if outside:
-        column(rank, "qkv", block, h, qkv)
+    if shape.latent is not None:
+        shape.latent.forward(rank, shape.rows, held, h)
+    elif outside:
+        layers.column(rank, "qkv", block, h, qkv)
     _elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=_ROTARY[0])
     attend = shape.attention(rank.machine)
     if rank.variant.attention and attention is None and n > 1:
         _attention_scatter(rank, shape, attend)
     else:
-        whole = attend(slice(0, shape.rows)) if attention is None else attention.seconds
-        rank.compute("attention", whole)
+        _attend(rank, "attention", attend(slice(0, shape.rows)), attention)
         if outside:
-            row(rank, "proj", block, shape.inner, h)
-    _elementwise(rank, "residual, norm", block, h, h, h, h, launches=2)
-    column(rank, "fc1", block, h, 2 * shape.feed_forward // n)
-    _elementwise(rank, "SwiGLU", shape.rows, 2 * f, f)
-    row(rank, "fc2", block, f, h)
-    _elementwise(rank, "residual", block, h, h, h)
+            layers.row(rank, "proj", block, shape.inner, h)
+    _elementwise(rank, "residual, norm", held, h, h, h, h, launches=2)
+    if shape.experts is not None:
+        shape.experts.forward(rank, held, h)
+    if width := shape.dense:
+        layers.column(rank, "fc1", block, h, shape.halves * width)
+        _elementwise(rank, "activation", shape.rows, shape.halves * width, width)
+        layers.row(rank, "fc2", block, width, h)
+    _elementwise(rank, "residual", held, h, h, h)
 
 
 def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
     """Add a layer's backward; see :func:`forward`."""
-    n, block = shape.ranks, shape.block
-    h, f, qkv = shape.hidden, shape.feed_forward // n, shape.qkv // n
-    fc1 = column_gradients(rank, "fc1 backward", block, h, 2 * f)
-    row_gradients(rank, "fc2 backward", block, f, h, before=fc1)
-    _elementwise(rank, "SwiGLU backward", shape.rows, f, 2 * f, 2 * f)
-    rest(fc1)
-    _elementwise(rank, "norm backward", block, h, h, h, h, launches=_NORM + _ADDED)
+    n, block, held, layers = shape.ranks, shape.block, shape.held, _linear_layers(shape)
+    h, qkv = shape.hidden, shape.qkv // n
+    if shape.experts is not None:
+        shape.experts.backward(rank, held, h)
+    if width := shape.dense:
+        both = shape.halves * width
+        fc1 = layers.column_gradients(rank, "fc1 backward", block, h, both)
+        layers.row_gradients(rank, "fc2 backward", block, width, h, before=fc1)
+        _elementwise(rank, "activation backward", shape.rows, width, both, both)
+        rest(fc1)
+    _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
-    outside = attention is None or not attention.projects
-    qkv_gradients = column_gradients(rank, "qkv backward", block, h, qkv)
+    outside = shape.latent is None and (attention is None or not attention.projects)
+    qkv_gradients = layers.column_gradients(rank, "qkv backward", block, h, qkv)
     if rank.variant.attention and attention is None and n > 1:
         _gather_attention(rank, shape, attend)
     else:
-        if outside:
-            row_gradients(rank, "proj backward", block, shape.inner, h, before=qkv_gradients)
-        seconds = attend(slice(0, shape.rows)) if attention is None else attention.seconds
-        rank.compute("attention backward", seconds)
+        if attention is None or not attention.projects:
+            before = qkv_gradients if outside else None
+            layers.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
+        _attend(rank, "attention backward", attend(slice(0, shape.rows)), attention)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=_ROTARY[1])
-    if outside:
+    if shape.latent is not None:
+        shape.latent.backward(rank, shape.rows, held, h)
+    elif outside:
         rest(qkv_gradients)
-    _elementwise(rank, "norm backward", block, h, h, h, h, launches=_NORM + _ADDED)
+    _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
+
+
+def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> None:
+    """Attention that is one kernel, or played by itself."""
+    of = attention or Attended(alone)
+    rank.compute(name, of.seconds, launches=of.launches, events=of.events, posts=of.posts)
+
+
+def _linear_layers(shape: LayerShape) -> Any:
+    """The module whose functions are the tensor-parallel linear layers of a shape."""
+    return linear if shape.sequence_parallel or shape.ranks == 1 else whole_rows
 
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
@@ -222,16 +274,21 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
 
 
 def head_forward(rank: Rank, shape: LayerShape) -> None:
-    """Add the final norm, the output layer and the loss (logits in fp32, three passes)."""
+    """Add the final norm, the output layer and the loss.
+
+    Of a logit the loss reads and writes 38 bytes (to fp32; maximum, difference, exponential, sum,
+    quotient), its backward 14 (times the gradient; to bf16): read in Megatron core 0.12.1.
+    """
     v = shape.vocabulary // shape.ranks
-    _elementwise(rank, "norm", shape.block, shape.hidden, shape.hidden)
-    column(rank, "output", shape.block, shape.hidden, v)
-    _elementwise(rank, "loss", shape.rows, *[2 * v] * 3)
+    _elementwise(rank, "norm", shape.held, shape.hidden, shape.hidden)
+    _linear_layers(shape).column(rank, "output", shape.block, shape.hidden, v)
+    _elementwise(rank, "loss", shape.rows, 19 * v, launches=_LOSS[0])
 
 
 def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add their backward."""
     v = shape.vocabulary // shape.ranks
-    _elementwise(rank, "loss backward", shape.rows, 2 * v, v)
-    rest(column_gradients(rank, "output backward", shape.block, shape.hidden, v))
-    _elementwise(rank, "norm backward", shape.block, *[shape.hidden] * 4)
+    _elementwise(rank, "loss backward", shape.rows, 7 * v, launches=_LOSS[1])
+    layers = _linear_layers(shape)
+    rest(layers.column_gradients(rank, "output backward", shape.block, shape.hidden, v))
+    _elementwise(rank, "norm backward", shape.held, *[shape.hidden] * 4)

@@ -119,11 +119,12 @@ class Rank:
         *,
         aside: bool = False,
         events: int = 0,
+        posts: int = 0,
     ) -> None:
         """Work that needs what was received ``after``, and what :meth:`need` named."""
         waits, self._pending[aside] = self._pending[aside].union(after), set()
         engine = ASIDE if aside else COMPUTE
-        work = Operation(name, engine, seconds, launches=launches, events=events)
+        work = Operation(name, engine, seconds, launches=launches, posts=posts, events=events)
         self._last[engine] = self.add(work, waits)
 
     def need(self, others: Iterable[int], *, aside: bool = False) -> None:
@@ -215,6 +216,14 @@ class Rank:
         receive = Message((*key, down), down, self.rank, size)
         host = launches, 0, _EVENTS * launches
         return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
+
+    def elsewhere(self, name: str, seconds: float) -> tuple[int, ...]:
+        """A collective of another group, which takes so long; returns what to wait for."""
+        if seconds <= 0:
+            return ()
+        delay = seconds - self.machine.inside.latency
+        message = Message((*self._key(name), self.rank), self.rank, self.rank, 0.0, delay)
+        return self._exchange(name, _COLLECTIVE, [message], [message], (), 1, 0, _EVENTS)[:1]
 
     # ------------------------------------------------------------- programs
 

@@ -13,143 +13,27 @@ What is played is kept by all that it depends on, so that layouts, stages and va
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import llama, turns
-from commfuse_npu.tools.simulate.context_parallel import Attention, ContextParallel
+from commfuse_npu.tools.simulate.context_parallel import Attention
 from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
 from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
+from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, Variant
 
 __all__ = ["LayerTime", "Layout", "Recompute", "Step", "StepTime", "Training"]
 
-Recompute = Literal["none", "full"]
 _Part = Literal["forward", "backward", "head_forward", "head_backward"]
 
 _KEPT = 1 << 14
 """So many results are kept."""
-
-
-class Layout(NamedTuple):
-    """Parallel sizes; ``vpp``: chunks of layers per pipeline stage, interleaved from 2 on."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-    vpp: int = 1
-
-    @property
-    def npus(self) -> int:
-        return self.tp * self.cp * self.dp * self.pp
-
-
-@dataclass(frozen=True)
-class Training:
-    """What is trained, and how it is laid out.
-
-    Attributes:
-        model: with the layout, the sequence length and the batch of this training.
-        fuse_ulysses: whether CommFuse's variants fuse the exchanges of Ulysses.
-        vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
-    """
-
-    model: ModelConfig
-    recompute: Recompute = "none"
-    fuse_ulysses: bool = False
-    vpp: int = 1
-
-    @property
-    def layout(self) -> Layout:
-        model = self.model
-        return Layout(
-            model.tensor_model_parallel_size,
-            model.context_parallel_size,
-            model.data_parallel_size,
-            model.pipeline_model_parallel_size,
-            self.vpp,
-        )
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Of every pipeline stage."""
-        stages = self.model.pipeline_model_parallel_size
-        return self.model.num_layer_list or (self.model.num_layers // stages,) * stages
-
-    @property
-    def micro_batches(self) -> int:
-        """Per step and data-parallel replica."""
-        return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
-
-    @property
-    def ulysses(self) -> bool:
-        """Whether context parallelism exchanges heads instead of passing keys around."""
-        return self.model.context_parallel_algo == "ulysses_cp_algo"
-
-    @property
-    def context(self) -> ContextParallel | None:
-        model = self.model
-        if model.context_parallel_size == 1:
-            return None
-        head = model.hidden_size // model.num_attention_heads
-        return ContextParallel(
-            self.shape,
-            model.context_parallel_size,
-            head * model.num_query_groups,
-            model.num_query_groups,
-            self.ulysses,
-            self.ulysses and self.fuse_ulysses,
-        )
-
-    @property
-    def again(self) -> bool:
-        """Whether the backward runs each layer's forward before it."""
-        return self.recompute == "full"
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model, without the input embedding, which does no arithmetic."""
-        model = self.model
-        table = model.vocab_size * model.hidden_size
-        return model.number_of_parameters - table * model.untie_embeddings_and_output_weights
-
-    def tokens_per_second(self, seconds: float) -> float:
-        """Of an NPU, if a step takes so long."""
-        tokens = self.model.seq_length * self.model.global_batch_size
-        return tokens / (seconds * self.layout.npus)
-
-    @property
-    def flops(self) -> float:
-        """Model FLOP of a step: 6 per parameter and token, and 6 * S * H per layer and token for
-        causal attention; recomputation does not count (PaLM's model FLOPs utilization)."""
-        model = self.model
-        scores = 6.0 * model.num_layers * model.hidden_size * model.seq_length
-        tokens = model.seq_length * model.global_batch_size
-        return tokens * (6.0 * self.parameters + scores)
-
-    def utilization(self, seconds: float, peak: float) -> float:
-        """Share of the NPUs' peak FLOP/s that a step of so many seconds reaches."""
-        return self.flops / (seconds * self.layout.npus * peak)
-
-    @property
-    def shape(self) -> LayerShape:
-        model = self.model
-        return LayerShape(
-            sequence=model.seq_length // model.context_parallel_size,
-            attended=model.seq_length,
-            batch=model.micro_batch_size,
-            hidden=model.hidden_size,
-            feed_forward=model.ffn_hidden_size,
-            qkv=model.qkv_size,
-            vocabulary=model.padded_vocab_size,
-            ranks=model.tensor_model_parallel_size,
-        )
 
 
 class StepTime(NamedTuple):
@@ -297,12 +181,19 @@ class Step:
             free: whether transfers between stages and of buckets take no time either.
         """
         training, layout = self.training, self.training.layout
-        layer = self.layer_time(variant)
-        f, b = layer.forward, layer.backward
-        again = f if training.again else 0.0
-        chunks = [count / layout.vpp for count in training.layers] * layout.vpp
-        forwards = [count * f for count in chunks]
-        backwards = [count * (b + again) for count in chunks]
+        kinds = {kind for place in training.places for kind in place if kind != "none"}
+        layers = {kind: self.layer_time(variant, kind) for kind in sorted(kinds)}
+        main = layers[max(kinds)]
+
+        def chunks(seconds: Callable[[LayerTime], float]) -> list[float]:
+            return [
+                sum(count * seconds(layers[kind]) for kind, count in place.items() if kind in kinds)
+                for place in training.places
+            ]
+
+        forwards = chunks(lambda one: one.forward)
+        again = [training.again_share(place) * f for place, f in enumerate(forwards)]
+        backwards = [b + a for b, a in zip(chunks(lambda one: one.backward), again, strict=True)]
         head = _head(self.machine, training.shape, variant, self.rough)
         forwards[-1] += head[0]
         backwards[-1] += head[1]
@@ -311,28 +202,35 @@ class Step:
         backwards[0] += embedding
         between = 0.0 if free else self._between_stages
         play = training.micro_batches, between, layout.vpp
-        if layer.pair is None:
+        f, b = main.forward, main.backward
+        if main.pair is None:
             ends = one_forward_one_backward(forwards, backwards, *play)
         else:
-            pairs = [count * layer.pair[0] + layer.pair[1] for count in chunks]
+            pairs = chunks(lambda one: one.seconds)
+            # What a stage has besides its layers, once.
+            pairs = [one + (main.pair[1] if one else 0.0) for one in pairs]
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
             ends = side_by_side(forwards, backwards, pairs, *play)
-            f, b = (part * layer.pair[0] / layer.alone for part in (f, b))
+            f, b = (part * main.pair[0] / main.alone for part in (f, b))
         end, late = max(ends), 0.0
         if not free:
-            tails = [self._buckets(stage, f, b + again) for stage in range(layout.pp)]
+            tails = [
+                self._buckets(stage, f, b * (1 + training.again)) for stage in range(layout.pp)
+            ]
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True)) - end
             late += tails[0][1]
             end += late
         return StepTime(end + self._optimizer, f + b, late)
 
-    def layer_time(self, variant: Variant) -> LayerTime:
+    def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
         attended = self._attended(variant)
         if variant.kind == "turns":
-            return self._turning(variant, attended)
-        forward, backward = (self._of_layer(variant, p, attended) for p in ("forward", "backward"))
+            return self._turning(variant, kind, attended)
+        forward, backward = (
+            self._of_layer(variant, kind, p, attended) for p in ("forward", "backward")
+        )
         # The host runs on from one to the other, so that it and the device meet at the end of both.
         runs = 2 if self.training.again else 1
         hosts = [one.host(self.machine) for one in (forward, backward)]
@@ -343,23 +241,37 @@ class Step:
         waiting += sum(one.waiting for one in attended or ())
         return LayerTime(seconds[0], seconds[1], waiting)
 
-    def _of_layer(self, variant: Variant, part: _Part | int, attended: Attention) -> _Cost:
-        machine, training = self.machine, self.training
-        again = training.again and variant.kind == "turns"
+    def _of_layer(
+        self,
+        variant: Variant,
+        kind: Kind,
+        part: _Part | int,
+        attended: Attention,
+        again: bool = False,
+    ) -> _Cost:
+        machine, shape = self.machine, self.training.shape_of(kind)
         if not variant.tuned:
             # It is played as if everything were launched: what launching takes is counted later.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
         rough = self.rough and variant.kind != "turns"
-        return _cost(machine, training.shape, variant, part, attended, again, rough)
+        return _cost(machine, shape, variant, part, attended, again, rough)
 
-    def _turning(self, variant: Variant, attended: Attention) -> LayerTime:
+    def _turning(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
         """Megatron's order alone; side by side what two more layers add to two."""
-        alone = self.layer_time(MEGATRON)
-        two, four = (self._of_layer(variant, layers, attended) for layers in (2, 4))
-        more = four.beyond(two)
-        layer = max(more.device, more.host(self.machine)) / 2
-        pair = layer, max(0.0, two.device - 2 * layer)
-        return LayerTime(alone.forward, alone.backward, layer - more.busy / 2, pair=pair)
+        alone, share = self.layer_time(MEGATRON, kind), self.training.again_share(0)
+        layer = rest = busy = 0.0
+        for again, part in ((False, 1 - share), (True, share)):
+            if not part:
+                continue
+            two, four = (self._of_layer(variant, kind, n, attended, again) for n in (2, 4))
+            more = four.beyond(two)
+            seconds = max(more.device, more.host(self.machine)) / 2
+            layer, busy = layer + part * seconds, busy + part * more.busy / 2
+            rest += part * max(0.0, two.device - 2 * seconds)
+        whole = alone.alone + share * alone.forward
+        if layer >= whole:  # the launch turns it off by itself
+            return alone._replace(pair=(whole, 0.0))
+        return LayerTime(alone.forward, alone.backward, layer - busy, pair=(layer, rest))
 
     # ------------------------------------------------------------------- parts
 
@@ -383,18 +295,31 @@ class Step:
         of tied tables over the first and the last stage.
         """
         training, layout, model = self.training, self.training.layout, self.training.model
-        layers, last = training.layers[stage], stage == layout.pp - 1
-        ranks = layout.dp * layout.cp
-        if ranks == 1:
-            return 0.0, 0.0
+        last, replicas = stage == layout.pp - 1, layout.dp * layout.cp
         tied = not model.untie_embeddings_and_output_weights
         table = [(model.padded_vocab_size * model.hidden_size / layout.tp, 0.0, 0.0)]
-        of_layer = model.layer_parameters / layout.tp, forward, backward
         above = table if stage == 0 else []
         below = table if last and not (tied and stage == 0) else []
-        group = Group(self.machine, ranks, stride=layout.tp)
-        rows = [*above, *[of_layer] * layers, *below]
-        return exposed(ranks, rows, partial(_collective, group))
+        everyone: list[tuple[float, float, float]] = []
+        experts: list[tuple[float, float, float]] = []
+        for kind, count in training.of_stage(stage).items():
+            own, of_experts = training.parameters_of(kind)
+            everyone += [(own, forward, backward)] * round(count)
+            experts += [(of_experts, forward, backward)] * round(count) if of_experts else []
+        tail = start = 0.0
+        for rows, ranks, stride in (
+            ([*above, *everyone, *below], replicas, layout.tp),
+            (experts, training.expert_replicas, training.expert_stride),
+        ):
+            if ranks == 1 or not rows:
+                continue
+            collective = partial(_collective, Group(self.machine, ranks, stride=stride))
+            out, back = exposed(ranks, rows, collective, training.overlaps)
+            again = (
+                0.0 if training.distributed else exposed(ranks, rows, collective, (False,) * 2)[0]
+            )
+            tail, start = tail + out + again, start + back * training.distributed
+        return tail, start
 
     @property
     def _between_stages(self) -> float:
@@ -415,5 +340,15 @@ class Step:
     def _optimizer(self) -> float:
         """Seconds of Adam: per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
-        mine = self.training.parameters / self.training.layout.npus
-        return self.machine.memory(mine * (2 * 12 + GRADIENT_BYTES + ITEM_BYTES))
+        training, layout = self.training, self.training.layout
+        replicas = layout.dp * layout.cp if training.distributed else 1
+        tables = training.model.padded_vocab_size * training.model.hidden_size / layout.tp
+        parameters = 0.0
+        for stage in range(layout.pp):
+            of_stage = tables / replicas if stage in (0, layout.pp - 1) else 0.0
+            for kind, count in training.of_stage(stage).items():
+                own, experts = training.parameters_of(kind)
+                of_experts = experts / (training.expert_replicas if training.distributed else 1)
+                of_stage += count * (own / replicas + of_experts)
+            parameters = max(parameters, of_stage)
+        return self.machine.memory(parameters * (2 * 12 + GRADIENT_BYTES + ITEM_BYTES))

@@ -73,6 +73,7 @@ def pair(
 def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
     """Cut at transfers: after one began, and before work that waits for one begun earlier."""
     found: list[_Piece] = []
+    collective = rank.machine.collective
     start, work, under_way = 0, 0.0, list[range]()
 
     def cut(stop: int, transfer: float, waits: int | None, by_default: bool) -> None:
@@ -91,10 +92,10 @@ def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
                 under_way.remove(waited)
             work += one.seconds
             continue
-        sizes = [message.size for at in begun for message in operations[at].sends]
+        sends = [message for at in begun for message in operations[at].sends]
         follows = (one for one in operations[begun.stop :] if one.engine == COMPUTE)
         blocking = bool(set(begun) & {at for one in islice(follows, 1) for at in one.after})
-        seconds = rank.machine.collective(max(sizes), rank.size)
+        seconds = max(one.delay + collective(one.size, rank.size) for one in sends)
         cut(begun.stop, seconds, len(under_way) if blocking else None, blocking)
         if not blocking:
             under_way.append(begun)

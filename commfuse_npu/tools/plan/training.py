@@ -1,0 +1,150 @@
+"""The training that a launch starts, as the simulator takes it."""
+
+from __future__ import annotations
+
+from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.simulate.experts import Experts
+from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.training import Kind, Training
+from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS, Variant
+
+__all__ = ["NotSimulated", "form_of", "training_of"]
+
+_LEFT_OUT = {
+    "--tp-2d": "linear layers cut in two dimensions",
+    "--swap-attention": "activations that are swapped to the host",
+    "--swap-optimizer": "optimizer states that are swapped to the host",
+    "--lora-target-modules": "LoRA",
+    "--moe-fb-overlap": "that overlap",
+    "--use-nanopipe": "that schedule",
+    "--schedules-method": "that schedule",
+    "--enable-dsa-indexer": "sparse attention",
+    "--mtp-num-layers": "layers of multi-token prediction",
+    "--moe-zero-memory": "activations of experts that are dropped",
+    "--moe-expert-capacity-factor": "tokens that are dropped",
+    "--qat-scheme": "quantized training",
+    "--output-logit-softcapping": "capping of logits",
+    "--attn-logit-softcapping": "capping of logits",
+    "--no-pad-to-seq-lengths": "samples of different lengths",
+    "--layerwise-disaggregated-training": "that layout",
+}
+_STAGES = ("dpo", "rm", "ppo", "simpo", "orm", "prm", "grpo")
+_CONTEXT = ("megatron_cp_algo", "ulysses_cp_algo")
+
+
+class NotSimulated(ValueError):
+    """The simulator does not have such a launch; it says why."""
+
+
+def training_of(launch: AskedLaunch) -> Training:
+    """What is trained, with every option that the step's time or memory depends on.
+
+    Raises:
+        NotSimulated: by the name of an option that is not simulated.
+    """
+    options, model = launch.options, launch.config
+    for name, what in _LEFT_OUT.items():
+        if name in options:
+            raise NotSimulated(f"{name}: {what} is not simulated")
+    if options.text("--stage") in _STAGES:
+        raise NotSimulated(f"--stage {options.text('--stage')}: only pretraining and SFT are")
+    if "mamba" in (options.text("--spec") or ""):
+        raise NotSimulated("--spec: state-space layers are not simulated")
+    if model.context_parallel_size > 1 and model.context_parallel_algo not in _CONTEXT:
+        raise NotSimulated(
+            f"--context-parallel-algo {model.context_parallel_algo} is not simulated"
+        )
+    latent = _latent(options, model.tensor_model_parallel_size, model.num_attention_heads)
+    if latent is not None and model.context_parallel_size > 1:
+        raise NotSimulated("latent attention with context parallelism is not simulated")
+    recompute = options.text("--recompute-granularity") == "full"
+    vpp = _chunks(options, model.num_layers // model.pipeline_model_parallel_size)
+    return Training(
+        model,
+        "full" if recompute else "none",
+        fuse_ulysses=launch.fuse.commfuse_ulysses,
+        vpp=vpp,
+        recomputed=_recomputed(options, vpp) if recompute else None,
+        kinds=_kinds(options, model.num_layers),
+        experts=_experts(options, model.tensor_model_parallel_size, model.ffn_hidden_size),
+        latent=latent,
+        head=0 if latent else options.number("--kv-channels", 0),
+        gated="--swiglu" in options,
+        causal=options.text("--attention-mask-type") != "general",
+        sequence_parallel="--sequence-parallel" in options,
+        distributed="--use-distributed-optimizer" in options,
+        overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
+        reuses="--reuse-fp32-param" in options,
+        gradient_bytes=2 if "--fp16" in options else 4,
+    )
+
+
+def form_of(options: Options) -> Variant:
+    """The form in which a launch runs as it is typed."""
+    if "--commfuse-fb-overlap" in options:
+        return TURNS
+    if "--use-ascend-mc2" in options:
+        return MC2
+    if "--use-ascend-coc" not in options:
+        return MEGATRON
+    slices = options.number("--coc-parallel-num", 1)
+    cut = {one.slices: one for one in COC}
+    return COC_FUSED if "--coc-fused-kernel" in options else cut.get(slices, MEGATRON)
+
+
+def _chunks(options: Options, layers: int) -> int:
+    """Chunks of layers of every pipeline stage."""
+    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
+    given = options.number("--num-virtual-stages-per-pipeline-rank", 1)
+    return max(1, layers // each) if each else given
+
+
+def _recomputed(options: Options, vpp: int) -> int | None:
+    """Layers of a stage whose forward is run again; ``None``: all."""
+    if options.text("--recompute-method") != "block":
+        return None
+    layers = options.number("--recompute-num-layers", 1)
+    return layers if "--enable-recompute-layers-per-pp-rank" in options else layers * vpp
+
+
+def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
+    """Of each layer (MindSpeed-LLM's ``moe_layer_freq`` and ``first_k_dense_replace``)."""
+    left = {int(one) for one in (options.text("--noop-layers") or "").split(",") if one.strip()}
+    experts = options.number("--num-experts", 0) > 0
+    every = max(1, options.number("--moe-layer-freq", 1))
+    first = max(0, options.number("--first-k-dense-replace", 0))
+
+    def kind(layer: int) -> Kind:
+        if layer in left:
+            return "none"
+        return "experts" if experts and layer >= first and layer % every == 0 else "dense"
+
+    return tuple(map(kind, range(layers)))
+
+
+def _experts(options: Options, tensor: int, feed_forward: int) -> Experts | None:
+    number = options.number("--num-experts", 0)
+    if not number:
+        return None
+    width = options.number("--moe-ffn-hidden-size", feed_forward)
+    shared = options.number("--n-shared-experts", 0) * width
+    return Experts(
+        number,
+        each=options.number("--moe-router-topk", 2),
+        width=width,
+        shared=options.number("--moe-shared-expert-intermediate-size", shared),
+        parallel=options.number("--expert-model-parallel-size", 1),
+        tensor=options.number("--expert-tensor-parallel-size", tensor),
+        gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
+        grouped="--moe-grouped-gemm" in options,
+        halves=2 if "--swiglu" in options else 1,
+    )
+
+
+def _latent(options: Options, tensor: int, heads: int) -> Latent | None:
+    if "--multi-latent-attention" not in options:
+        return None
+    widths = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+    queries, keys, own, rotary, value = (options.number(f"--{one}", 0) for one in widths)
+    return Latent(heads, queries, keys, own, rotary, value, tensor)

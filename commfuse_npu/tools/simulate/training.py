@@ -1,0 +1,239 @@
+"""What is trained, on which layout, and which layers every part of a pipeline has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.context_parallel import ContextParallel
+from commfuse_npu.tools.simulate.experts import Experts
+from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.llama import LayerShape
+
+__all__ = ["Kind", "Layout", "Recompute", "Training"]
+
+Recompute = Literal["none", "full"]
+
+Kind = Literal["dense", "experts", "none"]
+"""Of a layer; ``none`` passes on its input (MindSpeed-LLM's ``--noop-layers``)."""
+
+
+class Layout(NamedTuple):
+    """Parallel sizes; ``vpp``: chunks of layers per pipeline stage, interleaved from 2 on."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    vpp: int = 1
+
+    @property
+    def npus(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how it is laid out.
+
+    Attributes:
+        model: with the layout, the sequence length and the batch of this training.
+        fuse_ulysses: whether CommFuse's variants fuse the exchanges of Ulysses.
+        vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
+        recomputed: layers of a stage of which the forward is run again, with full recomputation;
+            ``None``: all.
+        kinds: of each layer of the model; empty: all are dense.
+        experts, latent, head, gated, causal, sequence_parallel: of
+            :class:`~.llama.LayerShape`; ``head`` is the width of one, 0: hidden states / heads.
+        distributed: whether optimizer states are divided over the data-parallel ranks.
+        overlaps: whether gradients are reduced during the backward, and parameters gathered during
+            the forward.
+        reuses: whether the bf16 weights are a part of the fp32 ones (``--reuse-fp32-param``).
+        gradient_bytes: of one.
+    """
+
+    model: ModelConfig
+    recompute: Recompute = "none"
+    fuse_ulysses: bool = False
+    vpp: int = 1
+    recomputed: int | None = None
+    kinds: tuple[Kind, ...] = ()
+    experts: Experts | None = None
+    latent: Latent | None = None
+    head: int = 0
+    gated: bool = True
+    causal: bool = True
+    sequence_parallel: bool = True
+    distributed: bool = True
+    overlaps: tuple[bool, bool] = (True, True)
+    reuses: bool = False
+    gradient_bytes: int = 4
+
+    @property
+    def layout(self) -> Layout:
+        model = self.model
+        return Layout(
+            model.tensor_model_parallel_size,
+            model.context_parallel_size,
+            model.data_parallel_size,
+            model.pipeline_model_parallel_size,
+            self.vpp,
+        )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of every pipeline stage."""
+        stages = self.model.pipeline_model_parallel_size
+        return self.model.num_layer_list or (self.model.num_layers // stages,) * stages
+
+    @cached_property
+    def places(self) -> tuple[Mapping[Kind, float], ...]:
+        """Layers of each kind of every chunk, in the order of the model."""
+        if not self.kinds:
+            vpp = self.layout.vpp
+            return tuple({"dense": count / vpp} for count in self.layers) * vpp
+        places, start = [], 0
+        for count in [count // self.layout.vpp for count in self.layers] * self.layout.vpp:
+            places.append(Counter(self.kinds[start : start + count]))
+            start += count
+        return tuple(dict(of) for of in places)
+
+    def of_stage(self, stage: int) -> Mapping[Kind, float]:
+        """Layers of each kind of a pipeline stage."""
+        found: Counter[Kind] = Counter()
+        for place in self.places[stage :: self.layout.pp]:
+            found.update(place)  # type: ignore[arg-type]
+        return dict(found)
+
+    def again_share(self, place: int) -> float:
+        """Share of a chunk's layers whose forward is run again in the backward."""
+        if not self.again or self.recomputed is None:
+            return float(self.again)
+        layers = sum(self.places[place].values())
+        return min(1.0, self.recomputed / self.layout.vpp / max(1.0, layers))
+
+    @property
+    def micro_batches(self) -> int:
+        """Per step and data-parallel replica."""
+        return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
+
+    @property
+    def ulysses(self) -> bool:
+        """Whether context parallelism exchanges heads instead of passing keys around."""
+        return self.model.context_parallel_algo == "ulysses_cp_algo"
+
+    @property
+    def context(self) -> ContextParallel | None:
+        model = self.model
+        if model.context_parallel_size == 1:
+            return None
+        head = self.head or model.hidden_size // model.num_attention_heads
+        return ContextParallel(
+            self.shape,
+            model.context_parallel_size,
+            head * model.num_query_groups,
+            model.num_query_groups,
+            self.ulysses,
+            self.ulysses and self.fuse_ulysses,
+        )
+
+    @property
+    def again(self) -> bool:
+        """Whether the backward runs each layer's forward before it."""
+        return self.recompute == "full"
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, without the input embedding, which does no arithmetic."""
+        model = self.model
+        table = model.vocab_size * model.hidden_size
+        return model.number_of_parameters - table * model.untie_embeddings_and_output_weights
+
+    def tokens_per_second(self, seconds: float) -> float:
+        """Of an NPU, if a step takes so long."""
+        tokens = self.model.seq_length * self.model.global_batch_size
+        return tokens / (seconds * self.layout.npus)
+
+    @property
+    def flops(self) -> float:
+        """Model FLOP of a step: 6 per parameter and token, and 6 * S * H per layer and token for
+        causal attention; recomputation does not count (PaLM's model FLOPs utilization)."""
+        model = self.model
+        scores = 6.0 * model.num_layers * model.hidden_size * model.seq_length
+        tokens = model.seq_length * model.global_batch_size
+        return tokens * (6.0 * self.parameters + scores)
+
+    def utilization(self, seconds: float, peak: float) -> float:
+        """Share of the NPUs' peak FLOP/s that a step of so many seconds reaches."""
+        return self.flops / (seconds * self.layout.npus * peak)
+
+    def parameters_of(self, kind: Kind) -> tuple[float, float]:
+        """Of one NPU, of a layer of a kind: those of all tokens, and those of its experts."""
+        model, shape = self.model, self.shape_of(kind)
+        if kind == "none":
+            return 0.0, 0.0
+        h, tp = model.hidden_size, self.layout.tp
+        if self.latent:
+            per_feature, besides = self.latent.parameters
+            attention = h * per_feature + besides
+        else:
+            attention = h * (shape.qkv + shape.inner * tp)
+        dense = h * (shape.halves + 1) * shape.dense * tp + attention
+        own = self.experts.parameters(h) if kind == "experts" and self.experts else 0.0
+        router = h * self.experts.number if own and self.experts else 0.0
+        return dense / tp + router + 2 * h, own
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts."""
+        if self.experts is None:
+            return 1
+        layout, experts = self.layout, self.experts
+        return layout.tp * layout.cp * layout.dp // (experts.parallel * experts.tensor)
+
+    @property
+    def expert_stride(self) -> int:
+        """NPUs from a rank to the next that has the same experts."""
+        return self.experts.parallel * self.experts.tensor if self.experts else 1
+
+    def shape_of(self, kind: Kind) -> LayerShape:
+        return replace(self.shape, experts=self.experts) if kind == "experts" else self.shape
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of a layer without experts."""
+        model = self.model
+        return LayerShape(
+            sequence=model.seq_length // model.context_parallel_size,
+            attended=model.seq_length,
+            batch=model.micro_batch_size,
+            hidden=model.hidden_size,
+            feed_forward=model.ffn_hidden_size,
+            qkv=self._qkv,
+            vocabulary=model.padded_vocab_size,
+            ranks=model.tensor_model_parallel_size,
+            heads=self._heads,
+            sequence_parallel=self.sequence_parallel,
+            gated=self.gated,
+            causal=self.causal,
+            latent=self.latent,
+        )
+
+    @property
+    def _heads(self) -> int:
+        if self.latent is not None:
+            return self.latent.heads * self.latent.value
+        return self.head * self.model.num_attention_heads
+
+    @property
+    def _qkv(self) -> int:
+        """Of latent attention: what is turned by its position."""
+        if self.latent is not None:
+            return 2 * self.latent.heads * self.latent.rotary
+        if self.head:
+            return self.head * (self.model.num_attention_heads + 2 * self.model.num_query_groups)
+        return self.model.qkv_size

@@ -1,0 +1,200 @@
+"""Steps that others measured on NPUs, beside the simulated ones.
+
+    python -m scripts.evidence steps CHECKOUT... [--fit] [--markdown FILE]
+
+MindSpeed-LLM keeps beside its system tests what its CI measured on real NPUs: milliseconds per step
+and memory per rank, in ``baseline*/NAME.json`` next to the launch script ``NAME.sh``.  Branches keep
+different ones: of a name the first checkout's counts.  Nothing says which servers they ran on.
+
+Two figures of the host (``host.launch_overhead``, ``host.expert_launches``) were fitted to every
+second model family by sorted name, by the sum of ``|log(simulated / measured)|``; the others are
+predicted.  ``--fit`` searches them again.  Memory has no fitted figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.markdown import table_head, table_row
+from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
+from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.step import Step, Training
+from commfuse_npu.tools.simulate.variants import Variant
+from scripts.evidence.layers import section
+
+__all__ = ["Measured", "families", "fit", "main", "measured", "report", "simulated"]
+
+_HARDWARE = "ascend_910b_server"
+_HOST_LIMIT = 0.9
+"""The host is the limit where a step without it would take less than this share."""
+_VOCABULARIES = {"baichuan2": 125696, "llama3": 128256}
+"""Published sizes, where a launch leaves its vocabulary to a tokenizer of more than 32,000 words."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A launch with what was measured of it.
+
+    Attributes:
+        family: of models, by the beginning of the name.
+        milliseconds: per step, the median without the first third.
+        mebibytes: allocated by tensors at most, on the fullest rank; 0: not kept.
+    """
+
+    name: str
+    family: str
+    training: Training
+    form: Variant
+    milliseconds: float
+    mebibytes: float
+
+
+def measured(checkouts: Sequence[Path]) -> Iterator[Measured | str]:
+    """The launches of checkouts that are simulated, and why the others are not."""
+    seen: set[str] = set()
+    for checkout in checkouts:
+        for kept in sorted((checkout / "tests").rglob("baseline*/*.json")):
+            scripts = list(kept.parents[1].rglob(f"{kept.stem}.sh"))
+            if kept.stem in seen or not scripts:
+                continue
+            try:
+                content = json.loads(kept.read_text("utf-8"))
+                if not (times := content.get("time info")):
+                    continue
+                seen.add(kept.stem)
+                yield _measured(kept.stem, scripts[0], times, content.get("memo info"))
+            except (NotSimulated, UsageError) as error:
+                yield f"{kept.stem}: {str(error).splitlines()[0].replace(str(checkout), '')}"
+            except json.JSONDecodeError:
+                yield f"{kept.stem}: its figures are no JSON"
+
+
+def _measured(name: str, script: Path, times: Sequence[float], memory: object) -> Measured:
+    launch = ask_about(None, [str(script)], {})
+    family = re.split(r"[_-]", re.sub("^(tune|pretrain)_", "", name))[0]
+    words = launch.config.vocab_size
+    if not {"--vocab-size", "--padded-vocab-size"} & set(launch.options.names):
+        words = _VOCABULARIES.get(family, words)
+    training = training_of(replace(launch, config=replace(launch.config, vocab_size=words)))
+    ranks = memory if isinstance(memory, list) else []
+    most = max((one.get("max allocated memory", 0.0) for one in ranks), default=0.0)
+    steady = median(times[len(times) // 3 :])
+    return Measured(name, family, training, form_of(launch.options), steady, most)
+
+
+def families(found: Sequence[Measured]) -> tuple[set[str], set[str]]:
+    """Those that are fitted, and those that are predicted."""
+    names = sorted({one.family for one in found})
+    return set(names[::2]), set(names[1::2])
+
+
+def simulated(one: Measured, machine: Machine) -> float:
+    """Milliseconds of a step."""
+    return 1e3 * Step(machine, one.training, rough=True).time(one.form).seconds
+
+
+def fit(found: Sequence[Measured], machine: Machine) -> Machine:
+    """The machine with the figures of the host that meet these launches best."""
+
+    def off(launch: float, experts: float) -> float:
+        host = _host(machine, launch, experts)
+        return sum(abs(math.log(simulated(one, host) / one.milliseconds)) for one in found)
+
+    at, factor = (1e-4, 72.0), 1.5
+    best = off(*at)
+    while factor > 1.01:
+        near = [
+            (at[0] * a, at[1] * b) for a in (1 / factor, 1, factor) for b in (1 / factor, 1, factor)
+        ]
+        tried = {one: off(*one) for one in near}
+        least = min(tried, key=tried.__getitem__)
+        if tried[least] < best - 1e-6:
+            at, best = least, tried[least]
+        else:
+            factor **= 0.5
+    return _host(machine, *at)
+
+
+def _host(machine: Machine, launch: float, experts: float) -> Machine:
+    """A post is a launch and what it costs more than one."""
+    more = machine.post_overhead - machine.launch_overhead
+    return replace(
+        machine, launch_overhead=launch, post_overhead=launch + more, expert_launches=experts
+    )
+
+
+def report(found: Sequence[Measured], left_out: Sequence[str], hardware: Hardware) -> str:
+    """Tables of every launch and of the errors of each half, and what is not simulated."""
+    machine, (fitted, _) = hardware.machine(), families(found)
+    free = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
+    head = ("launch", "TP PP CP EP", "form", "limit", "ms", "simulated", "off", "MiB",
+            "simulated", "off", "half")  # fmt: skip
+    lines = [table_head(head)]
+    errors: dict[tuple[str, str], list[float]] = {}
+    for one in sorted(found, key=lambda each: (each.family not in fitted, each.name)):
+        milliseconds = simulated(one, machine)
+        limit = "host" if simulated(one, free) < _HOST_LIMIT * milliseconds else "device"
+        half = "fitted" if one.family in fitted else "predicted"
+        off = milliseconds / one.milliseconds - 1
+        errors.setdefault((half, limit), []).append(abs(off))
+        cells = [f"{one.milliseconds:,.0f}", f"{milliseconds:,.0f}", f"{off:+.0%}"]
+        if one.mebibytes:
+            memory = footprint(one.training, one.form, hardware).first_step / 2**20
+            errors.setdefault((half, "memory"), []).append(abs(memory / one.mebibytes - 1))
+            cells += [
+                f"{one.mebibytes:,.0f}",
+                f"{memory:,.0f}",
+                f"{memory / one.mebibytes - 1:+.0%}",
+            ]
+        else:
+            cells += ["-"] * 3
+        layout, experts = one.training.layout, one.training.experts
+        sizes = layout.tp, layout.pp, layout.cp, experts.parallel if experts else 1
+        ways = [one.name, " ".join(map(str, sizes)), one.form.name, limit]
+        lines.append(table_row([*ways, *cells, half]))
+    lines += ["", table_head(("half", "what", "launches", "off, median", "off, worst"), False)]
+    for (half, what), values in sorted(errors.items()):
+        row = half, what, str(len(values)), f"{median(values):.1%}", f"{max(values):.1%}"
+        lines.append(table_row(row))
+    return "\n".join([*lines, "", "Not simulated:", "", *(f"- {one}" for one in left_out)])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--fit", action="store_true", help="search the figures of the host")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="put the tables into their section of FILE"
+    )
+    given = parser.parse_args(argv)
+    hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
+    every = list(measured(given.checkouts))
+    found = [one for one in every if isinstance(one, Measured)]
+    left_out = [one for one in every if isinstance(one, str)]
+    if not found:
+        parser.error(f"no launch with figures in {', '.join(map(str, given.checkouts))}")
+    if given.fit:
+        fitted, _ = families(found)
+        host = fit([one for one in found if one.family in fitted], hardware.machine())
+        print(f"{1e6 * host.launch_overhead:.0f} us a launch, {host.expert_launches:.0f} launches")
+    text = report(found, left_out, hardware)
+    print(text)
+    if given.markdown:
+        page = section(given.markdown.read_text("utf-8"), "steps", text)
+        given.markdown.write_text(page, "utf-8")
+    return 0
