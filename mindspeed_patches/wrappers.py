@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware, described
@@ -38,7 +39,9 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.options import option_name
 from commfuse_npu.overlap.transfers import active_turns
-from commfuse_npu.plan import least_rows
+from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.runtime.post_time import post_seconds
+from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import DeferredAttention
 from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
@@ -54,6 +57,11 @@ __all__ = [
     "trained_bias",
     "with_way_out",
 ]
+
+_CHOSEN = (
+    "CommFuse: a post keeps the slowest host for %.0f us (measured): blocks of %d rows or more are "
+    "fused, in %d chunks; --commfuse-min-rows and --commfuse-chunks say otherwise"
+)
 
 EXPERTS = "expert layers communicate by their own rules"
 """Why no layer of an expert is fused."""
@@ -118,7 +126,8 @@ class LinearWrappers(LaneUser):
             ``gradient_accumulation_fusion``.
         layers: which of :data:`LAYERS` to fuse.
         min_rows: layers of which a rank's block has fewer rows keep Megatron's forward; ``None``:
-            :func:`~commfuse_npu.plan.least_rows` on an NPU that is described, else 0.
+            on an NPU that is described :func:`~commfuse_npu.plan.least_rows` for what a post is
+            measured to cost when the lanes are made, which decides on the chunks, too; else 0.
         described: take ``collectives_from`` from the description of the NPU, if there is one.
         rows, hidden: of the blocks of this launch, if they are known.
 
@@ -168,8 +177,18 @@ class LinearWrappers(LaneUser):
         if self._described:
             least = covering_outputs(machine, lanes.size) if machine else None
             self._options = by_fusion(replace(self._options[False], collectives_from=least))
-        if self._limited:
-            self._min_rows = least_rows(lanes.size, self._hidden) if machine else 0
+        if self._limited and machine and isinstance(lanes, Transport):
+            self._choose_by(post_seconds(lanes))
+
+    def _choose_by(self, post: float) -> None:
+        """Take the least rows and the chunks for a host that takes so many seconds to post."""
+        size, schedule = self.lanes().size, self._options[False].schedule
+        self._min_rows = least_rows(size, self._hidden, post)
+        chunks = usual_chunks(size, self._rows or 0, self._hidden, post)
+        schedule = replace(schedule, chunks=chunks)
+        self._options = by_fusion(replace(self._options[False], schedule=schedule))
+        if dist.get_rank() == 0:
+            _logger.info(_CHOSEN, 1e6 * post, self._min_rows, chunks)
 
     def register(self, manager: Any, *, transformer_engine: bool = False) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.

@@ -2,9 +2,9 @@
 
     python -m scripts.evidence steps CHECKOUT... [--fit] [--markdown FILE]
 
-MindSpeed-LLM keeps beside its system tests what its CI measured on real NPUs: milliseconds per step
-and memory per rank, in ``baseline*/NAME.json`` next to the launch script ``NAME.sh``.  Branches keep
-different ones: of a name the first checkout's counts.  Nothing says which servers they ran on.
+MindSpeed-LLM keeps beside its system tests what its CI measured on real NPUs: milliseconds per
+step and memory per rank, in ``baseline*/NAME.json`` next to ``NAME.sh``, the launch.  Branches
+keep different ones: of a name the first checkout's counts.  Which servers they ran on is not said.
 
 Two figures of the host (``host.launch_overhead``, ``host.expert_launches``) were fitted to every
 second model family by sorted name, by the sum of ``|log(simulated / measured)|``; the others are
@@ -40,7 +40,7 @@ _HARDWARE = "ascend_910b_server"
 _HOST_LIMIT = 0.9
 """The host is the limit where a step without it would take less than this share."""
 _VOCABULARIES = {"baichuan2": 125696, "llama3": 128256}
-"""Published sizes, where a launch leaves its vocabulary to a tokenizer of more than 32,000 words."""
+"""Published sizes, where a launch leaves its vocabulary to its tokenizer; else 32,000."""
 
 
 @dataclass(frozen=True)

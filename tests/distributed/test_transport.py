@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from commfuse_npu import Transport
 from commfuse_npu.ops import Buckets, all_gather_linear
-from commfuse_npu.runtime import agreement
+from commfuse_npu.runtime import agreement, post_time
 from commfuse_npu.runtime.gather_objects import MissingRankError, gather_objects
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
@@ -130,3 +130,12 @@ def test_a_rank_that_does_not_come_is_named(ranks) -> None:
     for rank in (0, 2, 3):
         assert found[rank][0] == 1
         assert found[rank][1].startswith("no answer from peer 1: ")
+
+
+@on_ranks(3)
+def test_what_a_post_costs_is_the_same_on_all_ranks(rank: int) -> None:
+    """The slowest rank's, as measured."""
+    link = Transport.create(lanes=1, timeout=PATIENT)
+    with mock.patch.object(post_time, "median", lambda found: len(found) + rank):
+        assert post_time.post_seconds(link) == 18
+    assert post_time.post_seconds(link) > 0

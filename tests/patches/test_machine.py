@@ -6,10 +6,12 @@ import logging
 import pickle
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.patching import PatchManager
@@ -23,14 +25,23 @@ A2, A3, OTHER = "Ascend910B1", "Ascend910_9391", "Ascend310P3"
 def opened(monkeypatch: pytest.MonkeyPatch):
     """Wrappers of a launch whose lanes were made over NPUs of a name, or a CPU without one."""
 
-    def make(name: str | None, tp: int, options: str = "", hidden: int = 4096) -> LinearWrappers:
+    def make(
+        name: str | None,
+        tp: int,
+        options: str = "",
+        hidden: int = 4096,
+        post: float = 40e-6,
+        length: int = 512,
+    ) -> LinearWrappers:
+        monkeypatch.setattr("mindspeed_patches.wrappers.post_seconds", lambda _: post)
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
         device = SimpleNamespace(get_device_name=lambda: name)
         monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
-        sizes = {"seq_length": 512, "micro_batch_size": 1, "hidden_size": hidden}
+        sizes = {"seq_length": length, "micro_batch_size": 1, "hidden_size": hidden}
         args = real_arguments(*options.split(), tensor_model_parallel_size=tp, **sizes)
         wrappers, _, _ = register_wrappers(PatchManager(), commfuse_options(args))
-        transport = SimpleNamespace(size=tp, device_type="npu" if name else "cpu")
-        wrappers.transport = transport  # type: ignore[assignment]
+        device_type = "npu" if name else "cpu"
+        wrappers.transport = MagicMock(spec=Transport, size=tp, device_type=device_type)
         wrappers.opened()
         return wrappers
 
@@ -46,15 +57,14 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
 @pytest.mark.parametrize(
     ("name", "tp", "options", "least"),
     [
-        (A2, 8, "", 1024),
-        (A3, 4, "", 512),
-        (A2, 2, "", 256),
+        (A2, 8, "", 960),
+        (A3, 4, "", 640),
         (OTHER, 8, "", 0),
         (None, 8, "", 0),
         (A2, 8, "--commfuse-min-rows 0", 0),
         (A2, 8, "--commfuse-chunks 2", 0),
         (None, 8, "--commfuse-min-rows 64", 64),
-        (A2, 8, "--commfuse-collectives-from never", 1024),
+        (A2, 8, "--commfuse-collectives-from never", 960),
     ],
 )
 def test_blocks_of_few_rows_stay_megatrons_on_a_described_npu(
@@ -69,7 +79,24 @@ def test_blocks_of_few_rows_stay_megatrons_on_a_described_npu(
 
 def test_wide_layers_are_fused_in_shorter_blocks(opened) -> None:
     wrappers = opened(A2, 8, hidden=8192)
-    assert [obstacle(wrappers, rows) is None for rows in (512, 511)] == [True, False]
+    assert [obstacle(wrappers, rows) is None for rows in (480, 479)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("post", "rows", "chunks"), [(8e-6, 256, 2), (128e-6, 3072, 2), (256e-6, 6144, 1)]
+)
+def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows, chunks) -> None:
+    with caplog.at_level(logging.INFO, "mindspeed_patches.wrappers"):
+        wrappers = opened(A2, 8, post=post, length=8 * 4096)
+    assert [obstacle(wrappers, n) is None for n in (rows, rows - 1)] == [True, False]
+    assert wrappers._options[True].schedule.chunks == chunks
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"CommFuse: a post keeps the slowest host for {1e6 * post:.0f} us (measured): blocks of "
+        f"{rows} rows or more are fused, in {chunks} chunks; "
+    )
+    said = opened(A2, 8, "--commfuse-chunks 4", post=post)
+    assert said._options[True].schedule.chunks == 4
 
 
 @pytest.mark.parametrize(("name", "least"), [(A2, 1734), (OTHER, None), (None, None)])
@@ -82,7 +109,7 @@ def test_the_machines_limit_is_told_with_its_reason_and_the_way_out(opened, capl
     wrappers = opened(A2, 8)
     reason = obstacle(wrappers, 64)
     assert with_way_out(reason or "") == (
-        "a block has fewer rows than the 1024 of --commfuse-min-rows (Megatron's own order is "
+        "a block has fewer rows than the 960 of --commfuse-min-rows (Megatron's own order is "
         "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
         "lengthen it)"
     )

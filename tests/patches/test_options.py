@@ -28,7 +28,7 @@ def asked(options: CommFuseOptions, attribute: str) -> Any:
 
 
 TP8 = {"tensor_model_parallel_size": 8, "micro_batch_size": 1}
-LONG = {"seq_length": 8192, **TP8}
+LONG = {"seq_length": 32768, **TP8}
 SHORT = {"seq_length": 4096, **TP8}
 CP = {"tensor_model_parallel_size": 2, **ULYSSES}
 DP = {"tensor_model_parallel_size": 2, "world_size": 8, **DATA_PARALLEL}
@@ -66,9 +66,10 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     # Small blocks stay whole.
     ("", LONG, "8", {CHUNKS: 2, "linear.schedule.lanes": 7}),
     ("", SHORT, "8", {CHUNKS: 1}),
-    ("", {**SHORT, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
+    ("", {**LONG, "seq_length": 16384}, "8", {CHUNKS: 1}),
+    ("", {**LONG, "seq_length": 16384, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
     ("", {**LONG, "micro_batch_size": 2}, "8", {CHUNKS: 2}),
-    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 1, "rows": 512}),
+    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 1, "rows": 2048}),
     ("--commfuse-tuning on", LONG, "8", {CHUNKS: 1}),
     ("--commfuse-chunks 4", SHORT, "8", {CHUNKS: 4}),
     # The machine says which layers stay Megatron's, unless chunks are chosen.

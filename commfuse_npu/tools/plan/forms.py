@@ -162,7 +162,8 @@ def step_costs(launch: AskedLaunch, hardware: Hardware) -> dict[str, tuple[float
                 attention=launch.fuse.commfuse_attention,
                 collectives_from=covering_outputs(figures, tp),
             )
-    step, found = Step(figures, training, rough=True), {}
+    step = Step(figures, training, rough=True)
+    found: dict[str, tuple[str, float, Variant]] = {}
     for name, variant in every.items():
         kind = name if name == "commfuse" else variant.kind
         seconds = step.time(variant).seconds

@@ -58,6 +58,13 @@ def training_of(launch: AskedLaunch) -> Training:
     latent = _latent(options, model.tensor_model_parallel_size, model.num_attention_heads)
     if latent is not None and model.context_parallel_size > 1:
         raise NotSimulated("latent attention with context parallelism is not simulated")
+    experts = _experts(options, model.tensor_model_parallel_size, model.ffn_hidden_size)
+    ranks = model.world_size // model.pipeline_model_parallel_size
+    if experts is not None and ranks % (experts.parallel * experts.tensor):
+        raise NotSimulated(
+            f"EP x expert TP are {experts.parallel * experts.tensor} ranks of experts, which do not "
+            f"divide the {ranks} of a pipeline stage"
+        )
     recompute = options.text("--recompute-granularity") == "full"
     vpp = _chunks(options, model.num_layers // model.pipeline_model_parallel_size)
     return Training(
@@ -67,7 +74,7 @@ def training_of(launch: AskedLaunch) -> Training:
         vpp=vpp,
         recomputed=_recomputed(options, vpp) if recompute else None,
         kinds=_kinds(options, model.num_layers),
-        experts=_experts(options, model.tensor_model_parallel_size, model.ffn_hidden_size),
+        experts=experts,
         latent=latent,
         head=0 if latent else options.number("--kv-channels", 0),
         gated="--swiglu" in options,

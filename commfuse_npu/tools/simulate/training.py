@@ -94,20 +94,23 @@ class Training:
     def places(self) -> tuple[Mapping[Kind, float], ...]:
         """Layers of each kind of every chunk, in the order of the model."""
         if not self.kinds:
-            vpp = self.layout.vpp
-            return tuple({"dense": count / vpp} for count in self.layers) * vpp
-        places, start = [], 0
+            alike: list[Mapping[Kind, float]]
+            alike = [{"dense": count / self.layout.vpp} for count in self.layers]
+            return (*alike,) * self.layout.vpp
+        places: list[Mapping[Kind, float]] = []
+        start = 0
         for count in [count // self.layout.vpp for count in self.layers] * self.layout.vpp:
-            places.append(Counter(self.kinds[start : start + count]))
+            places.append(dict(Counter(self.kinds[start : start + count])))
             start += count
-        return tuple(dict(of) for of in places)
+        return tuple(places)
 
     def of_stage(self, stage: int) -> Mapping[Kind, float]:
         """Layers of each kind of a pipeline stage."""
-        found: Counter[Kind] = Counter()
+        found: dict[Kind, float] = {}
         for place in self.places[stage :: self.layout.pp]:
-            found.update(place)  # type: ignore[arg-type]
-        return dict(found)
+            for kind, count in place.items():
+                found[kind] = found.get(kind, 0) + count
+        return found
 
     def again_share(self, place: int) -> float:
         """Share of a chunk's layers whose forward is run again in the backward."""

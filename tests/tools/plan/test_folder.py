@@ -78,7 +78,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["counts"]["of these full"] == 6
     assert found["counts"]["of these --commfuse-ulysses fits"] == 1
     assert found["counts"]["of these --commfuse-attention passes"] == 6
-    assert "\nof these with short blocks: 1\n" in said
+    assert "\nof these with short blocks: 2\n" in said
     assert "dense/coc.sh: refused with --use-ascend-coc; TP 4, PP 1, CP 1, DP 2, " in said
     without = {one["script"]: one["without"] for one in found["launches"] if one["without"]}
     assert without["dense/coc.sh"] == "full without --use-ascend-coc"

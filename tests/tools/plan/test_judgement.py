@@ -134,7 +134,7 @@ def test_megatrons_defaults_and_what_is_lacking_count() -> None:
 @pytest.mark.parametrize(
     ("options", "least"),
     [
-        ("", 512),
+        ("", 2048),
         ("--commfuse-min-rows 0", 0),
         ("--commfuse-min-rows 257", 257),
         ("--commfuse-min-rows 256", 256),

@@ -10,6 +10,7 @@ from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_lay
 from tests.tools.doctor.machines import summary
 from tests.tools.plan.launches import FUSED, asked
 
+CONFIG = "--config --commfuse-min-rows 1024 --commfuse-chunks 2"
 ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
 
 
@@ -21,8 +22,8 @@ def test_what_a_launch_would_fuse() -> None:
     block = 1024 * 2 * 4096 * 2
     gathered = ("all_gather_linear", "", 14, block // 2, block)
     scattered = ("linear_reduce_scatter", "", 14, block // 2, block // 2)
-    found = layers("--config")
-    assert str(asked("--config").schedule).startswith("shifted, 7 lanes, 2 chunks")
+    found = layers(CONFIG)
+    assert str(asked(CONFIG).schedule).startswith("shifted, 7 lanes, 2 chunks")
     assert {name: one[1:] for name, one in found.items()} == {
         **dict.fromkeys(("qkv", "fc1", "output"), gathered),
         **dict.fromkeys(("proj", "fc2"), scattered),
@@ -40,10 +41,10 @@ def test_what_a_launch_would_fuse() -> None:
         (FUSED.replace("--bf16", "--fp16"), "qkv", "all_gather_linear", 1, 32 * 3 * 64 * 2),
         ("--config --commfuse-chunks 4 --commfuse-lanes 3", "qkv", "all_gather_linear", 28,
          1024 * 2 * 4096 * 2 // 4),
-        ("--config --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
+        (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
          1024 * 2 * 4096),
-        ("--config --commfuse-attention", "fc2", "linear_reduce_scatter", 14, 1024 * 2 * 4096),
-        ("--config --commfuse-attention --no-commfuse-attention", "proj", "linear_reduce_scatter",
+        (f"{CONFIG} --commfuse-attention", "fc2", "linear_reduce_scatter", 14, 1024 * 2 * 4096),
+        (f"{CONFIG} --commfuse-attention --no-commfuse-attention", "proj", "linear_reduce_scatter",
          14, 1024 * 2 * 4096),
         (f"{ATTENTION} --recompute-granularity selective", "proj", "linear_reduce_scatter", 1,
          32 * 3 * 64 * 2),
@@ -79,7 +80,7 @@ def test_what_stays_megatrons_has_a_reason() -> None:
 
 def test_a_group_over_two_nodes_gets_two_levels() -> None:
     sizes = "--nproc_per_node 8 --nnodes 2 --tensor-model-parallel-size 16 --num-query-groups 16"
-    found = str(asked(f"--config {sizes}").schedule)
+    found = str(asked(f"{CONFIG} {sizes}").schedule)
     assert found.startswith("two_level, 2 lanes, 2 chunks")
     assert "8 ranks per node" in found
     assert "tapered by 2" in str(asked("--config --commfuse-taper 2").schedule)
@@ -89,7 +90,7 @@ def test_a_group_over_two_nodes_gets_two_levels() -> None:
 
 
 def lanes(words: str, **environ: str) -> list[Finding]:
-    return list(check_lanes(asked(f"--config {words}"), environ))
+    return list(check_lanes(asked(f"{CONFIG} {words}"), environ))
 
 
 @pytest.mark.parametrize(

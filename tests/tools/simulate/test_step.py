@@ -229,7 +229,7 @@ def test_context_parallelism_splits_the_attention(ulysses: bool) -> None:
 def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
     described = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
     # Posts as cheap as launches: what is compared is what transfers leave exposed.
-    server = described.posting(described.typical("host.launch_overhead"))
+    server = described.launching(1e-5).posting(1e-5)
     model = ModelConfig.load(CONFIGS / "llama2_7b.yaml")
     times = {}
     for how in ("plain", "fused"):
@@ -294,14 +294,15 @@ def test_one_npu_holds_everything() -> None:
     assert one.communication == 0
     # 34 s b h with a GELU of 4 H (Korthikanti and others, 2022); here SwiGLU of 2.69 H.
     layer = 4096 * (2 * (5 * H + 3 * H + 3 * F) + 64 * 32)
-    assert one.activations == LAYERS * layer + 10 * 4096 * VOCABULARY
+    assert one.activations == LAYERS * layer + 6 * 4096 * VOCABULARY
 
 
 def test_every_size_divides_what_it_should() -> None:
     one = memory(Layout(1, 1, 1, 1), micro_batch=1, micro_batches=8)
     tp = memory(Layout(8, 1, 1, 1), micro_batch=1, micro_batches=8)
     for part in ("weights", "gradients", "optimizer", "activations"):
-        assert getattr(tp, part) == pytest.approx(getattr(one, part) / 8)
+        # All ranks have the norms.
+        assert getattr(tp, part) == pytest.approx(getattr(one, part) / 8, rel=1e-3)
     dp = memory(Layout(1, 1, 8, 1), micro_batch=1, micro_batches=8)
     assert (dp.weights, dp.activations) == (one.weights, one.activations)
     assert dp.optimizer == one.optimizer / 8
@@ -309,7 +310,7 @@ def test_every_size_divides_what_it_should() -> None:
     assert cp.activations == one.activations / 2
     # The first of four stages holds four micro-batches of a quarter of the layers.
     pp = memory(Layout(1, 1, 1, 4), micro_batch=1, micro_batches=8)
-    assert pp.activations == pytest.approx(one.activations - 10 * 4096 * VOCABULARY)
+    assert pp.activations == pytest.approx(one.activations - 6 * 4096 * VOCABULARY)
     assert pp.weights < one.weights / 3
 
 
@@ -319,8 +320,8 @@ def test_recomputation_keeps_inputs_and_one_layer() -> None:
         for choice in ("none", "full")
     )
     inputs = LAYERS * 4096 * 2 * H
-    layer = (none.activations - 10 * 4096 * VOCABULARY) / LAYERS
-    assert full.activations == inputs + layer + 10 * 4096 * VOCABULARY
+    layer = (none.activations - 6 * 4096 * VOCABULARY) / LAYERS
+    assert full.activations == inputs + layer + 6 * 4096 * VOCABULARY
 
 
 def test_lanes_cost_communicators() -> None:
