@@ -1,8 +1,8 @@
 """What becomes of the blocks of a tensor-parallel layer where nobody says it.
 
-What a post of a point-to-point batch costs the host is measured when lanes are made; here it is what
-the described machines have.  Both limits are simulated, for layers of three models and groups of 2
-to 8 ranks (``tests/tools/simulate/test_least_rows.py``).
+What a post of a point-to-point batch costs the host is measured when lanes are made; here it is
+what the described machines have.  Both limits are simulated, for layers of three models and groups
+of 2 to 8 ranks (``tests/tools/simulate/test_least_rows.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def least_rows(size: int, hidden: int | None = None, post: float = POST_SECONDS)
     What a post costs the host has to be less than the work beside it: a block has 2^16 numbers for
     each microsecond, half as many again from 8 ranks on, where only blocks in two chunks are
     faster, and 256 rows, because parts of a GEMM with fewer leave cores idle.  With 128 us that is
-    of 4,096 features 2,048 rows, 3,072 at TP 8, of 8,192 features half.  From there on a layer takes
-    0.88 to 1.03 times as long as in Megatron's order, at typical figures.
+    of 4,096 features 2,048 rows, 3,072 at TP 8, of 8,192 features half.  From there on a layer
+    takes 0.88 to 1.03 times as long as in Megatron's order, at typical figures.
 
     Args:
         size: of the tensor-parallel group.

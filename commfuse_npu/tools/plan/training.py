@@ -62,8 +62,8 @@ def training_of(launch: AskedLaunch) -> Training:
     ranks = model.world_size // model.pipeline_model_parallel_size
     if experts is not None and ranks % (experts.parallel * experts.tensor):
         raise NotSimulated(
-            f"EP x expert TP are {experts.parallel * experts.tensor} ranks of experts, which do not "
-            f"divide the {ranks} of a pipeline stage"
+            f"EP x expert TP are {experts.parallel * experts.tensor} ranks of experts, which do "
+            f"not divide the {ranks} of a pipeline stage"
         )
     recompute = options.text("--recompute-granularity") == "full"
     vpp = _chunks(options, model.num_layers // model.pipeline_model_parallel_size)

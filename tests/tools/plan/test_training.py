@@ -1,0 +1,202 @@
+"""The training that a launch's options start, as the simulator takes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
+from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.training import Training
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
+from scripts.evidence import steps
+from tests.tools.plan.launches import MODEL, TP, asked, script
+
+SIZES = f"--nproc_per_node 8 {MODEL} {TP} --swiglu --bf16 --global-batch-size 16"
+DENSE = {"dense": 2}
+SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
+FULL = "--recompute-granularity full --recompute-method"
+
+
+def training(options: str = "") -> Training:
+    return training_of(asked(f"{SIZES} {options}"))
+
+
+def milliseconds(of: Training) -> float:
+    return 1e3 * Step(SERVER.machine(), of, rough=True).time(MEGATRON).seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        ("", [{"dense": 4}]),
+        ("--pipeline-model-parallel-size 2", [DENSE, DENSE]),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+         [{"dense": 1}] * 4),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+         [{"dense": 1}] * 4),
+        ("--noop-layers 0,3 --pipeline-model-parallel-size 2", [{"none": 1, "dense": 1}] * 2),
+        ("--num-experts 4", [{"experts": 4}]),
+        ("--num-experts 4 --first-k-dense-replace 1 --moe-layer-freq 1",
+         [{"dense": 1, "experts": 3}]),
+        ("--num-experts 4 --moe-layer-freq 2", [{"experts": 2, "dense": 2}]),
+        ("--num-experts 4 --moe-layer-freq -1 --first-k-dense-replace -1", [{"experts": 4}]),
+    ],
+)  # fmt: skip
+def test_layers_of_every_chunk(options: str, places: list[dict[str, int]]) -> None:
+    assert list(training(options).places) == places
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ("", 0),
+        (f"{FULL} uniform --recompute-num-layers 1", 1),
+        (f"{FULL} block --recompute-num-layers 1", 1 / 2),
+        (f"{FULL} block --recompute-num-layers 1 --num-layers-per-virtual-pipeline-stage 1", 1),
+        (f"{FULL} block --recompute-num-layers 1 --num-layers-per-virtual-pipeline-stage 1 "
+         "--enable-recompute-layers-per-pp-rank", 1 / 2),
+        ("--recompute-granularity selective", 0),
+    ],
+)  # fmt: skip
+def test_how_many_forwards_are_run_again(options: str, share: float) -> None:
+    found = training(f"--pipeline-model-parallel-size 2 {options}")
+    assert {found.again_share(place) for place in range(len(found.places))} == {share}
+
+
+def test_experts_take_the_options_of_megatron() -> None:
+    line = (
+        "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 96 --n-shared-experts 2 "
+        "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+    )
+    found = training(line).experts
+    assert found is not None
+    assert (found.number, found.each, found.width, found.shared) == (8, 3, 96, 192)
+    assert (found.parallel, found.tensor, found.grouped, found.gathers) == (2, 4, True, False)
+    assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
+    own = training(f"{line} --expert-tensor-parallel-size 1")
+    assert own.experts is not None
+    assert own.experts.tensor == 1
+    assert (own.expert_replicas, own.expert_stride) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--tp-2d", "--tp-2d: linear layers cut in two dimensions is not simulated"),
+        ("--stage dpo", "--stage dpo: "),
+        ("--spec mindspeed_llm.tasks.models.spec.mamba_spec layer_spec", "--spec: state-space"),
+        ("--num-experts 8 --expert-model-parallel-size 4", "16 ranks of experts, which do not"),
+        ("--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo", "hybrid_cp_algo"),
+        ("--context-parallel-size 2 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 "
+         "--qk-pos-emb-head-dim 8 --v-head-dim 8", "latent attention with context"),
+    ],
+)  # fmt: skip
+def test_what_is_not_simulated_is_named(options: str, said: str) -> None:
+    with pytest.raises(NotSimulated, match=said):
+        training(options)
+
+
+def test_time_and_memory_follow_the_options() -> None:
+    plain, noop, again = (
+        training(options) for options in ("", "--noop-layers 3", f"{FULL} uniform")
+    )
+    assert milliseconds(noop) < milliseconds(plain) < milliseconds(again)
+    each = training("--no-sequence-parallel").parameters_of("dense")[0]
+
+    def bytes_of(of: Training) -> tuple[float, ...]:
+        return tuple(footprint(of, MEGATRON, SERVER))[:4]
+
+    weights, gradients, adam, kept = bytes_of(plain)
+    assert weights - bytes_of(noop)[0] == 2 * each
+    assert gradients == 2 * weights
+    assert bytes_of(again)[3] < kept
+    assert bytes_of(replace(plain, distributed=False))[2] == adam * plain.layout.dp
+    assert bytes_of(replace(plain, reuses=True))[2] == adam * 10 / 12
+    assert bytes_of(training("--fp16"))[:2] == (weights, weights)
+    needs = footprint(plain, MEGATRON, SERVER)
+    state = needs.weights + needs.gradients
+    assert needs.first_step == state + max(needs.optimizer / 3 + needs.activations, needs.optimizer)
+
+
+def test_gradients_that_do_not_overlap_are_exposed() -> None:
+    step = Step(SERVER.machine(), training("--overlap-grad-reduce --overlap-param-gather"))
+    late = [
+        replace(step, training=replace(step.training, **changes)).time(REFERENCE).data_parallel
+        for changes in (
+            {},
+            {"overlaps": (False, True)},
+            {"overlaps": (False, False)},
+            {"overlaps": (False, False), "distributed": False},
+        )
+    ]
+    assert late == sorted(late)
+    assert len(set(late)) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        ("", "megatron"),
+        ("--use-ascend-mc2", "mc2"),
+        ("--use-ascend-coc", "megatron"),  # one slice, MindSpeed's default
+        ("--use-ascend-coc --coc-parallel-num 4", "coc-4"),
+        ("--use-ascend-coc --coc-fused-kernel", "coc-fused"),
+        ("--commfuse-fb-overlap", "commfuse-fb"),
+    ],
+)
+def test_the_form_in_which_a_launch_runs(flags: str, form: str) -> None:
+    assert form_of(asked(f"{SIZES} {flags}").options).name == form
+
+
+def test_measured_steps_are_read_beside_their_launches(tmp_path: Path, capsys) -> None:
+    kept = tmp_path / "tests" / "baseline_results"
+    kept.mkdir(parents=True)
+    names = ("alpha_tp4", "pretrain_beta-7b", "gamma_lora")
+    for name, options in zip(
+        names, ("", "--noop-layers 3", "--lora-target-modules x"), strict=True
+    ):
+        launch = script(f"{MODEL} {TP} --swiglu --bf16 --global-batch-size 16 {options}")
+        (tmp_path / "tests" / f"{name}.sh").write_text(launch, "utf-8")
+        content = {
+            "time info": [9000.0, 500.0, 400.0],
+            "memo info": [{"max allocated memory": 7e3}],
+        }
+        (kept / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    (kept / "without_a_launch.json").write_text("{}", "utf-8")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin: steps -->\n<!-- end: steps -->\n", "utf-8")
+    assert steps.main([str(tmp_path), "--markdown", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert said.strip() in page.read_text("utf-8")
+    rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| alpha")]
+    assert rows[0][4] == "450"  # the median without the first third
+    assert "- gamma_lora: --lora-target-modules: LoRA is not simulated" in said
+    found = [one for one in steps.measured([tmp_path]) if isinstance(one, steps.Measured)]
+    assert [one.family for one in found] == ["alpha", "beta"]
+    assert steps.families(found) == ({"alpha"}, {"beta"})
+    with pytest.raises(SystemExit):
+        steps.main([str(kept)])
+
+
+def test_figures_of_the_host_are_found_again() -> None:
+    machine = SERVER.machine()
+    host = steps._host(machine, 2e-4, 60)
+    assert host.post_overhead - host.launch_overhead == pytest.approx(
+        machine.post_overhead - machine.launch_overhead
+    )
+    line = "--seq-length 512 --num-experts 4"
+    found = [
+        steps.Measured(name, name, of, MEGATRON, 0.0, 0.0)
+        for name, of in (("dense", training("--seq-length 512")), ("experts", training(line)))
+    ]
+    found = [replace(one, milliseconds=steps.simulated(one, host)) for one in found]
+    again = steps.fit(found, machine)
+    assert again.launch_overhead == pytest.approx(2e-4, rel=0.02)
+    assert again.expert_launches == pytest.approx(60, rel=0.05)
