@@ -12,6 +12,7 @@ from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.plan.checks import check_launch
+from commfuse_npu.tools.plan.expert_layouts import ExpertLayout, expert_layouts
 from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.plan.training import NotSimulated, training_of
 from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
@@ -34,6 +35,8 @@ FLAGS = {
 }
 """By name of the variant: what it is, and the flags that a launch takes for it."""
 
+_LAYOUTS = 4
+"""So many layouts of experts are shown."""
 _LEGEND = (
     "Time and memory (of tensors, on the fullest rank): simulated at typical figures. Overlap: "
     "with the micro-batches that have no partner in Megatron's order. Whether CoC and MC2 take "
@@ -66,6 +69,7 @@ class LaunchPlan(NamedTuple):
         not_simulated: why no form has a time; empty if they have.
         hardware: name of the described machine.
         findings: what is wrong with the launch as it is, and what its lanes cost.
+        experts: other layouts of its experts, the fastest first.
         schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
     """
 
@@ -79,6 +83,7 @@ class LaunchPlan(NamedTuple):
     findings: tuple[Finding, ...]
     schedule: str
     layers: tuple[FusedLayer, ...]
+    experts: tuple[ExpertLayout, ...] = ()
 
     @property
     def best(self) -> Form | None:
@@ -119,16 +124,34 @@ class LaunchPlan(NamedTuple):
             memory = "-" if form.mebibytes is None else f"{form.mebibytes:,.0f}"
             flags = f"`{form.flags}`" if form.flags else "-"
             lines.append(table_row([form.name, time, memory, flags, form.obstacle or "-"]))
-        lines += ["", _LEGEND]
+        lines += ["", _LEGEND, *self._expert_layouts()]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
         if self.layers and not refused:
             lines += ["", f"Layers with --use-commfuse, forward, per rank ({self.schedule}):"]
             lines += [f"  {layer}" for layer in self.layers]
         return "\n".join(lines)
 
+    def _expert_layouts(self) -> list[str]:
+        """The fastest layouts of the experts, and the present one."""
+        if not self.experts:
+            return []
+        lines = ["", table_row(["EP", "expert TP", "ms per step", "of it to experts and back"])]
+        lines.append("|---:|---:|---:|---:|")
+        fastest = self.experts[:_LAYOUTS]
+        for one in [*fastest, *(one for one in self.experts[_LAYOUTS:] if one.present)]:
+            parallel = f"{one.parallel} (as it is)" if one.present else str(one.parallel)
+            cells = parallel, str(one.tensor), f"{1e3 * one.seconds:,.0f}", f"{one.share:.0%}"
+            lines.append(table_row(cells))
+        return [
+            *lines,
+            "",
+            "Layouts of experts: in Megatron's order, simulated at typical figures.",
+        ]
+
     def as_json(self) -> dict[str, Any]:
         listed: dict[str, tuple[Any, ...]]
-        listed = {"forms": self.forms, "findings": self.findings, "layers": self.layers}
+        listed = {"forms": self.forms, "findings": self.findings}
+        listed |= {"layers": self.layers, "experts": self.experts}
         rows = {name: [one._asdict() for one in values] for name, values in listed.items()}
         return self._asdict() | rows | {"verdict": self.verdict}
 
@@ -225,9 +248,10 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     findings += check_lanes(launch, environ) if can_start else []
     if launch.variables.get("HCCL_DETERMINISTIC", "").lower() == "true":
         hardware = replace(hardware, deterministic=True)
-    reason, costs = "", {}
+    reason, costs, laid_out = "", {}, list[ExpertLayout]()
     try:
         costs = step_costs(launch, hardware)
+        laid_out = expert_layouts(training_of(launch), hardware.machine())
     except ValueError as error:
         if isinstance(error, PlanError):
             raise
@@ -250,4 +274,5 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
         tuple(findings),
         str(launch.schedule) if can_start else "",
         tuple(layers),
+        tuple(laid_out),
     )

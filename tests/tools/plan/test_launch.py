@@ -55,6 +55,24 @@ def test_forwards_without_a_partner_take_megatrons_time(plan: Plan) -> None:
     assert (gains[0] / 31, gains[1] / 7) == pytest.approx([gains[2] / 3] * 2)
 
 
+def test_layouts_of_experts_are_compared(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    width = "--moe-ffn-hidden-size 1536 --moe-token-dispatcher-type alltoall"
+    found = plan(f"{TP} {MANY} {EXPERTS} --expert-model-parallel-size 2 {width}")
+    layouts = {(one["parallel"], one["tensor"]): one for one in found["experts"]}
+    assert set(layouts) == {(ep, 1) for ep in (1, 2, 4, 8)} | {(1, 4), (2, 4)}
+    seconds = [one["seconds"] for one in found["experts"]]
+    assert seconds == sorted(seconds)
+    (present,) = (one for one in found["experts"] if one["present"])
+    assert (present["parallel"], present["tensor"]) == (2, 4)
+    assert present["seconds"] == by_flags(found)[""]["seconds"]
+    # Whole experts are sent rows only, and not gathered besides.
+    assert layouts[8, 1]["transfers"] < layouts[2, 4]["transfers"]
+    assert layouts[1, 1]["transfers"] == 0
+    said = capsys.readouterr().out
+    assert "| 2 (as it is) | 4 | " in said
+    assert plan(f"{TP} {MANY}")["experts"] == []
+
+
 def test_a_plain_pipeline_names_the_memory_that_it_takes(plan: Plan) -> None:
     found = plan(f"{TP} {MANY} --pipeline-model-parallel-size 2")
     assert "--commfuse-fb-overlap --commfuse-fb-overlap-memory" in found["verdict"]
