@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +27,9 @@ __all__ = ["ForwardBackwardOverlap"]
 
 F = TypeVar("F")
 B = TypeVar("B")
+
+
+_HAND_OVERS = 16
 
 
 class ForwardBackwardOverlap:
@@ -108,16 +113,9 @@ class ForwardBackwardOverlap:
             result = backward()
             return forward(), result
         turns = Turns(self.states, self.orders.get(kind, ((), ())))
-        context = _Context(self.device)
-
-        def behind() -> Any:
-            with ExitStack() as stack:
-                context.enter(stack)
-                return _run_side(turns, BACKWARD, backward)
-
         with take_turns_at_transfers(turns, self._groups, self._log):
             try:
-                behind_it = self._second_thread.submit(behind)
+                behind_it = self._begin_backward(turns, backward)
                 result_f = _run_side(turns, FORWARD, forward)
                 result_b = behind_it.result()
             except BaseException as error:  # Ctrl-C: the backward ends at its next transfer
@@ -153,6 +151,33 @@ class ForwardBackwardOverlap:
         result_f, places_f = measured(FORWARD, forward)
         self.recorded[kind] = places_f, places_b
         return result_f, result_b
+
+    def hand_over_seconds(self) -> float:
+        """Seconds that a hand-over takes the host, states included: the median of 32."""
+        turns = Turns(self.states)
+        seconds: list[float] = []
+
+        def hand_over() -> None:
+            for _ in range(_HAND_OVERS):
+                begun = time.perf_counter()
+                turns.hand_over()  # and back
+                seconds.append((time.perf_counter() - begun) / 2)
+
+        behind_it = self._begin_backward(turns, hand_over)
+        _run_side(turns, FORWARD, hand_over)
+        behind_it.result()
+        return median(seconds)
+
+    def _begin_backward(self, turns: Turns, backward: Callable[[], Any]) -> Future[Any]:
+        """In the second thread, in the caller's context."""
+        context = _Context(self.device)
+
+        def behind() -> Any:
+            with ExitStack() as stack:
+                context.enter(stack)
+                return _run_side(turns, BACKWARD, backward)
+
+        return self._second_thread.submit(behind)
 
     def choose_orders(self) -> None:
         """Choose an order for each recorded kind of pair; all ranks use that of the first rank.

@@ -265,6 +265,7 @@ class Overlapping:
             f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
             f"the activations of at most {most} forwards, of {without} without it{memory}"
         )
+        self._say(f"a hand-over takes {1e6 * overlap.hand_over_seconds():.0f} us (measured)")
         for kind, sides in overlap.recorded.items():
             order, strict = overlap.orders[kind], strict_turns(sides)
             # The last place is the end.

@@ -611,3 +611,24 @@ def active() -> Turns:
 
 def test_ctrl_c_at_any_instruction_ends_both_sides(ranks: Any) -> None:
     assert min(ranks(2).run(interrupted_anywhere, timeout=120)) > 200
+
+
+def measured(rank: int) -> tuple[float, list[str]]:
+    """Seconds of a hand-over, and in which threads the states of a side were put back."""
+    seen: list[str] = []
+
+    class State:
+        def save(self) -> None:
+            seen.append(threading.current_thread().name.split("_")[0])
+
+        def restore(self, kept: None) -> None: ...
+
+    overlap = ForwardBackwardOverlap([world()], states=[State()])  # type: ignore[list-item]
+    return overlap.hand_over_seconds(), seen
+
+
+def test_a_hand_over_is_measured_with_its_states(ranks) -> None:
+    for seconds, seen in ranks(2).run(measured):
+        assert seconds > 0
+        assert {"MainThread", "commfuse-backward"} == set(seen)
+        assert len(seen) > 2 * 16
