@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,21 +135,6 @@ def test_the_size_of_buffers_is_torch_npus_own_option(npu) -> None:
 
 
 # ------------------------------------------------------------- the worker itself
-
-
-@pytest.mark.long
-def test_errors_deaths_and_hangs_fail_the_test_and_the_next_call_works(npu) -> None:
-    worker = module.Worker()
-    process = worker.run(os.getpid)
-    with pytest.raises(FileNotFoundError):
-        worker.run(os.stat, "/not/there")
-    assert worker.run(os.getpid) == process
-    with pytest.raises(pytest.fail.Exception, match=r"_exit\(3,\): .*terminated abruptly"):
-        worker.run(os._exit, 3)
-    assert worker.run(os.getpid) != process
-    with pytest.raises(pytest.fail.Exception, match=r"sleep\(60,\): longer than 0.5 s"):
-        worker.run(time.sleep, 60, timeout=0.5)
-    worker.stop()
 
 
 def test_without_the_environment_the_reason_names_the_command(monkeypatch, tmp_path: Path) -> None:
