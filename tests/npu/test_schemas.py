@@ -96,35 +96,6 @@ def test_a_call_that_does_not_fit_is_noticed(npu, right: str, wrong: str, messag
         npu.run(shapes_on_meta, "causal", torch.float32, SOURCE.replace(right, wrong))
 
 
-def parameters() -> dict[str, list[str]]:
-    """In the worker: what the second stream and those of lanes ask of torch_npu."""
-    import torch_npu
-
-    stream: Any = torch.get_device_module("npu")
-    asked = {
-        "Stream": stream.Stream.__new__,
-        "Stream.wait_event": stream.Stream.wait_event,
-        "Event.record": stream.Event.record,
-        "stream": stream.stream,
-        "current_stream": stream.current_stream,
-        "erase_stream": torch_npu.erase_stream,
-    }
-    assert torch_npu._C._distributed_c10d.ProcessGroupHCCL._get_stream_id
-    return {name: list(inspect.signature(call).parameters) for name, call in asked.items()}
-
-
-def test_streams_and_events_are_called_as_the_wheel_declares_them(npu) -> None:
-    found = npu.run(parameters)
-    assert "device" in found.pop("Stream")
-    assert found == {
-        "Stream.wait_event": ["self", "event"],
-        "Event.record": ["self", "stream"],
-        "stream": ["stream"],
-        "current_stream": ["device"],
-        "erase_stream": ["tensor", "stream"],
-    }
-
-
 def buffer_size(megabytes: int) -> object:
     """In the worker: options of lanes, as torch_npu's own class takes them."""
     return buffers_of(megabytes).hccl_config
