@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions
-from commfuse_npu.options import DEFAULTS
 from mindspeed_patches.arguments import CommFuseOptions, commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
@@ -169,15 +167,6 @@ def test_the_parser_refuses_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         real_arguments("--commfuse-chunks", "0")
     assert "--commfuse-chunks: 0 is less than 1" in capsys.readouterr().err
-
-
-def test_the_defaults_are_those_of_the_table() -> None:
-    args, feature = real_arguments(), CommFuseFeature()
-    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS | {"use_commfuse": True}
-    for _ in range(2):  # stateless
-        feature.register_args(argparse.ArgumentParser())
-    assert feature.feature_name == "use_commfuse"
-    assert not feature.is_need_apply(real_arguments(optimization_level=1))
 
 
 INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
