@@ -102,12 +102,3 @@ def test_attention_without_sequence_parallelism_is_not_split() -> None:
     found = check(ATTENTION.replace("--sequence-parallel", ""))
     said = "given, but without sequence parallelism nothing is split"
     assert summary(only(found, "--commfuse-attention")) == ("warning", said)
-
-
-def test_a_layout_that_does_not_fit_is_an_error() -> None:
-    found = check("--config --tensor-model-parallel-size 3")
-    assert {(one.what, one.level) for one in found} == {("layout", "error")}
-    assert (
-        "32 attention heads, 8 query groups, a feed-forward width of 14336 are not divisible by "
-        "TP 3; choose TP from 1, 2, 4, 8" in [one.value for one in found]
-    )

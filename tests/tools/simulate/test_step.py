@@ -263,15 +263,6 @@ def test_a_step_waits_for_gradients_and_for_parameters(monkeypatch) -> None:
         assert time.data_parallel - base.data_parallel > 99.0
 
 
-def test_one_tensor_parallel_rank_has_nothing_to_hide() -> None:
-    server = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
-    model = ModelConfig.load(CONFIGS / "llama3_8b.yaml")
-    options = Options(micro_batches=1, corners=False)
-    (point,) = sweep(model, server, [Layout(1, 1, 2, 1)], [2048], options)
-    times = {outcome.step.typical for outcome in point.outcomes.values()}
-    assert max(times) == pytest.approx(min(times))
-
-
 # ------------------------------------------------------------------- its memory
 
 LLAMA2_7B = ModelConfig.load(CONFIGS / "llama2_7b.yaml")
