@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.measure.forms import FORMS, Form, launches
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import MODELS, ROOT, dry_run, started
 
@@ -82,45 +80,3 @@ def test_it_is_accepted_and_means_what_the_file_says(model, commfuse, tmp_path) 
     assert args["params_dtype"] == "torch.bfloat16"
     assert bool(args.get("use_commfuse")) is commfuse
     assert args.get("commfuse_lanes") == (3 if commfuse else None)
-
-
-def test_context_and_pipeline_parallelism_are_accepted_too(tmp_path) -> None:
-    layout = {"TP": "2", "PP": "2", "CP": "2", "NUM_LAYER_LIST": "15,17"}
-    words = dry_run("llama3_8b", TOKENIZER_MODEL=str(tmp_path), **layout)
-    args = parsed(words[words.index("pretrain_gpt.py") + 1 :], 8)
-    assert (args["context_parallel_size"], args["pipeline_model_parallel_size"]) == (2, 2)
-    assert args["num_layer_list"] == "15,17"
-
-
-def test_what_a_plan_has_written_is_accepted_too(tmp_path) -> None:
-    file = tmp_path / "planned.yaml"
-    model = ModelConfig.load(ROOT / "configs" / "llama3_8b.yaml")
-    words = "--use-commfuse --commfuse-lanes 3 --commfuse-chunks 2"
-    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    config = replace(
-        model, pretrain_options=tuple(again.split()), commfuse_options=tuple(words.split())
-    )
-    file.write_text(config.as_yaml(), "utf-8")
-    words_of_launch = dry_run("llama3_8b", CONFIG=str(file), TOKENIZER_MODEL=str(tmp_path))
-    args = parsed(words_of_launch[words_of_launch.index("pretrain_gpt.py") + 1 :], 8)
-    assert (args["commfuse_lanes"], args["commfuse_chunks"]) == (3, 2)
-    assert args["recompute_granularity"] == "full"
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_forms_that_are_measured_are_accepted_too(
-    form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What ``scripts/first_hour.sh`` has started; without files, at TP 8."""
-    for name in ("DATA_PATH", "TOKENIZER_MODEL", "USE_COMMFUSE"):
-        monkeypatch.delenv(name, raising=False)
-    words = f"{ROOT}/scripts/pretrain_llama3_8b_ptd.sh --mock-data --tokenizer-type NullTokenizer"
-    command = list(launches(words, "npu", 8, tmp_path).commands[form.name])
-    script = next(word for word in command if word.endswith("pretrain_gpt.py"))
-    args = parsed(command[command.index(script) + 1 :], 8)
-    assert bool(args.get("use_commfuse")) is form.ours
-    assert args["use_ascend_mc2"] is (form.name == "mc2")
-    assert args["use_ascend_coc"] is form.name.startswith("coc")
-    assert args["coc_fused_kernel"] is (form.name == "coc_kernel")
-    assert (args["train_iters"], args["save"], args["mock_data"]) == (10, None, True)
-    assert args["padded_vocab_size"] in (None, 128256)
