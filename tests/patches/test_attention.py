@@ -66,15 +66,6 @@ def test_whoever_else_uses_it_gets_what_attention_returns(use: str) -> None:
     assert torch.equal(found, USES[use](attend()))
 
 
-def test_it_runs_once_and_gradients_flow() -> None:
-    attend = Attend()
-    deferred = attend.deferred()
-    total = (deferred * 3).sum() + deferred.mean()
-    total.backward()
-    assert attend.runs == 1
-    assert torch.allclose(attend.q.grad, torch.full_like(attend.q, 6 + 2 / 24))
-
-
 def test_through_a_module_a_checkpoint_and_a_copy() -> None:
     attend, linear = Attend(), torch.nn.Linear(8, 5)
 
@@ -122,12 +113,6 @@ RESET, GENERAL = {"reset_attention_mask": True}, {"attention_mask_type": "genera
 def test_calls_that_are_more_than_a_softmax(asked: AttentionCall, reason: str | None) -> None:
     found = asked.obstacle()
     assert found is None if reason is None else reason in str(found)
-
-
-def test_dropout_counts_in_training() -> None:
-    owner = SimpleNamespace(config=SimpleNamespace(attention_dropout=0.1), attn_mask_type="causal")
-    found = [AttentionCall.of(owner, training).obstacle() for training in (True, False)]
-    assert found == ["attention dropout is 0.1", None]
 
 
 def tensors(*lengths: int, heads: int = 2) -> list[torch.Tensor]:

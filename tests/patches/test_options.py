@@ -163,12 +163,6 @@ def test_a_senseless_value_names_its_option(options: str, message: str) -> None:
         CommFuseFeature().register_patches(PatchManager(), early(*options.split()))
 
 
-def test_the_parser_refuses_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        real_arguments("--commfuse-chunks", "0")
-    assert "--commfuse-chunks: 0 is less than 1" in capsys.readouterr().err
-
-
 INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
 ROW = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
 EXCHANGE = f"{MINDSPEED_ULYSSES}.forward"
