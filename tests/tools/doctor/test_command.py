@@ -21,7 +21,7 @@ from commfuse_npu.tools.plan.launch import ask_about
 from tests.launchers.launching import dry_run
 from tests.limits import LIMIT
 from tests.tools.doctor.machines import INFO_A2, NPU_ANSWERS, ROOT, machine, only, stack, summary
-from tests.tools.plan.launches import CONFIG, SIZES, asked
+from tests.tools.plan.launches import CONFIG, asked
 
 
 def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
@@ -93,19 +93,6 @@ def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
     assert found.registers
     file = ModelConfig.load(CONFIG)
     assert dataclasses.replace(found.config, vocab_size=file.vocab_size) == file
-
-
-def test_a_launch_script_can_be_asked_about(tmp_path: Path, capsys) -> None:
-    script = tmp_path / "it.sh"
-    command = f"torchrun --nproc_per_node 4 -m mindspeed_patches.launch pretrain_gpt.py {SIZES}"
-    script.write_text(f"export HCCL_EXEC_TIMEOUT=7\n{command} --use-commfuse\n", "utf-8")
-    found = ask_about(None, ["bash", str(script)], dict(os.environ))
-    assert (found.config.world_size, found.registers) == (4, True)
-    assert found.variables["HCCL_EXEC_TIMEOUT"] == "7"
-    assert found.fuse.use_commfuse
-    script.write_text("exit 3\n", "utf-8")
-    assert cli.main(["doctor", "--", str(script)]) == 2
-    assert "starts no pretraining" in capsys.readouterr().err
 
 
 def test_it_imports_nothing_of_the_stack_and_runs_where_torch_cannot_be_imported() -> None:

@@ -19,7 +19,6 @@ from tests.tools.doctor.machines import (
     summary,
     topology,
 )
-from tests.tools.plan.launches import asked
 
 
 def test_without_npus_the_cpu_form_is_named() -> None:
@@ -63,11 +62,6 @@ def test_links_tell_the_schedule() -> None:
     unknown = {"npu-smi info -t topo": CommandResult(1, "not supported\n")}
     found = check_links(machine({}, {}, unknown))
     assert summary(found) == ("note", "unknown: npu-smi info -t topo said not supported")
-
-
-def test_more_processes_than_npus() -> None:
-    found = check_devices(machine({}, {}, NPU_ANSWERS), asked("--config"))
-    assert summary(only(found, "NPUS_PER_NODE")) == ("error", "8, but there are 2")
 
 
 def test_the_npu_smi_on_the_path_is_asked(tmp_path, monkeypatch, capsys) -> None:

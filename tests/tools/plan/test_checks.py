@@ -96,9 +96,3 @@ def test_the_way_out_names_the_option_of_ours() -> None:
     assert found.action == "pass --attention-dropout 0.0 or leave --commfuse-attention out"
     assert "--commfuse-attention, which is refused then" in found.expected
     assert "add --commfuse-dp" in only(check(ALONE), OF_ONE).action
-
-
-def test_attention_without_sequence_parallelism_is_not_split() -> None:
-    found = check(ATTENTION.replace("--sequence-parallel", ""))
-    said = "given, but without sequence parallelism nothing is split"
-    assert summary(only(found, "--commfuse-attention")) == ("warning", said)

@@ -77,14 +77,6 @@ def test_what_stays_megatrons_has_a_reason() -> None:
     assert experts["experts"].reason.startswith("grouped GEMMs")
 
 
-def test_a_group_over_two_nodes_gets_two_levels() -> None:
-    sizes = "--nproc_per_node 8 --nnodes 2 --tensor-model-parallel-size 16 --num-query-groups 16"
-    found = str(asked(f"--config {sizes}").schedule)
-    assert found.startswith("two_level, 2 lanes, 2 chunks")
-    assert "8 ranks per node" in found
-    assert "tapered by 2" in str(asked("--config --commfuse-taper 2").schedule)
-
-
 # ------------------------------------------------------------------ lanes
 
 
