@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commfuse_npu.kernels import Piece
 from commfuse_npu.kernels import npu as kernels
 from commfuse_npu.runtime.hccl_options import buffers_of
-from tests.npu import worker as module
 
 SOURCE = Path(kernels.__file__).read_text()
 
@@ -106,13 +105,3 @@ def test_the_size_of_buffers_is_torch_npus_own_option(npu) -> None:
 
 
 # ------------------------------------------------------------- the worker itself
-
-
-def test_without_the_environment_the_reason_names_the_command(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / "venv-npu")
-    assert "bash scripts/test.sh tests/npu" in str(module.why_not())
-    for part in (".installed-npu", "cann/stubs.json", "bin/python"):
-        path = tmp_path / "venv-npu" / part
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    assert module.why_not() is None
