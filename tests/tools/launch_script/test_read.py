@@ -168,22 +168,6 @@ def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) 
 
 # ------------------------------------------------------------------ what a script would start
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-MOCK = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4607")
-
-
-def test_our_own_script_reads_its_configuration(tmp_path: Path) -> None:
-    """The one program that does run; with a recorder in its place the launch had no model."""
-    (tmp_path / "pretrain_gpt.py").touch()
-    script = [str(SCRIPTS / "pretrain_llama3_8b_ptd.sh"), *MOCK]
-    environment = {**os.environ, "MINDSPEED_LLM_HOME": str(tmp_path)}
-    captured = capture_commands(script, tmp_path, environment)
-    assert len(captured.commands) == 1, captured.printed
-    words = list(captured.commands[0].words)
-    assert words[0] == "torchrun"
-    assert words[words.index("--hidden-size") + 1] == "4096"
-    assert "" not in words
-
 
 def captured_of(text: str, folder: Path, **more: float) -> Captured:
     """What a script of this text would start."""
