@@ -6,9 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from commfuse_npu.tools.bench import command
 from commfuse_npu.tools.measure.worker import Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT
+from tests.processes import ended, interruptible, wait_for
 
 _SMALL = ["--scale", "64", "--sequence", "64", "--works", "reduce-scatter", "--ranks", "2"]
 
@@ -88,41 +87,19 @@ def test_ranks_are_ended_when_one_cannot_start() -> None:
     assert multiprocessing.active_children() == before
 
 
-def _alive(pid: int) -> bool:
-    try:
-        # A zombie is gone too: it waits for its parent only.
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _until(condition) -> None:
-    end = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_ctrl_c_leaves_no_process_behind() -> None:
     command = [sys.executable, "-m", "commfuse_npu.tools.cli", "bench", *_SMALL]
-    process = subprocess.Popen(
-        [*command, "--rounds", "100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # A job in the background is started with Ctrl-C ignored, and hands that on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = interruptible([*command, "--rounds", "100000"], start_new_session=True)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         # Two ranks, somewhere in their start, and the resource tracker of multiprocessing.
-        _until(lambda: len(listed.read_text().split()) >= 3)
+        wait_for(lambda: len(listed.read_text().split()) >= 3)
         children = [int(pid) for pid in listed.read_text().split()]
         # To the whole group, as a terminal does.
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=LIMIT)
         assert process.returncode == 130
-        _until(lambda: not any(map(_alive, children)))
+        wait_for(lambda: all(map(ended, children)))
     finally:
         process.kill()
         process.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.shell import Captured, capture_commands
+from tests.processes import ended, wait_for
 
 ARGS = ["--num-layers", "2", "--bf16"]
 TORCHRUN = ["--nproc_per_node", "4", "--nnodes", "2", "--node_rank", "0"]
@@ -188,11 +188,7 @@ def test_what_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     hanging = f"/bin/sleep 100 & echo $! > {tmp_path}/child\nwait\n"
     with pytest.raises(UsageError, match=r"did not end within 0\.5 s"):
         captured_of(hanging, tmp_path, timeout=0.5)
-    status = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
-    end = time.monotonic() + 30
-    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    wait_for(lambda: ended(int((tmp_path / "child").read_text())))
 
 
 def test_what_is_left_in_the_background_is_written_down(tmp_path: Path) -> None:
