@@ -99,16 +99,6 @@ def test_an_interleaved_layout_has_to_divide() -> None:
         training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=6))
 
 
-def test_an_interleaved_step_is_shorter_with_few_micro_batches() -> None:
-    found = [
-        Step(ROCE.machine(), training(LLAMA, layout, 8192, Options(micro_batches=8)), rough=True)
-        .time(REFERENCE)
-        .seconds
-        for layout in (Layout(8, 1, 1, 2), Layout(8, 1, 1, 2, 2), Layout(8, 1, 1, 2, 4))
-    ]
-    assert found == sorted(found, reverse=True)
-
-
 def test_buckets_close_when_they_are_large_enough() -> None:
     assert buckets([30e6] * 5, ranks=4) == [[4, 3], [2, 1], [0]]
     assert buckets([30e6] * 5, ranks=100) == [[4, 3, 2, 1], [0]]
@@ -185,17 +175,6 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
     events = 4 * 10 * ROCE.typical("host.event_overhead")
     assert slow.seconds == pytest.approx(66e-3 + events)
     assert slow.waiting > device.waiting
-
-
-def test_a_step_is_more_than_its_work() -> None:
-    here = step(64)
-    plain, free = here.time(REFERENCE), here.time(COMPUTE_ONLY, free=True)
-    assert plain.seconds > here.time(COMPUTE_ONLY).seconds >= free.seconds
-    assert free.data_parallel == 0.0 < plain.data_parallel
-    for variant in variants(8, 8, 2, (2,)):
-        assert here.time(variant).seconds > free.seconds, variant.name
-    efficiency = here.training.flops / (free.seconds * 64 * here.machine.cube_flops)
-    assert 0.1 < efficiency < 1
 
 
 def test_recomputation_adds_a_forward() -> None:
