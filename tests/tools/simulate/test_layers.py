@@ -55,6 +55,14 @@ def test_a_form_is_ahead_of_those_that_exist() -> None:
     assert "| 0.800 (0.80 .. 0.90) | **0.700** (0.70 .. 0.70) |" in text
 
 
+def test_what_is_gone_of_waiting_and_of_added_time() -> None:
+    text = report([given({}), given({"forward-backward": 0.9} | KERNEL)])
+    # A kernel waits inside, where nobody sees it.
+    assert "| all points | 20%, 10% | 40%, 30% | -, 44% | -, 50% | 50%, 20% | 60%, 40% |" in text
+    assert "| 60%, 40% | 90%, 20% .. 46% |" in text
+    assert "| a machine a model | 20%, 10% | 40%, 30% | -, 44% | -, - |" in text
+
+
 def test_a_kernel_of_others_is_counted_where_it_is() -> None:
     text = report([given(KERNEL), given({})])
     assert "| CoC fused (of 1) |" in text
