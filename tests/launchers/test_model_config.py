@@ -36,6 +36,12 @@ def test_the_number_of_parameters_is_the_published_one(name: str, parameters: in
     assert load(name).number_of_parameters == parameters
 
 
+def test_a_tied_embedding_is_counted_once() -> None:
+    config = load("llama3_8b")
+    tied = replace(config, untie_embeddings_and_output_weights=False)
+    assert config.number_of_parameters - tied.number_of_parameters == 128256 * 4096
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

@@ -115,6 +115,12 @@ def test_calls_that_are_more_than_a_softmax(asked: AttentionCall, reason: str | 
     assert found is None if reason is None else reason in str(found)
 
 
+def test_dropout_counts_in_training() -> None:
+    owner = SimpleNamespace(config=SimpleNamespace(attention_dropout=0.1), attn_mask_type="causal")
+    found = [AttentionCall.of(owner, training).obstacle() for training in (True, False)]
+    assert found == ["attention dropout is 0.1", None]
+
+
 def tensors(*lengths: int, heads: int = 2) -> list[torch.Tensor]:
     return [torch.zeros(length, 1, heads, 4) for length in lengths]
 

@@ -136,6 +136,13 @@ def test_before_the_job_has_a_size_the_launcher_knows_it(monkeypatch) -> None:
     assert found.data_parallel == buckets("shifted", 2)
 
 
+def test_tuning_keeps_what_it_finds_in_the_users_cache(monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    tuning = commfuse_options(early("--commfuse-tuning", "on")).linear.tuning
+    assert tuning is not None
+    assert tuning.folder == "/somewhere/commfuse_npu"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
