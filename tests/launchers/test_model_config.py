@@ -36,6 +36,20 @@ def test_the_number_of_parameters_is_the_published_one(name: str, parameters: in
     assert load(name).number_of_parameters == parameters
 
 
+def test_configurations_agree_where_the_models_do() -> None:
+    loaded = {name: load(name) for name in PARAMETERS}
+    for name, config in loaded.items():
+        assert config.seq_length == config.max_position_embeddings
+        assert config.hidden_size // config.num_attention_heads == 128
+        first = loaded["llama2_7b" if name.startswith("llama2") else "llama3_8b"]
+        generation = ("vocab_size", "seq_length", "rotary_base", "norm_epsilon", "tokenizer_type")
+        for key in generation:
+            assert getattr(config, key) == getattr(first, key), (name, key)
+    small, large = loaded["llama2_70b"], loaded["llama3_70b"]
+    for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "nnodes"):
+        assert getattr(small, key) == getattr(large, key), key
+
+
 def test_a_tied_embedding_is_counted_once() -> None:
     config = load("llama3_8b")
     tied = replace(config, untie_embeddings_and_output_weights=False)
