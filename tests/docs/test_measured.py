@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.tools.bench.report import summary
-from commfuse_npu.tools.bench.results import Result, fastest, load
-from commfuse_npu.tools.bench.variants import REFERENCE, is_ours
+from commfuse_npu.tools.bench.results import load
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
@@ -65,12 +63,6 @@ def test_the_pages_have_the_figures_that_the_page_says_they_quote() -> None:
             lost = numbers(figure) - numbers(file.read_text("utf-8"))
             assert not lost, f"{file.name} does not quote {lost}: {what}"
     assert numbers("of 1,734, at 0.98x (7.5 %) or 1.48e-3") == {"1,734", "0.98", "7.5", "1.48e-3"}
-
-
-def test_every_run_that_is_kept_has_a_row() -> None:
-    assert KEPT
-    files = [row[2] for row in figures()]
-    assert [f"`docs/measured/{kept.name}`" in files for kept in KEPT] == [True] * len(KEPT)
 
 
 def test_nothing_of_the_first_screen_is_left_out() -> None:
@@ -132,12 +124,6 @@ def test_the_points_are_counted_as_in_the_table() -> None:
     assert re.findall(r"at all (\d+) points, MC2 at (\d+) of 72", README) == [tuple(behind)]
 
 
-def rivals(rows: list[Result]) -> list[Result]:
-    """What is neither ours nor Megatron's order nor what all are held against."""
-    others = [row for row in rows if row.variant != REFERENCE and not is_ours(row.variant)]
-    return [row for row in others if not row.variant.startswith("megatron")]
-
-
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
 def test_the_tables_are_what_the_runs_wrote(kept: Path) -> None:
     _, results, _ = load(kept)
@@ -158,20 +144,6 @@ def test_the_tables_are_what_the_runs_wrote(kept: Path) -> None:
             found += 1
             assert f"| {ranks} {line.removesuffix('- |')}".strip() in PERFORMANCE
     assert found == len({row.setting for row in results})
-
-
-def test_the_first_screen_is_what_was_measured() -> None:
-    said: list[str] = []
-    for name in ("mlp_sleep", "layers_sleep"):
-        _, results, _ = load(DOCS / "measured" / f"{name}.json")
-        at_one = [row for row in results if row.setting.ratio == 1]
-        groups = [list(of) for _, of in groupby(at_one, key=lambda row: row.setting.ranks)]
-        mine = [row for rows in groups for row in rows if row.variant == "auto"]
-        said += [f"{row.speedup:.2f}" for row in mine]
-        said += [f"{fastest(rivals(rows)).speedup:.2f}" for rows in groups]
-    paragraph = README[README.index("An MLP is 1.") : README.index("## When not")]
-    assert re.findall(r"\d\.\d\d", paragraph) == said
-    assert len(said) == 8
 
 
 def test_what_is_counted_is_as_many() -> None:

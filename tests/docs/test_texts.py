@@ -127,18 +127,6 @@ def test_commands_are_understood(file: Path) -> None:
     assert refused_commands(file.read_text("utf-8")) == []
 
 
-def test_a_command_that_is_not_understood_is_found() -> None:
-    wrong = [
-        "commfuse-npu simulate --length 7",
-        "commfuse-npu proof",
-        "bash scripts/bench.sh --now",
-    ]
-    right = "commfuse-npu simulate --tp 8 \\\n  --sequence-lengths 8192  # a layer"
-    text = f"`{wrong[0]}` `python`\n\n```bash\n{wrong[1]}  # all\n{right}\n{wrong[2]}\n```\n"
-    assert refused_commands(text) == [wrong[1], wrong[2], wrong[0]]
-    assert len(list(commands((ROOT / "docs" / "measured.md").read_text("utf-8")))) > 16
-
-
 @pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)
 def test_links_and_paths_lead_somewhere(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
@@ -151,15 +139,6 @@ def test_every_option_of_the_launch_is_explained(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert missing_options(text) == []
     assert len(missing_options("")) > 10
-
-
-def test_what_leads_nowhere_is_found() -> None:
-    text = """# One page\n[a](docs/none.md) [b](#one-page) [c](#two) [d](docs/how.md#the-idea)
-[e](docs/how.md#none) [f](https://example.org) `scripts/none.sh` `scripts/*.sh` `tests/plan/`
-`commfuse_npu/transport.py`\n```\n[g](none)\n```\n"""
-    assert broken_links(text, ROOT / "README.md") == ["docs/none.md", "#two", "docs/how.md#none"]
-    lost = ["docs/none.md", "scripts/none.sh", "commfuse_npu/transport.py"]
-    assert missing_paths(text) == lost
 
 
 def test_the_first_lines_name_the_versions_of_setup_py() -> None:

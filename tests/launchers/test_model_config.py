@@ -36,14 +36,6 @@ def test_the_number_of_parameters_is_the_published_one(name: str, parameters: in
     assert load(name).number_of_parameters == parameters
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_every_layout_fits_and_pads_no_vocabulary(name: str) -> None:
-    config = load(name)
-    config.validate()
-    assert config.padded_vocab_size == config.vocab_size
-    assert config.data_parallel_size == 1
-
-
 def test_configurations_agree_where_the_models_do() -> None:
     loaded = {name: load(name) for name in PARAMETERS}
     for name, config in loaded.items():
@@ -198,11 +190,6 @@ def test_a_bad_value_is_named(options: str, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_other_options_are_passed_over() -> None:
-    given = given_options(["--profile", "--profile-ranks", "0", "1", "--num-layers=4", "x.py"])
-    assert given == {"num_layers": 4}
-
-
 def test_a_command_line_alone_needs_the_sizes() -> None:
     with pytest.raises(ConfigError) as error:
         from_options("--num-layers 2 --hidden-size 64")
@@ -243,6 +230,13 @@ def test_groups_count_only_with_their_flag() -> None:
         ({"lr": True}, "lr: True is not a number"),
         ({"tokenizer_type": None}, "tokenizer_type: None is not a name"),
         ({"lr": ...}, "lr missing; every option has to be there"),
+        *(
+            (
+                {"pretrain_options": one},
+                f"pretrain_options: {one!r} is not a line of options, as --option value",
+            )
+            for one in (3, ["--a"], "overlap")
+        ),
     ],
 )
 def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
@@ -252,12 +246,6 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
     with pytest.raises(ConfigError) as error:
         ModelConfig.load(path)
     assert str(error.value) == f"{path}: {message}"
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    with pytest.raises(ConfigError, match=f"cannot read the configuration {path}: No such file"):
-        ModelConfig.load(path)
 
 
 @pytest.mark.parametrize(
@@ -291,15 +279,3 @@ def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
         file.write_text(config.as_yaml(), "utf-8")
         assert ModelConfig.load(file) == config
     assert config.arguments() == [*load(name).arguments(), "--overlap-grad-reduce"]
-
-
-@pytest.mark.parametrize("value", ["3", "[--a]", "overlap", "{a: b}"])
-def test_what_is_no_line_of_options_is_refused(value: str, tmp_path: Path) -> None:
-    file = tmp_path / "wrong.yaml"
-    file.write_text((CONFIGS / "llama3_8b.yaml").read_text("utf-8"), "utf-8")
-    with file.open("a", encoding="utf-8") as more:
-        more.write(f"pretrain_options: {value}\n")
-    with pytest.raises(
-        ConfigError, match=r"pretrain_options: .* is not a line of options, as --op"
-    ):
-        ModelConfig.load(file)

@@ -128,13 +128,6 @@ def test_variables_and_arguments_change_the_command(
     assert words[len(words) - len(arguments.split()) :] == arguments.split()
 
 
-def test_arguments_take_the_place_of_what_the_file_says() -> None:
-    words = dry_run("llama2_7b", "--num-layers", "4", "--tensor-model-parallel-size", "4")
-    # Megatron takes the last; the launcher must not have checked or printed another.
-    assert [words[i + 1] for i, word in enumerate(words) if word == "--num-layers"] == ["4", "4"]
-    assert words[-4:] == ["--num-layers", "4", "--tensor-model-parallel-size", "4"]
-
-
 def test_the_environment_can_be_set_otherwise() -> None:
     others = {"TASK_QUEUE_ENABLE": "1", "HCCL_EXEC_TIMEOUT": "60", "PYTHONPATH": "/other"}
     words = dry_run("llama2_7b", **others)

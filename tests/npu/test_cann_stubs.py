@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -129,28 +128,3 @@ def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch, capsys, present, m
 def test_a_missing_torch_npu_is_named(tmp_path: Path) -> None:
     with pytest.raises(CannStubsError, match=r"torch_npu is not installed in .*--site-packages"):
         write_cann_stubs(tmp_path / "stubs", tmp_path)
-
-
-def test_stand_ins_are_needed_and_enough(npu) -> None:
-    """The real torch_npu: without them it does not import, with them it has (see the fixture)."""
-    from tests.npu.worker import ENVIRONMENT
-
-    refused = subprocess.run(
-        [ENVIRONMENT / "bin/python", "-c", "import torch_npu"],
-        env={**os.environ, "LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert refused.returncode != 0
-    assert ".so: cannot open shared object file" in refused.stderr
-    imported, installed = npu.run(versions)
-    assert imported == installed
-
-
-def versions() -> tuple[str, str]:
-    """In the worker."""
-    import torch_npu
-
-    return torch_npu.__version__, importlib.metadata.version("torch_npu")

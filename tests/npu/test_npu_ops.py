@@ -95,49 +95,6 @@ def test_attention_in_every_layout_and_mode(npu, layout: str) -> None:
         npu.run(attention, layout, 3, True, size)
 
 
-def packed() -> None:
-    """In the worker: three sequences in one, by their ends; causal within each."""
-    import torch_npu
-
-    q, k, v, grad = _random((9, 4, 8), (12, 2, 8), (12, 2, 8), (9, 4, 8))
-    ends = [2, 6, 9], [3, 7, 12]
-    parts = []
-    for rows, columns in zip(
-        zip([0, *ends[0]], ends[0], strict=False),
-        zip([0, *ends[1]], ends[1], strict=False),
-        strict=True,
-    ):
-        one = [x.transpose(0, 1) for x in (q[slice(*rows)], k[slice(*columns)], v[slice(*columns)])]
-        allowed = _allowed(3, one[0].shape[1], one[1].shape[1])
-        parts.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                *one, attn_mask=allowed, scale=0.3, enable_gqa=True
-            ).transpose(0, 1)
-        )
-    reference = torch.cat(parts)
-    out, top, total, *_ = torch_npu.npu_fusion_attention(
-        q,
-        k,
-        v,
-        4,
-        "TND",
-        atten_mask=MASK,
-        scale=0.3,
-        sparse_mode=3,
-        actual_seq_qlen=ends[0],
-        actual_seq_kvlen=ends[1],
-    )
-    assert top.shape == total.shape == (9, 4, 8)
-    torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
-    found = torch.autograd.grad(out, (q, k, v), grad)
-    expected = torch.autograd.grad(reference, (q, k, v), grad)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_packed_sequences_do_not_see_each_other(npu) -> None:
-    npu.run(packed)
-
-
 def blind_queries() -> None:
     """In the worker: more queries than keys, so that the first see nothing."""
     import torch_npu

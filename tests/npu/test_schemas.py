@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commfuse_npu.kernels import Piece
 from commfuse_npu.kernels import npu as kernels
 from commfuse_npu.runtime.hccl_options import buffers_of
-from tests.npu import worker as module
 
 SOURCE = Path(kernels.__file__).read_text()
 
@@ -98,35 +95,6 @@ def test_a_call_that_does_not_fit_is_noticed(npu, right: str, wrong: str, messag
         npu.run(shapes_on_meta, "causal", torch.float32, SOURCE.replace(right, wrong))
 
 
-def parameters() -> dict[str, list[str]]:
-    """In the worker: what the second stream and those of lanes ask of torch_npu."""
-    import torch_npu
-
-    stream: Any = torch.get_device_module("npu")
-    asked = {
-        "Stream": stream.Stream.__new__,
-        "Stream.wait_event": stream.Stream.wait_event,
-        "Event.record": stream.Event.record,
-        "stream": stream.stream,
-        "current_stream": stream.current_stream,
-        "erase_stream": torch_npu.erase_stream,
-    }
-    assert torch_npu._C._distributed_c10d.ProcessGroupHCCL._get_stream_id
-    return {name: list(inspect.signature(call).parameters) for name, call in asked.items()}
-
-
-def test_streams_and_events_are_called_as_the_wheel_declares_them(npu) -> None:
-    found = npu.run(parameters)
-    assert "device" in found.pop("Stream")
-    assert found == {
-        "Stream.wait_event": ["self", "event"],
-        "Event.record": ["self", "stream"],
-        "stream": ["stream"],
-        "current_stream": ["device"],
-        "erase_stream": ["tensor", "stream"],
-    }
-
-
 def buffer_size(megabytes: int) -> object:
     """In the worker: options of lanes, as torch_npu's own class takes them."""
     return buffers_of(megabytes).hccl_config
@@ -137,28 +105,3 @@ def test_the_size_of_buffers_is_torch_npus_own_option(npu) -> None:
 
 
 # ------------------------------------------------------------- the worker itself
-
-
-@pytest.mark.long
-def test_errors_deaths_and_hangs_fail_the_test_and_the_next_call_works(npu) -> None:
-    worker = module.Worker()
-    process = worker.run(os.getpid)
-    with pytest.raises(FileNotFoundError):
-        worker.run(os.stat, "/not/there")
-    assert worker.run(os.getpid) == process
-    with pytest.raises(pytest.fail.Exception, match=r"_exit\(3,\): .*terminated abruptly"):
-        worker.run(os._exit, 3)
-    assert worker.run(os.getpid) != process
-    with pytest.raises(pytest.fail.Exception, match=r"sleep\(60,\): longer than 0.5 s"):
-        worker.run(time.sleep, 60, timeout=0.5)
-    worker.stop()
-
-
-def test_without_the_environment_the_reason_names_the_command(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / "venv-npu")
-    assert "bash scripts/test.sh tests/npu" in str(module.why_not())
-    for part in (".installed-npu", "cann/stubs.json", "bin/python"):
-        path = tmp_path / "venv-npu" / part
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    assert module.why_not() is None

@@ -66,15 +66,6 @@ def test_whoever_else_uses_it_gets_what_attention_returns(use: str) -> None:
     assert torch.equal(found, USES[use](attend()))
 
 
-def test_it_runs_once_and_gradients_flow() -> None:
-    attend = Attend()
-    deferred = attend.deferred()
-    total = (deferred * 3).sum() + deferred.mean()
-    total.backward()
-    assert attend.runs == 1
-    assert torch.allclose(attend.q.grad, torch.full_like(attend.q, 6 + 2 / 24))
-
-
 def test_through_a_module_a_checkpoint_and_a_copy() -> None:
     attend, linear = Attend(), torch.nn.Linear(8, 5)
 

@@ -108,20 +108,6 @@ def test_what_is_left_to_megatron(made, caplog, group: Any, reason: str) -> None
     assert len(caplog.records) == 2  # said once of each
 
 
-def test_synchronous_calls_leave_no_handle(made) -> None:
-    group = bucket_group({"average_in_collective": True})
-    made.reduce(group)
-    how = ("reduce", {"average": True, "scale": 0.5})
-    assert made.calls == [how, how, "wait", "wait"]
-    made.gather(group)
-    assert made.calls[4:] == ["gather", "gather", "wait", "wait"]
-    assert (group.grad_reduce_handle, group.param_gather_handle) == (None, None)
-    assert group.param_gather_dispatched
-    assert made.linears.calls == {("gradients", "fused"): 2, ("parameters", "fused"): 2}
-    described = made.linears.describe()
-    assert described == ["gradients: 2 buckets fused", "parameters: 2 buckets fused"]
-
-
 def test_handles_for_megatron_and_for_mindspeed(made) -> None:
     group = bucket_group({"overlap_grad_reduce": True, "overlap_param_gather": True})
     made.reduce(group)
@@ -131,18 +117,6 @@ def test_handles_for_megatron_and_for_mindspeed(made) -> None:
     for one in group.param_gather_handle:
         one.wait()
     assert made.calls.count("wait") == 4
-
-
-def test_a_gather_that_is_forced(made) -> None:
-    group = bucket_group({"overlap_param_gather": True})
-    made.gather(group, force_sync=True)
-    assert made.calls == ["gather", "gather", "wait", "wait"]
-    assert group.param_gather_handle is None
-    # One that is under way is finished, and no second one started.
-    made.gather(group)
-    made.gather(group, force_sync=True)
-    assert made.calls[4:] == ["gather", "gather", "wait", "wait"]
-    assert group.param_gather_handle is None
 
 
 def test_what_is_under_way_is_not_started_again(made) -> None:

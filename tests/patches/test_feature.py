@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import types
 from typing import Any
@@ -109,34 +108,6 @@ def test_the_lanes_know_their_buffers_and_where_to_record(given, megabytes: int)
     (lanes,) = feature._lanes
     assert (lanes.buffer_megabytes, lanes.order_log) == (megabytes, "a folder")
     assert getattr(args, "hccl_group_buffer", "tp:100") == "tp:100"
-
-
-def test_patches_only_with_the_flag() -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    def owners() -> list[Any]:
-        return [
-            ColumnParallelLinear.forward,
-            RowParallelLinear.forward,
-            parallel_state.initialize_model_parallel,
-        ]
-
-    before, manager, feature = owners(), PatchManager(), CommFuseFeature()
-    off = argparse.Namespace(optimization_level=2, use_commfuse=False)
-    on = real_arguments(transformer_impl="local")
-    assert not feature.is_need_apply(off)
-    assert feature.is_need_apply(on)
-    feature.register_patches(manager, on)
-    assert owners() == before
-    manager.apply_patches()
-    try:
-        assert all(new.__wrapped__ is old for new, old in zip(owners(), before, strict=True))
-    finally:
-        manager.remove_patches()
-    assert owners() == before
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -10,9 +10,9 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions
-from commfuse_npu.options import DEFAULTS
 from mindspeed_patches.arguments import CommFuseOptions, commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
+from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads, take_lane_megabytes
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
 from mindspeed_patches.wrappers import LAYERS
@@ -166,21 +166,6 @@ def test_a_senseless_value_names_its_option(options: str, message: str) -> None:
         CommFuseFeature().register_patches(PatchManager(), early(*options.split()))
 
 
-def test_the_parser_refuses_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        real_arguments("--commfuse-chunks", "0")
-    assert "--commfuse-chunks: 0 is less than 1" in capsys.readouterr().err
-
-
-def test_the_defaults_are_those_of_the_table() -> None:
-    args, feature = real_arguments(), CommFuseFeature()
-    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS | {"use_commfuse": True}
-    for _ in range(2):  # stateless
-        feature.register_args(argparse.ArgumentParser())
-    assert feature.feature_name == "use_commfuse"
-    assert not feature.is_need_apply(real_arguments(optimization_level=1))
-
-
 INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
 ROW = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
 EXCHANGE = f"{MINDSPEED_ULYSSES}.forward"
@@ -217,3 +202,75 @@ def test_what_is_wrapped(options: str, size: int | None, wrapped: list[str], lan
     assert [path for path in PATHS if found.times(path)] == wrapped
     assert all(found.times(path) == 1 for path in wrapped)
     assert found.times(INITIALIZE) == lanes
+
+
+# ------------------------------------------------------------------ --hccl-group-buffer
+
+
+@pytest.mark.parametrize(
+    ("given", "megabytes", "left"),
+    [
+        ("commfuse:64", 64, None),
+        ("tp:400;commfuse: 64;dp:100", 64, "tp:400;dp:100"),
+        ("tp:400,commfuse:32", 32, "tp:400"),
+        ("tp:400;dp:100", None, "tp:400;dp:100"),
+        (None, None, None),
+    ],
+)
+def test_the_lanes_part_is_taken_out(
+    given: str | None, megabytes: int | None, left: str | None
+) -> None:
+    args = argparse.Namespace(hccl_group_buffer=given)
+    assert take_lane_megabytes(args) == megabytes
+    assert args.hccl_group_buffer == left
+
+
+def test_a_mindspeed_without_the_option() -> None:
+    assert take_lane_megabytes(argparse.Namespace()) is None
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "much", "", "1.5"])
+def test_a_senseless_size(size: str) -> None:
+    args = argparse.Namespace(hccl_group_buffer=f"tp:1;commfuse:{size}")
+    with pytest.raises(ValueError, match=r"--hccl-group-buffer commfuse:.*whole number from 1"):
+        take_lane_megabytes(args)
+
+
+LLAMA3_8B = {
+    "seq_length": 8192,
+    "micro_batch_size": 1,
+    "hidden_size": 4096,
+    "tensor_model_parallel_size": 8,
+    "context_parallel_size": 1,
+    "bf16": True,
+}
+
+
+CONTEXT = {"micro_batch_size": 16, "context_parallel_size": 2}
+OVERLAPPED = {"overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize(
+    ("message", "change", "megabytes"),
+    [
+        (of_blocks, {}, 16),  # 8 MB
+        (of_blocks, {"micro_batch_size": 4}, 32),
+        (of_blocks, {"micro_batch_size": 5}, 64),  # 40 MB
+        (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False}, 64),
+        (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False, "fp16": True}, 32),
+        (of_blocks, {"micro_batch_size": 4, "context_parallel_size": 2}, 16),
+        (of_blocks, {"micro_batch_size": 100}, 200),
+        (of_blocks, {"hidden_size": None}, None),
+        (of_blocks, {"seq_length": None}, None),
+        (of_heads, CONTEXT, 32),
+        (of_heads, {**CONTEXT, "hidden_size": None}, None),
+        (of_buckets, OVERLAPPED, 32),  # 40 million fp32 gradients over 8 ranks are 19 MiB
+        (of_buckets, {**OVERLAPPED, "ddp_bucket_size": 400_000_000}, 200),
+        (of_buckets, {**OVERLAPPED, "pipeline_model_parallel_size": 2}, 64),
+        (of_buckets, {**OVERLAPPED, "tensor_model_parallel_size": 64}, None),
+        (of_buckets, {}, None),  # all gradients are one bucket
+    ],
+)
+def test_lanes_are_sized_to_their_messages(monkeypatch, message, change, megabytes) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert message(argparse.Namespace(**{**LLAMA3_8B, **change})) == megabytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from commfuse_npu.tools.launch_script import bounded
 from mindspeed_patches.rehearsal import run as runs
 from mindspeed_patches.rehearsal.run import Run, RunFailedError, worker_environment
 from mindspeed_patches.rehearsal.stack import Stack
+from tests.processes import ended, wait_for
 
 
 def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
@@ -69,12 +69,7 @@ def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             run.start("reference", [], tmp_path / f"records_{limit}")
         if noted.exists():
             break
-    stat = Path(f"/proc/{noted.read_text('utf-8')}/stat")
-    for _ in range(100):
-        if not stat.exists() or " Z " in stat.read_text("utf-8"):
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{stat.parent} is still there")
+    wait_for(lambda: ended(int(noted.read_text("utf-8"))))
 
 
 def test_ranks_find_the_checkouts_and_the_stand_ins_first(

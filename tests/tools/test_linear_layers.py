@@ -10,11 +10,10 @@ import torch
 
 from commfuse_npu.options import LAYERS
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.linear_layers import attention_obstacle, judge
+from commfuse_npu.tools.linear_layers import judge
 from commfuse_npu.tools.plan.transfers import fused_layers
 from mindspeed_patches import wrappers
-from mindspeed_patches.attention import AttentionWrappers
-from tests.tools.plan.launches import FUSED, SIZES, asked
+from tests.tools.plan.launches import FUSED, asked
 
 TP = "--tensor-model-parallel-size 4"
 SP = f"{TP} --sequence-parallel"
@@ -109,27 +108,22 @@ def test_layers_that_are_not_chosen_are_left() -> None:
 
 # ------------------------------------------------------------------ the wrappers say the same
 
-Called = list[tuple[str, tuple[int, ...]]]
-
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> Called:
-    """Operators only say their name and what they are given."""
-    found: Called = []
-    for name in (
-        *("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"),
-        "attention_linear_reduce_scatter",
-    ):
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operators only say their name."""
+    found: list[str] = []
+    for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
 
         def operator(x: torch.Tensor, *_: torch.Tensor, op: str = name, **__: object):
-            found.append((op, tuple(x.shape)))
+            found.append(op)
             return x
 
         monkeypatch.setattr(wrappers, name, operator)
     return found
 
 
-def linear(known_as: str, parallel: bool, offloading: bool = False, **more: Any) -> Any:
+def linear(known_as: str, parallel: bool, offloading: bool = False) -> Any:
     """A layer as it would arrive at the wrappers."""
     flags = dict.fromkeys(
         ("skip_bias_add", "gather_output", "is_expert", "gradient_accumulation_fusion"), False
@@ -145,31 +139,24 @@ def linear(known_as: str, parallel: bool, offloading: bool = False, **more: Any)
         input_size=64,
         explicit_expert_comm=False,
         disable_grad_reduce=False,
-        config=SimpleNamespace(attention_dropout=0.0, **config),
+        config=SimpleNamespace(**config),
         **flags,
-        **more,
     )
 
 
-def wrapped(size: int, layers: tuple[str, ...], min_rows: int = 0) -> wrappers.LinearWrappers:
-    found = wrappers.LinearWrappers(layers=layers, min_rows=min_rows)
-    found.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
-    return found
-
-
-def own(layer: object, x: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
-    return x, None
-
-
-def forward(linears: wrappers.LinearWrappers, layer: Any, x: torch.Tensor) -> None:
+def counted(layer: Any, x: torch.Tensor, size: int, layers: tuple[str, ...], least: int) -> Any:
+    """What the wrappers count of a forward in a group of this size."""
+    linears = wrappers.LinearWrappers(layers=layers, min_rows=least)
+    linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
     column = layer.commfuse_layer not in ("proj", "fc2", "shared_fc2")
     wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
-    wrap(own)(layer, x)
+    wrap(lambda layer, x, *_: (x, None))(layer, x)
+    return list(linears.calls)
 
 
 @pytest.mark.parametrize("words", [SP, TP, f"{SP} --cpu-offloading", f"{EXPERTS} {TP}", "--bf16"])
 @pytest.mark.parametrize("known_as", [name for name in LAYERS if not name.endswith("_down")])
-def test_reasons_are_those_of_the_wrappers(called: Called, words: str, known_as: str) -> None:
+def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_as: str) -> None:
     """For the layers that Megatron's GPTModel has; of latent attention those that transfer."""
     chosen = tuple(name for name in LAYERS if name != "fc1")
     judged = {
@@ -180,11 +167,11 @@ def test_reasons_are_those_of_the_wrappers(called: Called, words: str, known_as:
         assert known_as in ("fc1", "fc2")
         return
     size = 4 if TP in words else 1
-    linears = wrapped(size, chosen)
     parallel = "--sequence-parallel" in words and size > 1
     layer = linear(known_as, parallel, "--cpu-offloading" in words)
-    forward(linears, layer, torch.empty(8, 1, 64, dtype=torch.bfloat16))
-    assert list(linears.calls) == [(known_as, judged[known_as].reason or "fused")]
+    x = torch.empty(8, 1, 64, dtype=torch.bfloat16)
+    found = counted(layer, x, size, chosen, 0)
+    assert found == [(known_as, judged[known_as].reason or "fused")]
 
 
 @pytest.mark.parametrize(
@@ -199,55 +186,16 @@ def test_reasons_are_those_of_the_wrappers(called: Called, words: str, known_as:
         f"{FUSED} --tensor-model-parallel-size 1",
     ],
 )
-def test_operators_are_those_of_the_wrappers(called: Called, line: str) -> None:
+def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> None:
     """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
     launch = asked(line)
     size = launch.judged.layout.tensor
     for found in fused_layers(launch):
         called.clear()
-        linears = wrapped(size, launch.fuse.commfuse_layers, launch.judged.least)
         parallel = launch.config.uses_sequence_parallel
         gathers = parallel and found.layer in ("qkv", "fc1", "output")
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        forward(linears, linear(found.layer, parallel), x)
-        assert list(linears.calls) == [(found.layer, found.reason or "fused")]
-        assert [name for name, _ in called] == [found.operator] * bool(found.operator)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "",
-        "--sequence-parallel",
-        "--sequence-parallel --recompute-granularity selective",
-        "--sequence-parallel --recompute-activations",
-        "--sequence-parallel --recompute-granularity full",
-        "--sequence-parallel --commfuse-min-rows 100",
-    ],
-)
-def test_attention_waits_where_the_wrappers_let_it(called: Called, change: str) -> None:
-    fused = "--use-commfuse --bf16 --commfuse-attention --commfuse-min-rows 0"
-    launch = asked(f"{SIZES} {fused} {change}")
-    (found,) = [layer for layer in fused_layers(launch) if layer.layer == "proj"]
-    linears = wrapped(2, launch.fuse.commfuse_layers, launch.judged.least)
-    q = torch.zeros(64, 3, 4, 8, dtype=torch.bfloat16)
-
-    def attend(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return q.flatten(2)
-
-    # The attention and its projection in one, as Megatron's arguments would have them.
-    layer = linear(
-        "proj",
-        launch.config.uses_sequence_parallel,
-        core_attention=SimpleNamespace(forward=attend),
-        attn_mask_type="causal",
-        checkpoint_core_attention="selective" in change or "activations" in change,
-        training=True,
-    )
-    AttentionWrappers(linears).self_attention_init_wrapper(lambda layer: None)(layer)
-    attended = layer.core_attention.forward(q, q, q, None)
-    linears.row_forward_wrapper(own)(layer, attended)
-    assert [name for name, _ in called] == [found.operator] * bool(found.operator)
-    said = attention_obstacle(launch.options) or found.reason or "fused"
-    assert linears.calls["attention", said] == 1
-    assert (found.operator == "attention_linear_reduce_scatter") == (said == "fused")
+        layer, layers = linear(found.layer, parallel), launch.fuse.commfuse_layers
+        said = counted(layer, x, size, layers, launch.judged.least)
+        assert said == [(found.layer, found.reason or "fused")]
+        assert called == [found.operator] * bool(found.operator)

@@ -96,56 +96,29 @@ def test_micro_batches_take_turns_with_megatrons_bits(ranks: Any) -> None:
     assert first == second
 
 
-def _tuned(rank: int) -> list[tuple[object, list[int]]]:
-    worker = Worker()
-    auto, other = (v for v in of_group(worker.size) if v.tuned and v.kind != "turns")
-    found: list[tuple[object, list[int]]] = []
-    trials: list[int] = []
-    timed = tuning._timed
-
-    def counted(*args: Any) -> float:
-        trials.append(1)
-        return timed(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "_timed", counted)
-        for work, gflops in (("reduce-scatter", None), ("mlp", 1e6)):
-            worker.set_up(work, _shape(worker.size), "fp32", 7, gflops)
-            worker.forget_tuning()
-            counts = []
-            check = worker.tune(auto)
-            counts.append(len(trials))
-            worker.tune(other)
-            worker.round([auto, other])
-            counts.append(len(trials))
-            worker.forget_tuning()
-            worker.tune(auto)
-            counts.append(len(trials))
-            trials.clear()
-            found.append((check, counts))
-    worker._transport.close()
-    return found
-
-
 @pytest.mark.long
-def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(ranks) -> None:
-    for of_rank in ranks(2).run(_tuned, timeout=LIMIT):
-        (layer, _), (mlp, _) = of_rank
-        assert len(layer.chosen) == 1
-        assert layer.chosen[0].startswith("row forward 32 x 32: ")
-        assert [text.split(":")[0] for text in mlp.chosen] == [
-            *("column forward 32 x 64", "column backward 32 x 64"),
-            *("row forward 32 x 32", "row backward 32 x 32"),
-        ]
-        assert max(layer.max_difference, mlp.max_difference) <= 1e-4
-        # Weight gradients made of blocks are another backward; of what two variants have in common
-        # nothing is tried again, and nothing in a round.
-        (_, (first, known, _)), (_, (of_mlp, with_blocks, _)) = of_rank
-        assert first == known
-        assert with_blocks > of_mlp
-        for _, (tried, known, again) in of_rank:
-            assert tried > 0
-            assert again > known, "forgotten, it is tried again"
+@on_ranks(2)
+def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: int) -> None:
+    worker, trials, timed = Worker(), [], tuning._timed
+    auto, other = (v for v in of_group(worker.size) if v.tuned and v.kind != "turns")
+    worker.set_up("mlp", _shape(worker.size), "fp32", 7, 1e6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "_timed", lambda *args: (trials.append(1), timed(*args))[1])
+        check = worker.tune(auto)
+        first = len(trials)
+        worker.tune(other)
+        # Weight gradients made of blocks are another backward.
+        with_blocks = len(trials)
+        worker.round([auto, other])
+        assert 0 < first < with_blocks == len(trials)
+        worker.forget_tuning()
+        worker.tune(auto)
+        assert len(trials) > with_blocks, "forgotten, it is tried again"
+    assert [text.split(":")[0] for text in check.chosen] == [
+        *("column forward 32 x 64", "column backward 32 x 64"),
+        *("row forward 32 x 32", "row backward 32 x 32"),
+    ]
+    worker._transport.close()
 
 
 class _Counted(DirectExchange):

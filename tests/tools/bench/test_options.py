@@ -26,19 +26,6 @@ def test_variants_have_names_of_their_own_and_lanes_that_are_used(size: int) -> 
             assert len(lanes) == variant.schedule.lanes <= size - 1
 
 
-@pytest.mark.parametrize(
-    ("name", "lanes", "chunks", "taper"),
-    [("ours-c4", 3, 4, 1), ("ours-c8-l1", 1, 8, 1), ("ours-c6-t1.5", 3, 6, 1.5),
-     ("ours-c4-t0.5", 3, 4, 0.5), ("auto", 3, 1, 1)],
-)  # fmt: skip
-def test_chunks_tapers_and_lanes_have_names(
-    name: str, lanes: int, chunks: int, taper: float
-) -> None:
-    (schedule,) = (one.schedule for one in of_group(4) if one.name == name)
-    assert schedule is not None
-    assert (schedule.lanes, schedule.chunks, schedule.taper) == (lanes, chunks, taper)
-
-
 def test_patterns_choose_and_the_reference_is_always_measured() -> None:
     found = chosen(["ours-c?", "co*"], 2)
     assert [one.name for one in found if one.direct] == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from commfuse_npu import __version__
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.tools import cli
 from tests.limits import LIMIT
@@ -67,17 +65,6 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     told = capsys.readouterr().out
     assert re.match(r"bucket_gather\(., False\), 3 ranks, in batches, shifted, .* 1 chunks", told)
     assert "- deadlock" in told
-
-
-def test_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "commfuse_npu", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
-    assert done.stdout == f"commfuse-npu {__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

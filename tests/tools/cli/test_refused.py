@@ -220,5 +220,7 @@ def test_it_is_refused_in_a_line(
     assert said in last
     assert "Traceback" not in found["error"]
     if not question.startswith("pretrain"):
+        command = question.split()[0]
+        assert last.startswith(("commfuse-npu: error: ", f"commfuse-npu {command}: error: "))
         assert not found["torch"]
         assert not found["drawing"]

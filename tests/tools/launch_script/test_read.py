@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.shell import Captured, capture_commands
+from tests.processes import ended, wait_for
 
 ARGS = ["--num-layers", "2", "--bf16"]
 TORCHRUN = ["--nproc_per_node", "4", "--nnodes", "2", "--node_rank", "0"]
@@ -168,22 +168,6 @@ def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) 
 
 # ------------------------------------------------------------------ what a script would start
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-MOCK = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4607")
-
-
-def test_our_own_script_reads_its_configuration(tmp_path: Path) -> None:
-    """The one program that does run; with a recorder in its place the launch had no model."""
-    (tmp_path / "pretrain_gpt.py").touch()
-    script = [str(SCRIPTS / "pretrain_llama3_8b_ptd.sh"), *MOCK]
-    environment = {**os.environ, "MINDSPEED_LLM_HOME": str(tmp_path)}
-    captured = capture_commands(script, tmp_path, environment)
-    assert len(captured.commands) == 1, captured.printed
-    words = list(captured.commands[0].words)
-    assert words[0] == "torchrun"
-    assert words[words.index("--hidden-size") + 1] == "4096"
-    assert "" not in words
-
 
 def captured_of(text: str, folder: Path, **more: float) -> Captured:
     """What a script of this text would start."""
@@ -204,11 +188,7 @@ def test_what_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     hanging = f"/bin/sleep 100 & echo $! > {tmp_path}/child\nwait\n"
     with pytest.raises(UsageError, match=r"did not end within 0\.5 s"):
         captured_of(hanging, tmp_path, timeout=0.5)
-    status = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
-    end = time.monotonic() + 30
-    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    wait_for(lambda: ended(int((tmp_path / "child").read_text())))
 
 
 def test_what_is_left_in_the_background_is_written_down(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from commfuse_npu.tools.measure.steps import STEPS, Scale, Step
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
 from tests.limits import LIMIT
+from tests.processes import interruptible, wait_for
 
 SMALL = ("--device", "cpu", "--ranks", "2", "--folder")
 HOST = [{"what": "batch", "seconds": [1e-6]}]
@@ -100,20 +100,10 @@ def test_layers_are_measured_and_the_best_named(measured: Path, capsys: Any) -> 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_what_is_finished_is_kept(measured: Path, how: signal.Signals, capsys: Any) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, str(measured)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Who runs the tests in the background may have it ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    words = [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, str(measured)]
+    process = interruptible(words)
     try:
-        end = time.monotonic() + LIMIT
-        while not (measured / "links.json").exists():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_for(lambda: (measured / "links.json").exists() or process.poll() is not None)
         process.send_signal(how)
         printed, said = process.communicate(timeout=LIMIT)
     finally:

@@ -30,15 +30,6 @@ def test_steps_are_kept_and_resumed_only_on_request(tmp_path: Path) -> None:
         Folder(tmp_path / "new", {**ABOUT, "ranks": 8}, resume=True)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(FolderError, match="is not empty; choose a new folder with --folder"):
-        Folder(tmp_path, ABOUT, resume=False)
-    with pytest.raises(FolderError, match="holds no run to resume; leave --resume out"):
-        Folder(tmp_path / "nothere", ABOUT, resume=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_damaged_file_is_named(tmp_path: Path, text: str, capsys: Any) -> None:
     folder = Folder(tmp_path, ABOUT, resume=False)

@@ -79,13 +79,6 @@ def test_flags_of_a_launch_are_not_those_of_a_form(checkout: Path, tmp_path: Pat
     assert any(note.startswith("--save checkpoints -> (dropped)") for note in found.notes)
 
 
-def test_data_that_are_not_there_are_mock_data(checkout: Path, tmp_path: Path) -> None:
-    words = "torchrun --nproc_per_node 2 pretrain_gpt.py --data-path absent --num-layers 2"
-    options = of(launches(words, "npu", 2, tmp_path), "megatron")
-    assert "--mock-data" in options
-    assert options.text("--tokenizer-type") == "NullTokenizer"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from commfuse_npu.tools.measure.trainings import (
     train,
 )
 from tests.limits import LIMIT
+from tests.processes import ended, wait_for
 
 TRAINING = """
 import sys, time
@@ -97,11 +97,7 @@ def test_what_a_launch_leaves_behind_is_ended(tmp_path: Path) -> None:
         seconds=LIMIT,
     )
     assert code == 3
-    stat = Path(f"/proc/{int((tmp_path / 'pid').read_text())}/stat")
-    end = time.monotonic() + LIMIT
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
 
 
 MINDSPEED_LLM = """\

@@ -123,14 +123,6 @@ def test_our_other_options(flag: str, options: str, why: str) -> None:
     assert judged(options).why_not[f"--commfuse-{flag}"] == why
 
 
-def test_megatrons_defaults_and_what_is_lacking_count() -> None:
-    words = MODEL.replace("--attention-dropout 0.0", "").split() + TP.split()
-    words.remove("--use-distributed-optimizer")
-    found = judge_launch(Options(words), 8, fuse_options(words)).why_not
-    assert found["--commfuse-attention"] == "--attention-dropout 0.1, Megatron's default"
-    assert found["--commfuse-dp"].startswith("needs --use-distributed-optimizer: without it")
-
-
 @pytest.mark.parametrize(
     ("options", "least"),
     [

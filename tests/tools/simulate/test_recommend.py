@@ -86,11 +86,6 @@ def test_layouts_are_ranked_by_their_steps(found: Recommendation) -> None:
     assert found.fitting >= len(found.ranked)
 
 
-@pytest.mark.long
-def test_all_layouts_of_a_cluster_are_ranked_by_their_steps() -> None:
-    check_ranked(recommend(LLAMA3_70B, CLUSTER, 64), 64, CLUSTER)
-
-
 class TimedStep:
     """Steps whose seconds are given, by tensor parallelism and by who it is."""
 
@@ -337,11 +332,3 @@ def test_a_file_that_fails_keeps_none_back(
 def test_a_question_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", "llama3_70b", "--npus", "2"]) == 1
     assert "take another --npus" in capsys.readouterr().err
-
-
-def test_a_tapered_program_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "gather_gemm", "--ranks", "2", "--rows", "240", "--chunks", "4"]
-    assert cli.main([*words, "--taper", "2"]) == 0
-    told = capsys.readouterr().out
-    for rows in ("0:240", "240:368", "368:432", "432:464", "464:480"):
-        assert f"out[{rows}] = gemm(" in told

@@ -99,16 +99,6 @@ def test_an_interleaved_layout_has_to_divide() -> None:
         training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=6))
 
 
-def test_an_interleaved_step_is_shorter_with_few_micro_batches() -> None:
-    found = [
-        Step(ROCE.machine(), training(LLAMA, layout, 8192, Options(micro_batches=8)), rough=True)
-        .time(REFERENCE)
-        .seconds
-        for layout in (Layout(8, 1, 1, 2), Layout(8, 1, 1, 2, 2), Layout(8, 1, 1, 2, 4))
-    ]
-    assert found == sorted(found, reverse=True)
-
-
 def test_buckets_close_when_they_are_large_enough() -> None:
     assert buckets([30e6] * 5, ranks=4) == [[4, 3], [2, 1], [0]]
     assert buckets([30e6] * 5, ranks=100) == [[4, 3, 2, 1], [0]]
@@ -216,15 +206,6 @@ def test_flops_are_those_of_the_parameters_and_of_attention() -> None:
     assert what.layout.npus == 32
 
 
-@pytest.mark.parametrize("ulysses", [False, True])
-def test_context_parallelism_splits_the_attention(ulysses: bool) -> None:
-    alone = step(64)
-    options = Options(micro_batches=4, ulysses="plain" if ulysses else "none")
-    split = Step(alone.machine, training(LLAMA, Layout(8, 2, 1, 4), 8192, options))
-    whole, half = (one.layer_time(COMPUTE_ONLY).forward for one in (alone, split))
-    assert 0.4 < half / whole < 0.75
-
-
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
 def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
     described = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
@@ -261,15 +242,6 @@ def test_a_step_waits_for_gradients_and_for_parameters(monkeypatch) -> None:
             time = step(64).time(REFERENCE)
         assert 99.0 < time.seconds - base.seconds < 101.0, name
         assert time.data_parallel - base.data_parallel > 99.0
-
-
-def test_one_tensor_parallel_rank_has_nothing_to_hide() -> None:
-    server = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
-    model = ModelConfig.load(CONFIGS / "llama3_8b.yaml")
-    options = Options(micro_batches=1, corners=False)
-    (point,) = sweep(model, server, [Layout(1, 1, 2, 1)], [2048], options)
-    times = {outcome.step.typical for outcome in point.outcomes.values()}
-    assert max(times) == pytest.approx(min(times))
 
 
 # ------------------------------------------------------------------- its memory

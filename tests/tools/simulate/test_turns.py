@@ -25,8 +25,8 @@ RATE = 0.002
 """Of the links, so that a transfer takes a fifth of the largest GEMM, at 1 FLOP/s."""
 
 
-def played(*, again: bool = False, rate: float = RATE, batched: bool = True) -> Played:
-    return Group(ideal(rate=rate, batched=batched), 4).play(
+def played(*, again: bool = False, rate: float = RATE) -> Played:
+    return Group(ideal(rate=rate), 4).play(
         TURNS, lambda rank: turns.pair(rank, SHAPE, 2, None, again=again)
     )
 
@@ -102,10 +102,3 @@ def test_a_virtual_pipeline_runs_each_chunk_of_each_micro_batch() -> None:
     late = side_by_side(ones, ones, ones, micro_batches, 0.25, chunks)
     slots_of_a_stage = len(slots(stages, 0, chunks, micro_batches))
     assert max(late) <= max(both) + 0.25 * slots_of_a_stage
-
-
-def test_sends_and_receives_by_themselves_are_hidden_alike() -> None:
-    """gloo's, where a step has no batch."""
-    apart = played(batched=False)
-    assert apart.seconds == pytest.approx(played().seconds, rel=0.02)
-    assert apart.seconds < in_order().seconds
