@@ -10,7 +10,6 @@ from importlib import import_module
 
 from commfuse_npu import __version__
 from commfuse_npu.tools.option_types import Parser
-from commfuse_npu.tools.tell import wrapped_lines
 
 __all__ = ["main"]
 
@@ -52,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # As other programs whose reader has gone: `simulate | head` ends without a word.
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
-            with wrapped_lines():
-                return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
+            return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
         except KeyboardInterrupt:
             return 130
         except ModuleNotFoundError as error:
