@@ -223,7 +223,7 @@ class _Alone(NoTransfers):
     """Of one of ``size`` ranks, without a group."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self._idle, self._wholes = 0, size, {}, {}
+        self.rank, self.size, self.idle, self._wholes = 0, size, {}, {}
         self.blocked_seconds = 0.0
 
 
