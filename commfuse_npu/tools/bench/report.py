@@ -82,9 +82,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     )
     if ours is None:
         return ["Nothing of ours was measured: --variants 'ours-*,auto' would."]
-    against_today: list[float] = []
-    against_rival: list[float] = []
-    orders: set[str] = set()
+    against_today, against_rival, orders = list[float](), list[float](), set[str]()
     for rows in _of_settings(results).values():
         times = {row.variant: row.median_ms for row in rows}
         if ours not in times:

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, get_args, get_origin, get_type_hints
 
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, REFERENCE
@@ -178,19 +178,15 @@ def evaluate(
         checks: by variant, ``compute`` included.
     """
 
-    def over_rounds(name: str, what: str) -> tuple[float, float, float]:
-        return quartiles([1e3 * getattr(sample, what) for sample in measured[name]])
-
-    median = {name: over_rounds(name, "total")[1] for name in measured}
-    compute, reference = median[COMPUTE], median[REFERENCE]
+    times = {name: quartiles([1e3 * one.total for one in of]) for name, of in measured.items()}
+    blocked = {name: 1e3 * median(one.blocked for one in of) for name, of in measured.items()}
+    compute, reference = times[COMPUTE][1], times[REFERENCE][1]
     exposed, bound = reference - compute, max(compute, setting.wire_ms)
-    blocked_reference = over_rounds(REFERENCE, "blocked")[1]
     results = []
-    for name in measured:
+    for name, (low, middle, high) in times.items():
         if name in (COMPUTE, COMMUNICATION):
             continue
-        check, blocked = checks[name], over_rounds(name, "blocked")[1]
-        low, middle, high = over_rounds(name, "total")
+        check = checks[name]
         extra = check.peak_bytes - checks[COMPUTE].peak_bytes
         removed = _share(reference - middle, exposed)
         results.append(
@@ -201,7 +197,7 @@ def evaluate(
                 median_ms=middle,
                 quartiles_ms=(low, high),
                 compute_ms=compute,
-                communication_ms=median[COMMUNICATION],
+                communication_ms=times[COMMUNICATION][1],
                 measured_ratio=setting.wire_ms / compute,
                 bound_ms=bound,
                 exposed_ms=middle - compute,
@@ -210,9 +206,9 @@ def evaluate(
                 overhead_removed_signed=removed,
                 hideable=_clipped(_share(reference - bound, exposed)),
                 of_hideable=_share(reference - middle, reference - bound),
-                blocked_ms=blocked,
-                blocked_removed=_share(blocked_reference - blocked, blocked_reference),
-                cpu_ms=over_rounds(name, "cpu")[1],
+                blocked_ms=blocked[name],
+                blocked_removed=_share(blocked[REFERENCE] - blocked[name], blocked[REFERENCE]),
+                cpu_ms=1e3 * median(one.cpu for one in measured[name]),
                 extra_mib=extra / 2**20 if check.peak_bytes else math.nan,
                 bitwise_equal=check.equal,
                 bitwise_equal_same_gemms=check.equal_same_gemms,
