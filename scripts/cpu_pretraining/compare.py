@@ -22,9 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
-from commfuse_npu.tools.report.drawing import draw
 
-from .outcome import WARM_UP_ITERATIONS, Outcome
+from .outcome import WARM_UP_ITERATIONS, Outcome, draw_picture
 
 __all__ = ["draw_timelines", "forms", "identical", "report", "timelines"]
 
@@ -152,8 +151,5 @@ def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
     """Draw :func:`timelines`; what came of it, in a line."""
     if (picture := timelines(ranks)) is None:
         return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
-    try:
-        draw([picture], "The same training without and with overlap", path)
-    except (OSError, ValueError) as error:
-        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
-    return f"written: {path}"
+    title = "The same training without and with overlap"
+    return draw_picture(picture, title, path) or f"written: {path}"

@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from commfuse_npu.tools.quartiles import quartiles
-from commfuse_npu.tools.report.charts import Line, lines
+from commfuse_npu.tools.report.charts import Line, Picture, lines
 from commfuse_npu.tools.report.drawing import draw
 
-__all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Speed", "Wait", "plot_loss",
-           "read_metrics", "written"]  # fmt: skip
+__all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Speed", "Wait", "draw_picture",
+           "plot_loss", "read_metrics", "written"]  # fmt: skip
 
 WARM_UP_ITERATIONS = 3
 """Iterations that do not count: buffers, threads and the kernels of the GEMMs come with them."""
@@ -68,16 +68,23 @@ def written(folder: Path) -> str:
     return f"written: {', '.join(str(folder / name) for name in names if (folder / name).exists())}"
 
 
+def draw_picture(picture: Picture, title: str, path: Path) -> str:
+    """Draw it; returns why that was not possible, or nothing."""
+    try:
+        draw([picture], title, path)
+    except (OSError, ValueError) as error:
+        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
+    return ""
+
+
 def plot_loss(folder: Path) -> None:
     """Draw the loss over the iterations into ``loss.png``, or say why not."""
     entries = read_metrics(folder / "metrics.jsonl")
     curve = Line("training", tuple((one["iteration"], one["lm_loss"]) for one in entries), True)
-    try:
-        drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
-        draw([drawn], f"{folder.name}: loss over the training", folder / "loss.png")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        print(f"{folder / 'loss.png'} was not drawn: {why}", flush=True)
+    drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
+    title = f"{folder.name}: loss over the training"
+    if why := draw_picture(drawn, title, folder / "loss.png"):
+        print(why, flush=True)
 
 
 class Speed(NamedTuple):
