@@ -88,7 +88,7 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
     The range: one form at its fast quartile, the other at its slow one.
     """
     megatron = outcomes["megatron"]
-    counted = len(megatron.entries) - WARM_UP_ITERATIONS
+    counted = len(megatron.counted)
     if counted < _LEAST:
         enough = WARM_UP_ITERATIONS + _LEAST
         yield f"no comparison of the times: give --train-iters {enough} or more"
@@ -97,17 +97,16 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
     if "commfuse" in outcomes:
         pairs.insert(1, ("megatron", "commfuse"))
     for form, other in pairs:
-        without, with_it = outcomes[form].speed, outcomes[other].speed
-        assert without is not None
-        assert with_it is not None
-        less = 100 * (1 - with_it.middle / without.middle)
-        low, high = (100 * (1 - part) for part in
-                     (with_it.slow / without.fast, with_it.fast / without.slow))  # fmt: skip
+        (fast, without, slow), (faster, middle, slower) = (
+            outcomes[one].seconds for one in (form, other)
+        )
+        less, low, high = (
+            100 * (1 - part) for part in (middle / without, slower / fast, faster / slow)
+        )
         yield (
             f"time of an iteration, {other} against {form}: {abs(less):.1f} % "
-            f"{'shorter' if less >= 0 else 'longer'} ({with_it.middle:.3f} s, not "
-            f"{without.middle:.3f} s; {low:.1f} to {high:.1f} % shorter by the quartiles of "
-            f"{counted} iterations)"
+            f"{'shorter' if less >= 0 else 'longer'} ({middle:.3f} s, not {without:.3f} s; "
+            f"{low:.1f} to {high:.1f} % shorter by the quartiles of {counted} iterations)"
         )
     if "commfuse" in outcomes and megatron.link != "loopback":
         yield (
