@@ -42,12 +42,11 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A chart, and the same numbers as tables; ``note``: what is not drawn, and why."""
+    """A chart, and the same numbers as tables."""
 
     title: str
     chart: Chart
     tables: tuple[Table, ...]
-    note: str = ""
 
 
 class Bar(NamedTuple):
@@ -62,10 +61,10 @@ class Bar(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A variant over something: pairs of a label or a number and a figure."""
+    """A variant over something: pairs of a label or a count and a figure."""
 
     name: str
-    points: tuple[tuple[str | float, float], ...]
+    points: tuple[tuple[str | int, float], ...]
     ours: bool = False
 
 
@@ -87,9 +86,7 @@ class Row(NamedTuple):
     bits: tuple[Bit, ...]
 
 
-def bars(
-    title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float], note: str = ""
-) -> Picture:
+def bars(title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float]) -> Picture:
     """A bar for each below its name, with its range as whiskers, and a line across to compare."""
     order = [f"{n} {one.said}" for n, one in enumerate(shown)]
     rows = [
@@ -118,36 +115,26 @@ def bars(
     }
     cells = tuple((one.name, *(f"{value:.4g}" for value in one[1:4])) for one in shown)
     head = "variant", "typical", "least", "most"
-    return Picture(title, chart, (Table(head, cells, f"{title}: {axis}", folded=True),), note)
+    return Picture(title, chart, (Table(head, cells, f"{title}: {axis}", folded=True),))
 
 
 def lines(
-    title: str,
-    axis: str,
-    shown: Sequence[Line],
-    *,
-    line: tuple[str, float] | None = None,
-    whole: bool = False,
-    note: str = "",
+    title: str, axis: str, shown: Sequence[Line], *, line: tuple[str, float] | None = None
 ) -> Picture:
     """A line for each over what varies.
 
     Args:
         title: with what is drawn upwards.
-        axis: what varies.
+        axis: what varies, by label or counted.
         line: a name and a figure to compare with, across the picture.
-        whole: whether what varies is counted: ticks are whole numbers.
     """
     steps = list(dict.fromkeys(at for one in shown for at, _ in one.points))
     names = [one.name for one in shown]
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
                 "axis": {"labelAngle": 0}}  # fmt: skip
     if not any(isinstance(at, str) for at in steps):
-        ticks: Chart = {"tickMinStep": 1, "format": "d"} if whole else {"format": ".4~g"}
-        if len(steps) <= 8:
-            ticks["values"] = steps
         x |= {"type": "quantitative", "scale": {"zero": False, "nice": False},
-              "axis": {"grid": False, **ticks}}  # fmt: skip
+              "axis": {"grid": False, "tickMinStep": 1, "format": "d"}}  # fmt: skip
     # Of equal domains Vega makes one legend. No two of 80 lines look alike: 10 hues, 8 marks, and
     # dashes for all that are not ours.
     kind = {"field": "name", "type": "nominal", "scale": {"domain": names}}
@@ -156,7 +143,7 @@ def lines(
     opacity = 1 if len(steps) <= 40 else 0
     rows = [{"name": one.name, "at": at, "value": v} for one in shown for at, v in one.points]
     chart: Chart = {
-        "description": f"Lines. {title}, over {axis}: {', '.join(names)}. {note}",
+        "description": f"Lines. {title}, over {axis}: {', '.join(names)}.",
         "height": 300,
         "data": {"values": rows},
         "layer": [
@@ -176,7 +163,7 @@ def lines(
     }  # fmt: skip
     known = [{at: f"{value:.4g}" for at, value in one.points} for one in shown]
     cells = tuple((f"{at}", *(of.get(at, "-") for of in known)) for at in steps)
-    return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),), note)
+    return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),))
 
 
 def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
