@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from commfuse_npu.config_file import ConfigError, read_config
 from commfuse_npu.plan import block_rows
 
-__all__ = ["ModelConfig", "OptionParser", "given_options"]
+__all__ = ["VARIABLES", "ModelConfig", "OptionParser", "given_options"]
 
 _MOST_DIGITS = 12
 """No whole number of a training has more."""
@@ -340,7 +340,7 @@ _SPELLINGS = {
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
     "vocab_size": ("--vocab-size", "--padded-vocab-size"),
 }
-_VARIABLES = {
+VARIABLES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
     "context_parallel_size": "CP",
@@ -348,6 +348,7 @@ _VARIABLES = {
     "npus_per_node": "NPUS_PER_NODE",
     "nnodes": "NNODES",
 }
+"""Of the launchers, which take the place of what the configuration says."""
 _REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -404,7 +405,7 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
         parser.add_argument(*spellings, dest=name, action=action)
     found = {}
     for name, value in parser.given(options).items():
-        variable = _VARIABLES.get(name)
+        variable = VARIABLES.get(name)
         said = f"{variable} ({_option(name)})" if variable else _option(name)
         found[name] = _converted(_KINDS[name], value, said)
     return found
