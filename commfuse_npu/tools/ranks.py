@@ -173,7 +173,6 @@ def _join(rank: int, size: int, store: str, device: str, timeout: float, worker:
         os.sched_setaffinity(0, {cores[rank]})
     os.environ.update(
         OMP_NUM_THREADS="1",
-        KINETO_LOG_LEVEL="99",  # the profiler that counts memory tells of every start and stop
         GLOO_SOCKET_IFNAME=card,
         RANK=str(rank),
         LOCAL_RANK=str(rank),

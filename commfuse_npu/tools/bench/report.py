@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from math import isnan, log
+from math import log
 from statistics import median
 from typing import Any
 
@@ -22,8 +22,7 @@ _LEGEND = f"""\
 - **wall removed**: of the time that it takes longer than the computation alone, the share that is
   gone; negative is slower than it. **blocked removed**: the same of the host's time in waits for
   transfers. **of bound**: of what max(compute, wire) allows to remove.
-- Times in ms: median and quartiles; CPU and waiting per rank. MiB: peak memory beyond that of the
-  computation alone.
+- Times in ms: median and quartiles; CPU and waiting per rank.
 - **bits**: equal to those of `{REFERENCE}`, else the largest difference. "same GEMMs: equal" are
   those of the plain collectives with the GEMMs cut alike.
 - `collective`, `coc-K` and `megatron` use torch's collectives; gloo's reduce-scatter sends an
@@ -36,7 +35,7 @@ fastest of all, or as fast as the quartiles can tell. Ratio: wire time / computi
 
 _COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
-    *("speed-up", "CPU", "waiting", "MiB", "bits"),
+    *("speed-up", "CPU", "waiting", "bits"),
 )
 _ORDERS = {
     "megatron": "Megatron's order",
@@ -238,7 +237,7 @@ def _cells(rows: Sequence[Result], names: Sequence[str]) -> Iterator[tuple[str, 
             f"{row.median_ms:.1f}", f"{low:.1f}-{high:.1f}", f"{row.exposed_ms:.1f}",
             percent(row.overhead_removed_signed), percent(row.blocked_removed),
             percent(row.of_hideable), f"{row.speedup:.2f}x", f"{row.cpu_ms:.1f}",
-            f"{row.blocked_ms:.1f}", "-" if isnan(row.extra_mib) else f"{row.extra_mib:.1f}", bits,
+            f"{row.blocked_ms:.1f}", bits,
         )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ Shares are ``None`` where there is nothing that they could be a share of.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -65,14 +64,12 @@ class Check:
         max_difference: from the reference, absolute.
         equal_same_gemms: the same bits as the plain collectives with the GEMMs cut alike; only of
             this project's forms.
-        peak_bytes: the most memory at once, results included.
         chosen: what tuning chose, per half of a layer.
     """
 
     equal: bool
     max_difference: float
     equal_same_gemms: bool | None
-    peak_bytes: int
     chosen: tuple[str, ...] = ()
 
     @classmethod
@@ -83,7 +80,6 @@ class Check:
             all(check.equal for check in checks),
             max(check.max_difference for check in checks),
             None if None in same else all(same),
-            max(check.peak_bytes for check in checks),
             checks[0].chosen,
         )
 
@@ -125,7 +121,6 @@ class Result(Setting):
         reference: the variant that it is compared with.
         measured_ratio: wire time over computing time.
         overhead_removed, hideable: from 0 to 1; other shares are signed.
-        extra_mib: peak memory beyond that of the computation alone; NaN if not measured.
         bitwise_equal, bitwise_equal_same_gemms, max_difference, chosen: of its :class:`Check`.
     """
 
@@ -146,7 +141,6 @@ class Result(Setting):
     blocked_ms: float
     blocked_removed: float | None
     cpu_ms: float
-    extra_mib: float
     bitwise_equal: bool
     bitwise_equal_same_gemms: bool | None
     max_difference: float
@@ -175,7 +169,7 @@ def evaluate(
 
     Args:
         measured: by variant, a sample per round.
-        checks: by variant, ``compute`` included.
+        checks: by variant.
     """
 
     times = {name: quartiles([1e3 * one.total for one in of]) for name, of in measured.items()}
@@ -187,7 +181,6 @@ def evaluate(
         if name in (COMPUTE, COMMUNICATION):
             continue
         check = checks[name]
-        extra = check.peak_bytes - checks[COMPUTE].peak_bytes
         removed = _share(reference - middle, exposed)
         results.append(
             Result(
@@ -209,7 +202,6 @@ def evaluate(
                 blocked_ms=blocked[name],
                 blocked_removed=_share(blocked[REFERENCE] - blocked[name], blocked[REFERENCE]),
                 cpu_ms=1e3 * median(one.cpu for one in measured[name]),
-                extra_mib=extra / 2**20 if check.peak_bytes else math.nan,
                 bitwise_equal=check.equal,
                 bitwise_equal_same_gemms=check.equal_same_gemms,
                 max_difference=check.max_difference,

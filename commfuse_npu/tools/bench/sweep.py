@@ -204,10 +204,11 @@ class Bench:
         self._pace(None)
         self._ask("set_up", work, shape, sweep.dtype, conditions.seed, sweep.gflops)
         variants = self._that_fit(sweep, work, shape)
-        checks: dict[str, Check] = {}
-        for variant in (_COMPUTE, *variants):
-            if not variant.tuned:
-                checks[variant.name] = Check.of_ranks(self._ask("check", variant))
+        checks = {
+            variant.name: Check.of_ranks(self._ask("check", variant))
+            for variant in variants
+            if not variant.tuned
+        }
         # It sets the link and is no result: the rounds measure it again.
         alone = self._round([_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
         compute = median(sample.total for sample in alone)

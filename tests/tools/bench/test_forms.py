@@ -62,7 +62,7 @@ def test_every_variant_computes_the_same(
         ]
         assert chosen
         for variant in chosen:
-            check, name = worker.check(variant, memory=False), variant.name
+            check, name = worker.check(variant), variant.name
             where = f"{work}, {name}: {check}"
             assert check.max_difference <= limit, where
             # Whole GEMMs, the same additions: the same bits.
