@@ -13,7 +13,7 @@ from commfuse_npu.runtime.whole_file import write_json
 
 __all__ = ["Deadline", "Folder", "FolderError", "different"]
 
-_VERSION = 4
+_VERSION = 5
 
 
 class FolderError(ValueError):

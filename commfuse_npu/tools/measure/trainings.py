@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from commfuse_npu.tools.measure.forms import ITERATIONS, Form, Launches
 from commfuse_npu.tools.quartiles import Range, quartiles
@@ -19,19 +18,9 @@ WARM_UP = 3
 """Iterations that do not count: buffers, connections and compiled kernels come with them."""
 
 _ITERATION = re.compile(r"^(?:.*\])? *iteration +\d+/ *\d+ \|(.*)$", re.M)
-_MEMORY = re.compile(
-    r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \| allocated: ([\d.]+) \| "
-    r"max allocated: ([\d.]+)"
-)
 _PEAK = re.compile(r"^most memory taken of a device \(MB\): ([\d.]+)$", re.M)
 _WEIGHTS = re.compile(r"^sha256 of all weights: (\w{64})$", re.M)
-_FIELDS = {
-    "losses": ("lm loss", "lm loss"),
-    "grad_norms": ("grad norm", "grad norm"),
-    "teraflops": ("throughput per GPU (TFLOP/s/GPU)", "throughput"),
-    "milliseconds": ("elapsed time per iteration (ms)", "time info"),
-}
-"""What a line prints, and what ``tests/st/baseline_results`` of MindSpeed-LLM calls it."""
+_FIELDS = {"losses": "lm loss", "milliseconds": "elapsed time per iteration (ms)"}
 
 
 @dataclass
@@ -39,19 +28,14 @@ class TrainingLog:
     """What a training of MindSpeed-LLM 26.1.0, or the CPU pretraining alike, printed.
 
     Attributes:
-        losses, grad_norms: of each iteration, as printed.
-        teraflops: TFLOP/s per device.
-        milliseconds: wall time.
-        megabytes: by rank, allocated after the first iteration and the most until then.
+        losses: of each iteration, as printed.
+        milliseconds: wall time of each.
         peak: megabytes of the fullest device at the end, with HCCL's buffers.
         weights: SHA-256 of the weights of all ranks at the end.
     """
 
     losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    teraflops: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
-    megabytes: list[tuple[int, float, float]] = field(default_factory=list)
     peak: float | None = None
     weights: str | None = None
 
@@ -60,16 +44,6 @@ class TrainingLog:
         """Milliseconds of the iterations after :data:`WARM_UP`."""
         return self.milliseconds[WARM_UP:]
 
-    def baseline(self) -> dict[str, list[Any]]:
-        """As system tests of MindSpeed-LLM have it; ms, MB and TFLOP/s."""
-        names = "rank", "allocated memory", "max allocated memory"
-        memory = [
-            dict(zip(names, of_rank, strict=True)) | {"format": "megatron"}
-            for of_rank in self.megabytes
-        ]
-        found = {name: getattr(self, attribute) for attribute, (_, name) in _FIELDS.items()}
-        return found | {"memo info": memory}
-
 
 def read_log(text: str) -> TrainingLog:
     """Read what a training printed: Megatron's line per iteration, memory, a hash."""
@@ -77,11 +51,9 @@ def read_log(text: str) -> TrainingLog:
     for line in _ITERATION.findall(text):
         said = dict(part.rpartition(":")[::2] for part in line.split("|"))
         values = {name.strip(): value for name, value in said.items()}
-        for attribute, (name, _) in _FIELDS.items():
+        for attribute, name in _FIELDS.items():
             if name in values:
                 getattr(log, attribute).append(float(values[name]))
-    found = {int(rank): (float(now), float(most)) for rank, now, most in _MEMORY.findall(text)}
-    log.megabytes = [(rank, *found[rank]) for rank in sorted(found)]
     log.peak = next(map(float, reversed(_PEAK.findall(text))), None)
     log.weights = next(reversed(_WEIGHTS.findall(text)), None)
     return log
@@ -113,10 +85,7 @@ def limit_of(longest: float, first: float) -> float:
 
 
 def train(form: Form, launches: Launches, folder: Path, limit: float) -> TrainingLog:
-    """Train a form.
-
-    The folder gets what it printed (``launch_FORM.log``) and what system tests of MindSpeed-LLM
-    compare with (``baseline_FORM.json``).
+    """Train a form; the folder gets what it printed (``launch_FORM.log``).
 
     Args:
         limit: seconds.
@@ -142,5 +111,4 @@ def train(form: Form, launches: Launches, folder: Path, limit: float) -> Trainin
         why = f"{error}; give more with --timeout" if isinstance(error, TimeoutError) else error
         printed: Sequence[str] = last_lines(path) if path.exists() else []
         raise TrainingError("\n".join((f"{why} ({path})", *printed))) from error
-    write_json(folder / f"baseline_{form.name}.json", log.baseline(), indent=4)
     return log
