@@ -130,18 +130,18 @@ def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
         seconds = outcomes[0].fastest
         if seconds == math.inf:
             return None
-        bits, waited = [], 0.0
-        for rank, one in enumerate(outcomes):
-            end = 1e3 * seconds
-            waited += sum(until - begin for begin, until in one.waits) / len(outcomes)
-            waits = [(1e3 * begin, 1e3 * until) for begin, until in one.waits]
-            bits += [Bit(f"rank {rank}", "waits", *wait, "waiting") for wait in waits]
-            for (_, begin), (until, _) in pairwise([(0.0, 0.0), *waits, (end, end)]):
-                bits.append(Bit(f"rank {rank}", "computes", begin, until, "work"))
-        heading = (f"{form}, {_TITLES[form]}: {seconds:.3f} s, of which {waited:.3f} s waiting for "
-                   "transfers")  # fmt: skip
+        bits, end = list[Bit](), 1e3 * seconds
         lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
-        rows.append(Row(heading, lanes, tuple(bits)))
+        for lane, one in zip(lanes, outcomes, strict=True):
+            waits = [(1e3 * begin, 1e3 * until) for begin, until in one.waits]
+            bits += [Bit(lane, "waits", *wait, "waiting") for wait in waits]
+            between = pairwise([(0.0, 0.0), *waits, (end, end)])
+            bits += [
+                Bit(lane, "computes", start, stop, "work") for (_, start), (stop, _) in between
+            ]
+        waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting") / len(lanes)
+        said = f"{seconds:.3f} s, of which {waited / 1e3:.3f} s waiting for transfers"
+        rows.append(Row(f"{form}, {_TITLES[form]}: {said}", lanes, tuple(bits)))
     link = next(iter(ranks.values()))[0].link
     return gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
 

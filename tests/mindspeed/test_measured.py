@@ -97,9 +97,7 @@ def test_forms_are_launched_as_they_are_named(measured: tuple[Path, str]) -> Non
     assert "mc2" in said["launch_mc2"]
 
 
-def test_mindspeed_llm_reads_a_baseline_of_a_log(
-    measured: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_mindspeed_llm_reads_the_same_of_a_log(measured: tuple[Path, str], tmp_path: Path) -> None:
     path = Path(os.environ["MINDSPEED_LLM_HOME"], "tests", "test_tools", "acquire_json.py")
     if not path.exists():
         pytest.skip(f"no {path}: this version reads logs in another place")
