@@ -282,42 +282,27 @@ class ModelConfig:
 
         Data, output and the choice of kernels are not of the model: the launcher adds them.
         """
-        given = ["--use-mcore-models"]
-
-        def add(*names: str) -> None:
-            for name in names:
-                value = getattr(self, name)
-                if value is True:
-                    given.append(_option(name))
-                elif value is not False and value is not None:
-                    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                    given.extend((_option(name), text))
-
-        add("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        if self.context_parallel_size > 1:
-            add("context_parallel_size", "context_parallel_algo")
-        if self.uses_sequence_parallel:
-            add("sequence_parallel")
-        add("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-        if self.num_query_groups != self.num_attention_heads:
-            given.append("--group-query-attention")
-            add("num_query_groups")
-        add("seq_length", "max_position_embeddings")
-        given += ["--position-embedding-type", "rope"]
-        add("rotary_base")
-        given += ["--normalization", "RMSNorm"]
-        add("norm_epsilon")
-        given += ["--swiglu", "--disable-bias-linear"]
-        given += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
-        add("untie_embeddings_and_output_weights", "init_method_std")
-        add("make_vocab_size_divisible_by", "tokenizer_type")
-        if self.tokenizer_type == "NullTokenizer":
-            # It says nothing of the vocabulary, and adds an end token.
-            given += ["--vocab-size", str(self.vocab_size - 1)]
-        add("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr")
-        given += ["--lr-decay-style", "cosine"]
-        add("lr_warmup_fraction", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "bf16")
-        return [*given, *self.pretrain_options]
+        # NullTokenizer says nothing of the vocabulary, and adds an end token.
+        values = {**vars(self), "vocab_size": self.vocab_size - 1}
+        left_out = set[str]()
+        if self.context_parallel_size == 1:
+            left_out |= {"context_parallel_size", "context_parallel_algo"}
+        if not self.uses_sequence_parallel:
+            left_out.add("sequence_parallel")
+        if self.num_query_groups == self.num_attention_heads:
+            left_out |= {"--group-query-attention", "num_query_groups"}
+        if self.tokenizer_type != "NullTokenizer":
+            left_out.add("vocab_size")
+        words: list[str] = []
+        for name in _ARGUMENTS:
+            value = True if name.startswith("--") else values[name]
+            if name in left_out or value is False or value is None:
+                continue
+            words += name.split() if name.startswith("--") else [_option(name)]
+            if value is not True:
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                words.append(text)
+        return [*words, *self.pretrain_options]
 
     def as_yaml(self) -> str:
         """A line per key, as :meth:`load` reads them."""
@@ -333,6 +318,19 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_ARGUMENTS = (
+    *("--use-mcore-models", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "context_parallel_algo", "sequence_parallel"),
+    *("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("--group-query-attention", "num_query_groups", "seq_length", "max_position_embeddings"),
+    *("--position-embedding-type rope", "rotary_base", "--normalization RMSNorm", "norm_epsilon"),
+    *("--swiglu", "--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
+    *("untie_embeddings_and_output_weights", "init_method_std", "make_vocab_size_divisible_by"),
+    *("tokenizer_type", "vocab_size", "micro_batch_size", "global_batch_size", "train_iters"),
+    *("lr", "min_lr", "--lr-decay-style cosine", "lr_warmup_fraction", "weight_decay"),
+    *("clip_grad", "adam_beta1", "adam_beta2", "bf16"),
+)
+"""The options of a launch in their order: fields, and words that are the same for every Llama."""
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
 _WORDS = "tuple[str, ...]"
 _SPELLINGS = {
