@@ -11,13 +11,14 @@ import argparse
 import difflib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.config_file import ConfigError, read_config
 from commfuse_npu.plan import block_rows
+from commfuse_npu.tools.layout_problems import problems
 
 __all__ = ["VARIABLES", "ModelConfig", "OptionParser", "given_options"]
 
@@ -25,9 +26,6 @@ _MOST_DIGITS = 12
 """No whole number of a training has more."""
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
-
-_MOST_TP = 4096
-"""Up to this size of groups those are named that would do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +132,10 @@ class ModelConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // self._model_parallel_size
+        return self.world_size // self.model_parallel_size
 
     @property
-    def _model_parallel_size(self) -> int:
+    def model_parallel_size(self) -> int:
         return math.prod(getattr(self, f"{kind}_parallel_size") for kind in _MODEL_PARALLEL)
 
     @property
@@ -188,94 +186,8 @@ class ModelConfig:
         Raises:
             ConfigError: a line for everything that does not fit: value, limit and the way out.
         """
-        found = [*self._model_problems(), *self._layout_problems(), *self._batch_problems()]
-        if found:
+        if found := list(problems(self)):
             raise ConfigError("\n".join(found))
-
-    def _model_problems(self) -> Iterator[str]:
-        tp, heads = self.tensor_model_parallel_size, self.num_attention_heads
-        groups, ffn = self.num_query_groups, self.ffn_hidden_size
-        yield from _indivisible("hidden size", self.hidden_size, "heads", heads, "--hidden-size")
-        yield from _indivisible(
-            "number of heads", heads, "query groups", groups, "--num-attention-heads"
-        )
-        sizes = range(1, min(groups, _MOST_TP) + 1)
-        fitting = [str(size) for size in sizes if not (heads % size | groups % size | ffn % size)]
-        split = ("attention heads", heads), ("query groups", groups)
-        wrong = [f"{count} {what}" for what, count in split if count % tp]
-        if wrong:
-            wrong += [f"a feed-forward width of {ffn}"] if ffn % tp else []
-            yield (
-                f"{', '.join(wrong)} are not divisible by TP {tp}; choose TP from "
-                f"{', '.join(fitting)}"
-            )
-        else:
-            yield from _indivisible("feed-forward width", ffn, "TP", tp, "--ffn-hidden-size")
-        if self.max_position_embeddings < self.seq_length:
-            yield (
-                f"sequence length {self.seq_length} exceeds --max-position-embeddings "
-                f"{self.max_position_embeddings}; raise the latter to {self.seq_length}"
-            )
-
-    def _layout_problems(self) -> Iterator[str]:
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        pp, algorithm = self.pipeline_model_parallel_size, self.context_parallel_algo
-        if self.world_size % self._model_parallel_size:
-            yield (
-                f"{self.world_size} NPUs (NNODES {self.nnodes} x NPUS_PER_NODE "
-                f"{self.npus_per_node}) are not divisible by TP*PP*CP = {tp}*{pp}*{cp} = "
-                f"{self._model_parallel_size}; change NNODES or NPUS_PER_NODE, or choose TP, PP "
-                f"and CP whose product divides {self.world_size}"
-            )
-        yield from self._pipeline_problems()
-        parts, by, heads = cp, "CP", self.num_attention_heads
-        # No length suits a TP that the heads do not, of which _model_problems tells.
-        if self.uses_sequence_parallel and not (heads % tp or self.num_query_groups % tp):
-            parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
-        if cp > 1 and algorithm == "megatron_cp_algo" and self.seq_length % parts == 0:
-            # Each rank gets a part from either end of the causal triangle.
-            parts, by = 2 * cp, f"2*CP = 2*{cp} ="
-        yield from _indivisible("sequence length", self.seq_length, by, parts, "--seq-length")
-        if cp > 1 and algorithm == "ulysses_cp_algo" and heads % (tp * cp):
-            yield (
-                f"{heads} attention heads are not divisible by TP*CP = {tp}*{cp} = {tp * cp}, "
-                "as ulysses_cp_algo needs; choose another CP or --context-parallel-algo"
-            )
-
-    def _pipeline_problems(self) -> Iterator[str]:
-        pp, layers = self.pipeline_model_parallel_size, self.num_layer_list
-        all_layers = self.num_layers
-        if layers is None:
-            if all_layers % pp:
-                fitting = [str(n) for n in range(1, all_layers + 1) if all_layers % n == 0]
-                yield (
-                    f"{all_layers} layers are not divisible by PP {pp}; choose PP from "
-                    f"{', '.join(fitting)}, or give the layers of each stage as NUM_LAYER_LIST"
-                )
-            return
-        listed = ",".join(map(str, layers))
-        if pp == 1:
-            yield f"NUM_LAYER_LIST {listed} needs PP of at least 2; set NUM_LAYER_LIST=none"
-        elif len(layers) != pp or sum(layers) != all_layers:
-            yield (
-                f"NUM_LAYER_LIST {listed} has {len(layers)} stages with {sum(layers)} layers, but "
-                f"PP is {pp} and the model has {all_layers}; give {pp} numbers that add up to "
-                f"{all_layers}, or NUM_LAYER_LIST=none for the same number in each"
-            )
-
-    def _batch_problems(self) -> Iterator[str]:
-        micro, replicas = self.micro_batch_size, self.data_parallel_size
-        if self.world_size % self._model_parallel_size == 0:
-            by = f"micro-batch size times data-parallel size = {micro}*{replicas} ="
-            yield from _indivisible(
-                "global batch size", self.global_batch_size, by, micro * replicas,
-                "--global-batch-size",
-            )  # fmt: skip
-        if self.min_lr > self.lr:
-            yield (
-                f"--min-lr {self.min_lr} is above --lr {self.lr}; choose --min-lr of at most "
-                f"{self.lr}"
-            )
 
     def arguments(self) -> list[str]:
         """Model, training and layout as options of ``pretrain_gpt.py``, for every version of it.
@@ -355,14 +267,6 @@ _REQUIRED = (
     "seq_length",
     "micro_batch_size",
 )
-
-
-def _indivisible(what: str, value: int, by: str, divisor: int, option: str) -> Iterator[str]:
-    """What is wrong unless ``divisor`` divides ``value``, with the nearest values that work."""
-    if value % divisor:
-        below = value // divisor * divisor
-        nearest = f"{below} or {below + divisor}" if below else str(divisor)
-        yield f"{what} {value} is not divisible by {by} {divisor}; choose {option} {nearest}"
 
 
 class OptionParser(argparse.ArgumentParser):

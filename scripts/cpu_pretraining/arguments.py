@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments
+from commfuse_npu.tools.layout_problems import indivisible
 from commfuse_npu.tools.option_types import Parser, positive, whole
 from mindspeed_patches.arguments import complete_options
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
@@ -155,11 +156,7 @@ def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
         ("global-batch-size", args.micro_batch_size * args.data_parallel_size,
          "micro-batch size times data-parallel size"),
     ):  # fmt: skip
-        value = getattr(args, name.replace("-", "_"))
-        if over := value % divisor:
-            nearest = [fits for fits in (value - over, value - over + divisor) if fits]
-            yield (f"--{name} {value} is not divisible by {by} {divisor}; choose "
-                   f"{' or '.join(map(str, nearest))}")  # fmt: skip
+        yield from indivisible(f"--{name}", getattr(args, name.replace("-", "_")), by, divisor)
 
 
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:
