@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # How much communication is hidden, on links with a rate, and against whom.
 #
-#   bash scripts/bench.sh --quick             less than 3 minutes
-#   bash scripts/bench.sh --json bench.json   less than 25 minutes
-#   bash scripts/bench.sh --help              all options
+#   bash scripts/bench.sh --quick                            less than 3 minutes
+#   bash scripts/bench.sh --json bench.json --html bench.html less than 25 minutes
+#   bash scripts/bench.sh --help                             all options
 #
 # The Markdown table goes to stdout, progress to stderr. Sets up .venv by itself.
 set -eu

@@ -13,13 +13,13 @@ from typing import Any
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.bench.report import as_markdown, verdict
+from commfuse_npu.tools.bench.report import as_markdown, verdict, write_html
 from commfuse_npu.tools.bench.results import Result, load
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
 from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep, full, quick, with_options
 from commfuse_npu.tools.bench.variants import chosen
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole, words
+from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole, words
 from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.ranks import Ranks
 from commfuse_npu.tools.tell import tell
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--from", dest="stored", type=Path, metavar="FILE",
         help="measure nothing: show what --json wrote")  # fmt: skip
     add("--all", action="store_true", help="all variants, not the five that matter")
+    add("--html", type=page, metavar="FILE", help="one page, with pictures")
     return parser
 
 
@@ -84,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     results: list[Result] = []
     try:
         if given.stored is not None:
-            return _show(given, *load(given.stored))
+            return _show(given, words, *load(given.stored))
         config = find_config(given.config)
         conditions = Conditions(config, given.device, given.scale, given.sequence, given.seed)
         sweeps = _programme(given, config)
@@ -107,7 +108,7 @@ def main(words: Sequence[str]) -> int:
     if results or not code:
         about = {"model": config.stem, "seed": given.seed, "link measured": conditions.wires}
         machine = {**conditions.machine, **about}
-        code = _show(given, machine, results, conditions.notes) or code
+        code = _show(given, words, machine, results, conditions.notes) or code
     return code
 
 
@@ -145,20 +146,31 @@ def _measure(
 
 
 def _show(
-    given: argparse.Namespace, machine: dict[str, Any], results: list[Result], notes: list[str]
+    given: argparse.Namespace,
+    words: Sequence[str],
+    machine: dict[str, Any],
+    results: list[Result],
+    notes: list[str],
 ) -> int:
-    """Print the tables, write the file that is asked for, and end with the verdict.
+    """Print the tables, write the files that are asked for, and end with the verdict.
 
     Returns:
-        2 if the file cannot be written.
+        2 if a file cannot be written.
     """
     print(as_markdown(machine, results, notes, given.all), flush=True)
-    figures = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}
+    command = ["commfuse-npu", "bench", *words]
+    written = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}
 
-    def write(path: Path) -> None:
-        write_json(path, figures, indent=1)
+    def write_figures(path: Path) -> None:
+        write_json(path, written, indent=1)
 
-    code = write_outputs("bench", [Output("--json", given.json, ": all figures", write)])
+    def write_pictures(path: Path) -> None:
+        write_html(path, command, machine, results, notes, given.all)
+
+    outputs = [Output("--json", given.json, ": all figures", write_figures)]
+    if results:
+        outputs.append(Output("--html", given.html, ": a page for a browser", write_pictures))
+    code = write_outputs("bench", outputs)
     if results:
         print("\n".join(verdict(results)).replace("**", "").replace("`", ""))
     return code

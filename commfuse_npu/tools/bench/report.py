@@ -1,10 +1,12 @@
-"""The results as a verdict and as Markdown."""
+"""The results as a verdict, as Markdown, and as a page with pictures for a browser."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from math import log
+from math import isnan, log
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -13,8 +15,10 @@ from commfuse_npu.tools.bench.shapes import WORKS
 from commfuse_npu.tools.bench.sweep import LINKS
 from commfuse_npu.tools.bench.variants import REFERENCE, is_ours, of_group
 from commfuse_npu.tools.markdown import percent, table_head, table_row
+from commfuse_npu.tools.report.charts import Line, Picture, Table, lines
+from commfuse_npu.tools.report.page import Section, environment, write_page
 
-__all__ = ["as_markdown", "shown", "summary", "verdict"]
+__all__ = ["as_markdown", "picture", "shown", "summary", "verdict", "write_html"]
 
 _LEGEND = f"""\
 `{REFERENCE}`, a blocking direct exchange at line rate, is the reference.
@@ -37,6 +41,8 @@ _COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
     *("speed-up", "CPU", "waiting", "bits"),
 )
+_FAR = 1.6
+"""Times the reference: in a picture something very slow must not squeeze the rest."""
 _ORDERS = {
     "megatron": "Megatron's order",
     "megatron-p2p": "Megatron's order over direct exchanges",
@@ -157,8 +163,7 @@ def as_markdown(
         every: all variants in each table, not five.
     """
     parts = ["# Overlap benchmark", ""]
-    for name, fact in machine.items():
-        parts += [f"- {name}: {line}" for line in (fact if isinstance(fact, list) else [fact])]
+    parts += [f"- {name}: {line}" for name, fact in machine.items() for line in _lines(fact)]
     parts += [*(f"- **{note}**" for note in notes), "", summary(results), _LEGEND]
     for rows in _by_group(results):
         mode, work, ranks, link, dtype = rows[0].group
@@ -256,3 +261,59 @@ def _remarks(rows: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
     ]
     if slower:
         yield f"Slower than {REFERENCE}, beyond both quartiles: {', '.join(slower)}."
+
+
+def picture(rows: Sequence[Result], names: Sequence[str]) -> Picture:
+    """Of a group of settings: a line over ratios for each of these variants, and the bound."""
+    first, far = rows[0], set[str]()
+    drawn: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.variant == REFERENCE:
+            bound = drawn.setdefault("bound, max(compute, wire)", [])
+            bound.append((row.ratio, row.bound_ms / row.median_ms))
+        elif 1 / row.speedup > _FAR and row.variant in names:
+            far.add(row.variant)
+        elif row.variant in names:
+            drawn.setdefault(row.variant, []).append((row.ratio, 1 / row.speedup))
+    return lines(
+        f"{WORKS[first.work].title}, {first.ranks} ranks, {first.dtype}, {first.link}: time, "
+        f"{REFERENCE} = 1, lower is better",
+        "communication / computation",
+        [Line(name, tuple(points), is_ours(name)) for name, points in drawn.items()],
+        line=(f"{REFERENCE}, blocking", 1.0),
+        note=f"More than {_FAR} in part, not drawn: {', '.join(sorted(far))}." if far else "",
+    )
+
+
+def write_html(
+    path: Path,
+    words: Sequence[str],
+    machine: Mapping[str, Any],
+    results: Sequence[Result],
+    notes: Sequence[str],
+    every: bool,
+) -> None:
+    """Write the page: the verdict, then a picture and the tables of each group of settings.
+
+    Args:
+        words: the command.
+        every: of all variants, not of five.
+    """
+    sections = []
+    for rows in _by_group(results):
+        names = shown(rows, every)
+        drawn = picture(rows, names)
+        tables = tuple(
+            Table(_COLUMNS, tuple(_cells(found, names)), _headline(found).replace("**", ""))
+            for found in _of_settings(rows).values()
+        )
+        sections.append(Section(drawn.title, (), drawn, tables))
+    legend = [" ".join(part.split()) for part in re.split(r"\n\n?- |\n\n", _LEGEND)]
+    sections.append(Section("How to read it", (*legend, *notes)))
+    facts = environment(words) | {name: "; ".join(_lines(fact)) for name, fact in machine.items()}
+    write_page(path, "Overlap benchmark", verdict(results), sections, facts)
+
+
+def _lines(fact: Any) -> list[str]:
+    """What is said of a machine: a line, or several."""
+    return [*map(str, fact)] if isinstance(fact, list) else [str(fact)]

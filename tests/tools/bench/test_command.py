@@ -71,8 +71,10 @@ def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch,
 
 
 @pytest.mark.long
-def test_a_small_run_with_processes_of_its_own(tmp_path: Path, capsys) -> None:
-    _run(tmp_path, capsys)
+def test_a_small_run_with_processes_of_its_own_and_a_picture(tmp_path: Path, capsys) -> None:
+    page = tmp_path / "bench.html"
+    _run(tmp_path, capsys, "--html", str(page))
+    assert page.stat().st_size > 10_000
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""From samples to figures, to the report, and through the file of ``--json``."""
+"""From samples to figures, to the report and the pictures, and through the file of ``--json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench.report import as_markdown, shown, summary, verdict
+from commfuse_npu.tools.bench.report import as_markdown, picture, shown, summary, verdict
 from commfuse_npu.tools.bench.results import (
     Check,
     Result,
@@ -184,6 +184,17 @@ def test_the_verdict_has_the_options_and_what_users_have_today(name: str, option
     assert second.startswith("38.9 % shorter than Megatron's order over direct exchanges; ")
 
 
+def test_a_picture_is_over_ratios() -> None:
+    names = ["p2p", "ours-c4", "coc-4"]
+    over = picture([row for ratio in (0.0, 0.5, 1.0) for row in evaluated(ratio)], names)
+    (table,) = over.tables
+    assert table.head[1:] == ("bound, max(compute, wire)", "ours-c4", "coc-4")
+    assert table.rows == tuple((at, "0.5", "0.6", "1.25") for at in ("0.0", "0.5", "1.0"))
+    far = picture(evaluated(0.5, coc_4=[900.0] * 3), names)
+    assert far.tables[0].head[1:] == ("bound, max(compute, wire)", "ours-c4")
+    assert far.note == "More than 1.6 in part, not drawn: coc-4."
+
+
 # ------------------------------------------------------------------- the file
 
 
@@ -229,14 +240,13 @@ def test_values_that_no_table_can_show_are_refused(
     assert captured.out == ""
 
 
-def test_a_file_that_cannot_be_written_costs_no_result(
+def test_a_picture_that_cannot_be_written_costs_no_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int], Path]
 ) -> None:
+    pytest.importorskip("vl_convert")
     folder, path = small_disk(4), written(tmp_path / "run.json")
-    full = folder / "full"
-    full.write_bytes(bytes(4096))
-    assert cli.main(["bench", "--from", str(path), "--json", str(folder / "a.json")]) == 2
+    assert cli.main(["bench", "--from", str(path), "--html", str(folder / "a.html")]) == 2
     captured = capsys.readouterr()
-    assert "a.json was not written: No space left on device; all else is there" in captured.err
+    assert "a.html was not written: No space left on device; all else is there" in captured.err
     assert "**ours-c4**" in captured.out
-    assert list(folder.iterdir()) == [full]
+    assert list(folder.iterdir()) == []

@@ -110,6 +110,7 @@ QUESTIONS = (
     ("bench --ranks 65", "--ranks: '65' is not a whole number from 2 to 64"),
     ("bench --rounds 0", "--rounds: '0' is not a whole number from 1"),
     ("bench --timeout inf", "--timeout: 'inf' is not a number above 0"),
+    ("bench --html x.png", "'x.png' is no name of a page; let it end in .html or .htm"),
     ("bench --from nowhere", "nowhere: No such file or directory"),
     ("measure --device tpu", "--device: invalid choice: 'tpu' (choose from 'cpu', 'cuda', 'npu'"),
     ("measure --ranks 1", "--ranks: '1' is not a whole number from 2 to 1024"),
