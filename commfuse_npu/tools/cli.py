@@ -10,6 +10,7 @@ from importlib import import_module
 
 from commfuse_npu import __version__
 from commfuse_npu.tools.option_types import Parser
+from commfuse_npu.tools.tell import wrapped_lines
 
 __all__ = ["main"]
 
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # As other programs whose reader has gone: `simulate | head` ends without a word.
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
-            return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
+            with wrapped_lines():
+                return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
         except KeyboardInterrupt:
             return 130
         except ModuleNotFoundError as error:

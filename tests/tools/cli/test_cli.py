@@ -116,6 +116,37 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys)
         cli.main(["bench"])
 
 
+def test_long_lines_are_wrapped_where_a_terminal_shows_them(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    said = (
+        f"- {'a few words ' * 9}",
+        f"  {'ok ' * 40}",
+        "| a | table's row that is longer than the terminal is wide |",
+        "    --an-option 1 --another-option 2 --one-that-is-copied 3",
+        f"{'/a/path/that/has/no/spaces' * 3} is not cut",
+    )
+
+    class Verbose:
+        @staticmethod
+        def main(words: list[str]) -> int:
+            print(*said, sep="\n", end="")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", lambda name: Verbose)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["plan"]) == 130
+    assert capsys.readouterr().out == "\n".join(said), "what is read by a program stays"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["plan"]) == 130
+    out = capsys.readouterr().out
+    assert out.split() == " ".join(said).split(), "nothing is lost, also when it is interrupted"
+    lines = out.splitlines()
+    assert {*said[2:4]} < {*lines}
+    assert [line for line in lines if len(line) > 40] == [*said[2:4], *said[4:]]
+    assert [len(line) - len(line.lstrip()) for line in lines[3:7]] == [2, 4, 4, 4]
+
+
 def test_a_reader_that_has_gone_ends_it_without_a_word() -> None:
     words = [sys.executable, "-m", "commfuse_npu.tools.cli", "verify", "--max-ranks", "3"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
