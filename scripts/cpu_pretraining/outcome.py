@@ -81,7 +81,7 @@ def plot_loss(folder: Path) -> None:
     """Draw the loss over the iterations into ``loss.png``, or say why not."""
     entries = read_metrics(folder / "metrics.jsonl")
     curve = Line("training", tuple((one["iteration"], one["lm_loss"]) for one in entries), True)
-    drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve])
+    drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
     title = f"{folder.name}: loss over the training"
     if why := draw_picture(drawn, title, folder / "loss.png"):
         print(why, flush=True)

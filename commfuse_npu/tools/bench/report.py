@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from math import isnan, log
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any

@@ -42,11 +42,12 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A chart, and the same numbers as tables."""
+    """A chart, and the same numbers as tables; ``note``: what is not drawn, and why."""
 
     title: str
     chart: Chart
     tables: tuple[Table, ...]
+    note: str = ""
 
 
 class Bar(NamedTuple):
@@ -61,10 +62,10 @@ class Bar(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A variant over something: pairs of a label or a count and a figure."""
+    """A variant over something: pairs of a label or a number and a figure."""
 
     name: str
-    points: tuple[tuple[str | int, float], ...]
+    points: tuple[tuple[str | float, float], ...]
     ours: bool = False
 
 
@@ -86,7 +87,9 @@ class Row(NamedTuple):
     bits: tuple[Bit, ...]
 
 
-def bars(title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float]) -> Picture:
+def bars(
+    title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float], note: str = ""
+) -> Picture:
     """A bar for each below its name, with its range as whiskers, and a line across to compare."""
     order = [f"{n} {one.said}" for n, one in enumerate(shown)]
     rows = [
@@ -115,26 +118,36 @@ def bars(title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float]) -
     }
     cells = tuple((one.name, *(f"{value:.4g}" for value in one[1:4])) for one in shown)
     head = "variant", "typical", "least", "most"
-    return Picture(title, chart, (Table(head, cells, f"{title}: {axis}", folded=True),))
+    return Picture(title, chart, (Table(head, cells, f"{title}: {axis}", folded=True),), note)
 
 
 def lines(
-    title: str, axis: str, shown: Sequence[Line], *, line: tuple[str, float] | None = None
+    title: str,
+    axis: str,
+    shown: Sequence[Line],
+    *,
+    line: tuple[str, float] | None = None,
+    whole: bool = False,
+    note: str = "",
 ) -> Picture:
     """A line for each over what varies.
 
     Args:
         title: with what is drawn upwards.
-        axis: what varies, by label or counted.
+        axis: what varies.
         line: a name and a figure to compare with, across the picture.
+        whole: whether what varies is counted: ticks are whole numbers.
     """
     steps = list(dict.fromkeys(at for one in shown for at, _ in one.points))
     names = [one.name for one in shown]
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
                 "axis": {"labelAngle": 0}}  # fmt: skip
     if not any(isinstance(at, str) for at in steps):
+        ticks: Chart = {"tickMinStep": 1, "format": "d"} if whole else {"format": ".4~g"}
+        if len(steps) <= 8:
+            ticks["values"] = steps
         x |= {"type": "quantitative", "scale": {"zero": False, "nice": False},
-              "axis": {"grid": False, "tickMinStep": 1, "format": "d"}}  # fmt: skip
+              "axis": {"grid": False, **ticks}}  # fmt: skip
     # Of equal domains Vega makes one legend. No two of 80 lines look alike: 10 hues, 8 marks, and
     # dashes for all that are not ours.
     kind = {"field": "name", "type": "nominal", "scale": {"domain": names}}
@@ -143,7 +156,7 @@ def lines(
     opacity = 1 if len(steps) <= 40 else 0
     rows = [{"name": one.name, "at": at, "value": v} for one in shown for at, v in one.points]
     chart: Chart = {
-        "description": f"Lines. {title}, over {axis}: {', '.join(names)}.",
+        "description": f"Lines. {title}, over {axis}: {', '.join(names)}. {note}",
         "height": 300,
         "data": {"values": rows},
         "layer": [
@@ -163,7 +176,7 @@ def lines(
     }  # fmt: skip
     known = [{at: f"{value:.4g}" for at, value in one.points} for one in shown]
     cells = tuple((f"{at}", *(of.get(at, "-") for of in known)) for at in steps)
-    return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),))
+    return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),), note)
 
 
 def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:

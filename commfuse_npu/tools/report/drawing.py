@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from importlib import import_module, util
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from commfuse_npu.runtime.whole_file import whole_file
@@ -47,7 +48,11 @@ def draw(pictures: Sequence[Picture], title: str, path: Path) -> None:
         OSError: the file cannot be written.
         ValueError: vl-convert-python is not installed.
     """
-    draw_charts([one.chart | {"title": one.title, "width": 760} for one in pictures], title, path)
+    charts = [
+        one.chart | {"title": {"text": one.title, "subtitle": wrap(one.note, 110)}, "width": 760}
+        for one in pictures
+    ]
+    draw_charts(charts, title, path)
 
 
 def draw_charts(charts: Sequence[Chart], title: str, path: Path) -> None:

@@ -63,6 +63,7 @@ def write_page(
         tables = section.tables
         if (picture := section.picture) is not None:
             said = escape(picture.chart["description"], quote=True)
+            body += _paragraphs([picture.note] if picture.note else [])
             body += [f'<figure role="img" aria-label="{said}" id="chart-{len(charts)}"></figure>']
             charts.append(picture)
             tables += picture.tables

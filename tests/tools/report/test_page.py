@@ -11,7 +11,7 @@ import pytest
 from commfuse_npu.tools import option_types
 from commfuse_npu.tools.report import drawing
 from commfuse_npu.tools.report.charts import Bar, Bit, Line, Row, Table, bars, gantt, lines
-from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools.report.drawing import draw, draw_charts
 from commfuse_npu.tools.report.page import Section, environment, write_page
 from tests.tools.report.pages import read
 
@@ -27,6 +27,7 @@ PICTURES = [
         "iteration",
         [Line("plain", ((1, 5.5), (2, 4.25))), Line("ours", ((1, 5.5),), True)],
         line=("1", 1.0),
+        whole=True,
     ),
     gantt(
         "Layer",
@@ -70,6 +71,15 @@ def test_each_picture_has_its_numbers_as_a_table() -> None:
     assert of_lines.rows == (("1", "5.5", "5.5"), ("2", "4.25", "-"))
     assert of_gantt.rows[0] == ("waiting", "compute", "0.000", "1.000", "1.000")
     assert len(of_gantt.rows) == 3
+
+
+def test_few_figures_of_an_axis_are_named_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.0, 3.0)))])
+    # Where there is little room Vega would round them.
+    draw_charts([quarter.chart | {"width": 320}], "", tmp_path / "few.svg")
+    drawn = (tmp_path / "few.svg").read_text(encoding="utf-8")
+    assert all(f">{said}</text>" in drawn for said in ("0.25", "0.5", "1"))
 
 
 def test_the_same_pictures_as_files(tmp_path: Path) -> None:
