@@ -21,17 +21,11 @@ from glob import glob
 from pathlib import Path
 
 from commfuse_npu.config_file import ConfigError
-from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.model_config import VARIABLES, ModelConfig
 
 __all__ = ["launch_command"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LAYOUT = (
-    *(("TP", "--tensor-model-parallel-size"), ("PP", "--pipeline-model-parallel-size")),
-    *(("CP", "--context-parallel-size"), ("NUM_LAYER_LIST", "--num-layer-list")),
-    *(("NPUS_PER_NODE", "--npus-per-node"), ("NNODES", "--nnodes")),
-)
-"""Variables that take the place of what the configuration says."""
 _COMMFUSE = ("LAYERS", "SCHEDULE", "LANES", "CHUNKS", "REDUCE_DTYPE")
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -109,8 +103,8 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
             "start pretrain_<model>_ptd.sh"
         )
     file = Path(variables.get("CONFIG") or _ROOT / "configs" / f"{model}.yaml")
-    layout = [word for name, option in _LAYOUT if (value := variables.get(name))
-              for word in (option, value)]  # fmt: skip
+    layout = [f"--{option.replace('_', '-')}={value}" for option, name in VARIABLES.items()
+              if (value := variables.get(name))]  # fmt: skip
     try:
         # The layout, where variables or arguments change it, is checked like that of the file.
         config = ModelConfig.load(file, [*layout, *arguments])

@@ -11,23 +11,21 @@ import argparse
 import difflib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.config_file import ConfigError, read_config
 from commfuse_npu.plan import block_rows
+from commfuse_npu.tools.layout_problems import problems
 
-__all__ = ["ModelConfig", "OptionParser", "given_options"]
+__all__ = ["VARIABLES", "ModelConfig", "OptionParser", "given_options"]
 
 _MOST_DIGITS = 12
 """No whole number of a training has more."""
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
-
-_MOST_TP = 4096
-"""Up to this size of groups those are named that would do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +132,10 @@ class ModelConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // self._model_parallel_size
+        return self.world_size // self.model_parallel_size
 
     @property
-    def _model_parallel_size(self) -> int:
+    def model_parallel_size(self) -> int:
         return math.prod(getattr(self, f"{kind}_parallel_size") for kind in _MODEL_PARALLEL)
 
     @property
@@ -188,136 +186,35 @@ class ModelConfig:
         Raises:
             ConfigError: a line for everything that does not fit: value, limit and the way out.
         """
-        found = [*self._model_problems(), *self._layout_problems(), *self._batch_problems()]
-        if found:
+        if found := list(problems(self)):
             raise ConfigError("\n".join(found))
-
-    def _model_problems(self) -> Iterator[str]:
-        tp, heads = self.tensor_model_parallel_size, self.num_attention_heads
-        groups, ffn = self.num_query_groups, self.ffn_hidden_size
-        yield from _indivisible("hidden size", self.hidden_size, "heads", heads, "--hidden-size")
-        yield from _indivisible(
-            "number of heads", heads, "query groups", groups, "--num-attention-heads"
-        )
-        sizes = range(1, min(groups, _MOST_TP) + 1)
-        fitting = [str(size) for size in sizes if not (heads % size | groups % size | ffn % size)]
-        split = ("attention heads", heads), ("query groups", groups)
-        wrong = [f"{count} {what}" for what, count in split if count % tp]
-        if wrong:
-            wrong += [f"a feed-forward width of {ffn}"] if ffn % tp else []
-            yield (
-                f"{', '.join(wrong)} are not divisible by TP {tp}; choose TP from "
-                f"{', '.join(fitting)}"
-            )
-        else:
-            yield from _indivisible("feed-forward width", ffn, "TP", tp, "--ffn-hidden-size")
-        if self.max_position_embeddings < self.seq_length:
-            yield (
-                f"sequence length {self.seq_length} exceeds --max-position-embeddings "
-                f"{self.max_position_embeddings}; raise the latter to {self.seq_length}"
-            )
-
-    def _layout_problems(self) -> Iterator[str]:
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        pp, algorithm = self.pipeline_model_parallel_size, self.context_parallel_algo
-        if self.world_size % self._model_parallel_size:
-            yield (
-                f"{self.world_size} NPUs (NNODES {self.nnodes} x NPUS_PER_NODE "
-                f"{self.npus_per_node}) are not divisible by TP*PP*CP = {tp}*{pp}*{cp} = "
-                f"{self._model_parallel_size}; change NNODES or NPUS_PER_NODE, or choose TP, PP "
-                f"and CP whose product divides {self.world_size}"
-            )
-        yield from self._pipeline_problems()
-        parts, by, heads = cp, "CP", self.num_attention_heads
-        # No length suits a TP that the heads do not, of which _model_problems tells.
-        if self.uses_sequence_parallel and not (heads % tp or self.num_query_groups % tp):
-            parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
-        if cp > 1 and algorithm == "megatron_cp_algo" and self.seq_length % parts == 0:
-            # Each rank gets a part from either end of the causal triangle.
-            parts, by = 2 * cp, f"2*CP = 2*{cp} ="
-        yield from _indivisible("sequence length", self.seq_length, by, parts, "--seq-length")
-        if cp > 1 and algorithm == "ulysses_cp_algo" and heads % (tp * cp):
-            yield (
-                f"{heads} attention heads are not divisible by TP*CP = {tp}*{cp} = {tp * cp}, "
-                "as ulysses_cp_algo needs; choose another CP or --context-parallel-algo"
-            )
-
-    def _pipeline_problems(self) -> Iterator[str]:
-        pp, layers = self.pipeline_model_parallel_size, self.num_layer_list
-        all_layers = self.num_layers
-        if layers is None:
-            if all_layers % pp:
-                fitting = [str(n) for n in range(1, all_layers + 1) if all_layers % n == 0]
-                yield (
-                    f"{all_layers} layers are not divisible by PP {pp}; choose PP from "
-                    f"{', '.join(fitting)}, or give the layers of each stage as NUM_LAYER_LIST"
-                )
-            return
-        listed = ",".join(map(str, layers))
-        if pp == 1:
-            yield f"NUM_LAYER_LIST {listed} needs PP of at least 2; set NUM_LAYER_LIST=none"
-        elif len(layers) != pp or sum(layers) != all_layers:
-            yield (
-                f"NUM_LAYER_LIST {listed} has {len(layers)} stages with {sum(layers)} layers, but "
-                f"PP is {pp} and the model has {all_layers}; give {pp} numbers that add up to "
-                f"{all_layers}, or NUM_LAYER_LIST=none for the same number in each"
-            )
-
-    def _batch_problems(self) -> Iterator[str]:
-        micro, replicas = self.micro_batch_size, self.data_parallel_size
-        if self.world_size % self._model_parallel_size == 0:
-            by = f"micro-batch size times data-parallel size = {micro}*{replicas} ="
-            yield from _indivisible(
-                "global batch size", self.global_batch_size, by, micro * replicas,
-                "--global-batch-size",
-            )  # fmt: skip
-        if self.min_lr > self.lr:
-            yield (
-                f"--min-lr {self.min_lr} is above --lr {self.lr}; choose --min-lr of at most "
-                f"{self.lr}"
-            )
 
     def arguments(self) -> list[str]:
         """Model, training and layout as options of ``pretrain_gpt.py``, for every version of it.
 
         Data, output and the choice of kernels are not of the model: the launcher adds them.
         """
-        given = ["--use-mcore-models"]
-
-        def add(*names: str) -> None:
-            for name in names:
-                value = getattr(self, name)
-                if value is True:
-                    given.append(_option(name))
-                elif value is not False and value is not None:
-                    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                    given.extend((_option(name), text))
-
-        add("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        if self.context_parallel_size > 1:
-            add("context_parallel_size", "context_parallel_algo")
-        if self.uses_sequence_parallel:
-            add("sequence_parallel")
-        add("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-        if self.num_query_groups != self.num_attention_heads:
-            given.append("--group-query-attention")
-            add("num_query_groups")
-        add("seq_length", "max_position_embeddings")
-        given += ["--position-embedding-type", "rope"]
-        add("rotary_base")
-        given += ["--normalization", "RMSNorm"]
-        add("norm_epsilon")
-        given += ["--swiglu", "--disable-bias-linear"]
-        given += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
-        add("untie_embeddings_and_output_weights", "init_method_std")
-        add("make_vocab_size_divisible_by", "tokenizer_type")
-        if self.tokenizer_type == "NullTokenizer":
-            # It says nothing of the vocabulary, and adds an end token.
-            given += ["--vocab-size", str(self.vocab_size - 1)]
-        add("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr")
-        given += ["--lr-decay-style", "cosine"]
-        add("lr_warmup_fraction", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "bf16")
-        return [*given, *self.pretrain_options]
+        # NullTokenizer says nothing of the vocabulary, and adds an end token.
+        values = {**vars(self), "vocab_size": self.vocab_size - 1}
+        left_out = set[str]()
+        if self.context_parallel_size == 1:
+            left_out |= {"context_parallel_size", "context_parallel_algo"}
+        if not self.uses_sequence_parallel:
+            left_out.add("sequence_parallel")
+        if self.num_query_groups == self.num_attention_heads:
+            left_out |= {"--group-query-attention", "num_query_groups"}
+        if self.tokenizer_type != "NullTokenizer":
+            left_out.add("vocab_size")
+        words: list[str] = []
+        for name in _ARGUMENTS:
+            value = True if name.startswith("--") else values[name]
+            if name in left_out or value is False or value is None:
+                continue
+            words += name.split() if name.startswith("--") else [_option(name)]
+            if value is not True:
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                words.append(text)
+        return [*words, *self.pretrain_options]
 
     def as_yaml(self) -> str:
         """A line per key, as :meth:`load` reads them."""
@@ -333,6 +230,19 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_ARGUMENTS = (
+    *("--use-mcore-models", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "context_parallel_algo", "sequence_parallel"),
+    *("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("--group-query-attention", "num_query_groups", "seq_length", "max_position_embeddings"),
+    *("--position-embedding-type rope", "rotary_base", "--normalization RMSNorm", "norm_epsilon"),
+    *("--swiglu", "--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
+    *("untie_embeddings_and_output_weights", "init_method_std", "make_vocab_size_divisible_by"),
+    *("tokenizer_type", "vocab_size", "micro_batch_size", "global_batch_size", "train_iters"),
+    *("lr", "min_lr", "--lr-decay-style cosine", "lr_warmup_fraction", "weight_decay"),
+    *("clip_grad", "adam_beta1", "adam_beta2", "bf16"),
+)
+"""The options of a launch in their order: fields, and words that are the same for every Llama."""
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
 _WORDS = "tuple[str, ...]"
 _SPELLINGS = {
@@ -340,7 +250,7 @@ _SPELLINGS = {
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
     "vocab_size": ("--vocab-size", "--padded-vocab-size"),
 }
-_VARIABLES = {
+VARIABLES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
     "context_parallel_size": "CP",
@@ -348,6 +258,7 @@ _VARIABLES = {
     "npus_per_node": "NPUS_PER_NODE",
     "nnodes": "NNODES",
 }
+"""Of the launchers, which take the place of what the configuration says."""
 _REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -356,14 +267,6 @@ _REQUIRED = (
     "seq_length",
     "micro_batch_size",
 )
-
-
-def _indivisible(what: str, value: int, by: str, divisor: int, option: str) -> Iterator[str]:
-    """What is wrong unless ``divisor`` divides ``value``, with the nearest values that work."""
-    if value % divisor:
-        below = value // divisor * divisor
-        nearest = f"{below} or {below + divisor}" if below else str(divisor)
-        yield f"{what} {value} is not divisible by {by} {divisor}; choose {option} {nearest}"
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -404,7 +307,7 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
         parser.add_argument(*spellings, dest=name, action=action)
     found = {}
     for name, value in parser.given(options).items():
-        variable = _VARIABLES.get(name)
+        variable = VARIABLES.get(name)
         said = f"{variable} ({_option(name)})" if variable else _option(name)
         found[name] = _converted(_KINDS[name], value, said)
     return found

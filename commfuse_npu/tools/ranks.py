@@ -87,7 +87,7 @@ class Ranks:
     def __exit__(self, *what: object) -> None:
         self.close()
 
-    def ask(self, method: str, *args: Any, **flags: Any) -> list[Any]:
+    def ask(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every rank.
 
         Returns:
@@ -98,7 +98,7 @@ class Ranks:
         """
         try:
             for pipe in self._pipes:
-                pipe.send((method, args, flags))
+                pipe.send((method, args))
             return self._answers(method, self.timeout)
         except BaseException as error:
             self.close()
@@ -157,8 +157,8 @@ def _serve(pipe: Connection, *where: Any) -> None:
         worker = _join(*where)
         pipe.send((True, None))
         while True:
-            method, args, flags = pipe.recv()
-            pipe.send((True, getattr(worker, method)(*args, **flags)))
+            method, args = pipe.recv()
+            pipe.send((True, getattr(worker, method)(*args)))
     except EOFError:
         return  # the parent closed its end
     except BaseException:
@@ -173,7 +173,6 @@ def _join(rank: int, size: int, store: str, device: str, timeout: float, worker:
         os.sched_setaffinity(0, {cores[rank]})
     os.environ.update(
         OMP_NUM_THREADS="1",
-        KINETO_LOG_LEVEL="99",  # the profiler that counts memory tells of every start and stop
         GLOO_SOCKET_IFNAME=card,
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -24,25 +24,17 @@ _MOST_RANKS, _MOST = 1024, 256
 def main(words: Sequence[str]) -> int:
     """Run the subcommand: 0 proved, 1 refuted, 2 an invalid request."""
     parser = Parser(prog="commfuse-npu verify", description=__doc__)
-    parser.add_argument(
-        "--log",
-        type=Path,
-        nargs="+",
-        metavar="PATH",
+    add, ranks, some = parser.add_argument, whole(2, _MOST_RANKS), whole(1, _MOST)
+    add("--log", type=Path, nargs="+", metavar="PATH",
         help="prove what a run with --commfuse-order-log FOLDER did: that folder, or its files of "
-        "all ranks; 0: proved, 1: refuted, 2: unreadable, or not known to its end",
-    )
-    ranks, some = whole(2, _MOST_RANKS), whole(1, _MOST)
-    parser.add_argument("--min-ranks", type=ranks, help="default 2")
-    parser.add_argument("--max-ranks", type=ranks, help="default 16")
-    parser.add_argument("--chunks", type=some, nargs="+", help="default: 1, 2, 3, 4")
-    parser.add_argument("--lanes", type=some, nargs="+", help="default: 1, 2, 3, one per peer")
-    parser.add_argument(
-        "--every",
-        action="store_true",
+        "all ranks; 0: proved, 1: refuted, 2: unreadable, or not known to its end")  # fmt: skip
+    add("--min-ranks", type=ranks, help="default 2")
+    add("--max-ranks", type=ranks, help="default 16")
+    add("--chunks", type=some, nargs="+", help="default: 1, 2, 3, 4")
+    add("--lanes", type=some, nargs="+", help="default: 1, 2, 3, one per peer")
+    add("--every", action="store_true",
         help="every combination of options; else every rule with every shape, and in larger groups "
-        "the other options take turns",
-    )
+        "the other options take turns")  # fmt: skip
     given = parser.parse_args(words)
     chosen = [name for name, value in vars(given).items() if name != "log" and value]
     if given.log is not None and chosen:

@@ -7,13 +7,13 @@ collective.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments
-from commfuse_npu.tools.option_types import Parser, whole
+from commfuse_npu.tools.layout_problems import indivisible
+from commfuse_npu.tools.option_types import Parser, positive, whole
 from mindspeed_patches.arguments import complete_options
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
 
@@ -25,18 +25,6 @@ __all__ = ["UsageError", "parse_arguments"]
 
 class UsageError(ValueError):
     """The request cannot be carried out; the message names the value, the limit and the way out."""
-
-
-def _number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"{value:g} is not in [{least:g}, {most:g}]; choose a number from there"
-            )
-        return value
-
-    return number
 
 
 def _run_name(text: str) -> str:
@@ -60,7 +48,7 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("context-parallel-size", 1, whole(1), "ranks per sequence, by Ulysses (CP)"),
         ("data-parallel-size", 1, whole(1), "replicas (DP); TP * CP * DP processes are started"),
         ("distributed-timeout-minutes", 5, whole(1), "for a collective and for a transfer"),
-        ("link-rate", None, _number(0.001, 100_000),
+        ("link-rate", None, positive,
          "MB/s of each pair of ranks and direction, by pacing the connections: a wire to hide "
          "(Linux only; else the loopback as it is). Layers that are not fused pay more than their "
          "due: gloo's reduce-scatter sends an all-reduce's bytes"),
@@ -79,7 +67,7 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("micro-batch-size", 4, whole(1), "samples of a forward"),
         ("global-batch-size", 8, whole(1), "samples of an iteration"),
         ("train-iters", 160, whole(1), "iterations"),
-        ("lr", 0.002, _number(0.0), "after the warm-up, a 25th of the run; falls to a tenth"),
+        ("lr", 0.002, positive, "after the warm-up, a 25th of the run; falls to a tenth"),
         ("use-distributed-optimizer", False, bool, "its state sharded over the replicas"),
         ("overlap-grad-reduce", False, bool, "behind the backward"),
         ("overlap-param-gather", False, bool, "behind the next forward"),
@@ -168,11 +156,7 @@ def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
         ("global-batch-size", args.micro_batch_size * args.data_parallel_size,
          "micro-batch size times data-parallel size"),
     ):  # fmt: skip
-        value = getattr(args, name.replace("-", "_"))
-        if over := value % divisor:
-            nearest = [fits for fits in (value - over, value - over + divisor) if fits]
-            yield (f"--{name} {value} is not divisible by {by} {divisor}; choose "
-                   f"{' or '.join(map(str, nearest))}")  # fmt: skip
+        yield from indivisible(f"--{name}", getattr(args, name.replace("-", "_")), by, divisor)
 
 
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:

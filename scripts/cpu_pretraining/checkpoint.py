@@ -26,7 +26,14 @@ import torch.distributed as dist
 
 from .arguments import UsageError
 
-__all__ = ["CheckpointError", "find_checkpoint", "load_state", "run_facts", "save_state"]
+__all__ = [
+    "CheckpointError",
+    "find_checkpoint",
+    "first_reason",
+    "load_state",
+    "run_facts",
+    "save_state",
+]
 
 _KEPT = 2
 # What the tensors in the files depend on. Everything else may change on resume.
@@ -122,10 +129,15 @@ def _on_all_ranks(step: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         reason = f"{error}"
+    if why := first_reason(reason):
+        raise CheckpointError(f"could not {step} {path}: {why}; the previous one is untouched")
+
+
+def first_reason(reason: str) -> str:
+    """Of the ranks that have one, the first one's, on all of them (collective); or nothing."""
     reasons = [reason] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    if why := next(filter(None, reasons), None):
-        raise CheckpointError(f"could not {step} {path}: {why}; the previous one is untouched")
+    return next(filter(None, reasons), "")
 
 
 def _prune(checkpoints: Path, newest: str) -> None:

@@ -22,9 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
-from commfuse_npu.tools.report.drawing import draw
 
-from .outcome import WARM_UP_ITERATIONS, Outcome
+from .outcome import WARM_UP_ITERATIONS, Outcome, draw_picture
 
 __all__ = ["draw_timelines", "forms", "identical", "report", "timelines"]
 
@@ -89,7 +88,7 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
     The range: one form at its fast quartile, the other at its slow one.
     """
     megatron = outcomes["megatron"]
-    counted = len(megatron.entries) - WARM_UP_ITERATIONS
+    counted = len(megatron.counted)
     if counted < _LEAST:
         enough = WARM_UP_ITERATIONS + _LEAST
         yield f"no comparison of the times: give --train-iters {enough} or more"
@@ -98,17 +97,16 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
     if "commfuse" in outcomes:
         pairs.insert(1, ("megatron", "commfuse"))
     for form, other in pairs:
-        without, with_it = outcomes[form].speed, outcomes[other].speed
-        assert without is not None
-        assert with_it is not None
-        less = 100 * (1 - with_it.middle / without.middle)
-        low, high = (100 * (1 - part) for part in
-                     (with_it.slow / without.fast, with_it.fast / without.slow))  # fmt: skip
+        (fast, without, slow), (faster, middle, slower) = (
+            outcomes[one].seconds for one in (form, other)
+        )
+        less, low, high = (
+            100 * (1 - part) for part in (middle / without, slower / fast, faster / slow)
+        )
         yield (
             f"time of an iteration, {other} against {form}: {abs(less):.1f} % "
-            f"{'shorter' if less >= 0 else 'longer'} ({with_it.middle:.3f} s, not "
-            f"{without.middle:.3f} s; {low:.1f} to {high:.1f} % shorter by the quartiles of "
-            f"{counted} iterations)"
+            f"{'shorter' if less >= 0 else 'longer'} ({middle:.3f} s, not {without:.3f} s; "
+            f"{low:.1f} to {high:.1f} % shorter by the quartiles of {counted} iterations)"
         )
     if "commfuse" in outcomes and megatron.link != "loopback":
         yield (
@@ -132,18 +130,18 @@ def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
         seconds = outcomes[0].fastest
         if seconds == math.inf:
             return None
-        bits, waited = [], 0.0
-        for rank, one in enumerate(outcomes):
-            end = 1e3 * seconds
-            waited += sum(until - begin for begin, until in one.waits) / len(outcomes)
-            waits = [(1e3 * begin, 1e3 * until) for begin, until in one.waits]
-            bits += [Bit(f"rank {rank}", "waits", *wait, "waiting") for wait in waits]
-            for (_, begin), (until, _) in pairwise([(0.0, 0.0), *waits, (end, end)]):
-                bits.append(Bit(f"rank {rank}", "computes", begin, until, "work"))
-        heading = (f"{form}, {_TITLES[form]}: {seconds:.3f} s, of which {waited:.3f} s waiting for "
-                   "transfers")  # fmt: skip
+        bits, end = list[Bit](), 1e3 * seconds
         lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
-        rows.append(Row(heading, lanes, tuple(bits)))
+        for lane, one in zip(lanes, outcomes, strict=True):
+            waits = [(1e3 * begin, 1e3 * until) for begin, until in one.waits]
+            bits += [Bit(lane, "waits", *wait, "waiting") for wait in waits]
+            between = pairwise([(0.0, 0.0), *waits, (end, end)])
+            bits += [
+                Bit(lane, "computes", start, stop, "work") for (_, start), (stop, _) in between
+            ]
+        waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting") / len(lanes)
+        said = f"{seconds:.3f} s, of which {waited / 1e3:.3f} s waiting for transfers"
+        rows.append(Row(f"{form}, {_TITLES[form]}: {said}", lanes, tuple(bits)))
     link = next(iter(ranks.values()))[0].link
     return gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
 
@@ -152,8 +150,5 @@ def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
     """Draw :func:`timelines`; what came of it, in a line."""
     if (picture := timelines(ranks)) is None:
         return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
-    try:
-        draw([picture], "The same training without and with overlap", path)
-    except (OSError, ValueError) as error:
-        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
-    return f"written: {path}"
+    title = "The same training without and with overlap"
+    return draw_picture(picture, title, path) or f"written: {path}"

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from commfuse_npu.tools.quartiles import quartiles
-from commfuse_npu.tools.report.charts import Line, lines
+from commfuse_npu.tools.quartiles import Range, quartiles
+from commfuse_npu.tools.report.charts import Line, Picture, lines
 from commfuse_npu.tools.report.drawing import draw
 
-__all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Speed", "Wait", "plot_loss",
-           "read_metrics", "written"]  # fmt: skip
+__all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Wait", "draw_picture",
+           "plot_loss", "read_metrics", "written"]  # fmt: skip
 
 WARM_UP_ITERATIONS = 3
 """Iterations that do not count: buffers, threads and the kernels of the GEMMs come with them."""
@@ -68,30 +68,23 @@ def written(folder: Path) -> str:
     return f"written: {', '.join(str(folder / name) for name in names if (folder / name).exists())}"
 
 
+def draw_picture(picture: Picture, title: str, path: Path) -> str:
+    """Draw it; returns why that was not possible, or nothing."""
+    try:
+        draw([picture], title, path)
+    except (OSError, ValueError) as error:
+        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
+    return ""
+
+
 def plot_loss(folder: Path) -> None:
     """Draw the loss over the iterations into ``loss.png``, or say why not."""
     entries = read_metrics(folder / "metrics.jsonl")
     curve = Line("training", tuple((one["iteration"], one["lm_loss"]) for one in entries), True)
-    try:
-        drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
-        draw([drawn], f"{folder.name}: loss over the training", folder / "loss.png")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        print(f"{folder / 'loss.png'} was not drawn: {why}", flush=True)
-
-
-class Speed(NamedTuple):
-    """Of the iterations of a run after the first :data:`WARM_UP_ITERATIONS`, in seconds.
-
-    Attributes:
-        fast, middle, slow: quartiles of the wall time per iteration, itself a mean over the ranks.
-        blocked: median of what of it the ranks waited for transfers, mean over the ranks.
-    """
-
-    fast: float
-    middle: float
-    slow: float
-    blocked: float
+    drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
+    title = f"{folder.name}: loss over the training"
+    if why := draw_picture(drawn, title, folder / "loss.png"):
+        print(why, flush=True)
 
 
 @dataclass
@@ -135,21 +128,24 @@ class Outcome:
         return {entry["iteration"]: entry["lm_loss"] for entry in self.entries}
 
     @property
-    def speed(self) -> Speed | None:
-        """``None`` if no iteration came after the warm-up."""
-        counted = self.entries[WARM_UP_ITERATIONS:]
-        if not counted:
-            return None
-        seconds = quartiles([entry["elapsed_ms"] / 1e3 for entry in counted])
-        return Speed(*seconds, median(entry["exposed_ms"] for entry in counted) / 1e3)
+    def counted(self) -> list[dict[str, Any]]:
+        """The entries after the first :data:`WARM_UP_ITERATIONS`."""
+        return self.entries[WARM_UP_ITERATIONS:]
+
+    @property
+    def seconds(self) -> Range:
+        """Quartiles of the wall time of those iterations, itself a mean over the ranks."""
+        return quartiles([entry["elapsed_ms"] / 1e3 for entry in self.counted])
 
     def describe_speed(self) -> str:
         """Tokens/s and seconds; an empty string if no iteration came after the warm-up."""
-        if (speed := self.speed) is None:
+        if not self.counted:
             return ""
-        first, last = (self.entries[at]["iteration"] for at in (WARM_UP_ITERATIONS, -1))
+        fast, middle, slow = self.seconds
+        blocked = median(entry["exposed_ms"] / 1e3 for entry in self.counted)
+        first, last = (self.counted[at]["iteration"] for at in (0, -1))
         return (
-            f"{self.tokens / speed.middle:.0f} over {self.link} ({speed.middle:.3f} s per "
-            f"iteration, quartiles {speed.fast:.3f} and {speed.slow:.3f}, of which "
-            f"{speed.blocked:.3f} s waiting for transfers; medians of iterations {first} to {last})"
+            f"{self.tokens / middle:.0f} over {self.link} ({middle:.3f} s per iteration, quartiles "
+            f"{fast:.3f} and {slow:.3f}, of which {blocked:.3f} s waiting for transfers; medians "
+            f"of iterations {first} to {last})"
         )

@@ -32,7 +32,7 @@ from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 
 from .arguments import UsageError
-from .checkpoint import CheckpointError, load_state, run_facts, save_state
+from .checkpoint import CheckpointError, first_reason, load_state, run_facts, save_state
 from .data import Corpus
 from .megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
 from .model import build_trainee
@@ -179,15 +179,12 @@ def _pace_on_all_ranks(rate: float) -> int:
             that only seem to have a rate.
     """
     outcome = pace(rate * 1e6)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, outcome.problem)
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise UsageError(
-                f"--link-rate {rate:g} cannot be set on rank {rank}: {problem}; leave --link-rate "
-                "out for the loopback as it is, or run on Linux 4.20 or newer, outside of "
-                "sandboxes that replace the kernel's sockets"
-            )
+    if why := first_reason(outcome.problem and f"rank {dist.get_rank()}: {outcome.problem}"):
+        raise UsageError(
+            f"--link-rate {rate:g} cannot be set on {why}; leave --link-rate out for the loopback "
+            "as it is, or run on Linux 4.20 or newer, outside of sandboxes that replace the "
+            "kernel's sockets"
+        )
     return outcome.sockets
 
 

@@ -8,7 +8,6 @@ from importlib import import_module
 _TOOLS = {
     "layers": "a layer in every form, simulated: who is ahead where?",
     "steps": "steps that others measured on NPUs, beside the simulated ones",
-    "predicted": "the benchmark's micro-batches as simulated, beside what it measured",
     "forms_picture": "the picture of a layer in the README, simulated",
     "results_picture": "the picture of results in the README, simulated",
 }

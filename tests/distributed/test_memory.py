@@ -17,7 +17,7 @@ from commfuse_npu import Schedule, Transport, ops
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.scratch import ScratchPool
-from commfuse_npu.tools.bench.peak_memory import peak_bytes
+from tests.distributed.peak_memory import peak_bytes
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 

@@ -97,7 +97,7 @@ def test_forms_are_launched_as_they_are_named(measured: tuple[Path, str]) -> Non
     assert "mc2" in said["launch_mc2"]
 
 
-def test_mindspeed_llm_reads_the_same_baseline(measured: tuple[Path, str], tmp_path: Path) -> None:
+def test_mindspeed_llm_reads_the_same_of_a_log(measured: tuple[Path, str], tmp_path: Path) -> None:
     path = Path(os.environ["MINDSPEED_LLM_HOME"], "tests", "test_tools", "acquire_json.py")
     if not path.exists():
         pytest.skip(f"no {path}: this version reads logs in another place")
@@ -109,6 +109,6 @@ def test_mindspeed_llm_reads_the_same_baseline(measured: tuple[Path, str], tmp_p
     folder, _ = measured
     theirs.transfer_logs_as_json(str(folder / "launch_commfuse.log"), str(tmp_path / "read.json"))
     read = json.loads((tmp_path / "read.json").read_text())
-    ours = json.loads((folder / "baseline_commfuse.json").read_text())
-    assert read == {name: ours[name] for name in read}
+    ours = json.loads((folder / "launch_commfuse.json").read_text())["log"]
+    assert (read["lm loss"], read["time info"]) == (ours["losses"], ours["milliseconds"])
     assert read["memo info"]

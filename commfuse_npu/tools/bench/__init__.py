@@ -12,6 +12,6 @@ From the top down; what is marked (t) imports torch and runs in the processes of
     worker (t)    what a rank does when it is asked
     works (t)     the pieces of work;  shapes  their names and sizes
     variants      the ways to run them, by name;  forms (t) makes them
-    baselines (t), carriers (t), sleeping (t), peak_memory (t), wire
+    baselines (t), carriers (t), sleeping (t), wire
     results       from samples to figures;  report  shows them
 """

@@ -87,6 +87,8 @@ class Carrier(ABC):
     """What a baseline needs.
 
     Attributes:
+        group: what it communicates over.
+        idle: buffers that others may share.
         in_order: several collectives may be under way at once and come one after the other.
         blocked_seconds: host time spent in waits since the start.
     """
@@ -94,20 +96,20 @@ class Carrier(ABC):
     in_order = True
 
     def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
-        self._group, self._idle = group, idle
+        self.group, self.idle = group, idle
         self.rank, self.size = group.rank(), group.size()
         self._gloo = "gloo" in dist.get_backend(group)
         self.blocked_seconds = 0.0
 
     def take(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
         """A contiguous tensor with undefined contents, of the dtype and device of ``like``."""
-        idle = self._idle.get((shape, like.dtype, like.device))
+        idle = self.idle.get((shape, like.dtype, like.device))
         return idle.pop() if idle else like.new_empty(shape)
 
     def give_back(self, *buffers: torch.Tensor) -> None:
         """Lend the results of :meth:`take` and :meth:`gather` to others."""
         for one in buffers:
-            self._idle.setdefault((tuple(one.shape), one.dtype, one.device), []).append(one)
+            self.idle.setdefault((tuple(one.shape), one.dtype, one.device), []).append(one)
 
     def _whole(self, shard: torch.Tensor) -> torch.Tensor:
         return self.take(shard, self.size * shard.shape[0], *shard.shape[1:])
@@ -131,10 +133,10 @@ class TorchCollectives(Carrier):
 
     def gather(self, shard: torch.Tensor) -> Pending:
         whole = self._whole(shard)
-        return Pending(self, [_all_gather(whole, shard, group=self._group, async_op=True)], whole)
+        return Pending(self, [_all_gather(whole, shard, group=self.group, async_op=True)], whole)
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
-        work = _reduce_scatter(out, full, group=self._group, async_op=True)
+        work = _reduce_scatter(out, full, group=self.group, async_op=True)
         return Pending(self, [work], out)
 
 
@@ -163,7 +165,7 @@ class DirectExchange(Carrier):
         receives: Sequence[torch.Tensor],
         sources: Sequence[int],
     ) -> list[Any]:
-        group = self._group
+        group = self.group
         if not self._gloo:
             # On HCCL single operations would open a communicator per pair [read].
             return dist.batch_isend_irecv(

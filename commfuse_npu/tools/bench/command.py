@@ -13,25 +13,15 @@ from typing import Any
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.runtime.whole_file import write_json
-from commfuse_npu.tools.bench.report import as_markdown, pictures, verdict, write_html
+from commfuse_npu.tools.bench.report import as_markdown, verdict, write_html
 from commfuse_npu.tools.bench.results import Result, load
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
 from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep, full, quick, with_options
 from commfuse_npu.tools.bench.variants import chosen
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import (
-    Parser,
-    new_file,
-    page,
-    picture,
-    positive,
-    refuse,
-    whole,
-    words,
-)
+from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole, words
 from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.ranks import Ranks
-from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.tell import tell
 
 __all__ = ["main", "parser"]
@@ -72,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
         help="measure nothing: show what --json wrote")  # fmt: skip
     add("--all", action="store_true", help="all variants, not the five that matter")
     add("--html", type=page, metavar="FILE", help="one page, with pictures")
-    add("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
     return parser
 
 
@@ -171,27 +160,17 @@ def _show(
     print(as_markdown(machine, results, notes, given.all), flush=True)
     command = ["commfuse-npu", "bench", *words]
     written = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}
-    drawn = [
-        Output(
-            "--plot",
-            given.plot,
-            ": pictures",
-            lambda path: draw(pictures(results, given.all), "Overlap benchmark", path),
-        ),
-        Output(
-            "--html",
-            given.html,
-            ": a page for a browser",
-            lambda path: write_html(path, command, machine, results, notes, given.all),
-        ),
-    ]
-    figures = Output(
-        "--json",
-        given.json,
-        ": all figures",
-        lambda path: write_json(path, written, indent=1),
-    )
-    code = write_outputs("bench", [figures, *(drawn if results else [])])
+
+    def write_figures(path: Path) -> None:
+        write_json(path, written, indent=1)
+
+    def write_pictures(path: Path) -> None:
+        write_html(path, command, machine, results, notes, given.all)
+
+    outputs = [Output("--json", given.json, ": all figures", write_figures)]
+    if results:
+        outputs.append(Output("--html", given.html, ": a page for a browser", write_pictures))
+    code = write_outputs("bench", outputs)
     if results:
         print("\n".join(verdict(results)).replace("**", "").replace("`", ""))
     return code

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.ops import (
     LinearOptions,
@@ -19,10 +18,8 @@ from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.bench import wire
 from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Ring, Sliced, in_order
 from commfuse_npu.tools.bench.carriers import (
-    Buffers,
     Carrier,
     DirectExchange,
     NoTransfers,
@@ -32,7 +29,7 @@ from commfuse_npu.tools.bench.shapes import WORKS
 from commfuse_npu.tools.bench.variants import Variant
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["Form", "Groups", "TakingTurns"]
+__all__ = ["Form", "TakingTurns", "form_of", "plain_form"]
 
 _Layer = Callable[..., torch.Tensor]
 
@@ -62,9 +59,9 @@ class Fused:
 class TakingTurns(MegatronOrder):
     """Forward-backward overlap: the first step is measured, the others run in the order from it."""
 
-    def __init__(self, carrier: Carrier, group: dist.ProcessGroup) -> None:
+    def __init__(self, carrier: Carrier) -> None:
         super().__init__(carrier)
-        self.overlap = ForwardBackwardOverlap([group], states=())
+        self.overlap = ForwardBackwardOverlap([carrier.group], states=())
         self._to_measure = WORKS["micro-batches"].micro_batches - 1
 
     def pair(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
@@ -80,46 +77,30 @@ Form = Blocking | Fused
 """The three layers that works are made of, differentiable; see :mod:`commfuse_npu.ops`."""
 
 
-class Groups:
-    """What the forms communicate over, connected at start.
+def form_of(variant: Variant, transport: Transport, direct: DirectExchange) -> Form:
+    """The layers of a variant.  ``communication`` has none: it computes nothing.
 
     Args:
         transport: of the product, with a lane per peer; torch's collectives run on its group.
-
-    Attributes:
-        direct: direct exchanges, over a group of their own.
-        idle: buffers of the baselines.
+        direct: whose group and buffers the direct exchanges of the baselines use.
     """
+    if variant.kind == "fused":
+        return Fused(transport, variant)
+    exchange = DirectExchange(direct.group, direct.idle)
+    if variant.kind == "ring":
+        return Ring(exchange)
+    if variant.kind == "turns":
+        return TakingTurns(exchange)
+    carrier: Carrier = exchange
+    if variant.kind == "compute":
+        carrier = NoTransfers(direct.group, {})
+    elif not variant.direct:
+        carrier = TorchCollectives(transport.group, direct.idle)
+    if variant.kind == "sliced":
+        return Sliced(carrier, variant.slices)
+    return MegatronOrder(carrier) if variant.kind == "megatron" else Blocking(carrier)
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        group = dist.new_group(list(range(transport.size)))
-        assert group is not None
-        self._group: dist.ProcessGroup = group
-        self.idle: Buffers = {}
-        self.direct = DirectExchange(self._group, self.idle)
-        for one in (transport.group, self._group):
-            dist.all_reduce(torch.ones(1, device=transport.device_type), group=one)
 
-    def pace(self, bytes_per_second: float | None) -> wire.Pacing:
-        """Give the sockets of these groups a rate, which are all of this process."""
-        return wire.pace(bytes_per_second)
-
-    def form(self, variant: Variant) -> Form:
-        """The layers of a variant.  ``communication`` has none: it computes nothing."""
-        direct, ours = DirectExchange(self._group, self.idle), self.transport
-        carrier = direct if variant.direct else TorchCollectives(ours.group, self.idle)
-        made: dict[str, Callable[[], Form]] = {
-            "compute": lambda: Blocking(NoTransfers(self._group, {})),
-            "blocking": lambda: Blocking(carrier),
-            "megatron": lambda: MegatronOrder(carrier),
-            "sliced": lambda: Sliced(carrier, variant.slices),
-            "ring": lambda: Ring(direct),
-            "turns": lambda: TakingTurns(direct, self._group),
-            "fused": lambda: Fused(ours, variant),
-        }
-        return made[variant.kind]()
-
-    def plain_form(self, variant: Variant) -> Form:
-        """A fused form by collectives, cut into the same GEMMs: the same additions."""
-        return Fused(CollectiveTransport(self.transport.group, same_pieces=True), variant)
+def plain_form(variant: Variant, transport: Transport) -> Form:
+    """A fused form by collectives, cut into the same GEMMs: the same additions."""
+    return Fused(CollectiveTransport(transport.group, same_pieces=True), variant)

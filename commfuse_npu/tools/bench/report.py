@@ -1,11 +1,11 @@
-"""The results as a verdict, as Markdown, as pictures, and as a page for a browser."""
+"""The results as a verdict, as Markdown, and as a page with pictures for a browser."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from math import isnan, log
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,10 +15,10 @@ from commfuse_npu.tools.bench.shapes import WORKS
 from commfuse_npu.tools.bench.sweep import LINKS
 from commfuse_npu.tools.bench.variants import REFERENCE, is_ours, of_group
 from commfuse_npu.tools.markdown import percent, table_head, table_row
-from commfuse_npu.tools.report.charts import Bar, Line, Picture, Table, bars, lines
+from commfuse_npu.tools.report.charts import Line, Picture, Table, lines
 from commfuse_npu.tools.report.page import Section, environment, write_page
 
-__all__ = ["as_markdown", "pictures", "shown", "summary", "verdict", "write_html"]
+__all__ = ["as_markdown", "picture", "shown", "summary", "verdict", "write_html"]
 
 _LEGEND = f"""\
 `{REFERENCE}`, a blocking direct exchange at line rate, is the reference.
@@ -26,8 +26,7 @@ _LEGEND = f"""\
 - **wall removed**: of the time that it takes longer than the computation alone, the share that is
   gone; negative is slower than it. **blocked removed**: the same of the host's time in waits for
   transfers. **of bound**: of what max(compute, wire) allows to remove.
-- Times in ms: median and quartiles; CPU and waiting per rank. MiB: peak memory beyond that of the
-  computation alone.
+- Times in ms: median and quartiles; CPU and waiting per rank.
 - **bits**: equal to those of `{REFERENCE}`, else the largest difference. "same GEMMs: equal" are
   those of the plain collectives with the GEMMs cut alike.
 - `collective`, `coc-K` and `megatron` use torch's collectives; gloo's reduce-scatter sends an
@@ -40,13 +39,10 @@ fastest of all, or as fast as the quartiles can tell. Ratio: wire time / computi
 
 _COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
-    *("speed-up", "CPU", "waiting", "MiB", "bits"),
+    *("speed-up", "CPU", "waiting", "bits"),
 )
 _FAR = 1.6
 """Times the reference: in a picture something very slow must not squeeze the rest."""
-_TINTS = {REFERENCE: "grey", "megatron": "orange", "collective": "orange"}
-
-
 _ORDERS = {
     "megatron": "Megatron's order",
     "megatron-p2p": "Megatron's order over direct exchanges",
@@ -85,9 +81,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     )
     if ours is None:
         return ["Nothing of ours was measured: --variants 'ours-*,auto' would."]
-    against_today: list[float] = []
-    against_rival: list[float] = []
-    orders: set[str] = set()
+    against_today, against_rival, orders = list[float](), list[float](), set[str]()
     for rows in _of_settings(results).values():
         times = {row.variant: row.median_ms for row in rows}
         if ours not in times:
@@ -169,8 +163,7 @@ def as_markdown(
         every: all variants in each table, not five.
     """
     parts = ["# Overlap benchmark", ""]
-    for key, value in machine.items():
-        parts += [f"- {key}: {entry}" for entry in (value if isinstance(value, list) else [value])]
+    parts += [f"- {name}: {line}" for name, fact in machine.items() for line in _lines(fact)]
     parts += [*(f"- **{note}**" for note in notes), "", summary(results), _LEGEND]
     for rows in _by_group(results):
         mode, work, ranks, link, dtype = rows[0].group
@@ -249,7 +242,7 @@ def _cells(rows: Sequence[Result], names: Sequence[str]) -> Iterator[tuple[str, 
             f"{row.median_ms:.1f}", f"{low:.1f}-{high:.1f}", f"{row.exposed_ms:.1f}",
             percent(row.overhead_removed_signed), percent(row.blocked_removed),
             percent(row.of_hideable), f"{row.speedup:.2f}x", f"{row.cpu_ms:.1f}",
-            f"{row.blocked_ms:.1f}", "-" if isnan(row.extra_mib) else f"{row.extra_mib:.1f}", bits,
+            f"{row.blocked_ms:.1f}", bits,
         )  # fmt: skip
 
 
@@ -260,73 +253,35 @@ def _remarks(rows: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
     for row in rows:
         if row.chosen:
             yield f"Chosen by {row.variant}: {'; '.join(row.chosen)}.\n"
-    reference = _reference(rows)
+    (reference,) = (row for row in rows if row.variant == REFERENCE)
     slower = [
         f"{row.variant} ({percent(1 / row.speedup - 1)})"
         for row in rows
-        if row is not reference and row.quartiles_ms[0] > reference.quartiles_ms[1]
+        if row.quartiles_ms[0] > reference.quartiles_ms[1]
     ]
     if slower:
         yield f"Slower than {REFERENCE}, beyond both quartiles: {', '.join(slower)}."
 
 
-def _reference(rows: Sequence[Result]) -> Result:
-    return next(row for row in rows if row.variant == REFERENCE)
-
-
-def pictures(results: Sequence[Result], every: bool = False) -> list[Picture]:
-    """One for each group of settings: lines over ratios, or bars; of all variants, or of five."""
-    drawn = []
-    for rows in _by_group(results):
-        names = shown(rows, every)
-        rows = [row for row in rows if row.variant in names]
-        drawn.append((_lines if len({row.ratio for row in rows}) > 1 else _bars)(rows))
-    return drawn
-
-
-def _title(one: Result) -> str:
-    return f"{WORKS[one.work].title}, {one.ranks} ranks, {one.dtype}, {one.link}"
-
-
-def _lines(rows: Sequence[Result]) -> Picture:
-    """A line per variant, and the bound that nobody can pass."""
-    others = [row for row in rows if row.variant != REFERENCE]
-    far = sorted({row.variant for row in others if 1 / row.speedup > _FAR})
+def picture(rows: Sequence[Result], names: Sequence[str]) -> Picture:
+    """Of a group of settings: a line over ratios for each of these variants, and the bound."""
+    first, far = rows[0], set[str]()
     drawn: dict[str, list[tuple[float, float]]] = {}
-    for row in others:
-        if 1 / row.speedup <= _FAR:
+    for row in rows:
+        if row.variant == REFERENCE:
+            bound = drawn.setdefault("bound, max(compute, wire)", [])
+            bound.append((row.ratio, row.bound_ms / row.median_ms))
+        elif 1 / row.speedup > _FAR and row.variant in names:
+            far.add(row.variant)
+        elif row.variant in names:
             drawn.setdefault(row.variant, []).append((row.ratio, 1 / row.speedup))
-    drawn["bound, max(compute, wire)"] = [
-        (row.ratio, row.bound_ms / row.median_ms) for row in rows if row.variant == REFERENCE
-    ]
     return lines(
-        f"{_title(rows[0])}: time, {REFERENCE} = 1, lower is better",
+        f"{WORKS[first.work].title}, {first.ranks} ranks, {first.dtype}, {first.link}: time, "
+        f"{REFERENCE} = 1, lower is better",
         "communication / computation",
         [Line(name, tuple(points), is_ours(name)) for name, points in drawn.items()],
         line=(f"{REFERENCE}, blocking", 1.0),
-        note=f"More than {_FAR} in part, not drawn: {', '.join(far)}." if far else "",
-    )
-
-
-def _bars(rows: Sequence[Result]) -> Picture:
-    compared, drawn = _reference(rows), []
-    near = [row for row in rows if row.median_ms <= _FAR * compared.median_ms]
-    for row in near:
-        low, high = row.quartiles_ms
-        said = f"{row.variant}: {row.median_ms:.1f} ms ({low:.1f} .. {high:.1f})"
-        tint = "blue" if is_ours(row.variant) else _TINTS.get(row.variant, "green")
-        drawn.append(Bar(row.variant, row.median_ms, low, high, said, tint))
-    bound = compared.bound_ms
-    said = f"bound, max(compute, wire): {bound:.1f} ms"
-    drawn.append(Bar("bound", bound, bound, bound, said, "purple"))
-    far = ", ".join(row.variant for row in rows if row not in near)
-    today = next((row for row in rows if row.variant in ("megatron", "collective")), compared)
-    return bars(
-        f"{_title(rows[0])}, ratio {rows[0].ratio:g}",
-        "ms, median and quartiles, lower is better",
-        drawn,
-        (today.variant, today.median_ms),
-        f"More than {_FAR} times {REFERENCE}, not drawn: {far}." if far else "",
+        note=f"More than {_FAR} in part, not drawn: {', '.join(sorted(far))}." if far else "",
     )
 
 
@@ -345,17 +300,20 @@ def write_html(
         every: of all variants, not of five.
     """
     sections = []
-    for picture, rows in zip(pictures(results, every), _by_group(results), strict=True):
+    for rows in _by_group(results):
         names = shown(rows, every)
+        drawn = picture(rows, names)
         tables = tuple(
             Table(_COLUMNS, tuple(_cells(found, names)), _headline(found).replace("**", ""))
             for found in _of_settings(rows).values()
         )
-        sections.append(Section(picture.title, (), picture, tables))
+        sections.append(Section(drawn.title, (), drawn, tables))
     legend = [" ".join(part.split()) for part in re.split(r"\n\n?- |\n\n", _LEGEND)]
     sections.append(Section("How to read it", (*legend, *notes)))
-    facts = environment(words) | {
-        key: "; ".join(map(str, value)) if isinstance(value, list) else str(value)
-        for key, value in machine.items()
-    }
+    facts = environment(words) | {name: "; ".join(_lines(fact)) for name, fact in machine.items()}
     write_page(path, "Overlap benchmark", verdict(results), sections, facts)
+
+
+def _lines(fact: Any) -> list[str]:
+    """What is said of a machine: a line, or several."""
+    return [*map(str, fact)] if isinstance(fact, list) else [str(fact)]

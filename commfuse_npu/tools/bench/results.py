@@ -20,11 +20,10 @@ Shares are ``None`` where there is nothing that they could be a share of.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, get_args, get_origin, get_type_hints
 
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, REFERENCE
@@ -65,14 +64,12 @@ class Check:
         max_difference: from the reference, absolute.
         equal_same_gemms: the same bits as the plain collectives with the GEMMs cut alike; only of
             this project's forms.
-        peak_bytes: the most memory at once, results included.
         chosen: what tuning chose, per half of a layer.
     """
 
     equal: bool
     max_difference: float
     equal_same_gemms: bool | None
-    peak_bytes: int
     chosen: tuple[str, ...] = ()
 
     @classmethod
@@ -83,7 +80,6 @@ class Check:
             all(check.equal for check in checks),
             max(check.max_difference for check in checks),
             None if None in same else all(same),
-            max(check.peak_bytes for check in checks),
             checks[0].chosen,
         )
 
@@ -125,7 +121,6 @@ class Result(Setting):
         reference: the variant that it is compared with.
         measured_ratio: wire time over computing time.
         overhead_removed, hideable: from 0 to 1; other shares are signed.
-        extra_mib: peak memory beyond that of the computation alone; NaN if not measured.
         bitwise_equal, bitwise_equal_same_gemms, max_difference, chosen: of its :class:`Check`.
     """
 
@@ -146,7 +141,6 @@ class Result(Setting):
     blocked_ms: float
     blocked_removed: float | None
     cpu_ms: float
-    extra_mib: float
     bitwise_equal: bool
     bitwise_equal_same_gemms: bool | None
     max_difference: float
@@ -175,23 +169,18 @@ def evaluate(
 
     Args:
         measured: by variant, a sample per round.
-        checks: by variant, ``compute`` included.
+        checks: by variant.
     """
 
-    def over_rounds(name: str, what: str) -> tuple[float, float, float]:
-        return quartiles([1e3 * getattr(sample, what) for sample in measured[name]])
-
-    median = {name: over_rounds(name, "total")[1] for name in measured}
-    compute, reference = median[COMPUTE], median[REFERENCE]
+    times = {name: quartiles([1e3 * one.total for one in of]) for name, of in measured.items()}
+    blocked = {name: 1e3 * median(one.blocked for one in of) for name, of in measured.items()}
+    compute, reference = times[COMPUTE][1], times[REFERENCE][1]
     exposed, bound = reference - compute, max(compute, setting.wire_ms)
-    blocked_reference = over_rounds(REFERENCE, "blocked")[1]
     results = []
-    for name in measured:
+    for name, (low, middle, high) in times.items():
         if name in (COMPUTE, COMMUNICATION):
             continue
-        check, blocked = checks[name], over_rounds(name, "blocked")[1]
-        low, middle, high = over_rounds(name, "total")
-        extra = check.peak_bytes - checks[COMPUTE].peak_bytes
+        check = checks[name]
         removed = _share(reference - middle, exposed)
         results.append(
             Result(
@@ -201,7 +190,7 @@ def evaluate(
                 median_ms=middle,
                 quartiles_ms=(low, high),
                 compute_ms=compute,
-                communication_ms=median[COMMUNICATION],
+                communication_ms=times[COMMUNICATION][1],
                 measured_ratio=setting.wire_ms / compute,
                 bound_ms=bound,
                 exposed_ms=middle - compute,
@@ -210,10 +199,9 @@ def evaluate(
                 overhead_removed_signed=removed,
                 hideable=_clipped(_share(reference - bound, exposed)),
                 of_hideable=_share(reference - middle, reference - bound),
-                blocked_ms=blocked,
-                blocked_removed=_share(blocked_reference - blocked, blocked_reference),
-                cpu_ms=over_rounds(name, "cpu")[1],
-                extra_mib=extra / 2**20 if check.peak_bytes else math.nan,
+                blocked_ms=blocked[name],
+                blocked_removed=_share(blocked[REFERENCE] - blocked[name], blocked[REFERENCE]),
+                cpu_ms=1e3 * median(one.cpu for one in measured[name]),
                 bitwise_equal=check.equal,
                 bitwise_equal_same_gemms=check.equal_same_gemms,
                 max_difference=check.max_difference,

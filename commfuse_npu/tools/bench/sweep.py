@@ -34,7 +34,6 @@ _NOMINAL_RATE = 200e6
 _COMPUTE = Variant(COMPUTE, "compute")
 _COMMUNICATION = Variant(COMMUNICATION, "communication")
 
-
 _ASLEEP = 60.0
 """GFLOPS of a rank whose GEMMs sleep: those of one core, so that both modes compare."""
 
@@ -176,18 +175,18 @@ class Bench:
         self._pace(None)
 
     def _pace(self, bytes_per_second: float | None) -> bool:
-        if self._link == "mesh":
-            problems = {p.problem for p in self._ask("pace", bytes_per_second)} - {""}
-            if problems:
-                self._link = "unpaced"
-                self._conditions.note(
-                    f"no rate could be given to the links: {'; '.join(sorted(problems))}. They are "
-                    "unpaced, transfers cost the CPU that computes, and only ratio 0 is measured"
-                )
-                return False
-        return True
+        if self._link != "mesh":
+            return True
+        if problems := {p.problem for p in self._ask("pace", bytes_per_second)} - {""}:
+            self._link = "unpaced"
+            self._conditions.note(
+                f"no rate could be given to the links: {'; '.join(sorted(problems))}. They are "
+                "unpaced, transfers cost the CPU that computes, and only ratio 0 is measured"
+            )
+        return not problems
 
     def run(self, sweep: Sweep) -> Iterator[Result]:
+        """Work by work, ratio by ratio."""
         for work in sweep.works:
             yield from self._run_work(sweep, work)
 
@@ -205,10 +204,11 @@ class Bench:
         self._pace(None)
         self._ask("set_up", work, shape, sweep.dtype, conditions.seed, sweep.gflops)
         variants = self._that_fit(sweep, work, shape)
-        checks: dict[str, Check] = {}
-        for variant in (_COMPUTE, *variants):
-            if not variant.tuned:
-                checks[variant.name] = Check.of_ranks(self._ask("check", variant))
+        checks = {
+            variant.name: Check.of_ranks(self._ask("check", variant))
+            for variant in variants
+            if not variant.tuned
+        }
         # It sets the link and is no result: the rounds measure it again.
         alone = self._round([_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
         compute = median(sample.total for sample in alone)
@@ -231,26 +231,16 @@ class Bench:
                 # alike; shuffled, none always follows the same neighbour.
                 order = list(by_name)
                 shuffle.shuffle(order)
-                for name, sample in zip(
-                    order, self._round([by_name[name] for name in order]), strict=True
-                ):
+                samples = self._round([by_name[name] for name in order])
+                for name, sample in zip(order, samples, strict=True):
                     measured[name].append(sample)
             wire = on_link / rate if rate else 0.0
             if self._link in ("npu", "cuda"):
                 # The link is what it is: the ratio is a result.
                 wire = median(sample.total for sample in measured[COMMUNICATION])
                 ratio = wire / compute
-            setting = Setting(
-                self._mode(sweep),
-                work,
-                self._size,
-                self._link,
-                sweep.dtype,
-                ratio,
-                str(shape),
-                rate,
-                1e3 * wire,
-            )
+            of = self._mode(sweep), work, self._size, self._link, sweep.dtype
+            setting = Setting(*of, ratio, str(shape), rate, 1e3 * wire)
             yield from evaluate(setting, measured, checks)
 
     def _mode(self, sweep: Sweep) -> str:

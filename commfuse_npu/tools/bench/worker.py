@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.bench.forms import Form, Groups
-from commfuse_npu.tools.bench.peak_memory import peak_bytes
+from commfuse_npu.tools.bench.carriers import DirectExchange
+from commfuse_npu.tools.bench.forms import Form, form_of, plain_form
 from commfuse_npu.tools.bench.results import Check, Sample
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms
-from commfuse_npu.tools.bench.variants import COMPUTE, REFERENCE, Variant
-from commfuse_npu.tools.bench.wire import Pacing
+from commfuse_npu.tools.bench.variants import REFERENCE, Variant
+from commfuse_npu.tools.bench.wire import Pacing, pace
 from commfuse_npu.tools.bench.works import Work
 from commfuse_npu.tuning import decisions
 
@@ -43,14 +43,22 @@ class FormsWorker:
         self._work: Work
         self._gflops: float | None = None
         self._reference: list[torch.Tensor] | None = None
+        self._exchange: DirectExchange | None = None
 
-    @cached_property
-    def _groups(self) -> Groups:
-        """Made when forms are asked for first, on all ranks: their links have to connect."""
-        return Groups(self._transport)
+    def _connected(self) -> DirectExchange:
+        """Over a group of its own, made on all ranks when forms are asked for first."""
+        if self._exchange is None:
+            group = dist.new_group(list(range(self.size)))
+            assert group is not None
+            for one in (self._transport.group, group):  # links connect at their first use
+                dist.all_reduce(torch.ones(1, device=self._device), group=one)
+            self._exchange = DirectExchange(group, {})
+        return self._exchange
 
     def pace(self, bytes_per_second: float | None) -> Pacing:
-        return self._groups.pace(bytes_per_second)
+        """Give the sockets of all groups a rate, which are all of this process."""
+        self._connected()
+        return pace(bytes_per_second)
 
     def set_up(self, work: str, shape: Shape, dtype: str, seed: int, gflops: float | None) -> None:
         """Make the weights and inputs of a work.
@@ -64,38 +72,22 @@ class FormsWorker:
         self._gflops = gflops
         self._reference = None
         self._forms.clear()
-        self._forget_buffers()
+        # What the baselines and the product keep between calls has other shapes.
+        self._connected().idle.clear()
+        self._transport.scratch.clear()
 
-    def check(self, variant: Variant, *, memory: bool = True) -> Check:
-        """Compare a variant with the reference, with real GEMMs, and take its peak memory.
-
-        It warms the variant up besides.
-
-        Args:
-            memory: whether the peak is wanted, else it is 0; the profiler takes a while.
-        """
+    def check(self, variant: Variant) -> Check:
+        """Compare a variant with the reference, with real GEMMs, which warms it up besides."""
         work, form = self._work, self._form(variant)
         if self._reference is None:
             results = work.run(self._form(Variant(REFERENCE, "blocking")))
             self._reference = [result.clone() for result in results]
         results = work.run(form)
-        peak = 0
-        if memory:
-            # The second time, when a library has what it keeps for itself; buffers from nothing.
-            results.clear()
-            self._forget_buffers()
-            peak = peak_bytes(lambda: results.extend(work.run(form)), self._device.type)
-        if variant.name == COMPUTE:
-            return Check(False, 0.0, None, peak)
         same: bool | None = None
         if variant.schedule is not None and not variant.tuned:
-            same = _all_equal(results, work.run(self._groups.plain_form(variant)))
-        return Check(
-            _all_equal(results, self._reference),
-            _max_difference(results, self._reference),
-            same,
-            peak,
-        )
+            same = _all_equal(results, work.run(plain_form(variant, self._transport)))
+        equal = _all_equal(results, self._reference)
+        return Check(equal, _max_difference(results, self._reference), same)
 
     def forget_tuning(self) -> None:
         """What was fastest is not any more: the link is another one, or the GEMMs."""
@@ -108,8 +100,7 @@ class FormsWorker:
         with self._gemms():
             self._work.run(self._form(variant))
         if variant.kind == "turns":
-            # Profiled in one thread, the memory of two sides is neither's.
-            return self.check(variant, memory=False)
+            return self.check(variant)
         chosen = tuple(
             f"{of.layer} {of.half} {of.inputs} x {of.outputs}: {schedule or 'collectives'}"
             for (of, _), schedule in decided.items()
@@ -130,15 +121,10 @@ class FormsWorker:
             gc.enable()
         return samples
 
-    def _forget_buffers(self) -> None:
-        """Free what the baselines and the product keep between calls."""
-        self._groups.idle.clear()
-        self._transport.scratch.clear()
-
     def _sample(self, variant: Variant) -> Sample:
         run: Callable[[], object]
         if variant.kind == "communication":
-            direct = self._groups.direct
+            direct = self._connected()
             run, blocked = partial(self._work.communicate, direct), lambda: direct.blocked_seconds
         else:
             form = self._form(variant)
@@ -171,7 +157,7 @@ class FormsWorker:
 
     def _form(self, variant: Variant) -> Form:
         if variant not in self._forms:
-            self._forms[variant] = self._groups.form(variant)
+            self._forms[variant] = form_of(variant, self._transport, self._connected())
         return self._forms[variant]
 
 

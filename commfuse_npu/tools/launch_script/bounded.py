@@ -17,11 +17,13 @@ from pathlib import Path
 
 from commfuse_npu.runtime.child_process import die_with_parent
 
-__all__ = ["last_lines", "run_bounded"]
+__all__ = ["MARK", "last_lines", "run_bounded"]
+
+MARK = "COMMFUSE_STARTED_BY"
+"""The variable that all have which a command started."""
 
 _GRACE = 20.0
 """Seconds between asking processes to end and ending them, and then at most until they have."""
-_MARK = "COMMFUSE_STARTED_BY"
 
 
 def run_bounded(
@@ -31,8 +33,12 @@ def run_bounded(
     environment: Mapping[str, str],
     log: Path,
     seconds: float,
+    linger: float = 0.0,
 ) -> int:
     """Run a command to its end, in a folder, with what it prints in ``log``; returns its exit code.
+
+    Args:
+        linger: seconds that its group has to end after it; nothing outlives them.
 
     Raises:
         TimeoutError: it took more than so many seconds, and has been ended.
@@ -42,7 +48,7 @@ def run_bounded(
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**environment, _MARK: mark},
+            env={**environment, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -50,7 +56,11 @@ def run_bounded(
             preexec_fn=die_with_parent,
         )
         try:
-            return process.wait(seconds)
+            code = process.wait(seconds)
+            end = time.monotonic() + linger
+            while time.monotonic() < end and _signal_group(process.pid, 0):
+                time.sleep(0.01)
+            return code
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"did not end within {seconds:.0f} s") from error
         finally:
@@ -76,16 +86,20 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         time.sleep(0.05)
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def _signal_group(group: int, number: int) -> bool:
+    """Whether there still was somebody to get the signal."""
+    try:
         os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _marked(mark: str) -> Iterator[int]:
     """Processes that were started by a command, or by what it started."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has gone, or is somebody else's
-            if f"{_MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
                 yield int(path.parent.name)
 
 

@@ -13,16 +13,14 @@ import json
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script.bounded import MARK, run_bounded
 
 __all__ = ["Captured", "Command", "capture_commands"]
 
@@ -34,7 +32,7 @@ _READING = (
 )
 _SKIPPED = ("mkdir", "rm", "cp", "mv", "ln", "touch", "chmod", "sleep")
 _NOT_THE_LAUNCHS = {
-    *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME"),
+    *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME", MARK),
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
 }
 """Of the shell itself, of this capture, or set anew for every start."""
@@ -105,43 +103,24 @@ def capture_commands(
             "BASH_ENV": str(_write_programs(own, records)),
             "PYTHONHOME": str(own / "no-python-is-started"),
         }
-        # Not a pipe: whoever holds its other end could keep us waiting.
-        with (own / "printed").open("w+b") as printed:
-            process = subprocess.Popen(
+        try:
+            code = run_bounded(
                 [*inside, bash, *script],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                folder=folder,
+                environment=environment,
+                log=own / "printed",
+                seconds=timeout,
+                linger=_BACKGROUND_SECONDS,
             )
-            try:
-                code = process.wait(timeout)
-                end = time.monotonic() + _BACKGROUND_SECONDS
-                while time.monotonic() < end and _signal_group(process.pid, 0):
-                    time.sleep(0.01)
-            except subprocess.TimeoutExpired as error:
-                raise UsageError(
-                    f"{script[0]} did not end within {timeout:g} s although it starts nothing "
-                    "here; give the command line that it runs"
-                ) from error
-            finally:
-                _signal_group(process.pid, signal.SIGKILL)
-                process.wait()
-            printed.seek(0)
+        except TimeoutError as error:
+            raise UsageError(
+                f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
+                "give the command line that it runs"
+            ) from error
+        with (own / "printed").open("rb") as printed:
             text = printed.read(_LONGEST_PRINTED).decode("utf-8", "replace")
         commands = [_command(path, environment) for path in sorted(records.glob("*.json"))]
         return Captured(commands, text, code)
-
-
-def _signal_group(leader: int, number: int) -> bool:
-    """Whether there still was somebody in the group of a process to get the signal."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _command(path: Path, before: Mapping[str, str]) -> Command:

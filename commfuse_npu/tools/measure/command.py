@@ -10,11 +10,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
@@ -26,17 +26,17 @@ from commfuse_npu.tools.doctor.devices import check_devices, topology
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.measure.figures import description
-from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
-from commfuse_npu.tools.measure.forms import Form, Launches, launches
-from commfuse_npu.tools.measure.report import as_markdown, compared, verdict
+from commfuse_npu.tools.measure.figures import Measured, description
+from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError, different
+from commfuse_npu.tools.measure.forms import FORMS, Form, Launches, launches
+from commfuse_npu.tools.measure.report import Row, as_markdown, compared, verdict
 from commfuse_npu.tools.measure.steps import LAUNCH, LAYER, STEPS, Scale, slowest
 from commfuse_npu.tools.measure.trainings import (
+    Training,
     TrainingError,
-    file_of,
+    TrainingLog,
     limit_of,
     train,
-    trained,
 )
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
 from commfuse_npu.tools.quartiles import quartiles
@@ -135,20 +135,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Task(NamedTuple):
-    """What is kept in a file of its own: a step, or a form of the launch.
-
-    Attributes:
-        about: what the file says besides; a launch has to be the same for it to be used again.
-        run: measures; returns what is to be kept, and how it is summed up.
-    """
-
-    file: str
-    title: str
-    about: dict[str, Any]
-    run: Callable[[], tuple[dict[str, Any], str]]
-
-
 class _Run:
     """One measurement: its options understood, its folder made."""
 
@@ -171,48 +157,60 @@ class _Run:
         self._longest = 0.0
 
     def measure(self) -> bool:
+        """All steps, each kept when it is over; whether none failed or was left out."""
         if self._launched is not None:
             # Queues, affinities and buffers of the ranks are those of the launch.
             os.environ.update(self._launched.environment)
         if self._folder.kept("machine") is None:
             self._folder.keep("machine", machine_facts(self._options.device, Machine.this()))
         try:
-            return not [task for task in self._tasks() if not self._done(task)]
+            # All of them: a step that fails leaves the others.
+            done = [self._step(name) for name in self._steps]
+            return all(done)
         finally:
             self._end_ranks()
 
-    def _tasks(self) -> Iterator[_Task]:
-        for name in self._steps:
-            if name != LAUNCH:
-                about = {"question": STEPS[name].question}
-                yield _Task(name, name, about, partial(self._asked, name))
-                continue
-            launched, text = self._launched, self._options.launch
-            assert launched is not None
-            # Ranks that wait would be in the way of others.
-            self._end_ranks()
-            self._folder.keep(LAUNCH, {"launch": text})
-            print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
-            for form in launched.forms:
-                about = {"launch": text, "command": shlex.join(launched.commands[form.name])}
-                train = partial(self._trained, form, launched)
-                yield _Task(file_of(form), f"{LAUNCH}, {form.title}", about, train)
+    def _step(self, name: str) -> bool:
+        if name != LAUNCH:
+            about = {"question": STEPS[name].question}
+            return self._done(name, name, about, partial(self._asked, name))
+        launched, text = self._launched, self._options.launch
+        assert launched is not None
+        # Ranks that wait would be in the way of others.
+        self._end_ranks()
+        self._folder.keep(LAUNCH, {"launch": text})
+        print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
+        done = []
+        for form in launched.forms:
+            about = {"launch": text, "command": shlex.join(launched.commands[form.name])}
+            train = partial(self._trained, form, launched)
+            done.append(self._done(form.file, f"{LAUNCH}, {form.title}", about, train))
+        return all(done)
 
-    def _done(self, task: _Task) -> bool:
-        """Measure it if it is not kept; one that fails, or is left out, leaves the others."""
-        kept = self._folder.kept(task.file) or {}
-        if kept.get("launch") != task.about.get("launch"):
-            kept = {}
-        if kept and "failed" not in kept:
-            print(f"{task.title}: kept")
+    def _done(
+        self,
+        file: str,
+        title: str,
+        about: dict[str, Any],
+        measure: Callable[[], tuple[dict[str, Any], str]],
+    ) -> bool:
+        """Measure what has a file of its own if it is not kept; a failure leaves the others.
+
+        Args:
+            about: what the file says besides; a launch has to be the same to be used again.
+            measure: returns what is to be kept, and how it is summed up.
+        """
+        kept = self._folder.kept(file) or {}
+        if kept and kept.get("launch") == about.get("launch") and "failed" not in kept:
+            print(f"{title}: kept")
             self._longest = max(self._longest, kept["took seconds"] if "log" in kept else 0.0)
             return True
-        start, content = time.monotonic(), dict(task.about)
+        start, content = time.monotonic(), dict(about)
         try:
             if self._deadline.over:
                 raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
-            print(": ".join([task.title, *filter(None, [task.about.get("question")])]), flush=True)
-            found, said = task.run()
+            print(": ".join([title, *filter(None, [about.get("question")])]), flush=True)
+            found, said = measure()
         except FolderError:
             raise
         except Exception as error:
@@ -222,11 +220,11 @@ class _Run:
             content["failed"] = (str(error) if known else traceback.format_exc()).strip()
             lines = content["failed"].splitlines()
             why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if known else lines[-1]
-            print(f"{task.title}: failed: {why}", file=sys.stderr)
+            print(f"{title}: failed: {why}", file=sys.stderr)
         else:
             content |= {**found, "took seconds": round(time.monotonic() - start, 1)}
-            print(f"{task.title}: {said}, in {content['took seconds']:.0f} s", flush=True)
-        self._folder.keep(task.file, content)
+            print(f"{title}: {said}, in {content['took seconds']:.0f} s", flush=True)
+        self._folder.keep(file, content)
         return "failed" not in content
 
     def _asked(self, name: str) -> tuple[dict[str, Any], str]:
@@ -234,11 +232,11 @@ class _Run:
             raise _LeftOutError(f"left out, ranks could not be started, {_STARTS} times")
         step = STEPS[name]
 
-        def ask(method: str, *args: Any, **flags: Any) -> list[Any]:
+        def ask(method: str, *args: Any) -> list[Any]:
             limit = self._options.timeout or step.seconds
             ranks = self._ranks or self._started(limit)
             ranks.timeout = self._deadline.limit(limit)
-            return ranks.ask(method, *args, **flags)
+            return ranks.ask(method, *args)
 
         times = step.ask(ask, self._scale) if step.ask else slowest(ask(name, self._scale))
         return {"times": times}, f"{len(times)} times"
@@ -249,15 +247,10 @@ class _Run:
         self._ranks = ranks = Ranks(size, device=self._options.device, timeout=limit)
         ranks.__enter__()
         here, known = ranks.ask("machine")[0], self._folder.kept("machine") or {}
-        differing = [
-            f"{key} {known.get(key)!r} there, {here.get(key)!r} here"
-            for key in _SAME
-            if "backend" in known and known.get(key) != here.get(key)
-        ]
-        if differing:
+        if "backend" in known and (differing := different({k: here.get(k) for k in _SAME}, known)):
             raise FolderError(
-                f"{self._folder.path} holds what was measured on another machine: "
-                f"{'; '.join(differing)}; choose another folder with --folder"
+                f"{self._folder.path} holds what was measured on another machine: {differing}; "
+                "choose another folder with --folder"
             )
         self._folder.keep("machine", {**known, **here})
         self._failed_starts = 0
@@ -271,54 +264,64 @@ class _Run:
     def _trained(self, form: Form, launched: Launches) -> tuple[dict[str, Any], str]:
         limit = self._options.timeout or limit_of(self._longest, STEPS[LAUNCH].seconds)
         start = time.monotonic()
-        log = train(form, launched, self._folder, self._deadline.limit(limit))
+        log = train(form, launched, self._folder.path, self._deadline.limit(limit))
         self._longest = max(self._longest, time.monotonic() - start)
         return {"log": asdict(log)}, f"{quartiles(log.steady)[1]:.1f} ms"
 
+    def _trainings(self) -> list[Training]:
+        """What is kept of the last launch, in the order of the forms."""
+        last = (self._folder.kept(LAUNCH) or {}).get("launch")
+        return [
+            Training(form, TrainingLog(**kept.get("log", {})), kept.get("failed", ""))
+            for form in FORMS
+            if (kept := self._folder.kept(form.file)) is not None and kept["launch"] == last
+        ]
+
     def write(self, command: Sequence[str]) -> None:
         """The description and the page of what there is; prints the verdict."""
-        options, folder = self._options, self._folder
-        stored = {name: folder.kept(name) or {} for name in STEPS}
+        stored = {name: self._folder.kept(name) or {} for name in STEPS}
         measured = {name: one["times"] for name, one in stored.items() if "times" in one}
         failed = {name: one["failed"] for name, one in stored.items() if "failed" in one}
-        trainings = trained(folder)
-        facts = folder.kept("machine") or {}
+        trainings = self._trainings()
+        facts = self._folder.kept("machine") or {}
         if not (measured or trainings or failed):
             return
-        rows: list[tuple[str, str, str, str]] = []
-        said = list(verdict(trainings, options.device))
+        said, rows = list(verdict(trainings, self._options.device)), list[Row]()
         if LAYER in measured:
             layers = [restored(one["result"]) for one in measured[LAYER]]
             said += [f"Two layers: {line}" for line in bench_verdict(layers)]
         if measured:
-            path = folder.path / "measured.yaml"
-            device = facts.get("device name", options.device)
-            base = options.base or described(str(device)) or _BASES[options.device]
-            name = f"{options.ranks} ranks on {device}"
-            name = f"one of {name}" if options.one_device else name
-            source = (
-                f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
-                f"{facts.get('backend')}, shapes of {options.config}"
-            )
-            with whole_file(path) as part:
-                text = description(base, f"{name}, measured", measured, facts, source)
-                part.write_text(text, "utf-8")
-            rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
-            outside = [f"`{row[0]}`" for row in rows if row[3] != "in the range"]
-            said.append(
-                f"{len(rows)} figures were measured, {len(outside)} of them outside the range that "
-                f"{base} assumes{': ' if outside else ''}{', '.join(outside)}. To simulate with "
-                f"them: `commfuse-npu simulate --hardware {path}`"
-            )
+            line, rows = self._described(measured, facts)
+            said.append(line)
         if failed:
             said.append(f"**Not measured**: {', '.join(failed)}.")
-        page = folder.path / "measured.md"
+        page = self._folder.path / "measured.md"
         with whole_file(page) as part:
             facts = {"command": shlex.join(command), **facts}
             part.write_text(as_markdown(said, trainings, rows, failed, facts), "utf-8")
-        for line in said:
-            print(line.replace("**", "").replace("`", ""))
+        print(*(line.replace("**", "").replace("`", "") for line in said), sep="\n")
         print(f"Written: {page}")
+
+    def _described(self, measured: Measured, facts: dict[str, Any]) -> tuple[str, list[Row]]:
+        """Write measured.yaml; returns what is said of it, and its figures beside the base's."""
+        options, path = self._options, self._folder.path / "measured.yaml"
+        device = facts.get("device name", options.device)
+        base = options.base or described(str(device)) or _BASES[options.device]
+        name = f"{'one of ' * options.one_device}{options.ranks} ranks on {device}"
+        source = (
+            f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
+            f"{facts.get('backend')}, shapes of {options.config}"
+        )
+        with whole_file(path) as part:
+            text = description(base, f"{name}, measured", measured, facts, source)
+            part.write_text(text, "utf-8")
+        rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
+        outside = [f"`{row[0]}`" for row in rows if row[3] != "in the range"]
+        return (
+            f"{len(rows)} figures were measured, {len(outside)} of them outside the range that "
+            f"{base} assumes{': ' if outside else ''}{', '.join(outside)}. To simulate with "
+            f"them: `commfuse-npu simulate --hardware {path}`"
+        ), rows
 
 
 class _LeftOutError(Exception):
@@ -330,17 +333,16 @@ def _chosen(options: argparse.Namespace) -> list[str]:
         if name not in STEPS:
             raise FolderError(f"--steps {name}: choose from {', '.join(STEPS)}")
     chosen = [name for name in STEPS if not options.steps or name in options.steps]
-    if options.steps and LAUNCH in chosen and options.launch is None:
-        raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
-    if options.launch is not None and LAUNCH not in chosen:
-        raise FolderError(f"--launch: no effect without {LAUNCH} among --steps; add it")
-    if options.one_device and options.launch is not None:
-        raise FolderError("--launch trains on all ranks; leave it out with --one-device")
     if options.launch is None:
+        if options.steps and LAUNCH in chosen:
+            raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
         chosen = [name for name in chosen if name != LAUNCH]
+    elif LAUNCH not in chosen:
+        raise FolderError(f"--launch: no effect without {LAUNCH} among --steps; add it")
+    elif options.one_device:
+        raise FolderError("--launch trains on all ranks; leave it out with --one-device")
     if options.one_device:
-        others = [name for name in chosen if not STEPS[name].alone]
-        chosen = [name for name in chosen if STEPS[name].alone]
-        if others:
+        if others := [name for name in chosen if not STEPS[name].alone]:
             print(f"left out, they need the other ranks: {', '.join(others)}")
+        chosen = [name for name in chosen if STEPS[name].alone]
     return chosen

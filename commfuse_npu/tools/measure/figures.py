@@ -19,8 +19,12 @@ from commfuse_npu.tools.quartiles import Range, quartiles
 
 __all__ = ["Measured", "Peaks", "Range", "description", "figures", "quartiles"]
 
-Measured = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By step: what was timed."""
+Times = Sequence[Mapping[str, Any]]
+"""What was timed in a step."""
+Measured = Mapping[str, Times]
+"""By step."""
+Figures = Iterator[tuple[str, Range]]
+"""By dotted name."""
 
 _MOST_SLOWDOWN, _MOST_BESIDE, _MOST_COPIES = 0.9, 10.0, 4.0
 """As much as a description takes."""
@@ -43,17 +47,12 @@ class Peaks(NamedTuple):
 
 def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
     """By dotted name; only those of steps that were measured."""
+    steps = {"links": _links, "gemms": _gemms, "host": _host, "beside": _beside,
+             "memory": _memory, "communicators": _communicators}  # fmt: skip
     found: dict[str, Range] = {}
-    for step, of in (
-        ("links", _links),
-        ("gemms", _gemms),
-        ("host", _host),
-        ("beside", _beside),
-        ("memory", _memory),
-        ("communicators", _communicators),
-    ):
+    for step, figures_of in steps.items():
         if step in measured:
-            found |= dict(of(measured[step], peaks))
+            found |= dict(figures_of(measured[step], peaks))
     if peaks.cores and measured.keys() >= {"links", "collectives", "memory"}:
         (bandwidth, share) = (found[f"npu.hbm_{what}"][1] for what in ("bandwidth", "efficiency"))
         found |= dict(_copies(measured["links"], measured["collectives"], peaks, bandwidth * share))
@@ -70,7 +69,7 @@ def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
     return (rate, (peak,) * 3), (share, quartiles([min(1.0, value / peak) for value in values]))
 
 
-def _links(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
+def _links(times: Times, peaks: Peaks) -> Figures:
     pings = next(one for one in times if one.get("half a ping-pong"))
     yield "inside.latency", quartiles(pings["seconds"])
     largest = _largest(times)
@@ -79,23 +78,18 @@ def _links(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[s
         yield "host.message_copies", (0.0,) * 3
 
 
-def _largest(times: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _largest(times: Times) -> Mapping[str, Any]:
     return max(times, key=lambda one: (one["bytes"], one.get("lanes", 0)))
 
 
-def _rate(one: Mapping[str, Any], peers: int, peaks: Peaks) -> Iterator[tuple[str, Range]]:
+def _rate(one: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:
     """Of the links that carried a message to each of so many peers at once."""
     carried = one["bytes"] * (peers if peaks.switched else 1)
     rates = [carried / seconds for seconds in one["seconds"]]
     yield from _shares(rates, peaks.link, "inside.rate", "inside.efficiency")
 
 
-def _copies(
-    links: Sequence[Mapping[str, Any]],
-    collectives: Sequence[Mapping[str, Any]],
-    peaks: Peaks,
-    memory: float,
-) -> Iterator[tuple[str, Range]]:
+def _copies(links: Times, collectives: Times, peaks: Peaks, memory: float) -> Figures:
     """Where lanes are slower than an all-gather: by copies, as the simulator has it.
 
     Args:
@@ -108,25 +102,20 @@ def _copies(
         yield from _rate(block, message["lanes"], peaks)
         one_copy = 4 * message["bytes"] / memory  # at both ends, read and written
         longer = [max(0.0, seconds - wire) for seconds in message["seconds"]]
-        yield (
-            "host.message_copies",
-            quartiles([min(_MOST_COPIES, seconds / one_copy) for seconds in longer]),
-        )
+        copies = [min(_MOST_COPIES, seconds / one_copy) for seconds in longer]
+        yield "host.message_copies", quartiles(copies)
 
 
-def _gemms(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
+def _gemms(times: Times, peaks: Peaks) -> Figures:
     rates, starts = [], []
     for layer in dict.fromkeys(one["layer"] for one in times):
-        points = [
-            (_operations(one, peaks.cores), median(one["seconds"]))
-            for one in times
-            if one["layer"] == layer
-        ]
+        rows = [one for one in times if one["layer"] == layer]
+        points = [(_operations(one, peaks.cores), median(one["seconds"])) for one in rows]
         slope, start = _line(points)
         if slope <= 0:
             continue  # the smallest takes longest: nothing but noise
         rates.append(1 / slope)
-        of_row = next(2 * one["inputs"] * one["outputs"] for one in times if one["layer"] == layer)
+        of_row = 2 * rows[0]["inputs"] * rows[0]["outputs"]
         starts.append(max(0.0, start) if peaks.cores else max(_LEAST, start / slope / of_row))
     if rates:
         yield from _shares(rates, peaks.cube, "npu.cube_flops", "npu.gemm_efficiency")
@@ -155,7 +144,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return slope, y0 - slope * x0
 
 
-def _host(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
+def _host(times: Times, peaks: Peaks) -> Figures:
     by = {one["what"]: one["seconds"] for one in times}
     # gloo's transport posts single operations, a send and a receive; others post a batch.
     posted = [seconds / 2 for seconds in by["single"]] if "single" in by else by["batch"]
@@ -163,7 +152,7 @@ def _host(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[st
     yield "host.launch_overhead", quartiles(by.get("GEMM", posted))
 
 
-def _beside(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
+def _beside(times: Times, peaks: Peaks) -> Figures:
     by = {one["what"]: one["seconds"] for one in times}
     gemm, exchange = median(by["gemm"]), median(by["exchange"])
     slowed = [min(_MOST_SLOWDOWN, max(0.0, 1 - gemm / one)) for one in by["gemm beside"]]
@@ -183,22 +172,20 @@ def _longer(both: float, beside: float, exchange: float) -> float:
     return max(1.0, beside / passed) if passed > beside / _MOST_BESIDE else _MOST_BESIDE
 
 
-def _memory(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
+def _memory(times: Times, peaks: Peaks) -> Figures:
     copy = next(one for one in times if one["what"] == "copy")
     rates = [4 * copy["numbers"] / seconds for seconds in copy["seconds"]]
     yield from _shares(rates, peaks.memory, "npu.hbm_bandwidth", "npu.hbm_efficiency")
 
 
-def _communicators(times: Sequence[Mapping[str, Any]], peaks: Peaks) -> Iterator[tuple[str, Range]]:
+def _communicators(times: Times, peaks: Peaks) -> Figures:
     largest = times[-1]["MB of a buffer"]
     taken = [one["bytes taken"] for one in times if one["MB of a buffer"] == largest]
     if None not in taken:
         yield "host.communicator_bytes", quartiles(taken)
 
 
-def _attention(
-    times: Sequence[Mapping[str, Any]], peaks: Peaks, reached: float
-) -> Iterator[tuple[str, Range]]:
+def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
     whole = max(times, key=lambda one: one["queries"])
     lost = 0.0
     if peaks.cores and (found := [half for half in _half_queries(times) if half is not None]):
@@ -209,7 +196,7 @@ def _attention(
     yield "npu.attention_efficiency", quartiles(shares)
 
 
-def _half_queries(times: Sequence[Mapping[str, Any]]) -> Iterator[float | None]:
+def _half_queries(times: Times) -> Iterator[float | None]:
     """The queries at which attention is half as fast as with many, of one call of each run.
 
     ``seconds / operations`` is a line over ``1 / queries``.  ``None`` where it makes no sense.
@@ -243,8 +230,8 @@ def description(
     content = read_config(find_config(base, "hardware"))
     npu, inside = content["npu"], content["inside"]
     cores = npu["cores"]["typical"]
-    known = (npu["cube_flops"], npu["hbm_bandwidth"], inside["rate"])
-    cube, memory, link = ((one["typical"] if cores else 0.0) for one in known)
+    best = (npu["cube_flops"], npu["hbm_bandwidth"], inside["rate"])
+    cube, memory, link = ((one["typical"] if cores else 0.0) for one in best)
     peaks = Peaks(cores, cube, memory, link, switched=inside["topology"] == "switched")
     found: dict[str, Range] = {}
     if cores and (there := facts.get("cube cores")):
@@ -255,8 +242,7 @@ def description(
         found["npu.hbm_bytes"] = (float(held),) * 3
     for dotted, (low, typical, high) in found.items():
         section, figure = dotted.split(".")
-        content[section][figure] = {
-            "low": low, "typical": typical, "high": high, "source": source
-        }  # fmt: skip
+        known = {"low": low, "typical": typical, "high": high, "source": source}
+        content[section][figure] = known
     content["name"] = name
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))

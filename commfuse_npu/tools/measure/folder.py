@@ -11,13 +11,22 @@ from typing import Any
 
 from commfuse_npu.runtime.whole_file import write_json
 
-__all__ = ["Deadline", "Folder", "FolderError"]
+__all__ = ["Deadline", "Folder", "FolderError", "different"]
 
-_VERSION = 4
+_VERSION = 5
 
 
 class FolderError(ValueError):
     """The folder cannot be resumed, or begun in."""
+
+
+def different(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """What is not as it was; empty if all is."""
+    return "; ".join(
+        f"{name} {there.get(name)!r} there, {value!r} here"
+        for name, value in here.items()
+        if there.get(name) != value
+    )
 
 
 class Deadline:
@@ -69,14 +78,10 @@ class Folder:
             raise FolderError(
                 f"{path} holds a run; continue it with --resume, or choose another --folder"
             )
-        elif differing := [
-            f"{name} {stored.get(name)!r} there, {value!r} here"
-            for name, value in expected.items()
-            if stored.get(name) != value
-        ]:
+        elif differing := different(expected, stored):
             raise FolderError(
-                f"{path} holds another run: {'; '.join(differing)}; choose another --folder, or "
-                "the options of that run"
+                f"{path} holds another run: {differing}; choose another --folder, or the options "
+                "of that run"
             )
 
     def keep(self, step: str, content: Mapping[str, Any]) -> None:

@@ -34,12 +34,17 @@ _PROJECT = Path(__file__).resolve().parents[3]
 
 
 class Form(NamedTuple):
-    """A form of the launch: the name of its files, a title, its flags, whether it is CommFuse's."""
+    """A form of the launch: its name, a title, its flags, whether it is CommFuse's."""
 
     name: str
     title: str
     flags: str
     ours: bool = False
+
+    @property
+    def file(self) -> str:
+        """The name of its files, in the folder of a measurement."""
+        return f"launch_{self.name}"
 
 
 FORMS = (

@@ -14,7 +14,10 @@ from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.measure.trainings import WARM_UP, Training
 
-__all__ = ["as_markdown", "compared", "launch_table", "verdict"]
+__all__ = ["Row", "as_markdown", "compared", "launch_table", "verdict"]
+
+Row = tuple[str, str, str, str]
+"""Of a figure: its name, its range, the described range, where it lies."""
 
 _ALIKE = 0.01
 """As far as losses of another order of the same sums may be off in ten iterations (relative)."""
@@ -92,8 +95,8 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
         yield table_row(cells)
 
 
-def compared(measured: Hardware, described: Hardware) -> list[tuple[str, str, str, str]]:
-    """Each figure that was measured: its name, its range, the described range, where it lies."""
+def compared(measured: Hardware, described: Hardware) -> list[Row]:
+    """Each figure that was measured."""
     rows = []
     for name, figure in measured.figures.items():
         other = described.figures[name]
@@ -111,7 +114,7 @@ def compared(measured: Hardware, described: Hardware) -> list[tuple[str, str, st
 def as_markdown(
     said: Sequence[str],
     trainings: Sequence[Training],
-    figures: Sequence[Sequence[str]],
+    figures: Sequence[Row],
     failed: Mapping[str, str],
     facts: Mapping[str, Any],
 ) -> str:

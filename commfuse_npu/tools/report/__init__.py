@@ -3,6 +3,6 @@
 ::
 
     page         verdict, sections, environment, as HTML
-    charts       bars, lines, stacked bars, a Gantt chart, as Vega-Lite
+    charts       bars, lines, a Gantt chart, as Vega-Lite
     drawing      Vega-Lite to PNG, SVG and JavaScript (vl-convert-python, which is optional)
 """

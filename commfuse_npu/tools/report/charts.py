@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["COLORS", "Bar", "Bit", "Chart", "Line", "Parts", "Picture", "Row", "Table", "bars",
-           "gantt", "lines", "parts"]  # fmt: skip
+__all__ = ["Bar", "Bit", "Chart", "Line", "Picture", "Row", "Table", "bars", "gantt", "lines"]
 
 Chart = dict[str, Any]
 """A specification in Vega-Lite: one view, with a ``description`` and a ``height``."""
 
-COLORS = {
+_COLORS = {
     "faint": "#59636e",
     "blue": "#0b62c4",
     "orange": "#c25400",
@@ -20,9 +19,9 @@ COLORS = {
     "purple": "#8250df",
     "teal": "#0a7a83",
     "red": "#cf222e",
-    "pale": "#9cc4f0",
 }
-"""By name."""
+_KINDS = {"work": "blue", "transfer": "teal", "waiting": "red"}
+"""Of bits, by what they are."""
 
 _NAMED = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
           "ticks": False, "domain": False}  # fmt: skip
@@ -62,16 +61,6 @@ class Bar(NamedTuple):
     color: str = "grey"
 
 
-class Parts(NamedTuple):
-    """A time, in parts that follow each other: computing alone, beside transfers, and exposed."""
-
-    name: str
-    alone: float
-    hidden: float
-    exposed: float
-    said: str
-
-
 class Line(NamedTuple):
     """A variant over something: pairs of a label or a number and a figure."""
 
@@ -99,36 +88,37 @@ class Row(NamedTuple):
 
 
 def bars(
-    title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float] | None, note: str = ""
+    title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float], note: str = ""
 ) -> Picture:
-    """A bar for each, with its range as whiskers, and a line across all to compare with."""
-    rows = [[one._asdict() | {"color": COLORS[one.color]}] for one in shown]
-    color = {"field": "color", "scale": None}
+    """A bar for each below its name, with its range as whiskers, and a line across to compare."""
+    order = [f"{n} {one.said}" for n, one in enumerate(shown)]
+    rows = [
+        one._asdict() | {"row": row, "color": _COLORS[one.color]}
+        for row, one in zip(order, shown, strict=True)
+    ]
+    above = _NAMED | {"labelAlign": "left", "labelPadding": 0, "labelOffset": -16}
+    scale = {"domain": order}
+    y = {"field": "row", "type": "nominal", "scale": scale, "title": None, "axis": above}
+    bar: Chart = {
+        "mark": {"type": "bar", "height": 14, "tooltip": True},
+        "encoding": {"x": _x("value", axis), "color": {"field": "color", "scale": None}},
+    }
     whiskers: Chart = {
         "transform": [{"filter": "datum.low < datum.high"}],
         "mark": {"type": "errorbar", "ticks": {"size": 9}},
         "encoding": {"x": _x("low", axis), "x2": {"field": "high"}},
     }
-    more = [whiskers] if any(one.low < one.high for one in shown) else []
-    chart = _below_each_other(axis, shown, rows, {"color": color}, more, _reference(line, "x"))
-    head = "variant", "typical", "least", "most"
-    return Picture(title, chart, (_numbers(head, shown, title, axis),), note)
-
-
-def parts(title: str, axis: str, shown: Sequence[Parts]) -> Picture:
-    kinds = ("computing alone", "computing, transfers hidden behind it", "exposed")
-    rows = [
-        [{"part": kind, "place": at, "value": one[1 + at]} for at, kind in enumerate(kinds)]
-        for one in shown
-    ]
-    hue = _hue("part", kinds, ("blue", "pale", "red"))
-    chart = _below_each_other(axis, shown, rows, {"color": hue, "order": {"field": "place"}})
-    return Picture(title, chart, (_numbers(("variant", *kinds), shown, title, axis),))
-
-
-def _numbers(head: tuple[str, ...], shown: Sequence[Bar | Parts], title: str, axis: str) -> Table:
+    # Vega gives marks without data a legend of their own.
+    ranges = [whiskers] if any(one.low < one.high for one in shown) else []
+    chart = {
+        "description": f"Bars. {axis}. {'; '.join(one.said for one in shown)}",
+        "height": 46 * len(order),
+        "data": {"values": rows},
+        "layer": [{"encoding": {"y": y}, "layer": [bar, *ranges]}, *_reference(line, "x")],
+    }
     cells = tuple((one.name, *(f"{value:.4g}" for value in one[1:4])) for one in shown)
-    return Table(head, cells, f"{title}: {axis}", folded=True)
+    head = "variant", "typical", "least", "most"
+    return Picture(title, chart, (Table(head, cells, f"{title}: {axis}", folded=True),), note)
 
 
 def lines(
@@ -139,7 +129,6 @@ def lines(
     line: tuple[str, float] | None = None,
     whole: bool = False,
     note: str = "",
-    show: Callable[[float], str] = "{:.4g}".format,
 ) -> Picture:
     """A line for each over what varies.
 
@@ -148,7 +137,6 @@ def lines(
         axis: what varies.
         line: a name and a figure to compare with, across the picture.
         whole: whether what varies is counted: ticks are whole numbers.
-        show: how a figure is written in the table.
     """
     steps = list(dict.fromkeys(at for one in shown for at, _ in one.points))
     names = [one.name for one in shown]
@@ -186,8 +174,8 @@ def lines(
             *_reference(line, "y"),
         ],
     }  # fmt: skip
-    known = [dict(one.points) for one in shown]
-    cells = tuple((f"{at}", *(show(of[at]) if at in of else "-" for of in known)) for at in steps)
+    known = [{at: f"{value:.4g}" for at, value in one.points} for one in shown]
+    cells = tuple((f"{at}", *(of.get(at, "-") for of in known)) for at in steps)
     return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),), note)
 
 
@@ -201,8 +189,8 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
         for bit in row.bits
     ]
     end = max((bit.end for row in shown for bit in row.bits), default=1.0)
-    colors = {"work": "blue", "transfer": "teal", "waiting": "red"}
-    kinds = [kind for kind in colors if any(bit.kind == kind for r in shown for bit in r.bits)]
+    kinds = [kind for kind in _KINDS if any(bit.kind == kind for r in shown for bit in r.bits)]
+    colors = {"domain": kinds, "range": [_COLORS[_KINDS[kind]] for kind in kinds]}
     y = {"field": "row", "type": "nominal", "title": None, "scale": {"domain": order},
          "axis": _NAMED | {"minExtent": 66, "maxExtent": 66}}  # fmt: skip
     x = _x("start", axis) | {"scale": {"domain": [0, end], "nice": False}}
@@ -215,7 +203,7 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
         "layer": [
             {"mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5, "tooltip": True},
              "encoding": {"x": x, "x2": {"field": "end"},
-                          "color": _hue("kind", kinds, [colors[kind] for kind in kinds])}},
+                          "color": {"field": "kind", "type": "nominal", "scale": colors}}},
             {"transform": [{"filter": wide},
                            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
              "mark": {"type": "text", "color": "white"},
@@ -236,39 +224,8 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
     return Picture(title, chart, tuple(tables))
 
 
-def _below_each_other(
-    axis: str,
-    shown: Sequence[Bar | Parts],
-    rows: Sequence[Sequence[Chart]],
-    encoding: Chart,
-    more: Sequence[Chart] = (),
-    across: Sequence[Chart] = (),
-) -> Chart:
-    """Horizontal bars, each below what is said of it; ``rows``: what each is made of."""
-    order = [f"{n} {one.said}" for n, one in enumerate(shown)]
-    above = _NAMED | {"labelAlign": "left", "labelPadding": 0, "labelOffset": -16}
-    y = {"field": "row", "type": "nominal", "scale": {"domain": order}, "title": None,
-         "axis": above}  # fmt: skip
-    bar: Chart = {
-        "mark": {"type": "bar", "height": 14, "tooltip": True},
-        "encoding": {"x": _x("value", axis), **encoding},
-    }
-    named = [one | {"row": row} for row, made in zip(order, rows, strict=True) for one in made]
-    return {
-        "description": f"Bars. {axis}. {'; '.join(one.said for one in shown)}",
-        "height": 46 * len(order),
-        "data": {"values": named},
-        "layer": [{"encoding": {"y": y}, "layer": [bar, *more]}, *across],
-    }
-
-
 def _x(field: str, title: str) -> Chart:
     return {"field": field, "type": "quantitative", "title": title, "axis": {"grid": False}}
-
-
-def _hue(field: str, names: Sequence[str], colors: Sequence[str]) -> Chart:
-    scale = {"domain": names, "range": [COLORS[one] for one in colors]}
-    return {"field": field, "type": "nominal", "scale": scale}
 
 
 def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
@@ -279,7 +236,7 @@ def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
     at = {along: {"datum": value, "type": "quantitative"}}
     end: Chart = {"x": "width", "align": "right", "dy": -6} if along == "y" else {
         "y": -6, "align": "left", "dx": 4}  # fmt: skip
-    hue = COLORS["orange" if name.lower().startswith("megatron") else "faint"]
+    hue = _COLORS["orange" if name.lower().startswith("megatron") else "faint"]
     return [
         {"data": {"values": [{}]}, "mark": mark, "encoding": at}
         for mark in (

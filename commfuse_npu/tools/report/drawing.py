@@ -15,7 +15,7 @@ from typing import Any
 from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.report.charts import Chart, Picture
 
-__all__ = ["KINDS", "PAGES", "Chart", "draw", "draw_charts", "lacking", "script"]
+__all__ = ["KINDS", "PAGES", "draw", "draw_charts", "lacking", "script"]
 
 KINDS, PAGES = (".png", ".svg"), (".html", ".htm")
 _VERSION = "6.1"
@@ -55,15 +55,15 @@ def draw(pictures: Sequence[Picture], title: str, path: Path) -> None:
     draw_charts(charts, title, path)
 
 
-def draw_charts(charts: Sequence[Chart], title: str, path: Path, columns: int = 1) -> None:
-    """Write charts that have a width, in so many columns.
+def draw_charts(charts: Sequence[Chart], title: str, path: Path) -> None:
+    """Write charts that have a width, one below the other.
 
     Raises:
         OSError, ValueError: see :func:`draw`.
     """
     resolve = {"scale": dict.fromkeys(("color", "shape", "strokeDash", "x", "y"), "independent")}
     whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _CONFIG,
-             "concat": charts, "columns": columns, "spacing": 34, "resolve": resolve}  # fmt: skip
+             "vconcat": charts, "spacing": 34, "resolve": resolve}  # fmt: skip
     library = _library()
     with whole_file(path) as part:
         if path.suffix.lower() == ".svg":

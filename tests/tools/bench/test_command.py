@@ -31,8 +31,6 @@ _workers: list[Worker] = []
 def _asked(rank: int, method: str, args: tuple[Any, ...]) -> Any:
     if not _workers:
         _workers.append(Worker())
-    if method == "check":  # the profiler that takes the memory needs seconds to start
-        return _workers[0].check(*args, memory=False)
     return getattr(_workers[0], method)(*args)
 
 

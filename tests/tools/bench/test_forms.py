@@ -62,7 +62,7 @@ def test_every_variant_computes_the_same(
         ]
         assert chosen
         for variant in chosen:
-            check, name = worker.check(variant, memory=False), variant.name
+            check, name = worker.check(variant), variant.name
             where = f"{work}, {name}: {check}"
             assert check.max_difference <= limit, where
             # Whole GEMMs, the same additions: the same bits.
@@ -196,7 +196,7 @@ class _Alone(NoTransfers):
     """Of one of ``size`` ranks, without a group."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self._idle, self._wholes = 0, size, {}, {}
+        self.rank, self.size, self.idle, self._wholes = 0, size, {}, {}
         self.blocked_seconds = 0.0
 
 

@@ -140,9 +140,9 @@ class Impatient(Ranks):
     def __init__(self, size: int, *, device: str, timeout: float) -> None:
         super().__init__(size, device=device, timeout=LIMIT, worker=f"{__name__}:Sleepy")
 
-    def ask(self, method: str, *args: Any, **flags: Any) -> list[Any]:
+    def ask(self, method: str, *args: Any) -> list[Any]:
         self.timeout = 1.0 if method == "links" else LIMIT
-        return super().ask(method, *args, **flags)
+        return super().ask(method, *args)
 
 
 def test_a_step_that_hangs_is_given_up(

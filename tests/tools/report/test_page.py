@@ -10,18 +10,7 @@ import pytest
 
 from commfuse_npu.tools import option_types
 from commfuse_npu.tools.report import drawing
-from commfuse_npu.tools.report.charts import (
-    Bar,
-    Bit,
-    Line,
-    Parts,
-    Row,
-    Table,
-    bars,
-    gantt,
-    lines,
-    parts,
-)
+from commfuse_npu.tools.report.charts import Bar, Bit, Line, Row, Table, bars, gantt, lines
 from commfuse_npu.tools.report.drawing import draw, draw_charts
 from commfuse_npu.tools.report.page import Section, environment, write_page
 from tests.tools.report.pages import read
@@ -33,14 +22,12 @@ PICTURES = [
         [Bar("a", 2.0, 1.0, 3.0, "a: 2 ms"), Bar("<b>", 4.0, 4.0, 4.0, "b: 4 ms")],
         ("Megatron's order", 3.0),
     ),
-    parts("Parts", "ms", [Parts("a", 3.0, 2.0, 1.0, "a: 6 ms")]),
     lines(
         "Losses",
         "iteration",
         [Line("plain", ((1, 5.5), (2, 4.25))), Line("ours", ((1, 5.5),), True)],
         line=("1", 1.0),
         whole=True,
-        show="{:.9g}".format,
     ),
     gantt(
         "Layer",
@@ -70,17 +57,16 @@ def test_a_page_has_everything_inside(tmp_path: Path) -> None:
     write_page(path, "A <title>", ["Ours: **a**"], sections, environment(words))
     page = read(path)
     assert page.headings[0] == (1, "A <title>")
-    assert [said for _, said in page.headings[2:-1]] == ["First", "Parts", "Losses", "Layer"]
-    assert len(page.labels) == 4
+    assert [said for _, said in page.headings[2:-1]] == ["First", "Losses", "Layer"]
+    assert len(page.labels) == 3
     assert "a: 2 ms; b: 4 ms" in page.labels[0]
     assert "commfuse-npu simulate --model 'a b'" in page.text
     assert page.tables[0] == ("cells", [["what", "how much"], ["a & b", "</script>"]])
 
 
 def test_each_picture_has_its_numbers_as_a_table() -> None:
-    of_bars, of_parts, of_lines, of_gantt = (picture.tables[0] for picture in PICTURES)
+    of_bars, of_lines, of_gantt = (picture.tables[0] for picture in PICTURES)
     assert of_bars.rows == (("a", "2", "1", "3"), ("<b>", "4", "4", "4"))
-    assert of_parts.rows == (("a", "3", "2", "1"),)
     assert of_lines.head == ("iteration", "plain", "ours")
     assert of_lines.rows == (("1", "5.5", "5.5"), ("2", "4.25", "-"))
     assert of_gantt.rows[0] == ("waiting", "compute", "0.000", "1.000", "1.000")
