@@ -1,6 +1,6 @@
 """Draw docs/forms.svg: one layer on one rank, simulated, in four forms on one axis of time.
 
-Llama 3 8B, TP 8, 8,192 tokens, the server with Ascend 910B at typical figures: forward, then
+Llama 3 8B, TP 8, 32,768 tokens, the server with Ascend 910B at typical figures: forward, then
 backward, of a layer among many; overlapped, the layer of a forward beside that of a backward.
 """
 
@@ -28,8 +28,8 @@ from commfuse_npu.tools.simulate.variants import (
 
 __all__ = ["forms", "main", "step"]
 
-_HARDWARE, _MODEL, _TP, _TOKENS = "ascend_910b_server", "llama3_8b", 8, 8192
-_TITLE = "Llama 3 8B, TP 8, 8,192 tokens, a server with Ascend 910B (simulated)"
+_HARDWARE, _MODEL, _TP, _TOKENS = "ascend_910b_server", "llama3_8b", 8, 32768
+_TITLE = "Llama 3 8B, TP 8, 32,768 tokens, a server with Ascend 910B (simulated)"
 
 
 def step() -> Step:

@@ -75,8 +75,10 @@ def measured(checkouts: Sequence[Path]) -> Iterator[Measured | str]:
                     continue
                 seen.add(kept.stem)
                 yield _measured(kept.stem, scripts[0], times, content.get("memo info"))
-            except (NotSimulated, UsageError) as error:
-                yield f"{kept.stem}: {str(error).splitlines()[0].replace(str(checkout), '')}"
+            except NotSimulated as error:
+                yield f"{kept.stem}: {error}"
+            except UsageError:
+                yield f"{kept.stem}: no launch with Megatron's options, or one that needs its files"
             except json.JSONDecodeError:
                 yield f"{kept.stem}: its figures are no JSON"
 
