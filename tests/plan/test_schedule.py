@@ -151,26 +151,28 @@ def test_plan_and_proof_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "hidden", "chunks"),
+    ("size", "hidden", "microseconds", "rows"),
     [
-        *((size, 1023, None, 1) for size in (2, 4, 8, 16)),
-        *((size, 1024, 4096, 2) for size in (2, 4, 8, 16)),
-        (8, 1 << 20, 4096, 2),
-        *((8, 511, 8192, 1), (8, 512, 8192, 2), (2, 1023, 8192, 1)),
-        *((8, 2047, 2048, 1), (8, 2048, 2048, 2)),
+        *((2, None, 128, 2048), (4, None, 128, 3072), (8, 4096, 128, 3072), (16, None, 128, 3072)),
+        *((2, 8192, 128, 1024), (8, 8192, 128, 1536), (8, 2048, 128, 6144)),
+        *((8, None, 64, 1536), (2, None, 16, 512), (8, None, 8, 512)),
     ],
 )
-def test_long_blocks_are_cut_in_two(size: int, rows: int, hidden: int | None, chunks: int) -> None:
-    assert usual_chunks(size, rows, hidden) == chunks
+def test_long_blocks_are_cut_in_two(size: int, hidden: int | None, microseconds, rows: int) -> None:
+    found = [usual_chunks(size, n, hidden, microseconds * 1e-6) for n in (rows - 1, rows, 1 << 20)]
+    assert found == [1, 2, 2]
 
 
 @pytest.mark.parametrize(
-    ("size", "hidden", "rows"),
-    [(2, None, 256), (4, None, 512), (8, None, 1024), (8, 8192, 512), (2, 8192, 256),
-     (8, 2048, 2048)],
-)  # fmt: skip
-def test_more_ranks_need_longer_blocks(size: int, hidden: int | None, rows: int) -> None:
-    assert least_rows(size, hidden) == rows
+    ("size", "hidden", "microseconds", "rows"),
+    [
+        *((2, None, 128, 2048), (4, None, 128, 2048), (8, None, 128, 3072), (8, 8192, 128, 1536)),
+        *((2, 2048, 128, 4096), (4, None, 40, 640), (8, None, 40, 960), (2, None, 15, 256)),
+    ],
+)
+def test_a_slow_host_needs_longer_blocks(size: int, hidden: int | None, microseconds, rows) -> None:
+    assert least_rows(size, hidden, microseconds * 1e-6) == rows
+    assert least_rows(size, hidden) == least_rows(size, hidden, 128e-6)
 
 
 @pytest.mark.parametrize(("context", "rows"), [(1, 2048), (2, 1024)])
