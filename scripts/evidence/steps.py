@@ -28,7 +28,7 @@ from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.plan.launch import ask_about
-from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
+from commfuse_npu.tools.plan.training import NotSimulated, form_of, roughly, training_of
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
@@ -85,6 +85,8 @@ def measured(checkouts: Sequence[Path]) -> Iterator[Measured | str]:
 
 def _measured(name: str, script: Path, times: Sequence[float], memory: object) -> Measured:
     launch = ask_about(None, [str(script)], {})
+    if rough := roughly(launch.options):
+        raise NotSimulated(rough[0])
     family = re.split(r"[_-]", re.sub("^(tune|pretrain)_", "", name))[0]
     words = launch.config.vocab_size
     if not {"--vocab-size", "--padded-vocab-size"} & set(launch.options.names):
@@ -170,7 +172,7 @@ def report(found: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
     for (half, what), values in sorted(errors.items()):
         row = half, what, str(len(values)), f"{median(values):.1%}", f"{max(values):.1%}"
         lines.append(table_row(row))
-    return "\n".join([*lines, "", "Not simulated:", "", *(f"- {one}" for one in left_out)])
+    return "\n".join([*lines, "", "Left out:", "", *(f"- {one}" for one in left_out)])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.expert_layouts import ExpertLayout, expert_layouts
 from commfuse_npu.tools.plan.launch import AskedLaunch
-from commfuse_npu.tools.plan.training import NotSimulated, training_of
+from commfuse_npu.tools.plan.training import NotSimulated, roughly, training_of
 from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
@@ -248,17 +248,18 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     findings += check_lanes(launch, environ) if can_start else []
     if launch.variables.get("HCCL_DETERMINISTIC", "").lower() == "true":
         hardware = replace(hardware, deterministic=True)
-    reason, costs, laid_out = "", {}, list[ExpertLayout]()
+    reason, costs, laid_out, rough = "", {}, list[ExpertLayout](), list[str]()
     try:
         costs = step_costs(launch, hardware)
         laid_out = expert_layouts(training_of(launch), hardware.machine())
+        rough = roughly(launch.options)
     except ValueError as error:
         if isinstance(error, PlanError):
             raise
         reason = str(error)
     left = [f"{one.layer} ({one.reason})" for one in judged.layers if one.state == "left"]
     also = [name for name, why in judged.why_not.items() if not why and not judged.excluded]
-    notes = [*launch.notes, *judged.notes]
+    notes = [*launch.notes, *rough, *judged.notes]
     notes += [f"{', '.join(left)} stay Megatron's" for _ in left[:1]]
     notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
     if overlap.paired is not None:

@@ -9,28 +9,36 @@ from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS, Variant
 
-__all__ = ["NotSimulated", "form_of", "training_of"]
+__all__ = ["NotSimulated", "form_of", "roughly", "training_of"]
 
 _LEFT_OUT = {
     "--tp-2d": "linear layers cut in two dimensions",
-    "--swap-attention": "activations that are swapped to the host",
-    "--swap-optimizer": "optimizer states that are swapped to the host",
-    "--lora-target-modules": "LoRA",
     "--moe-fb-overlap": "that overlap",
     "--use-nanopipe": "that schedule",
     "--schedules-method": "that schedule",
     "--enable-dsa-indexer": "sparse attention",
-    "--mtp-num-layers": "layers of multi-token prediction",
-    "--moe-zero-memory": "activations of experts that are dropped",
-    "--moe-expert-capacity-factor": "tokens that are dropped",
-    "--qat-scheme": "quantized training",
-    "--output-logit-softcapping": "capping of logits",
-    "--attn-logit-softcapping": "capping of logits",
-    "--no-pad-to-seq-lengths": "samples of different lengths",
     "--layerwise-disaggregated-training": "that layout",
 }
+_ROUGH = {
+    "--lora-target-modules": "as if all weights were trained",
+    "--no-pad-to-seq-lengths": "as if all samples had the full length",
+    "--mtp-num-layers": "without layers of multi-token prediction",
+    "--swap-attention": "as if no activation was swapped to the host",
+    "--swap-optimizer": "as if no optimizer state was swapped to the host",
+    "--moe-zero-memory": "as if no activation of experts was dropped",
+    "--moe-expert-capacity-factor": "as if no token was dropped",
+    "--qat-scheme": "without quantization",
+    "--output-logit-softcapping": "without capping of logits",
+    "--attn-logit-softcapping": "without capping of logits",
+}
+"""What a step is simulated as where the simulator does not have an option."""
 _STAGES = ("dpo", "rm", "ppo", "simpo", "orm", "prm", "grpo")
 _CONTEXT = ("megatron_cp_algo", "ulysses_cp_algo")
+
+
+def roughly(options: Options) -> list[str]:
+    """In what way a launch is simulated roughly; empty if its step has all that it does."""
+    return [f"{name}: simulated {how}" for name, how in _ROUGH.items() if name in options]
 
 
 class NotSimulated(ValueError):
@@ -39,6 +47,8 @@ class NotSimulated(ValueError):
 
 def training_of(launch: AskedLaunch) -> Training:
     """What is trained, with every option that the step's time or memory depends on.
+
+    Of what is simulated :func:`roughly` it has what is left then.
 
     Raises:
         NotSimulated: by the name of an option that is not simulated.

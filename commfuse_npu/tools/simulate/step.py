@@ -221,7 +221,11 @@ class Step:
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True)) - end
             late += tails[0][1]
             end += late
-        return StepTime(end + self._optimizer, f + b, late)
+        found = StepTime(end + self._optimizer, f + b, late)
+        if main.pair is None:
+            return found
+        # A launch times a step each way, and keeps the faster one.
+        return min(found, self.time(MEGATRON, free=free), key=lambda one: one.seconds)
 
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""

@@ -177,7 +177,7 @@ def test_measured_steps_are_read_beside_their_launches(tmp_path: Path, capsys) -
     assert said.strip() in page.read_text("utf-8")
     rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| alpha")]
     assert rows[0][4] == "450"  # the median without the first third
-    assert "- gamma_lora: --lora-target-modules: LoRA is not simulated" in said
+    assert "- gamma_lora: --lora-target-modules: simulated as if all weights were trained" in said
     found = [one for one in steps.measured([tmp_path]) if isinstance(one, steps.Measured)]
     assert [one.family for one in found] == ["alpha", "beta"]
     assert steps.families(found) == ({"alpha"}, {"beta"})
