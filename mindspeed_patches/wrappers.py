@@ -27,9 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware, described
-from commfuse_npu.hardware.machine import Machine, covering_outputs
+from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
@@ -43,6 +41,7 @@ from commfuse_npu.plan import least_rows, usual_chunks
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import DeferredAttention
+from mindspeed_patches.described_npu import described_machine
 from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
 from mindspeed_patches.patching import around
@@ -173,11 +172,11 @@ class LinearWrappers(LaneUser):
         """Set what the machine's description is to say."""
         lanes = self.lanes()
         asked = (self._described or self._limited) and lanes.device_type != "cpu"
-        machine = _described_machine(lanes.device_type) if asked else None
+        machine = described_machine(lanes.device_type) if asked else None
         if self._described:
             least = covering_outputs(machine, lanes.size) if machine else None
             self._options = by_fusion(replace(self._options[False], collectives_from=least))
-        if self._limited and machine and isinstance(lanes, Transport):
+        if self._limited and machine and isinstance(lanes, Transport) and lanes.size > 1:
             self._choose_by(post_seconds(lanes))
 
     def _choose_by(self, post: float) -> None:
@@ -390,15 +389,3 @@ class LinearWrappers(LaneUser):
             f"{fused if path == 'fused' else f'by Megatron, because {path}'}"
             for (name, path), count in sorted(self.calls.items())
         ]
-
-
-def _described_machine(device_type: str) -> Machine | None:
-    """The machine of this NPU at typical figures; ``None`` if it is not described.
-
-    It asks the device for its name: only when this process has chosen its own.
-    """
-    name = str(torch.get_device_module(device_type).get_device_name())
-    description = described(name)
-    if description is None:
-        return None
-    return Hardware.load(find_config(description, "hardware")).machine()
