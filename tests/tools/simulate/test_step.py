@@ -23,7 +23,9 @@ from commfuse_npu.tools.simulate.step import Recompute, Step
 from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
+    MEGATRON,
     REFERENCE,
+    TURNS,
     Variant,
     direct,
     fused,
@@ -186,6 +188,29 @@ def test_a_step_is_more_than_its_work() -> None:
         assert here.time(variant).seconds > free.seconds, variant.name
     efficiency = here.training.flops / (free.seconds * 64 * here.machine.cube_flops)
     assert 0.1 < efficiency < 1
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(turns: bool) -> None:
+    what = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, Options(micro_batch=1, micro_batches=4))
+    here = Step(ROCE.machine(), what)
+    of_layer = here.layer_time(TURNS if turns else MEGATRON)
+    ends = sum(step_module._head(here.machine, what.shape, MEGATRON, False))
+    ends += 2 * here._embedding(MEGATRON)
+    alone = LAYERS * of_layer.alone + ends
+    micro_batches = 4 * alone
+    if turns:  # the first forward and the last backward are alone
+        assert of_layer.pair is not None
+        micro_batches = alone + 3 * (LAYERS * of_layer.pair[0] + of_layer.pair[1] + ends)
+    expected = pytest.approx(micro_batches + here._optimizer)
+    assert here.time(TURNS if turns else MEGATRON).seconds == expected
+
+
+def test_transfers_between_stages_are_free_where_all_are() -> None:
+    what = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, Options(micro_batch=1, micro_batches=4))
+    here = Step(ROCE.machine(), what)
+    free, not_free = (here.time(MEGATRON, free=free).seconds for free in (True, False))
+    assert not_free - free == pytest.approx(2 * 3 * here._between_stages)
 
 
 def test_recomputation_adds_a_forward() -> None:
