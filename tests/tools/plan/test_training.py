@@ -10,6 +10,7 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
@@ -200,3 +201,10 @@ def test_figures_of_the_host_are_found_again() -> None:
     again = steps.fit(found, machine)
     assert again.launch_overhead == pytest.approx(2e-4, rel=0.02)
     assert again.expert_launches == pytest.approx(60, rel=0.05)
+
+
+def test_variables_of_the_shell_reach_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text(script(f"{MODEL} {TP} --num-layers ${{DEPTH:-4}}"), "utf-8")
+    found = [ask_about(None, [str(path)], given) for given in ({}, {"DEPTH": "6"})]
+    assert [one.config.num_layers for one in found] == [4, 6]
