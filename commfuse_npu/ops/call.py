@@ -132,7 +132,9 @@ class Call:
 
     def begin(self, rule: Rule, *arguments: Any, like: torch.Tensor, **how: Any) -> AnyRun:
         """Begin an :meth:`operation` with what is transferred ``like`` this."""
-        return self.operation(rule, *arguments, **how).begin(like)
+        carrier, program, name, options, sum_dtype = self.operation(rule, *arguments, **how)
+        run: AnyRun = carrier.begin(program, name, like, options, sum_dtype)
+        return run
 
     def operation(
         self,

@@ -322,6 +322,11 @@ class Program:
             ends[stretch] = max(ends[stretch], offset + aligned(rows * columns))
         return dict(ends)
 
+    @cached_property
+    def late(self) -> bool:
+        """Whether some scratch is lent from the mark on."""
+        return any(stretch.late for stretch in self.stretches)
+
     def scratch_elements(self, wide: bool = False) -> int:
         """How many elements of scratch memory it takes."""
         return sum(n for stretch, n in self.stretches.items() if stretch.wide == wide)

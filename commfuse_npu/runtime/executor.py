@@ -121,7 +121,7 @@ class Running:
         self._transport.resume(self)
         works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
-            if not ahead:
+            if self.program.late and not ahead:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
