@@ -28,8 +28,8 @@ __all__ = ["ForwardBackwardOverlap"]
 F = TypeVar("F")
 B = TypeVar("B")
 
-
 _HAND_OVERS = 16
+"""Of each side, when a hand-over is timed."""
 
 
 class ForwardBackwardOverlap:
@@ -166,6 +166,8 @@ class ForwardBackwardOverlap:
         behind_it = self._begin_backward(turns, hand_over)
         _run_side(turns, FORWARD, hand_over)
         behind_it.result()
+        if turns.error is not None:
+            raise turns.error
         return median(seconds)
 
     def _begin_backward(self, turns: Turns, backward: Callable[[], Any]) -> Future[Any]:

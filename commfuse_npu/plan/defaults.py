@@ -17,7 +17,7 @@ POST_SECONDS = 128e-6
 """Of a point-to-point batch on the host, where it was not measured (``configs/hardware``)."""
 
 _HIDDEN = 4096
-_NUMBERS = 2**23 / 128e-6
+_NUMBERS = 2**16 * 1e6
 """Of a block per second of a post: so many, and the work beside a post takes as long as it."""
 
 

@@ -156,7 +156,9 @@ class LaunchPlan(NamedTuple):
         return self._asdict() | rows | {"verdict": self.verdict}
 
 
-def step_costs(launch: AskedLaunch, hardware: Hardware) -> dict[str, tuple[float, float]]:
+def step_costs(
+    launch: AskedLaunch, training: Training, hardware: Hardware
+) -> dict[str, tuple[float, float]]:
     """Seconds of a step of a launch, and bytes of tensors, at typical figures.
 
     Returns:
@@ -168,8 +170,7 @@ def step_costs(launch: AskedLaunch, hardware: Hardware) -> dict[str, tuple[float
         PlanError: its options make no schedule.
         ValueError: the simulator does not have such layers.
     """
-    training, figures = training_of(launch), hardware.machine()
-    tp, schedule = training.layout.tp, launch.schedule
+    figures, tp, schedule = hardware.machine(), training.layout.tp, launch.schedule
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
     every = {"megatron": MEGATRON, TURNS.name: TURNS}
@@ -250,8 +251,9 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
         hardware = replace(hardware, deterministic=True)
     reason, costs, laid_out, rough = "", {}, list[ExpertLayout](), list[str]()
     try:
-        costs = step_costs(launch, hardware)
-        laid_out = expert_layouts(training_of(launch), hardware.machine())
+        training = training_of(launch)
+        costs = step_costs(launch, training, hardware)
+        laid_out = expert_layouts(training, hardware.machine())
         rough = roughly(launch.options)
     except ValueError as error:
         if isinstance(error, PlanError):

@@ -25,7 +25,8 @@ from commfuse_npu.tools.linear_layers import (
 )
 from commfuse_npu.tools.model_config import OptionParser
 
-__all__ = ["Judgement", "Layout", "Overlap", "Refused", "fuse_options", "judge_launch"]
+__all__ = ["Judgement", "Layout", "Overlap", "Refused", "fuse_options", "judge_launch",
+           "model_chunks"]  # fmt: skip
 
 _RIVALS = {
     *("--use-ascend-coc", "--use-ascend-mc2", "--moe-fb-overlap", "--schedules-method dualpipev"),
@@ -272,6 +273,15 @@ def _overlap(options: Options, layout: Layout, excluding: Sequence[Refused]) -> 
     return Overlap(True, next(others, without), without, paired)
 
 
+def model_chunks(options: Options, stages: int) -> int:
+    """Chunks of layers of every pipeline stage; 1 without a virtual pipeline."""
+    chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
+    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
+    if each and not chunks:
+        chunks = options.number("--num-layers", 0) // (stages * each)
+    return max(1, chunks)
+
+
 def _paired(options: Options, layout: Layout) -> tuple[float | None, str]:
     """The least share of forwards that have a partner, and why that is too little."""
     stages, data = layout.pipeline, layout.data
@@ -279,11 +289,7 @@ def _paired(options: Options, layout: Layout) -> tuple[float | None, str]:
         return None, "it does not say how many processes it has"
     micro = options.number("--micro-batch-size", 1)
     batches = options.number("--global-batch-size", micro * data) // (micro * data)
-    chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
-    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
-    if each and not chunks:
-        chunks = options.number("--num-layers", 0) // (stages * each)
-    chunks = max(1, chunks)
+    chunks = model_chunks(options, stages)
     if batches * chunks < 2:
         return 0.0, "one micro-batch has no partner"
     if chunks > 1 and batches % stages:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.linear_layers import sequence_parallel, size_of
+from commfuse_npu.tools.plan.judgement import model_chunks
 from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
@@ -76,7 +78,7 @@ def training_of(launch: AskedLaunch) -> Training:
             f"not divide the {ranks} of a pipeline stage"
         )
     recompute = options.text("--recompute-granularity") == "full"
-    vpp = _chunks(options, model.num_layers // model.pipeline_model_parallel_size)
+    vpp = model_chunks(options, model.pipeline_model_parallel_size)
     return Training(
         model,
         "full" if recompute else "none",
@@ -89,7 +91,7 @@ def training_of(launch: AskedLaunch) -> Training:
         head=0 if latent else options.number("--kv-channels", 0),
         gated="--swiglu" in options,
         causal=options.text("--attention-mask-type") != "general",
-        sequence_parallel="--sequence-parallel" in options,
+        sequence_parallel=sequence_parallel(options),
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
@@ -108,13 +110,6 @@ def form_of(options: Options) -> Variant:
     slices = options.number("--coc-parallel-num", 1)
     cut = {one.slices: one for one in COC}
     return COC_FUSED if "--coc-fused-kernel" in options else cut.get(slices, MEGATRON)
-
-
-def _chunks(options: Options, layers: int) -> int:
-    """Chunks of layers of every pipeline stage."""
-    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
-    given = options.number("--num-virtual-stages-per-pipeline-rank", 1)
-    return max(1, layers // each) if each else given
 
 
 def _recomputed(options: Options, vpp: int) -> int | None:
@@ -151,7 +146,7 @@ def _experts(options: Options, tensor: int, feed_forward: int) -> Experts | None
         each=options.number("--moe-router-topk", 2),
         width=width,
         shared=options.number("--moe-shared-expert-intermediate-size", shared),
-        parallel=options.number("--expert-model-parallel-size", 1),
+        parallel=size_of(options, "expert-model"),
         tensor=options.number("--expert-tensor-parallel-size", tensor),
         gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
         grouped="--moe-grouped-gemm" in options,

@@ -28,7 +28,7 @@ from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import exchange
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape, Queries
-from commfuse_npu.tools.simulate.rank import Rank, Width
+from commfuse_npu.tools.simulate.rank import EVENTS, Rank, Width
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 
 __all__ = ["Attention", "ContextParallel", "Ulysses"]
@@ -37,11 +37,10 @@ Attention = tuple[Attended, Attended] | None
 """Forward and backward; ``None`` where a layer attends by itself."""
 
 
-_EVENTS = 4
 _ROUND = 6, 10
 """Launches of a round of the ring, forward and backward: slices, attention, the sum with what was
 found before (MindSpeed 26.1.0, counted by hand with its fused update)."""
-_HOST_OF_EXCHANGES = 13, 0, 4 * _EVENTS
+_HOST_OF_EXCHANGES = 13, 0, 4 * EVENTS
 """Launches, posts and events of attention between exchanges of queries, keys, values and outputs:
 a copy before each and after it (the same)."""
 
@@ -118,7 +117,7 @@ def _attended(
             # On a ring over several nodes only some of the ranks send to another node.
             differ = 1 < group.members_per_node < group.size
             played = group.play(REFERENCE, around, whole=differ)
-            host = (what.size * one for one in (_ROUND[passed - 1], passed, _EVENTS * passed))
+            host = (what.size * one for one in (_ROUND[passed - 1], passed, EVENTS * passed))
             found.append(Attended(played.seconds, played.waiting, False, *host))
     return found[0], found[1]
 

@@ -27,6 +27,7 @@ def exposed(
     layers: Sequence[tuple[float, float, float]],
     collective: Callable[[float], float],
     overlaps: tuple[bool, bool] = (True, True),
+    distributed: bool = True,
 ) -> tuple[float, float]:
     """Seconds that gradients and parameters leave exposed.
 
@@ -36,16 +37,18 @@ def exposed(
         collective: seconds of one over blocks of so many bytes.
         overlaps: whether gradients go out during the backward, and parameters come in during the
             forward; else all of both is exposed.
+        distributed: whether a rank keeps the sums of its shard only, and gathers parameters; else
+            sums are gathered behind the backward.
     """
     parameters, forward, backward = zip(*layers, strict=True)
     order = buckets(parameters, ranks)
     shards = [math.ceil(sum(parameters[layer] for layer in one) / ranks) for one in order]
     out = [collective(shard * GRADIENT_BYTES) for shard in shards]
     back = [collective(shard * ITEM_BYTES) for shard in shards]
-    return (
-        exposed_scatter(backward, order, out) if overlaps[0] else sum(out),
-        exposed_gather(forward, order, back) if overlaps[1] else sum(back),
-    )
+    late = exposed_scatter(backward, order, out) if overlaps[0] else sum(out)
+    if not distributed:
+        return late + sum(out), 0.0
+    return late, exposed_gather(forward, order, back) if overlaps[1] else sum(back)
 
 
 def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:

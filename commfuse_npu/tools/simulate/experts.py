@@ -15,21 +15,15 @@ launches that follow where the host reads how many tokens go where.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.group import Group, collective_seconds
 from commfuse_npu.tools.simulate.rank import Rank
 
 __all__ = ["Experts"]
 
 _BACKWARD = 0.6
 """Launches of a router's and dispatcher's backward, of those of its forward (22 of 36, counted)."""
-
-
-@lru_cache(4096)
-def _alone(machine: Machine, size: int, stride: int, block: float) -> float:
-    return Group(machine, size, stride).collective(block)
 
 
 @dataclass(frozen=True)
@@ -71,10 +65,12 @@ class Experts:
         """Seconds of one way, to the experts or back."""
         row = float(hidden * ITEM_BYTES)
         if self.gathers:
-            return _alone(machine, self.parallel * self.tensor, 1, tokens * row)
+            return collective_seconds(Group(machine, self.parallel * self.tensor), tokens * row)
         sent = tokens * self.each / self.parallel * row
-        seconds = _alone(machine, self.parallel, self.tensor, sent)
-        return seconds + _alone(machine, self.tensor, 1, tokens * self.each * row)
+        dealt, shared = Group(machine, self.parallel, self.tensor), Group(machine, self.tensor)
+        return collective_seconds(dealt, sent) + collective_seconds(
+            shared, tokens * self.each * row
+        )
 
     def forward(self, rank: Rank, tokens: int, hidden: int) -> None:
         """Add the forward, of so many tokens of this rank."""

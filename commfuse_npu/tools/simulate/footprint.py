@@ -106,13 +106,10 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
 
 def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, float, float, float]:
     shape, layout, model = training.shape, training.layout, training.model
-    last, replicas = stage == layout.pp - 1, layout.dp * layout.cp
+    last = stage == layout.pp - 1
     tables = (stage == 0) + (last and (model.untie_embeddings_and_output_weights or layout.pp > 1))
-    everyone, experts = tables * shape.vocabulary * shape.hidden / layout.tp, 0.0
-    layers = training.of_stage(stage)
-    for kind, count in layers.items():
-        own, of_experts = training.parameters_of(kind)
-        everyone, experts = everyone + count * own, experts + count * of_experts
+    layers, (everyone, experts) = training.of_stage(stage), training.of_layers(stage)
+    everyone += tables * shape.vocabulary * shape.hidden / layout.tp
     order = layout.pp, stage, layout.vpp, training.micro_batches
     if variant.kind == "turns":
         held = most_in_flight(slots(*order)) / layout.vpp
@@ -130,9 +127,7 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
         activations += max(whole.values())
     if last:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
-    parameters, shared = everyone + experts, everyone + experts
-    if training.distributed:
-        shared = everyone / replicas + experts / training.expert_replicas
+    parameters, shared = everyone + experts, training.with_states(everyone, experts)
     adam = _ADAM_REUSED if training.reuses else _ADAM
     gradients = training.gradient_bytes * parameters
     return ITEM_BYTES * parameters, gradients, adam * shared, activations

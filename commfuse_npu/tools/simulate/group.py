@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.plan import Schedule
@@ -17,7 +18,7 @@ from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, direct
 
-__all__ = ["Group", "Played"]
+__all__ = ["Group", "Played", "collective_seconds"]
 
 
 @dataclass(frozen=True)
@@ -142,3 +143,9 @@ class Group:
         if self.size == 1 or size <= 0:
             return 0.0
         return self.play(REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds
+
+
+@lru_cache(1 << 14)
+def collective_seconds(group: Group, size: float) -> float:
+    """:meth:`Group.collective`, played once."""
+    return group.collective(size)

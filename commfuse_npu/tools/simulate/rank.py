@@ -46,7 +46,7 @@ from commfuse_npu.plan.schedule import Place, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["Ran", "Rank", "Width", "Work", "rest"]
+__all__ = ["EVENTS", "Ran", "Rank", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
 """How many columns a span has."""
@@ -55,7 +55,7 @@ Work = Callable[[Compute, Width], float]
 """Seconds of a program's work."""
 
 _COLLECTIVE = "collective"
-_EVENTS = 4
+EVENTS = 4
 """Recorded or waited for, of a collective."""
 
 
@@ -194,7 +194,7 @@ class Rank:
         for step, hop in enumerate(schedule.hops(self.rank, self.size, "first")):
             sends.append(Message((*key, step, self.rank), self.rank, hop.target, size))
             receives.append(Message((*key, step, hop.source), hop.source, self.rank, size))
-        host = launches, 0, _EVENTS * launches
+        host = launches, 0, EVENTS * launches
         return self._exchange(name, _COLLECTIVE, sends, receives, (), *host)[:1]
 
     def around(self, name: str, size: float, *, launches: int, rounds: int) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ class Rank:
         up, down = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         send = Message((*key, self.rank), self.rank, up, size)
         receive = Message((*key, down), down, self.rank, size)
-        host = launches, 0, _EVENTS * launches
+        host = launches, 0, EVENTS * launches
         return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
 
     def elsewhere(self, name: str, seconds: float) -> tuple[int, ...]:
@@ -223,7 +223,7 @@ class Rank:
             return ()
         delay = seconds - self.machine.inside.latency
         message = Message((*self._key(name), self.rank), self.rank, self.rank, 0.0, delay)
-        return self._exchange(name, _COLLECTIVE, [message], [message], (), 1, 0, _EVENTS)[:1]
+        return self._exchange(name, _COLLECTIVE, [message], [message], (), 1, 0, EVENTS)[:1]
 
     # ------------------------------------------------------------- programs
 

@@ -22,7 +22,7 @@ from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.context_parallel import Attention
 from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
-from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
@@ -142,11 +142,6 @@ def _cost(
     rough: bool,
 ) -> _Cost:
     return _Cost.of(_play(machine, shape, variant, part, attended, again=again, rough=rough))
-
-
-@lru_cache(_KEPT)
-def _collective(group: Group, size: float) -> float:
-    return group.collective(size)
 
 
 @dataclass(frozen=True)
@@ -290,7 +285,7 @@ class Step:
         if variant.kind == COMPUTE_ONLY.kind:
             return seconds
         group = Group(self.machine, shape.ranks)
-        return seconds + _collective(group, float(shape.block * shape.row_bytes))
+        return seconds + collective_seconds(group, float(shape.block * shape.row_bytes))
 
     def _buckets(self, stage: int, forward: float, backward: float) -> tuple[float, float]:
         """Seconds that a stage's gradients and parameters leave exposed.
@@ -317,12 +312,10 @@ class Step:
         ):
             if ranks == 1 or not rows:
                 continue
-            collective = partial(_collective, Group(self.machine, ranks, stride=stride))
-            out, back = exposed(ranks, rows, collective, training.overlaps)
-            again = (
-                0.0 if training.distributed else exposed(ranks, rows, collective, (False,) * 2)[0]
-            )
-            tail, start = tail + out + again, start + back * training.distributed
+            collective = partial(collective_seconds, Group(self.machine, ranks, stride=stride))
+            how = training.overlaps, training.distributed
+            out, back = exposed(ranks, rows, collective, *how)
+            tail, start = tail + out, start + back
         return tail, start
 
     @property
@@ -345,14 +338,10 @@ class Step:
         """Seconds of Adam: per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
         training, layout = self.training, self.training.layout
-        replicas = layout.dp * layout.cp if training.distributed else 1
-        tables = training.model.padded_vocab_size * training.model.hidden_size / layout.tp
+        table = training.model.padded_vocab_size * training.model.hidden_size / layout.tp
         parameters = 0.0
         for stage in range(layout.pp):
-            of_stage = tables / replicas if stage in (0, layout.pp - 1) else 0.0
-            for kind, count in training.of_stage(stage).items():
-                own, experts = training.parameters_of(kind)
-                of_experts = experts / (training.expert_replicas if training.distributed else 1)
-                of_stage += count * (own / replicas + of_experts)
-            parameters = max(parameters, of_stage)
+            everyone, experts = training.of_layers(stage)
+            everyone += table if stage in (0, layout.pp - 1) else 0.0
+            parameters = max(parameters, training.with_states(everyone, experts))
         return self.machine.memory(parameters * (2 * 12 + GRADIENT_BYTES + ITEM_BYTES))

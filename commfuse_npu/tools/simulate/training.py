@@ -190,6 +190,20 @@ class Training:
         router = h * self.experts.number if own and self.experts else 0.0
         return dense / tp + router + 2 * h, own
 
+    def of_layers(self, stage: int) -> tuple[float, float]:
+        """:meth:`parameters_of` all layers of a pipeline stage."""
+        everyone = experts = 0.0
+        for kind, count in self.of_stage(stage).items():
+            own, of_experts = self.parameters_of(kind)
+            everyone, experts = everyone + count * own, experts + count * of_experts
+        return everyone, experts
+
+    def with_states(self, everyone: float, experts: float) -> float:
+        """Of so many parameters of one NPU, those whose optimizer states it has."""
+        if not self.distributed:
+            return everyone + experts
+        return everyone / (self.layout.dp * self.layout.cp) + experts / self.expert_replicas
+
     @property
     def expert_replicas(self) -> int:
         """Ranks that have the same experts."""

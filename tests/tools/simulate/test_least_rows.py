@@ -12,6 +12,7 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, best_lanes, training
@@ -36,6 +37,12 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     ours = fused(direct(tp, tp), best_lanes(hardware, tp), chunks, collectives_from=least)
     megatron = Variant("megatron", "megatron")
     return step.layer_time(ours).seconds / step.layer_time(megatron).seconds
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_an_unmeasured_post_is_that_of_the_described_machine(machine: str) -> None:
+    described = Hardware.load(find_config(machine, "hardware"))
+    assert described.typical("host.post_overhead") == POST_SECONDS
 
 
 @pytest.mark.parametrize("launch", HOSTS)

@@ -153,7 +153,7 @@ def test_a_step_of_many_npus_simulates_no_more_than_one_of_64(monkeypatch, many:
     counts = {}
     for npus in (64, many):
         played.clear()
-        for kept in ("_head", "_cost", "_collective"):
+        for kept in ("_head", "_cost", "collective_seconds"):
             getattr(step_module, kept).cache_clear()
         assert step(npus).time(REFERENCE).seconds > 0
         assert {programs for programs, _ in played} == {1}
