@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from commfuse_npu.plan import Schedule
+from commfuse_npu.plan import Schedule, usual_shape
 
 __all__ = [
     "DEFAULTS",
@@ -93,16 +93,18 @@ OPTIONS: dict[str, Declared] = {
     "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
     "commfuse_schedule": _option(
         "auto",
-        "auto: two_level if a tensor-parallel group spans nodes, else shifted",
-        choices=("auto", "shifted", "two_level"),
+        "how transfers are posted: shifted, two_level (nodes apart) a batch per peer; collective, "
+        "of tensor-parallel layers, a chunk as one; auto: two_level if a group spans nodes, else "
+        "collective in tensor-parallel groups of three or more, else shifted",
+        choices=("auto", "shifted", "two_level", "collective"),
     ),
     "commfuse_lanes": _option(
         None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block; by default, in tensor-parallel layers, 2 from 2^22 numbers per "
-        "block on (1024 rows of 4096; with two ranks 1024 rows), else 1",
+        "sub-blocks per block; by default, in tensor-parallel layers, 2 where a block is long "
+        "enough for what a post costs the host (2048 rows of 4096 at 128 us), else 1",
         type=whole(1),
     ),
     "commfuse_taper": _option(
@@ -243,18 +245,21 @@ def schedule_for(
     stride: int = 1,
     chunks: int = 1,
     lanes: int | None = None,
+    linear: bool = False,
 ) -> Schedule:
     """The schedule that the options ask for, for a group of ``size`` ranks.
 
-    ``auto`` is two_level if the group spans nodes, else shifted.  There are at most ``size - 1``
-    transfers to have in flight, and each lane costs buffers on every rank: superfluous lanes are
-    not made.
+    ``auto`` is two_level if the group spans nodes, else
+    :func:`~commfuse_npu.plan.usual_shape` for linear layers alone whose lanes nobody asks for or
+    tries out, else shifted.  There are at most ``size - 1`` transfers to have in flight, and each
+    lane costs buffers on every rank: superfluous lanes are not made.
 
     Args:
         processes: ranks per node.
         stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
             for context and data parallelism.
         chunks, lanes: if the options ask for no number of them.
+        linear: whether it is the schedule of tensor-parallel layers.
 
     Raises:
         PlanError: the options make no schedule.
@@ -262,7 +267,12 @@ def schedule_for(
     local = size if processes % stride else processes // stride
     shape = given.commfuse_schedule
     if shape == "auto":
-        shape = "two_level" if local < size and size % local == 0 else "shifted"
+        spans = local < size and size % local == 0
+        tried, alone = given.commfuse_tuning == "on", linear and not given.commfuse_attention
+        usual = alone and not given.commfuse_lanes and not tried
+        shape = "two_level" if spans else usual_shape(size) if usual else "shifted"
+    elif shape == "collective" and not linear:
+        shape = "shifted"
     schedule = Schedule(
         shape=shape,
         lanes=given.commfuse_lanes or lanes,

@@ -195,15 +195,22 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
     """Variations of ``schedule`` in lanes, chunks and taper, the simplest first.
 
     Args:
-        schedule: its lanes are the most that may be used; shape and nodes stay.
+        schedule: its lanes are the most that may be used; nodes stay.  What is ``shifted`` among
+            three ranks or more is tried as collectives, too.
         size: of the group.
         block_rows: rows of one rank's block.
     """
     most = min(schedule.lanes_for(size), max(1, size - 1))
+    bases = [
+        replace(schedule, lanes=lanes)
+        for lanes in sorted({min(lanes, most) for lanes in (1, 2, most)}, reverse=True)
+    ]
+    if schedule.shape == "shifted" and schedule.costs is None and size > 2:
+        bases.append(Schedule("collective", lanes=1))
     found = []
-    for lanes in sorted({min(lanes, most) for lanes in (1, 2, most)}, reverse=True):
+    for base in bases:
         for chunks, taper in _EVEN + (_TAPERED if size == 2 else ()):
-            varied = replace(schedule, lanes=lanes, chunks=chunks, taper=taper)
+            varied = replace(base, chunks=chunks, taper=taper)
             shortest = min(run.stop - run.start for run in varied.runs(block_rows, "first"))
             if chunks == 1 or shortest >= _LEAST_ROWS:
                 found.append(varied)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -78,7 +79,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         )
     tensor_parallel = parallel_size(args, "tensor_model")
     rows, hidden = rows_of_blocks(args), hidden_size(args)
-    chunks = 1 if tuned or rows is None else usual_chunks(tensor_parallel, rows, hidden)
+    chunks = 1 if tuned or rows is None else usual_chunks(rows, hidden)
     least, min_rows = given.commfuse_collectives_from, given.commfuse_min_rows
     if min_rows == "auto":
         # Who says how blocks are cut, or has it tried out, has chosen.
@@ -98,7 +99,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         )
     return CommFuseOptions(
         linear=LinearOptions(
-            schedule=_schedule(given, tensor_parallel, chunks=chunks),
+            schedule=_schedule(given, tensor_parallel, chunks=chunks, linear=True),
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
@@ -160,7 +161,7 @@ def _dtype(name: str) -> torch.dtype | None:
     return torch.float32 if name == "float32" else None
 
 
-def _schedule(given: argparse.Namespace, size: int, stride: int = 1, **usual: int) -> Schedule:
+def _schedule(given: argparse.Namespace, size: int, stride: int = 1, **usual: Any) -> Schedule:
     """:func:`~commfuse_npu.options.schedule_for` on the nodes of this job."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
     return schedule_for(given, size, processes, stride, **usual)

@@ -132,7 +132,8 @@ the spread at every ratio."""
 def options_for_attention(
     options: LinearOptions, size: int, costs_rise: bool, *, scattered: bool = False
 ) -> LinearOptions:
-    """Chunks of one length; if later queries see more keys, blocks in the order that waits least.
+    """Chunks of one length, in batches; if later queries see more keys, blocks in the order that
+    waits least.
 
     Attention keeps the statistics of each piece of queries for the backward: that runs the other
     way round, and tapered pieces would have other rows.
@@ -141,6 +142,8 @@ def options_for_attention(
         scattered: whether the result is reduce-scattered; then no schedule is tried out.
     """
     schedule = replace(options.schedule, taper=1.0)
+    if schedule.shape == "collective":
+        schedule = replace(schedule, shape="shifted")
     if scattered and options.tuning is not None:
         schedule = replace(schedule, chunks=_TUNED_CHUNKS)
         options = replace(options, tuning=None)

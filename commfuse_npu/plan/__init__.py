@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from commfuse_npu.plan.defaults import DATA_PARALLEL_LANES, block_rows, least_rows, usual_chunks
+from commfuse_npu.plan.defaults import (
+    DATA_PARALLEL_LANES,
+    block_rows,
+    least_rows,
+    usual_chunks,
+    usual_shape,
+)
 from commfuse_npu.plan.schedule import Place, PlanError, Schedule, split, taper_down
 
 __all__ = [
@@ -15,4 +21,5 @@ __all__ = [
     "split",
     "taper_down",
     "usual_chunks",
+    "usual_shape",
 ]

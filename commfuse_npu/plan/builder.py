@@ -15,10 +15,11 @@ from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from commfuse_npu.plan.program import (
     Add,
+    Collective,
     Compute,
     Copy,
     End,
@@ -36,7 +37,7 @@ from commfuse_npu.plan.program import (
     is_aside,
     overlap,
 )
-from commfuse_npu.plan.schedule import Hop, Own, Place
+from commfuse_npu.plan.schedule import Hop, Own, Place, PlanError
 
 __all__ = ["Builder"]
 
@@ -48,11 +49,15 @@ class Builder:
 
     Args:
         place: whose program it is, and by which schedule.
+
+    Attributes:
+        together: whether a chunk travels as one :meth:`collective`.
     """
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.rank, self.size = place.rank, place.size
+        self.together = place.together
         self._code: list[Instruction] = []
         self._scratch: dict[str, Scratch] = {}
         self._step = 0
@@ -84,6 +89,40 @@ class Builder:
             piece: what travels, with ``{source}`` and ``{target}`` for its ranks.
             chunk, chunks: which one it is of how many.
         """
+        if self.together:
+            raise PlanError(
+                "the shape collective is of tensor-parallel linear layers only; choose shifted"
+            )
+        sent, received = self._transfers(hop, piece, chunk, chunks)
+        self._code.append(Post(End(sent, send), End(received, receive)))
+
+    def collective(
+        self,
+        kind: Literal["all_gather", "all_to_all"],
+        source: Span,
+        out: Span,
+        piece: str,
+        chunk: int = 0,
+        chunks: int = 1,
+        *,
+        own: bool = True,
+    ) -> None:
+        """Send to every rank, and receive from every rank, as one.
+
+        Args:
+            piece, chunk, chunks: see :meth:`post`.
+            own: whether the own block is among those of ``source`` and ``out``.
+        """
+        hops = [*self.hops("first"), *([Hop(self.rank, self.rank, 0)] if own else [])]
+        pairs = [self._transfers(hop, piece, chunk, chunks) for hop in hops]
+        sends = sorted((sent for sent, _ in pairs), key=lambda one: one.target)
+        receives = sorted((received for _, received in pairs), key=lambda one: one.source)
+        self._code.append(Collective(kind, source, out, tuple(sends), tuple(receives)))
+
+    def _transfers(
+        self, hop: Hop, piece: str, chunk: int, chunks: int
+    ) -> tuple[Transfer, Transfer]:
+        """The next step's: to the hop's target and from its source."""
         step, self._step = self._step, self._step + 1
         number = "" if chunks == 1 else f" chunk {chunk}"
 
@@ -91,8 +130,7 @@ class Builder:
             name = piece.format(source=source, target=target)
             return Transfer(step, hop.lane, source, target, name + number)
 
-        sent, received = transfer(self.rank, hop.target), transfer(hop.source, self.rank)
-        self._code.append(Post(End(sent, send), End(received, receive)))
+        return transfer(self.rank, hop.target), transfer(hop.source, self.rank)
 
     def compute(
         self,
@@ -165,7 +203,7 @@ class Builder:
         arriving, leaving = _Touched(self._slot), _Touched(self._slot)
         streams = {aside: _Stream(self._slot, aside) for aside in (False, True)}
         two = any(map(is_aside, code))
-        posted: dict[int, tuple[int, Post]] = {}
+        posted: dict[tuple[str, int], tuple[int, Span]] = {}
         done: list[Instruction] = []
         # By the place in front of which they are recorded.
         events: dict[int, int] = {}
@@ -177,17 +215,16 @@ class Builder:
             sent = leaving.take(writes, every)
             if received or sent:
                 if two:
-                    stream.waits(
-                        len(done), [posted[s] for s in received], [posted[s] for s in sent]
-                    )
+                    arrived = [posted["receive", step] for step in received]
+                    stream.waits(len(done), arrived, [posted["send", step] for step in sent])
                 done.append(Wait(tuple(received), tuple(sent), stream.aside))
             if every:
                 continue
             if two and stream.needs(other, reads, writes):
                 done.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
-            if isinstance(one, Post):
-                posted[one.transfer.step] = len(done), one
+            if isinstance(one, Post | Collective):
                 for way, end in one.ends:
+                    posted[way, end.transfer.step] = len(done), end.span
                     (leaving if way == "send" else arriving).add(end.transfer.step, end.span)
             elif two:
                 stream.touches(len(done), reads, writes, isinstance(one, Mark))
@@ -227,13 +264,12 @@ class _Stream:
             self._marked = at
 
     def waits(
-        self, at: int, received: list[tuple[int, Post]], sent: list[tuple[int, Post]]
+        self, at: int, received: list[tuple[int, Span]], sent: list[tuple[int, Span]]
     ) -> None:
         """What arrives is written by the stream that waits for it."""
         if self.aside:
             self.known = max(self.known, *(posted + 1 for posted, _ in (*received, *sent)))
-        left = [post.send.span for _, post in sent if post.send is not None]
-        self.touches(at, left, [post.receive.span for _, post in received if post.receive])
+        self.touches(at, [span for _, span in sent], [span for _, span in received])
 
     def needs(self, other: _Stream, reads: Sequence[Span], writes: Sequence[Span]) -> bool:
         """Whether it has to hold for what the other one was given, which it then knows."""

@@ -7,7 +7,16 @@ of 2 to 8 ranks (``tests/tools/simulate/test_least_rows.py``).
 
 from __future__ import annotations
 
-__all__ = ["DATA_PARALLEL_LANES", "POST_SECONDS", "block_rows", "least_rows", "usual_chunks"]
+from commfuse_npu.plan.schedule import Shape
+
+__all__ = [
+    "DATA_PARALLEL_LANES",
+    "POST_SECONDS",
+    "block_rows",
+    "least_rows",
+    "usual_chunks",
+    "usual_shape",
+]
 
 DATA_PARALLEL_LANES = 2
 """Of gradients, and of parameters.  Each lane has HCCL's buffers and a stream of the device's pool;
@@ -33,26 +42,33 @@ def block_rows(sequence: int, micro_batch: int, size: int, context_parallel: int
     return sequence * micro_batch // (size * context_parallel)
 
 
+def usual_shape(size: int) -> Shape:
+    """Of a tensor-parallel group inside a node: from three ranks on a chunk is one collective.
+
+    A batch per peer is as fast where a post costs 40 us, and makes a layer of 8 ranks up to 1.6
+    times as long where it costs 128.  Two ranks have one peer.
+    """
+    return "collective" if size > 2 else "shifted"
+
+
 def least_rows(size: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
     """With fewer rows per block Megatron's own order is faster, or as fast, whatever is cut.
 
     What a post costs the host has to be less than the work beside it: a block has 2^16 numbers for
-    each microsecond, half as many again from 8 ranks on, where only blocks in two chunks are
-    faster, and 256 rows, because parts of a GEMM with fewer leave cores idle.  With 128 us that is
-    of 4,096 features 2,048 rows, 3,072 at TP 8, of 8,192 features half.  From there on a layer
-    takes 0.88 to 1.03 times as long as in Megatron's order, at typical figures.
+    each microsecond, and 512 rows, because parts of a GEMM with fewer leave cores idle; with two
+    ranks, which gain without chunks, 256.  With 128 us that is of 4,096 features 2,048 rows, of
+    8,192 features half.  From there on a layer takes 0.87 to 1.07 times as long as in Megatron's
+    order, at typical figures.
 
     Args:
         size: of the tensor-parallel group.
         hidden: features of a row; 4,096 where nobody says.
         post: seconds that a post costs the host.
     """
-    return max(256, _rows(hidden, post, longer=size >= 8))
+    return max(256 if size <= 2 else 512, _rows(hidden, post))
 
 
-def usual_chunks(
-    size: int, rows: int, hidden: int | None = None, post: float = POST_SECONDS
-) -> int:
+def usual_chunks(rows: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
     """The chunks of a tensor-parallel block: 2 where that pays, else 1.
 
     More chunks hide more where a post costs 15 us, and make a layer up to twice as long as
@@ -61,9 +77,8 @@ def usual_chunks(
     Args:
         hidden, post: as for :func:`least_rows`.
     """
-    return 2 if rows >= max(512, _rows(hidden, post, longer=size > 2)) else 1
+    return 2 if rows >= max(512, _rows(hidden, post)) else 1
 
 
-def _rows(hidden: int | None, post: float, *, longer: bool) -> int:
-    numbers = _NUMBERS * post * (1.5 if longer else 1.0)
-    return round(numbers / (hidden or _HIDDEN))
+def _rows(hidden: int | None, post: float) -> int:
+    return round(_NUMBERS * post / (hidden or _HIDDEN))

@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "Add",
+    "Collective",
     "Compute",
     "Copy",
     "End",
@@ -95,6 +96,11 @@ class Transfer(NamedTuple):
     target: int
     piece: str
 
+    @property
+    def stays(self) -> bool:
+        """Whether it is on no link: a rank's own block, of a collective."""
+        return self.source == self.target
+
     def __str__(self) -> str:
         return (
             f"{self.piece} from rank {self.source} to rank {self.target} "
@@ -125,6 +131,44 @@ class Post(NamedTuple):
     def transfer(self) -> Transfer:
         """That of its first end; step and lane are those of both."""
         return self.ends[0][1].transfer
+
+
+class Collective(NamedTuple):
+    """Post the transfers of all ranks, to and from each of them, as one collective.
+
+    Attributes:
+        kind: an all-gather sends ``source`` to every rank; an all-to-all one block of it to each.
+        source, out: blocks in the order of the ranks that they go to, and come from.
+        sends, receives: in the same order.  This rank's own block is among them, or in neither.
+    """
+
+    kind: Literal["all_gather", "all_to_all"]
+    source: Span
+    out: Span
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+    @property
+    def ends(self) -> list[tuple[str, End]]:
+        """Those of all its transfers, in the order of their steps."""
+        blocks = 1 if self.kind == "all_gather" else len(self.sends)
+        sent = _blocks(self.source, blocks) * (len(self.sends) // blocks)
+        found = [("send", End(*one)) for one in zip(self.sends, sent, strict=True)]
+        arrive = _blocks(self.out, len(self.receives))
+        found += [("receive", End(*one)) for one in zip(self.receives, arrive, strict=True)]
+        return sorted(found, key=lambda one: one[1].transfer.step)
+
+    @property
+    def transfer(self) -> Transfer:
+        """That of its first end; the lane is that of all."""
+        return self.ends[0][1].transfer
+
+
+def _blocks(span: Span, count: int) -> list[Span]:
+    """Equal runs of rows, one after the other."""
+    rows = span.rows // count
+    starts = range(span.start, span.start + count * rows, rows) if rows else [span.start] * count
+    return [Span(span.buffer, start, start + rows) for start in starts]
 
 
 class Wait(NamedTuple):
@@ -187,7 +231,7 @@ class Mark(NamedTuple):
     """As far as a program runs when it is begun ahead of its work."""
 
 
-Instruction = Post | Wait | Compute | Add | Copy | Record | Hold | Mark
+Instruction = Post | Collective | Wait | Compute | Add | Copy | Record | Hold | Mark
 
 
 class Scratch(NamedTuple):
@@ -259,8 +303,8 @@ class Program:
         return {step: (found["send", step], found["receive", step]) for step in steps}
 
     @property
-    def posts(self) -> Iterator[Post]:
-        return (one for one in self.code if isinstance(one, Post))
+    def posts(self) -> Iterator[Post | Collective]:
+        return (one for one in self.code if isinstance(one, Post | Collective))
 
     @cached_property
     def spans(self) -> dict[str, list[Span]]:
@@ -290,7 +334,8 @@ class Program:
     @cached_property
     def last_post(self) -> int:
         """Place of the last instruction that posts, -1 for none."""
-        return max((at for at, one in enumerate(self.code) if isinstance(one, Post)), default=-1)
+        places = (at for at, one in enumerate(self.code) if isinstance(one, Post | Collective))
+        return max(places, default=-1)
 
     @cached_property
     def last_of(self) -> dict[str, int]:
@@ -356,6 +401,10 @@ def line(one: Instruction) -> str:
             arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
             ends = [f"{of.piece} {arrows[way].format(of)}" for way, (of, _) in one.ends]
             text = f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(ends)}"
+        case Collective(kind, source, out):
+            numbers = sorted(one.step for one in one.receives)
+            text = f"post steps {numbers[0]} to {numbers[-1]}, lane {one.transfer.lane}: "
+            text += f"{out} = {kind}({source})"
         case Wait(receives, sends):
             steps = [("received", receives), ("sent", sends)]
             done = [f"{verb} {', '.join(map(str, some))}" for verb, some in steps if some]
@@ -382,6 +431,8 @@ def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
     """What an instruction reads, and what it writes."""
     if isinstance(one, Post):
         return [one.send.span] if one.send else [], [one.receive.span] if one.receive else []
+    if isinstance(one, Collective):
+        return [one.source], [one.out]
     if isinstance(one, Compute):
         return one.ins, one.outs
     if isinstance(one, Add):

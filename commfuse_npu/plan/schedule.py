@@ -35,7 +35,7 @@ __all__ = [
     "taper_down",
 ]
 
-Shape = Literal["shifted", "two_level"]
+Shape = Literal["shifted", "two_level", "collective"]
 
 _MOST_CHUNKS = 256
 _MOST_TAPER = 8.0
@@ -84,7 +84,9 @@ class Schedule:
         shape: ``shifted`` takes the peers by their distance, 1, 2, ...; ``two_level`` takes those
             of the own node first when gathering and, its mirror image, last when scattering, so
             that the slow links get the longest cover.  Every block goes straight from the rank that
-            has it to the rank that needs it.
+            has it to the rank that needs it.  ``collective`` is ``shifted``, but a chunk travels as
+            one all-gather or all-to-all in place of a batch per peer: fewer posts, on one lane, and
+            all its blocks arrive at once; of tensor-parallel linear layers only.
         lanes: how many in-order channels carry the transfers.  All transfers between a pair of
             ranks in one direction share a lane, so a lane is a link on a full mesh, and what is in
             flight at once goes to different peers.  By default :meth:`lanes_for` the group.
@@ -137,6 +139,8 @@ class Schedule:
                 f"node_size {self.node_size} has no meaning for the shape {self.shape!r}; "
                 "leave it out or choose two_level"
             )
+        if self.shape == "collective" and self.lanes not in (None, 1):
+            raise PlanError(f"lanes is {self.lanes}; a collective takes one, leave it out")
         if not 1 / _MOST_TAPER <= self.taper <= _MOST_TAPER:
             raise PlanError(
                 f"taper is {self.taper}; from 1/{_MOST_TAPER:g} to {_MOST_TAPER:g}, 1 for chunks "
@@ -180,7 +184,7 @@ class Schedule:
         """
         if self.lanes is not None:
             return self.lanes
-        default = {"two_level": 2, "shifted": _MOST_LANES}[self.shape]
+        default = {"two_level": 2, "shifted": _MOST_LANES, "collective": 1}[self.shape]
         return max(1, min(size - 1, default))
 
     def distances(self, size: int, own: Own) -> tuple[int, ...]:
@@ -232,11 +236,11 @@ class Schedule:
     def for_causal_blocks(self, size: int) -> Schedule:
         """With the costs of attention under a causal mask, unless there are costs already.
 
-        Other shapes than ``shifted`` take none and stay as they are.
+        ``two_level`` takes none and stays as it is.
         """
-        if self.shape != "shifted" or self.costs is not None:
+        if self.shape == "two_level" or self.costs is not None:
             return self
-        return replace(self, costs=causal_costs(size))
+        return replace(self, shape="shifted", costs=causal_costs(size))
 
 
 class Hop(NamedTuple):
@@ -258,6 +262,11 @@ class Place(NamedTuple):
     size: int
     batched: bool
 
+    @property
+    def together(self) -> bool:
+        """Whether a chunk travels as one collective."""
+        return self.schedule.shape == "collective" and self.size > 1
+
 
 @lru_cache(maxsize=128)
 def _hops(schedule: Schedule, rank: int, size: int, own: Own) -> tuple[Hop, ...]:
@@ -278,7 +287,7 @@ def _distances(schedule: Schedule, size: int, own: Own) -> list[tuple[int, int, 
     same lane, so its chunks arrive in order at full rate instead of side by side at half of it.
     """
     lanes = schedule.lanes_for(size)
-    if schedule.shape == "shifted":
+    if schedule.shape != "two_level":
         return [(0, k, (k - 1) % lanes) for k in schedule.distances(size, own)]
     node_size = schedule.node_size or size
     near = [(0, k, 0) for k in range(1, min(node_size, size))]
@@ -291,7 +300,7 @@ def _distances(schedule: Schedule, size: int, own: Own) -> list[tuple[int, int, 
 
 
 def _shift(schedule: Schedule, rank: int, size: int, nodes: int, places: int) -> int:
-    if schedule.shape == "shifted":
+    if schedule.shape != "two_level":
         return (rank + places) % size
     node_size = schedule.node_size or size
     node, place = divmod(rank, node_size)

@@ -24,6 +24,9 @@ _TAPERS = (1.0, 2.0, 0.5)
 _ALL_CHUNKS_UP_TO = 4
 _ALL_ARGUMENTS_UP_TO = 8
 
+_LINEAR = ("gather_gemm", "gemm_scatter", "column_backward", "gemm_all_reduce")
+"""Those that know collectives."""
+
 _One = TypeVar("_One")
 
 
@@ -80,9 +83,11 @@ def cases(
     for name in RULES:
         numbers = range(len(arguments(name, 1, size)))
         turns = _turns(numbers)
-        for shape, batched in product(_shapes(size), (True, False)):
+        shapes = [*_shapes(size), *([Schedule("collective")] if name in _LINEAR else [])]
+        for shape, batched in product(shapes, (True, False)):
             for number in numbers if every or size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
                 for count, taper, lane, rows in together if every else map(next, some):
+                    lane = 1 if shape.shape == "collective" else lane
                     schedule = replace(shape, lanes=lane, chunks=count, taper=taper)
                     given = arguments(name, rows, size)[number]
                     yield Case(name, given, schedule, size, batched)

@@ -13,7 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from commfuse_npu.plan.program import Add, Compute, Copy, Post, Program, Span, Wait, common
+from commfuse_npu.plan.program import (
+    Add,
+    Collective,
+    Compute,
+    Copy,
+    Post,
+    Program,
+    Span,
+    Wait,
+    common,
+)
 from commfuse_npu.proof.memory import Memory, instruction
 
 __all__ = ["Call", "Contents", "Held", "carry_out"]
@@ -186,7 +196,7 @@ class _Rank:
             if isinstance(one, Wait):
                 if not self._land(one):
                     break
-            elif isinstance(one, Post):
+            elif isinstance(one, Post | Collective):
                 for way, (transfer, span) in one.ends:
                     if way == "send":
                         self._mail[transfer.step, transfer.source] = self._read(span)

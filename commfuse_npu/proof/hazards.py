@@ -17,6 +17,7 @@ from itertools import product
 from typing import NamedTuple
 
 from commfuse_npu.plan.program import (
+    Collective,
     End,
     Hold,
     Mark,
@@ -143,14 +144,14 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                 yield f"{instruction(program, at)}: {_clash(program, touch, other)}"
                 if other.done:
                     return  # what follows from a race is noise
-        in_place = not isinstance(one, Post) and getattr(one, "work", None) != "gemm"
+        in_place = not isinstance(one, Post | Collective) and getattr(one, "work", None) != "gemm"
         for read, written in product(ours[: len(reads)], ours[len(reads) :]):
             same = in_place and read.place == written.place
             if read.place.meets(written.place) and not same:
                 yield f"{instruction(program, at)}: it writes over what it reads"
-        if isinstance(one, Post):
-            begun[one.transfer.step] = mine
+        if isinstance(one, Post | Collective):
             for way, end in one.ends:
+                begun[end.transfer.step] = mine
                 yield from (f"{instruction(program, at)}: {wrong}" for wrong in _unfit(end, memory))
                 touch = _Touch(end.span, memory.place(end.span), way == "receive", [], end)
                 transfers[way, end.transfer.step] = touch

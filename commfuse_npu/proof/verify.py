@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.plan.program import End, Post, Program, Transfer, Wait
+from commfuse_npu.plan.program import Collective, End, Post, Program, Transfer, Wait
 from commfuse_npu.proof import rendezvous as play
 from commfuse_npu.proof.data_flow import Contents, carry_out
 from commfuse_npu.proof.hazards import hazards
@@ -113,7 +113,7 @@ def _ends(program: Program) -> Iterator[str]:
     assert isinstance(schedule, Schedule)
     lanes = schedule.lanes_for(program.size)
     for at, post in enumerate(program.code):
-        if not isinstance(post, Post):
+        if not isinstance(post, Post | Collective):
             continue
         for way, (transfer, _) in post.ends:
             mine, peer = transfer.source, transfer.target
@@ -121,19 +121,38 @@ def _ends(program: Program) -> Iterator[str]:
                 mine, peer = peer, mine
             if mine != program.rank:
                 yield f"{instruction(program, at)}: this rank has no part in {transfer}"
-            elif peer == program.rank:
+            elif peer == program.rank and isinstance(post, Post):
                 yield f"{instruction(program, at)}: {transfer} is to itself"
             elif not 0 <= peer < program.size:
                 yield f"{instruction(program, at)}: there is no rank {peer} of {program.size}"
             elif not 0 <= transfer.lane < lanes:
                 yield f"{instruction(program, at)}: there is no lane {transfer.lane} of {lanes}"
-        if not program.batched:
+        if isinstance(post, Collective):
+            yield from (f"{instruction(program, at)}: {fault}" for fault in _unlike(program, post))
+        elif not program.batched:
             if post.send is not None and post.receive is not None:
                 yield f"{instruction(program, at)}: here sends and receives are posted one by one"
         elif post.send is None or post.receive is None:
             yield f"{instruction(program, at)}: a batch is a send and a receive"
         elif post.send.transfer[:2] != post.receive.transfer[:2]:
             yield f"{instruction(program, at)}: the ends of a batch are of one step and lane"
+
+
+def _unlike(program: Program, one: Collective) -> Iterator[str]:
+    """What torch's collective of this name would do otherwise."""
+    everyone = list(range(program.size))
+    peers = [rank for rank in everyone if rank != program.rank]
+    targets = [transfer.target for transfer in one.sends]
+    sources = [transfer.source for transfer in one.receives]
+    whole = [everyone] if one.kind == "all_gather" else [everyone, peers]
+    if targets != sources or targets not in whole:
+        yield f"a collective is of all ranks in their order, not to {targets} and from {sources}"
+    elif len({transfer.lane for transfer in (*one.sends, *one.receives)}) > 1:
+        yield "a collective is on one lane"
+    elif one.out.rows % len(sources) or (
+        one.kind == "all_to_all" and one.source.rows % len(targets)
+    ):
+        yield f"its rows are not {len(targets)} equal blocks"
 
 
 def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterator[str]:
@@ -171,11 +190,11 @@ def _order(program: Program) -> Iterator[str]:
     """Rising steps, and no wait for a step before the ends of all steps up to it are posted."""
     to_come: dict[str, list[int]] = {"send": [], "receive": []}
     for post in reversed([*program.posts]):
-        for way, end in post.ends:
+        for way, end in reversed(post.ends):
             to_come[way].append(end.transfer.step)
     last = {"send": -1, "receive": -1}
     for at, one in enumerate(program.code):
-        if isinstance(one, Post):
+        if isinstance(one, Post | Collective):
             for way, _ in one.ends:
                 step = to_come[way].pop()
                 if step <= last[way]:
@@ -227,12 +246,14 @@ def _actions(
 ) -> Iterator[play.Action]:
     posted: dict[tuple[str, int], tuple[play.End, ...]] = {}
     for post in program.posts:
-        batch = tuple(play.End(number, end.transfer) for _, end in post.ends)
+        away = [end.transfer for _, end in post.ends if not end.transfer.stays]
+        batch = tuple(play.End(number, transfer) for transfer in away)
         posted |= {(way, end.transfer.step): batch for way, end in post.ends}
     for one in program.code[part]:
-        if isinstance(one, Post):
+        if isinstance(one, Post | Collective):
             transfer = one.transfer
-            lane = transfer.lane if program.batched else _Message(number, transfer)
+            tagged = isinstance(one, Post) and not program.batched
+            lane = _Message(number, transfer) if tagged else transfer.lane
             yield play.Post(group, lane, posted[one.ends[0][0], transfer.step])
         elif isinstance(one, Wait):
             # A batch is waited for as one.

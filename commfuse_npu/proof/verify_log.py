@@ -31,7 +31,16 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from commfuse_npu.plan.program import End, Instruction, Post, Program, Transfer, Wait, line
+from commfuse_npu.plan.program import (
+    Collective,
+    End,
+    Instruction,
+    Post,
+    Program,
+    Transfer,
+    Wait,
+    line,
+)
 from commfuse_npu.proof import rendezvous as play
 from commfuse_npu.proof.recorded_order import Event, RankLog, opened, read_to_cuts
 
@@ -197,15 +206,17 @@ class _Running:
     Attributes:
         left: the places of the posts and waits that are to come.
         ends: what was posted together with a step's send or receive.
-        at, posted, due: where the batched program is; its batches so far, and that it may post.
+        sent: how many posts of it had a send.
+        at, posted, due: where the batched program is; its posts so far, and that it may post.
     """
 
     def __init__(self, name: _Name, program: Program, batched: Program) -> None:
         self.name, self.program, self.batched = name, program, batched
-        places = (at for at, one in enumerate(program.code) if isinstance(one, Post | Wait))
+        posts_or_waits = Post | Collective | Wait
+        places = (at for at, one in enumerate(program.code) if isinstance(one, posts_or_waits))
         self.left = dict.fromkeys(places)
         self.ends: dict[tuple[_Rules, str, int], tuple[play.End, ...]] = {}
-        self.at = self.posted = self.due = 0
+        self.sent = self.at = self.posted = self.due = 0
 
     def line(self, place: int) -> str:
         code = self.program.code
@@ -319,8 +330,9 @@ class _Rank:
             self._play("recorded", running, one)
             if program.batched:
                 self._play("hccl", running, one)
-            elif isinstance(one, Post) and one.send is not None:
-                self._go_on(running, one.send.transfer.step + 1)
+            elif isinstance(one, Collective) or (isinstance(one, Post) and one.send is not None):
+                running.sent += 1
+                self._go_on(running, running.sent)
 
     def _go_on(self, running: _Running, due: int = 0, *, in_line: bool = True) -> None:
         """Play the batched program of a run on gloo, as far as it has come and may."""
@@ -351,8 +363,8 @@ class _Rank:
             found = (running.ends.get(key, ()) for key in wanted)
             wait = play.Wait(tuple(end for together in found for end in together))
             self.actions[rules][self._thread].append(wait)
-        elif isinstance(one, Post):
-            posted = tuple(_end(name, end) for _, end in one.ends)
+        elif isinstance(one, Post | Collective):
+            posted = tuple(_end(name, end) for _, end in one.ends if not end.transfer.stays)
             running.ends |= {(rules, way, end.transfer.step): posted for way, end in one.ends}
             if rules == "recorded":
                 self.messages += len(posted)
@@ -362,7 +374,8 @@ class _Rank:
                     self._fault(running, "posts before an earlier bucket has posted all of its own")
             step, lane, source, *_ = posted[0].transfer
             # On gloo tags tell messages apart: each has a lane of its own.
-            tagged = rules == "recorded" and not running.program.batched
+            alone = rules == "recorded" and not running.program.batched
+            tagged = alone and isinstance(one, Post)
             on = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
             self._post(rules, name.group, on, posted)
 

@@ -213,7 +213,7 @@ class CollectiveRun:
         hops = self.place.schedule.hops(self.place.rank, self.place.size, "last")
         order = [hop.source for hop in hops]
         schedule = self.place.schedule
-        like_collectives = schedule.shape == "shifted" and schedule.costs is None
+        like_collectives = schedule.shape != "two_level" and schedule.costs is None
         with self._transport.collectives(self.name):
             if finish:
                 total = sum_rows_in_order(wide, self._group, order)

@@ -19,6 +19,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_rows",
     "begin_all_gather",
+    "begin_all_to_all",
     "begin_reduce_scatter",
     "device_backend",
     "reduce_scatter_rows",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all = dist.all_to_all_single
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -46,6 +48,17 @@ def begin_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> Begun:
     """:func:`reduce_scatter_rows`, under way; ``full`` must not change before it is done."""
     out = full.new_empty((full.shape[0] // group.size(), *full.shape[1:]))
     return out, _reduce_scatter(out, full.contiguous(), group=group, async_op=True)
+
+
+def begin_all_to_all(
+    blocks: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor, own: bool = True
+) -> Begun:
+    """:func:`all_to_all_rows`, under way; not ``own``: of the peers' blocks alone."""
+    splits = None
+    if not own:
+        rows, rank = blocks.shape[0] // (group.size() - 1), group.rank()
+        splits = [0 if peer == rank else rows for peer in range(group.size())]
+    return out, _all_to_all(out, blocks, splits, splits, group=group, async_op=True)
 
 
 def all_gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -73,7 +86,7 @@ def all_to_all_rows(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     """``[n * s, ...]``: block d goes to rank d of the group, block r of the result is rank r's."""
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks)
-    dist.all_to_all_single(out, blocks, group=group)
+    _all_to_all(out, blocks, group=group)
     return out
 
 

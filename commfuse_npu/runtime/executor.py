@@ -26,7 +26,19 @@ import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.plan.program import Add, Compute, Copy, Hold, Post, Program, Record, Span, Wait
+from commfuse_npu.plan.program import (
+    Add,
+    Collective,
+    Compute,
+    Copy,
+    Hold,
+    Post,
+    Program,
+    Record,
+    Span,
+    Wait,
+)
+from commfuse_npu.runtime.collectives import begin_all_gather, begin_all_to_all
 from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.scratch import Arena, view_of
 
@@ -132,11 +144,9 @@ class Running:
                 self._go_on(works, self.program.mark if ahead else len(self.program.code))
         except BaseException as error:
             post = self.program.code[self._at] if self._at < len(self.program.code) else None
-            if isinstance(post, Post) and isinstance(error, RuntimeError):
+            if isinstance(post, Post | Collective) and isinstance(error, RuntimeError):
                 # A connection that is known to be gone fails here already, not in the wait.
-                end = post.receive or post.send
-                assert end is not None
-                self._transport.fail(f"{self._what(end.transfer.step)}: {error}", self)
+                self._transport.fail(f"{self._what(post.transfer.step)}: {error}", self)
                 raise self._transport.error() from error
             self._failed(error)
             raise
@@ -161,12 +171,11 @@ class Running:
         if self.done:
             return
         steps = [
-            post.receive.transfer.step
+            transfer.step
             for post in self.program.posts
-            if post.receive is not None
-            and post.receive.span.buffer == buffer
-            and post.receive.span.start < stop
-            and start < post.receive.span.stop
+            for way, (transfer, span) in post.ends
+            if way == "receive" and span.buffer == buffer
+            if span.start < stop and start < span.stop
         ]
         if self._log is not None and steps:
             self._log("rows", *steps)
@@ -194,7 +203,7 @@ class Running:
             self._at = at
             one = code[at]
             kind = type(one)
-            if log is not None and (kind is Post or kind is Wait):
+            if log is not None and kind in (Post, Collective, Wait):
                 log("at", at)
             if kind is Post:
                 send, receive = one
@@ -216,6 +225,8 @@ class Running:
                         ]
                     )
                     sends[step] = receives[step] = [posted, out, into]
+            elif kind is Collective:
+                self._begin_collective(one, lanes[one.sends[0].lane])
             elif kind is Compute:
                 work, outs, ins, run = one
                 if work in self.before_last and self.program.last_of[work] == at:
@@ -236,6 +247,17 @@ class Running:
                 second.hold(self._events[one.event], aside=one.aside)
                 self._transport.blocked_seconds += time.perf_counter() - start
         self._at = max(self._at, end)
+
+    def _begin_collective(self, one: Collective, group: dist.ProcessGroup) -> None:
+        source, out = self._views[one.source], self._views[one.out]
+        if one.kind == "all_gather":
+            _, work = begin_all_gather(source, group, out)
+        else:
+            own = len(one.sends) == self.program.size
+            _, work = begin_all_to_all(source, group, out, own)
+        posted = [[work], source, out]
+        self._sends |= dict.fromkeys((sent.step for sent in one.sends), posted)
+        self._receives |= dict.fromkeys((received.step for received in one.receives), posted)
 
     def _add(self, out: Span, terms: Sequence[tuple[Span, int]], aside: bool = False) -> None:
         parts = [(self._views[span], parts) for span, parts in terms]
@@ -336,14 +358,16 @@ class Running:
         """A step in words: made when something went wrong, never before."""
         parts = []
         for post in self.program.posts:
-            for verb, end in (("sending", post.send), ("receiving", post.receive)):
-                if end is None or end.transfer.step != step or way not in (None, verb):
+            for kind, (one, span) in post.ends:
+                verb = {"send": "sending", "receive": "receiving"}[kind]
+                if one.step != step or way not in (None, verb):
                     continue
-                one = end.transfer
                 peer = one.target if verb == "sending" else one.source
-                elements = self._views[end.span].numel()
+                columns = next(
+                    view.shape[-1] for of, view in self._views.items() if of.buffer == span.buffer
+                )
                 parts.append(
-                    f"{verb} {one.piece} ({elements} x {self._dtype}), peer {peer}, step {step} of "
-                    f"{len(self.program.transfers) - 1}, lane {one.lane}"
+                    f"{verb} {one.piece} ({span.rows * columns} x {self._dtype}), peer {peer}, "
+                    f"step {step} of {len(self.program.transfers) - 1}, lane {one.lane}"
                 )
         return f"{self.name}: {' and '.join(parts)}"

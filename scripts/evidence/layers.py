@@ -30,7 +30,7 @@ from typing import NamedTuple, get_args
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine, covering_outputs
-from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.plan import Schedule, least_rows, usual_chunks, usual_shape
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
@@ -107,7 +107,8 @@ def forms(machine: Machine, lanes: int, what: Training) -> dict[str, Variant]:
     """By name."""
     tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
     base, least = direct(tp, tp), covering_outputs(machine, tp)
-    default = fused(base, lanes, usual_chunks(tp, rows, hidden), collectives_from=least)
+    usual = (base, lanes) if usual_shape(tp) == base.shape else (Schedule("collective"), 1)
+    default = fused(*usual, usual_chunks(rows, hidden), collectives_from=least)
     return {
         "ours": fused(base, lanes, _CHUNKS),
         "ours, other rounding": fused(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),

@@ -44,8 +44,9 @@ def test_bits_and_distance_from_fp64(ranks, size: int) -> None:
 @on_ranks()
 def test_all_reduce_takes_any_number_of_rows(rank: int) -> None:
     """Rows that do not divide by the group size, fewer rows than ranks, none at all."""
-    for rows, chunks in product((1, 2, 5, 7, 11, 0), (1, 2, 4)):
-        options = LinearOptions(Schedule(chunks=chunks))
+    shapes = ("shifted", "collective")
+    for rows, chunks, shape in product((1, 2, 5, 7, 11, 0), (1, 2, 4), shapes):
+        options = LinearOptions(Schedule(shape, chunks=chunks))
         results = []
         for form in ("fused", "formula"):
             x = drawn(rank, "x", (rows, 2, 32), torch.float32).requires_grad_()
@@ -58,7 +59,7 @@ def test_all_reduce_takes_any_number_of_rows(rank: int) -> None:
             y.backward(drawn(1, "gradient", tuple(y.shape), y.dtype))
             results.append((y.detach(), x.grad, weight.grad))
         for ours, exact in zip(*results, strict=True):
-            assert torch.equal(ours, exact), (rows, chunks)
+            assert torch.equal(ours, exact), (rows, chunks, shape)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

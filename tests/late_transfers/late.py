@@ -51,6 +51,7 @@ def install() -> None:
     dist.P2POp = lambda op, *args: _operation(own.get(op, op), *args)  # type: ignore[assignment, misc]
     collectives._all_gather = _late_collective(collectives._all_gather)
     collectives._reduce_scatter = _late_collective(collectives._reduce_scatter)
+    collectives._all_to_all = _late_collective(collectives._all_to_all)
     executor.side_stream = _side_stream
 
 
@@ -166,9 +167,11 @@ def _late_batch(operations: list[dist.P2POp]) -> list[_LateWork]:
 
 
 def _late_collective(call: Callable[..., Any]) -> Callable[..., Any]:
-    def late(out: torch.Tensor, given: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
+    def late(
+        out: torch.Tensor, given: torch.Tensor, *splits: Any, group: Any, async_op: bool = False
+    ) -> Any:
         def post(read: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> list[Any]:
-            return [call(arrived[0], read[0], group=group, async_op=True)]
+            return [call(arrived[0], read[0], *splits, group=group, async_op=True)]
 
         work = _LateWork(post, [given], [out], group)
         if not async_op:

@@ -12,14 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import (
+    Place,
     PlanError,
     Schedule,
     block_rows,
     least_rows,
+    rules,
     split,
     taper_down,
     usual_chunks,
+    usual_shape,
 )
+from commfuse_npu.plan.program import Collective, Post
 
 
 def targets(schedule: Schedule, rank: int, size: int, own: str) -> list[int]:
@@ -108,12 +112,16 @@ def test_a_taper_out_of_range_is_refused(taper: float) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shape": "mesh"}, "shape 'mesh' is unknown; choose one of shifted, two_level"),
+        (
+            {"shape": "mesh"},
+            "shape 'mesh' is unknown; choose one of shifted, two_level, coll",
+        ),
         ({"lanes": 0}, "lanes is 0; it must be a whole number from 1"),
         ({"chunks": 1.5}, "chunks is 1.5; it must be a whole number from 1"),
         ({"chunks": True}, "chunks is True"),
         ({"shape": "two_level"}, "two_level needs node_size"),
         ({"node_size": 2}, "node_size 2 has no meaning for the shape 'shifted'"),
+        ({"shape": "collective", "lanes": 2}, "lanes is 2; a collective takes one, leave it out"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
@@ -151,23 +159,33 @@ def test_plan_and_proof_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "hidden", "microseconds", "rows"),
-    [
-        *((2, None, 128, 2048), (4, None, 128, 3072), (8, 4096, 128, 3072), (16, None, 128, 3072)),
-        *((2, 8192, 128, 1024), (8, 8192, 128, 1536), (8, 2048, 128, 6144)),
-        *((8, None, 64, 1536), (2, None, 16, 512), (8, None, 8, 512)),
-    ],
+    ("hidden", "microseconds", "rows"),
+    [(None, 128, 2048), (8192, 128, 1024), (2048, 128, 4096), (None, 64, 1024), (4096, 16, 512)],
 )
-def test_long_blocks_are_cut_in_two(size: int, hidden: int | None, microseconds, rows: int) -> None:
-    found = [usual_chunks(size, n, hidden, microseconds * 1e-6) for n in (rows - 1, rows, 1 << 20)]
+def test_long_blocks_are_cut_in_two(hidden: int | None, microseconds: int, rows: int) -> None:
+    found = [usual_chunks(n, hidden, microseconds * 1e-6) for n in (rows - 1, rows, 1 << 20)]
     assert found == [1, 2, 2]
+
+
+def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
+    assert [usual_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
+    place = Place(Schedule(usual_shape(4), chunks=2), 1, 4, True)
+    program = rules.gather_gemm(place, 4, 2, 3, False, None, 0)
+    assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
+
+
+def test_what_is_no_linear_layer_goes_by_batches() -> None:
+    place = Place(Schedule("collective"), 0, 2, True)
+    with pytest.raises(PlanError, match="of tensor-parallel linear layers only; choose shifted"):
+        rules.produce_scatter(place, 4, 2)
+    assert Schedule("collective").for_causal_blocks(4).shape == "shifted"
 
 
 @pytest.mark.parametrize(
     ("size", "hidden", "microseconds", "rows"),
     [
-        *((2, None, 128, 2048), (4, None, 128, 2048), (8, None, 128, 3072), (8, 8192, 128, 1536)),
-        *((2, 2048, 128, 4096), (4, None, 40, 640), (8, None, 40, 960), (2, None, 15, 256)),
+        *((2, None, 128, 2048), (4, None, 128, 2048), (8, 8192, 128, 1024), (2, 2048, 128, 4096)),
+        *((8, None, 40, 640), (8, None, 15, 512), (2, None, 15, 256)),
     ],
 )
 def test_a_slow_host_needs_longer_blocks(size: int, hidden: int | None, microseconds, rows) -> None:

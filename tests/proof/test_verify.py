@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from commfuse_npu.plan import PlanError, Schedule
 from commfuse_npu.plan.program import (
     Add,
+    Collective,
     Compute,
     Copy,
     Hold,
@@ -55,6 +56,10 @@ def group(
 
 def gather(**options: Any) -> Group:
     return group("gather_gemm", 2, 2, 3, False, None, 2, **options)
+
+
+def together(rule: str, *given: object, size: int = 3) -> Group:
+    return Case(rule, given, Schedule("collective", chunks=2), size, True).programs()
 
 
 def scatter(**options: Any) -> Group:
@@ -511,6 +516,32 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         lambda programs: put(programs, 0, 3, programs[0].code[3], programs[0].code[3]),
         "wgrad is called 3 times, it has to be 2 times",
     ),
+    # What a collective would do otherwise.
+    "a collective in another order": (
+        together("gather_gemm", 2, 2, 3, False, None, 2),
+        change(Collective, sends=lambda all_of: all_of[::-1]),
+        r"of all ranks in their order, not to \[2, 1, 0\] and from \[0, 1, 2\]",
+    ),
+    "an all-gather without the own block": (
+        together("gather_gemm", 2, 2, 3, False, None, 2),
+        change(Collective, sends=lambda s: s[1:], receives=lambda r: r[1:]),
+        r"of all ranks in their order, not to \[1, 2\]",
+    ),
+    "a collective on two lanes": (
+        together("gemm_scatter", 2, 2, 4),
+        change(Collective, sends=lambda s: (s[0]._replace(lane=1), *s[1:])),
+        "no lane 1 of 1.*a collective is on one lane",
+    ),
+    "blocks of different lengths": (
+        together("gemm_scatter", 2, 2, 4),
+        change(Collective, source=lambda span: span._replace(stop=span.stop - 1)),
+        "its rows are not 3 equal blocks",
+    ),
+    "blocks that come before they are made": (
+        together("gemm_scatter", 2, 2, 4),
+        lambda programs: move(programs, 0, at(programs[0], Collective), 0),
+        "it writes product 0 where partial for 1 chunk 0 .* leaves, and has not waited for it",
+    ),
     # Where the own block is.
     "the own block not last": (scatter(chunks=2), own_block_first, "its last gemm is not that of"),
     "a wait before the own block": (gather(), waits_first, "it waits before the gemm of its own"),
@@ -617,17 +648,22 @@ def test_any_change_of_a_transfer_is_noticed(case: Case, data: st.DataObject) ->
     """Whatever field of whatever end of one rank is changed, the programs do not hold."""
     programs = case.programs()
     rank = data.draw(st.integers(0, case.size - 1))
-    ends = [
-        (number, way)
-        for number, post in enumerate(programs[rank].posts)
-        for way in ("send", "receive")
-        if getattr(post, way) is not None
+    posts = [
+        place for place, one in enumerate(programs[rank].code) if isinstance(one, Post | Collective)
     ]
-    if not ends:
+    if not posts:
         return
-    number, way = data.draw(st.sampled_from(ends))
-    post = list(programs[rank].posts)[number]
+    place = data.draw(st.sampled_from(posts))
+    post = programs[rank].code[place]
+    way, end = data.draw(st.sampled_from(post.ends))
     field = data.draw(st.sampled_from(["step", "lane", "source", "target", "piece"]))
-    value = getattr(getattr(post, way).transfer, field)
+    value = getattr(end.transfer, field)
     changed = f"{value}, perhaps" if field == "piece" else value + 1
-    assert counter_examples(change_post(programs, number, rank, **{way: {field: changed}}))
+    other = end.transfer._replace(**{field: changed})
+    if isinstance(post, Post):
+        instead = post._replace(**{way: end._replace(transfer=other)})
+    else:
+        all_of = getattr(post, f"{way}s")
+        found = (other if one == end.transfer else one for one in all_of)
+        instead = post._replace(**{f"{way}s": tuple(found)})
+    assert counter_examples(put(programs, rank, place, instead))

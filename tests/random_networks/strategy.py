@@ -31,6 +31,12 @@ __all__ = ["cases"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS: tuple[Layout, ...] = ("plain", "transposed", "sliced", "offset")
+_TENSOR_PARALLEL = (
+    "all_gather_linear",
+    "linear_reduce_scatter",
+    "linear_all_reduce",
+    "attention_linear_reduce_scatter",
+)
 _EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8}
 """Whole numbers up to here have every value between."""
 
@@ -48,7 +54,7 @@ def _often(common: bool = False) -> st.SearchStrategy[bool]:
 
 @st.composite
 def _schedules(draw: st.DrawFn, size: int, lanes: int) -> Schedule:
-    shape = draw(st.sampled_from(("shifted", "two_level")))
+    shape = draw(st.sampled_from(("shifted", "two_level", "collective")))
     schedule = Schedule(
         lanes=draw(st.integers(1, lanes)),
         chunks=draw(st.one_of(st.integers(1, 3), st.integers(1, 8))),
@@ -57,6 +63,8 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int) -> Schedule:
     if shape == "two_level":
         nodes = [n for n in range(1, size + 1) if size % n == 0]
         return replace(schedule, shape="two_level", node_size=draw(st.sampled_from(nodes)))
+    if shape == "collective":
+        return replace(schedule, shape=shape, lanes=1)
     if draw(_often()):
         costs = draw(st.tuples(*[st.integers(0, 3)] * size))
         return replace(schedule, costs=tuple(float(cost) for cost in costs))
@@ -89,6 +97,8 @@ def _layers(
             mask=draw(st.sampled_from(("full", "causal", *MASKS))),
             scale=draw(st.sampled_from((None, None, 0.3))),
         )
+    if op not in _TENSOR_PARALLEL and layer.schedule.shape == "collective":
+        layer = replace(layer, schedule=replace(layer.schedule, shape="shifted"))
     rounds = rounded or op == "attention_linear_reduce_scatter"
     if rounds and layer.schedule.shape == "two_level":
         # Nodes have an order of additions of their own.

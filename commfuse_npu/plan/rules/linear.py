@@ -52,23 +52,32 @@ def gather_gemm(
 
     With one chunk blocks arrive in place, and the rows before and after the own ones are a GEMM
     each, or each block is if one lane brings them one by one; with one peer chunks arrive in place.
-    Else a chunk of all peers is staged, multiplied, and its result copied into place.  A chunk is
+    Else a chunk of all peers is staged, multiplied, and its result copied into place; one that a
+    collective brings has the own rows between those of the peers, and is two GEMMs.  A chunk is
     posted before the one that it follows is used, so that the host is not late with the work.
     """
     b = Builder(place)
     runs, n, r = b.runs(rows, "first"), place.size, place.rank
     own, peers, chunks = block_of(r, rows), peers_of(place), len(runs)
     # Chunks of several blocks are no run of rows.
-    in_place, filled = chunks == 1 or b.peers <= 1, keep or wgrad == "whole"
+    in_place = chunks == 1 or (b.peers <= 1 and not b.together)
+    filled, stacked = keep or wgrad == "whole", b.size if b.together else b.peers
     if (in_place or filled) and not keep:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
         for j, run in enumerate(runs):
-            b.scratch(f"staged {j}", b.peers * (run.stop - run.start), inputs)
-    ahead = max(1, _AHEAD // max(1, b.peers)) if place.batched else chunks
+            b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
+    each = 1 if b.together else max(1, b.peers)
+    ahead = max(1, _AHEAD // each) if place.batched else chunks
 
     def post(j: int) -> None:
-        if j < chunks:
+        if j < chunks and b.together:
+            length = n * (runs[j].stop - runs[j].start)
+            there = Span("whole" if in_place else f"staged {j}", 0, length)
+            b.collective(
+                "all_gather", rows_of("shard", runs[j]), there, "block {source}", j, chunks
+            )
+        elif j < chunks:
             for hop in b.hops("first"):
                 into = rows_of("whole", inside(hop.source, rows, runs[j]))
                 if not in_place:
@@ -90,7 +99,7 @@ def gather_gemm(
     use(Span("shard", 0, rows), rows_of("out", own), rows_of("other", own) if by_blocks else None)
     if ahead < 2:
         post(1)
-    if filled:
+    if filled and not (b.together and in_place):
         b.copy(rows_of("whole", own), Span("shard", 0, rows), aside=True)
     for j, run in enumerate(runs):
         if j + 1 >= max(2, ahead):
@@ -102,19 +111,24 @@ def gather_gemm(
                 factor = rows_of("other", there) if by_blocks else None
                 use(rows_of("whole", there), rows_of("out", there), factor)
             continue
-        staged = Span(f"staged {j}", 0, b.peers * length)
+        staged, result = f"staged {j}", f"result {j}"
         if filled:
             _spread(b, "whole", staged, run, rows, aside=True)
-        factor = None
         if by_blocks:
-            b.scratch(f"factor {j}", b.peers * length, other, slot="factor")
-            factor = Span(f"factor {j}", 0, b.peers * length)
-            for strip, part in _strips(place, "other", factor, run, rows):
+            b.scratch(f"factor {j}", stacked * length, other, slot="factor")
+            for strip, part in _strips(b, "other", f"factor {j}", run, rows):
                 b.copy(part, strip)
         if outputs:
-            b.scratch(f"result {j}", b.peers * length, outputs, slot=f"result {j % 2}")
-        result = Span(f"result {j}", 0, b.peers * length)
-        use(staged, result, factor)
+            b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
+        pieces = [slice(0, b.peers * length)]
+        if b.together:
+            pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(place)]
+        for piece in pieces:
+            use(
+                rows_of(staged, piece),
+                rows_of(result, piece),
+                rows_of(f"factor {j}", piece) if by_blocks else None,
+            )
         if outputs:
             _spread(b, "out", result, run, rows, aside=j < chunks - 1)
     if wgrad == "whole":
@@ -137,22 +151,21 @@ def _(
         c.wgrad(*factors, pieces=pieces if by_blocks else None, first=own if by_blocks else None)
 
 
-def _strips(
-    place: Place, buffer: str, stack: Span, run: slice, rows: int
-) -> list[tuple[Span, Span]]:
-    """The rows ``run`` of each peer's block, and where they are in a stack of all peers."""
-    length, found, at = run.stop - run.start, [], stack.start
-    for side in sides_of(place):
+def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[tuple[Span, Span]]:
+    """The rows ``run`` of each peer's block, and where they are in a stack of all of them."""
+    length, found, at = run.stop - run.start, [], 0
+    for side in sides_of(b.place):
         first = side[0] * rows
         there = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
-        found.append((there, Span(stack.buffer, at, at + len(side) * length)))
+        at = side[0] * length if b.together else at
+        found.append((there, Span(stack, at, at + len(side) * length)))
         at += len(side) * length
     return found
 
 
-def _spread(b: Builder, buffer: str, stack: Span, run: slice, rows: int, *, aside: bool) -> None:
+def _spread(b: Builder, buffer: str, stack: str, run: slice, rows: int, *, aside: bool) -> None:
     """Copy a stack of all peers' chunk into their blocks."""
-    for there, part in _strips(b.place, buffer, stack, run, rows):
+    for there, part in _strips(b, buffer, stack, run, rows):
         b.copy(there, part, aside=aside)
 
 
@@ -168,20 +181,24 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     """
     b = Builder(place)
     groups = b.runs(outputs, "last")
-    scatter = _ColumnScatter(b, rows, groups, "out", in_flight=IN_FLIGHT)
+    scatter = _ColumnScatter(b, rows, groups, "out", in_flight=IN_FLIGHT, own_last=True)
     everything = slice(0, place.size * rows)
     for j, columns in enumerate(groups):
         if j >= IN_FLIGHT:
             scatter.add(j - IN_FLIGHT, aside=True)
         if j < len(groups) - 1:
-            _gemm(b, scatter.made(j), everything, inputs, columns)
+            _gemm(b, scatter.made(j, everything), everything, inputs, columns)
             scatter.post(j)
         else:
-            for hop, piece in _together(b, rows, departures_of(place, len(groups))):
+            for hop, piece in _in_turn(b, rows, departures_of(place, len(groups))):
                 if piece is not None:
-                    _gemm(b, scatter.made(j), piece, inputs, columns)
-                scatter.post_one(j, hop)
-            _gemm(b, scatter.made(j), block_of(place.rank, rows), inputs, columns)
+                    _gemm(b, scatter.made(j, piece), piece, inputs, columns)
+                if not b.together:
+                    scatter.post_one(j, hop)
+            if b.together:
+                scatter.post(j)
+            own = block_of(place.rank, rows)
+            _gemm(b, scatter.made(j, own), own, inputs, columns)
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
         scatter.add(j, aside=j < len(groups) - 1)
     return b
@@ -195,7 +212,7 @@ def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
     c.reduce_scatter(product, out="out")
 
 
-def _together(b: Builder, rows: int, blocks: Sequence[range]) -> Iterator[tuple[Hop, slice | None]]:
+def _in_turn(b: Builder, rows: int, blocks: Sequence[range]) -> Iterator[tuple[Hop, slice | None]]:
     """The peers as they are sent to, the first of some blocks with the rows of all of them."""
     left = list(blocks)
     for hop in b.hops("last"):
@@ -207,9 +224,31 @@ def _together(b: Builder, rows: int, blocks: Sequence[range]) -> Iterator[tuple[
             yield hop, slice(side[0] * rows, (side[-1] + 1) * rows)
 
 
-def _gemm(b: Builder, made: str, piece: slice, inputs: int, columns: slice) -> None:
+def _gemm(b: Builder, made: Span, piece: slice, inputs: int, columns: slice) -> None:
     weight = Span("weight", 0, inputs, (columns.start, columns.stop))
-    b.compute("gemm", [rows_of(made, piece)], [rows_of("a", piece), weight])
+    b.compute("gemm", [made], [rows_of("a", piece), weight])
+
+
+def _own_below(b: Builder, rows: int, piece: slice) -> slice:
+    """Where rows of all ranks are if the peers' come first, which are sent before the own."""
+    own = block_of(b.rank, rows)
+    if piece == own:
+        return block_of(b.peers, rows)
+    back = rows if piece.start >= own.stop else 0
+    return slice(piece.start - back, piece.stop - back)
+
+
+def _partials(b: Builder, buffer: str, rows: int, *, own: bool) -> list[tuple[Span, int]]:
+    """What arrived from the peers, in the order in which it is added.
+
+    Args:
+        own: whether a collective brought the own block as well.
+    """
+    if not b.together:
+        return [(Span(buffer, 0, b.peers * rows), b.peers)] if b.peers else []
+    ranks = range(b.size) if own else peers_of(b.place)
+    places = (ranks.index(hop.source) for hop in b.hops("last"))
+    return [(rows_of(buffer, block_of(at, rows)), 1) for at in places]
 
 
 class _ColumnScatter:
@@ -218,26 +257,48 @@ class _ColumnScatter:
     Args:
         out: the buffer of the sums.
         in_flight: how many groups have memory of their own.
+        own_last: whether the own rows of the last group are made when the others are sent.
     """
 
     def __init__(
-        self, b: Builder, rows: int, groups: list[slice], out: str, in_flight: int
+        self,
+        b: Builder,
+        rows: int,
+        groups: list[slice],
+        out: str,
+        in_flight: int,
+        own_last: bool = False,
     ) -> None:
         self._b, self._rows, self._groups, self._out = b, rows, groups, out
         self._whole = len(groups) == 1
+        self._apart = len(groups) - 1 if own_last and b.together else None
+        stacked = b.size if b.together else b.peers
         for j, columns in enumerate(groups):
             slot, width = j % in_flight, columns.stop - columns.start
-            b.scratch(self.made(j), b.size * rows, width, slot=f"made {slot}")
-            b.scratch(self._slab(j), b.peers * rows, width, slot=f"slab {slot}")
+            b.scratch(self._product(j), b.size * rows, width, slot=f"made {slot}")
+            b.scratch(self._slab(j), stacked * rows, width, slot=f"slab {slot}")
 
-    def made(self, j: int) -> str:
-        """The buffer of a group's product, ``[n * s, width]``."""
+    def made(self, j: int, piece: slice) -> Span:
+        """Where rows of a group's product, ``[n * s, width]``, are."""
+        if j == self._apart:
+            piece = _own_below(self._b, self._rows, piece)
+        return rows_of(self._product(j), piece)
+
+    def _product(self, j: int) -> str:
         return f"product {j}"
 
     def _slab(self, j: int) -> str:
         return f"partials {j}"
 
     def post(self, j: int) -> None:
+        if self._b.together:
+            blocks = self._b.peers if j == self._apart else self._b.size
+            source = Span(self._product(j), 0, blocks * self._rows)
+            out, chunks = Span(self._slab(j), 0, blocks * self._rows), len(self._groups)
+            own = j != self._apart
+            name = "partial for {target}"
+            self._b.collective("all_to_all", source, out, name, j, chunks, own=own)
+            return
         for hop in self._b.hops("last"):
             self.post_one(j, hop)
 
@@ -245,14 +306,14 @@ class _ColumnScatter:
         rows, chunks = self._rows, len(self._groups)
         # One below the other in the order in which they are added.
         into = rows_of(self._slab(j), block_of(self._b.hops("last").index(hop), rows))
-        made = rows_of(self.made(j), block_of(hop.target, rows))
+        made = self.made(j, block_of(hop.target, rows))
         self._b.post(hop, made, into, "partial for {target}", j, chunks)
 
     def add(self, j: int, *, aside: bool) -> None:
         b, rows, columns = self._b, self._rows, self._groups[j]
         out = Span(self._out, 0, rows, None if self._whole else (columns.start, columns.stop))
-        own = rows_of(self.made(j), block_of(b.rank, rows))
-        terms = [(Span(self._slab(j), 0, b.peers * rows), b.peers)] if b.peers else []
+        own = self.made(j, block_of(b.rank, rows))
+        terms = _partials(b, self._slab(j), rows, own=j != self._apart)
         b.add(out, *terms, (own, 1), aside=aside)
 
 
@@ -286,21 +347,22 @@ def column_backward(
     n, r = place.size, place.rank
     if gathers:
         b.scratch("whole", n * rows, inputs)
-        for hop in b.hops("first"):
-            into = rows_of("whole", block_of(hop.source, rows))
-            b.post(hop, Span("x", 0, rows), into, "block {source}")
+        mine, whole = Span("x", 0, rows), Span("whole", 0, n * rows)
+        if b.together:
+            b.collective("all_gather", mine, whole, "block {source}")
+        else:
+            for hop in b.hops("first"):
+                b.post(hop, mine, rows_of("whole", block_of(hop.source, rows)), "block {source}")
         b.mark()
     groups = b.runs(inputs, "last") if scatters else []
     scatter = _ColumnScatter(b, rows, groups, "grad_x", in_flight=len(groups))
     for j, columns in enumerate(groups):
         weight = Span("weight", 0, outputs, (columns.start, columns.stop))
         everything = slice(0, n * rows)
-        b.compute(
-            "gemm", [rows_of(scatter.made(j), everything)], [rows_of("grad", everything), weight]
-        )
+        b.compute("gemm", [scatter.made(j, everything)], [rows_of("grad", everything), weight])
         scatter.post(j)
     if wgrad:
-        if gathers:
+        if gathers and not b.together:
             b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), aside=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     for j in range(len(groups)):
@@ -348,18 +410,29 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
     r, parts = place.rank, parts_of(place, rows)
     weight = Span("weight", 0, inputs)
 
+    def made(p: int, piece: slice) -> Span:
+        if b.together and p == len(parts) - 1:
+            piece = _own_below(b, (parts[p].stop - parts[p].start) // place.size, piece)
+        return rows_of(f"product {p}", piece)
+
     def gemm(p: int, piece: slice) -> None:
-        made = rows_of(f"product {p}", piece)
         part = slice(parts[p].start + piece.start, parts[p].start + piece.stop)
-        b.compute("gemm", [made], [rows_of("a", part), weight])
+        b.compute("gemm", [made(p, piece)], [rows_of("a", part), weight])
 
     def finish(p: int) -> None:
         """Sum the own block of a part, and send the sum around."""
         block = (parts[p].stop - parts[p].start) // place.size
         start = parts[p].start
         mine = Span("out", start + r * block, start + (r + 1) * block)
-        terms = [(Span(f"partials {p}", 0, b.peers * block), b.peers)] if b.peers else []
-        b.add(mine, *terms, (rows_of(f"product {p}", block_of(r, block)), 1))
+        if b.together:
+            b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
+            mine = Span(f"sum {p}", 0, block)
+        terms = _partials(b, f"partials {p}", block, own=p < len(parts) - 1)
+        b.add(mine, *terms, (made(p, block_of(r, block)), 1))
+        if b.together:
+            there = rows_of("out", parts[p])
+            b.collective("all_gather", mine, there, "sum {source}", p, len(parts))
+            return
         for hop in b.hops("first"):
             theirs = Span("out", start + hop.source * block, start + (hop.source + 1) * block)
             b.post(hop, mine, theirs, "sum {source}", p, len(parts))
@@ -368,15 +441,22 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         length, last = part.stop - part.start, p == len(parts) - 1
         block = length // place.size
         b.scratch(f"product {p}", length, outputs, slot=f"product in {p % 2}")
-        b.scratch(f"partials {p}", b.peers * block, outputs, slot=f"partials in {p % 2}")
+        stacked = b.size if b.together else b.peers
+        b.scratch(f"partials {p}", stacked * block, outputs, slot=f"partials in {p % 2}")
         if not last:
             gemm(p, slice(0, length))
-        for at, (hop, piece) in enumerate(_together(b, block, departures_of(place, 1))):
+        for at, (hop, piece) in enumerate(_in_turn(b, block, departures_of(place, 1))):
             if last and piece is not None:
                 gemm(p, piece)
-            made = rows_of(f"product {p}", block_of(hop.target, block))
-            into = rows_of(f"partials {p}", block_of(at, block))
-            b.post(hop, made, into, "partial for {target}", p, len(parts))
+            if not b.together:
+                into = rows_of(f"partials {p}", block_of(at, block))
+                sent = made(p, block_of(hop.target, block))
+                b.post(hop, sent, into, "partial for {target}", p, len(parts))
+        if b.together:
+            blocks = b.peers if last else b.size
+            sent, into = (Span(f"{x} {p}", 0, blocks * block) for x in ("product", "partials"))
+            name = "partial for {target}"
+            b.collective("all_to_all", sent, into, name, p, len(parts), own=not last)
         if last:
             gemm(p, block_of(r, block))
         if p:

@@ -37,7 +37,8 @@ Piece = tuple[Sequence[slice], slice | None]
 def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
     """Which rows of the whole matrix :func:`gather_gemm` multiplies at once, piece by piece."""
     runs = place.schedule.runs(rows, "first")
-    blocks = arrivals_of(place) if len(runs) == 1 or place.size == 1 else [peers_of(place)]
+    by_peer = place.together or len(runs) == 1 or place.size == 1
+    blocks = arrivals_of(place) if by_peer else [peers_of(place)]
     pieces = [
         tuple(slice(p * rows + run.start, p * rows + run.stop) for p in side)
         for run in runs
@@ -99,7 +100,7 @@ def arrivals_of(place: Place) -> list[range]:
 
     Those of a side, or each of them if a single lane brings one after the other.
     """
-    if place.schedule.lanes_for(place.size) > 1:
+    if place.together or place.schedule.lanes_for(place.size) > 1:
         return sides_of(place)
     hops = place.schedule.hops(place.rank, place.size, "first")
     return [range(hop.source, hop.source + 1) for hop in hops]
@@ -110,7 +111,7 @@ def departures_of(place: Place, groups: int) -> list[range]:
 
     Those of a side, or each of them if a single lane takes one after the other, whole.
     """
-    if groups > 1 or place.schedule.lanes_for(place.size) > 1:
+    if groups > 1 or place.together or place.schedule.lanes_for(place.size) > 1:
         return sides_of(place)[::-1]
     hops = place.schedule.hops(place.rank, place.size, "last")
     return [range(hop.target, hop.target + 1) for hop in hops]

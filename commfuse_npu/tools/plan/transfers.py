@@ -83,7 +83,9 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
             found.append(FusedLayer(layer, "", reason))
             continue
         # Two halves: a reduce-scatter, and a gather of its result.
-        sent = (2 if operator == "linear_all_reduce" else 1) * (tp - 1) * chunks
+        halves = 2 if operator == "linear_all_reduce" else 1
+        peers = 1 if launch.schedule.shape == "collective" else tp - 1
+        sent = halves * peers * chunks
         largest = chunk_rows * row_bytes
         longest = rows * row_bytes if column else largest
         found.append(FusedLayer(layer, operator, "", sent, largest, longest))

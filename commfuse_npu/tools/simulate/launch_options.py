@@ -73,7 +73,11 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
             yield "--commfuse-fb-overlap-memory"
     if schedule is None:
         return
-    yield from ("--use-commfuse", "--commfuse-lanes", str(schedule.lanes))
+    yield "--use-commfuse"
+    if schedule.shape == "collective":
+        yield from ("--commfuse-schedule", "collective")
+    else:
+        yield from ("--commfuse-lanes", str(schedule.lanes))
     if variant.tuned:
         yield from ("--commfuse-tuning", "on")
     else:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan.program import (
     Add,
+    Collective,
     Compute,
     Copy,
     End,
@@ -288,27 +289,23 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        ends = [end for post in program.posts for end in (post.send, post.receive) if end]
+        ends = [end for post in program.posts for _, end in post.ends]
         self.ran[operation] = Ran(program, max((size(end.span) for end in ends), default=0.0))
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}
         for one in program.code:
-            if isinstance(one, Post):
-                end = one.send or one.receive
-                assert end is not None
-                step, lane = end.transfer.step, end.transfer.lane
-                got, gone = self._exchange(
-                    f"{operation} {end.transfer.piece}",
-                    f"lane {lane}",
-                    [message(one.send)] if one.send else [],
-                    [message(one.receive)] if one.receive else [],
-                    posts=1,
-                )
-                if one.receive:
-                    received[step] = got
-                if one.send:
-                    sent[step] = gone
+            if isinstance(one, Post | Collective):
+                name, lane = f"{operation} {one.transfer.piece}", f"lane {one.transfer.lane}"
+                away = [(way, end) for way, end in one.ends if not end.transfer.stays]
+                sends = [message(end) for way, end in away if way == "send"]
+                receives = [message(end) for way, end in away if way == "receive"]
+                if isinstance(one, Post):
+                    got, gone = self._exchange(name, lane, sends, receives, posts=1)
+                else:
+                    got, gone = self._exchange(name, lane, sends, receives, (), 1, 0, EVENTS)
+                received |= {end.transfer.step: got for way, end in one.ends if way == "receive"}
+                sent |= {end.transfer.step: gone for way, end in one.ends if way == "send"}
             elif isinstance(one, Wait):
                 self.need((received[step] for step in one.receives), aside=one.aside)
                 self.need((sent[step] for step in one.sends), aside=one.aside)

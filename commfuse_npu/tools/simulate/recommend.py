@@ -19,6 +19,7 @@ from typing import NamedTuple
 from commfuse_npu.config_file import ConfigError, config_names, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.plan import Schedule, usual_shape
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
@@ -324,18 +325,20 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
         return [REFERENCE]
     size, base = group.size, group.direct
     best = best_lanes(hardware, size)
-    every = sorted({1, min(2, size - 1), best})
+    shapes = [(base, lanes) for lanes in sorted({1, min(2, size - 1), best})]
+    if layout.cp == 1 and usual_shape(size) != base.shape == "shifted":
+        shapes = [(Schedule("collective"), 1), (base, best)]
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
-    ours = partial(fused, base, collectives_from=covering_outputs(hardware.machine(), layout.tp))
+    ours = partial(fused, collectives_from=covering_outputs(hardware.machine(), layout.tp))
     found = [
-        ours(lanes, chunks, taper=taper, wgrad=wgrad)
-        for lanes in every
+        ours(shape, lanes, chunks, taper=taper, wgrad=wgrad)
+        for shape, lanes in shapes
         for chunks, taper in (*((chunks, 1.0) for chunks in _CHUNKS), (4, 2.0))
         for wgrad in wgrads
     ]
     if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
         found += [
-            ours(best, chunks, attention=True, wgrad=wgrad)
+            ours(base, best, chunks, attention=True, wgrad=wgrad)
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]

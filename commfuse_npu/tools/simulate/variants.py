@@ -24,7 +24,8 @@
                        order in the backward of column-parallel layers
 ``kernel-ideal``       a bound that nobody can launch: kernels without a cost of cutting; GEMM and
                        transfers overlap tile by tile, and one tile remains at one end; else as MC2
-``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``-attention``: attention
+``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``commfuse-cK-collective``:
+                       a chunk as one collective; ``-attention``: attention
                        is split by queries and pipelined with its output projection;
                        ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: the
                        weight gradient of a row-parallel layer per arriving block, which changes
@@ -33,8 +34,9 @@
                        again before the weight gradient of the row-parallel one after it; where
                        GEMMs hide collectives anyhow its backward is in Megatron's order
                        (:mod:`commfuse_npu.hardware.machine`)
-``commfuse-tuned-lL``  the same with the number of chunks that is fastest for each operation, or
-                       collectives in Megatron's order, as ``--commfuse-tuning on`` looks for them
+``commfuse-tuned-lL``  the same with the chunks, as batches or as collectives, that are fastest for
+                       each operation, or Megatron's order, as ``--commfuse-tuning on`` looks for
+                       them
 ``commfuse-fb``        ``--commfuse-fb-overlap``: forward and backward of two micro-batches take
                        turns (:mod:`commfuse_npu.tools.simulate.turns`); what has no partner, and
                        what is outside of the layers, in Megatron's order
@@ -47,7 +49,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from commfuse_npu.plan import Schedule
+from commfuse_npu.plan import Schedule, usual_shape
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
@@ -173,12 +175,16 @@ def fused(
 
     Args:
         base: the schedule apart from lanes, chunks and taper; see :func:`direct`.
-        chunks: of several numbers each operation takes its fastest.
+        lanes: 1 for collectives.
+        chunks: of several numbers, in batches or collectives, each operation takes its fastest.
     """
     several = chunks if isinstance(chunks, tuple) else (chunks,)
     schedules = tuple(replace(base, lanes=lanes, chunks=one, taper=taper) for one in several)
     tuned = schedules if isinstance(chunks, tuple) else ()
-    name = f"commfuse-{'tuned' if tuned else f'c{chunks}'}-l{lanes}"
+    if tuned and lanes > 1 and base.shape == "shifted":
+        tuned += tuple(replace(one, shape="collective", lanes=1) for one in schedules)
+    how = "collective" if base.shape == "collective" else f"l{lanes}"
+    name = f"commfuse-{'tuned' if tuned else f'c{chunks}'}-{how}"
     name += (f"-t{taper:g}" if taper != 1 else "") + ("-attention" if attention else "")
     name += ("-wgrad" if wgrad == "blocks" else "") + ("-once" if sums == "once" else "")
     return Variant(
@@ -208,6 +214,7 @@ def variants(
     """
     base = direct(size, members_per_node)
     ours = partial(fused, base, collectives_from=collectives_from)
+    together = partial(fused, Schedule("collective"), 1, collectives_from=collectives_from)
     most = chunks[-1]
     found = [
         REFERENCE,
@@ -219,6 +226,7 @@ def variants(
         IDEAL,
         ours(min(2, max(1, size - 1)), 1),
         *(ours(lanes, k) for k in chunks),
+        *(together(k) for k in chunks if usual_shape(size) != base.shape == "shifted"),
         fused(base, lanes, chunks),
         fused(base, lanes, chunks, wgrad="blocks", sums="once"),
         ours(lanes, 6, taper=1.5),
