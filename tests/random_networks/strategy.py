@@ -53,8 +53,8 @@ def _often(common: bool = False) -> st.SearchStrategy[bool]:
 
 
 @st.composite
-def _schedules(draw: st.DrawFn, size: int, lanes: int) -> Schedule:
-    shape = draw(st.sampled_from(("shifted", "two_level", "collective")))
+def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> Schedule:
+    shape = draw(st.sampled_from(("shifted", "two_level", *(["collective"] if linear else []))))
     schedule = Schedule(
         lanes=draw(st.integers(1, lanes)),
         chunks=draw(st.one_of(st.integers(1, 3), st.integers(1, 8))),
@@ -82,7 +82,7 @@ def _layers(
         op,
         inputs=draw(features),
         outputs=draw(features),
-        schedule=draw(_schedules(size, lanes)),
+        schedule=draw(_schedules(size, lanes, op in _TENSOR_PARALLEL)),
         x_layout=draw(layouts),
         grad_layout=draw(st.one_of(layouts, st.just("expanded"))),
         recompute=draw(st.sampled_from(("no", "no", "reentrant", "non_reentrant"))),
@@ -97,8 +97,6 @@ def _layers(
             mask=draw(st.sampled_from(("full", "causal", *MASKS))),
             scale=draw(st.sampled_from((None, None, 0.3))),
         )
-    if op not in _TENSOR_PARALLEL and layer.schedule.shape == "collective":
-        layer = replace(layer, schedule=replace(layer.schedule, shape="shifted"))
     rounds = rounded or op == "attention_linear_reduce_scatter"
     if rounds and layer.schedule.shape == "two_level":
         # Nodes have an order of additions of their own.

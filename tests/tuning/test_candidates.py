@@ -19,9 +19,8 @@ def test_all_are_plans_that_hold_within_the_lanes_that_there_are(schedule: Sched
     assert len(found) == len(set(found)) > 3
     for one in found:
         assert one.lanes <= schedule.lanes
-        assert (one.shape, one.node_size) == (
-            schedule.shape, schedule.node_size,
-        )  # fmt: skip
+        assert one.node_size == schedule.node_size
+        assert one.shape in (schedule.shape, "collective")
         for rule in ("gather_gemm", "gemm_scatter"):
             verify(Case(rule, arguments(rule, 7, 4)[0], one, 4, True).programs())
 
