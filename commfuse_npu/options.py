@@ -249,9 +249,9 @@ def schedule_for(
 ) -> Schedule:
     """The schedule that the options ask for, for a group of ``size`` ranks.
 
-    ``auto`` is two_level if the group spans nodes, else
-    :func:`~commfuse_npu.plan.usual_shape` for linear layers alone whose lanes nobody asks for or
-    tries out, else shifted.  There are at most ``size - 1`` transfers to have in flight, and each
+    ``auto`` is two_level if the group spans whole nodes, :func:`~commfuse_npu.plan.usual_shape` for
+    linear layers of a group inside a node, unless lanes are asked for or tried out or attention
+    needs them, too, else shifted.  There are at most ``size - 1`` transfers to have in flight, and each
     lane costs buffers on every rank: superfluous lanes are not made.
 
     Args:
@@ -267,10 +267,11 @@ def schedule_for(
     local = size if processes % stride else processes // stride
     shape = given.commfuse_schedule
     if shape == "auto":
-        spans = local < size and size % local == 0
-        tried, alone = given.commfuse_tuning == "on", linear and not given.commfuse_attention
-        usual = alone and not given.commfuse_lanes and not tried
-        shape = "two_level" if spans else usual_shape(size) if usual else "shifted"
+        alone = linear and not given.commfuse_attention and local >= size
+        asked = given.commfuse_lanes or given.commfuse_tuning == "on"
+        shape = usual_shape(size) if alone and not asked else "shifted"
+        if local < size and size % local == 0:
+            shape = "two_level"
     elif shape == "collective" and not linear:
         shape = "shifted"
     schedule = Schedule(

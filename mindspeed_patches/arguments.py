@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, LinearOptions
-from commfuse_npu.options import schedule_for, typed_options
+from commfuse_npu.options import typed_options
 from commfuse_npu.plan import DATA_PARALLEL_LANES, usual_chunks
 from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
 from commfuse_npu.tuning import Tuning, default_folder
@@ -21,6 +18,7 @@ from mindspeed_patches.layout import (
     hidden_size,
     parallel_size,
     rows_of_blocks,
+    schedule_here,
 )
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 
@@ -86,7 +84,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         min_rows = 0 if tuned or given.commfuse_chunks else None
     ulysses = buckets = None
     if given.commfuse_ulysses:
-        across = _schedule(given, parallel_size(args, "context"), tensor_parallel)
+        across = schedule_here(given, parallel_size(args, "context"), tensor_parallel)
         ulysses = LinearOptions(across, wgrad=given.commfuse_wgrad)
     if given.commfuse_dp:
         # Pipeline stages come last in Megatron's order of ranks, or before data parallelism.
@@ -94,12 +92,14 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         inner = tensor_parallel * (parallel_size(args, "pipeline_model") if stages_first else 1)
         buckets = replace(
             OPTIONS,
-            schedule=_schedule(given, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES),
+            schedule=schedule_here(
+                given, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES
+            ),
             reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
         )
     return CommFuseOptions(
         linear=LinearOptions(
-            schedule=_schedule(given, tensor_parallel, chunks=chunks, linear=True),
+            schedule=schedule_here(given, tensor_parallel, chunks=chunks, linear=True),
             keep_gathered=given.commfuse_keep_gathered,
             reduce_dtype=_dtype(given.commfuse_reduce_dtype),
             wgrad=given.commfuse_wgrad,
@@ -159,9 +159,3 @@ def complete_options(args: argparse.Namespace) -> CommFuseOptions:
 
 def _dtype(name: str) -> torch.dtype | None:
     return torch.float32 if name == "float32" else None
-
-
-def _schedule(given: argparse.Namespace, size: int, stride: int = 1, **usual: Any) -> Schedule:
-    """:func:`~commfuse_npu.options.schedule_for` on the nodes of this job."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
-    return schedule_for(given, size, processes, stride, **usual)

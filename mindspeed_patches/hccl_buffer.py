@@ -14,12 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commfuse_npu.options import typed_options
 from commfuse_npu.runtime.hccl_options import buffers_of, lane_megabytes
 from mindspeed_patches.layout import (
     data_parallel_size,
     hidden_size,
     parallel_size,
     rows_of_blocks,
+    schedule_here,
 )
 
 __all__ = ["lane_options", "of_blocks", "of_buckets", "of_heads", "take_lane_megabytes"]
@@ -59,9 +61,12 @@ def of_blocks(args: argparse.Namespace) -> int | None:
     """What a lane of a tensor-parallel group needs to carry its longest message at once, in MB.
 
     A block of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, which the backward of a
-    column-parallel layer gathers whole.  ``None`` where the arguments do not say.
+    column-parallel layer gathers whole; of a collective, those of all ranks.  ``None`` where the
+    arguments do not say.
     """
-    return _megabytes(args, 1)
+    size = parallel_size(args, "tensor_model")
+    together = schedule_here(typed_options(args), size, linear=True).shape == "collective"
+    return _megabytes(args, 1, size if together else 1)
 
 
 def of_heads(args: argparse.Namespace) -> int | None:
@@ -85,13 +90,13 @@ def of_buckets(args: argparse.Namespace) -> int | None:
     return lane_megabytes(4 * int(parameters) / ranks)
 
 
-def _megabytes(args: argparse.Namespace, parts: int) -> int | None:
-    """Of a block whose features are shared among so many messages."""
+def _megabytes(args: argparse.Namespace, parts: int, blocks: int = 1) -> int | None:
+    """Of so many blocks, whose features are shared among so many messages."""
     rows, hidden = rows_of_blocks(args), hidden_size(args)
     if rows is None or hidden is None:
         return None
     item = 2 if getattr(args, "bf16", False) or getattr(args, "fp16", False) else 4
-    return lane_megabytes(rows * -(-hidden // parts) * item)
+    return lane_megabytes(blocks * rows * -(-hidden // parts) * item)
 
 
 def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str) -> Any:

@@ -9,9 +9,16 @@ import argparse
 import os
 from typing import Any
 
-from commfuse_npu.plan import block_rows
+from commfuse_npu.options import schedule_for
+from commfuse_npu.plan import Schedule, block_rows
 
-__all__ = ["data_parallel_size", "hidden_size", "parallel_size", "rows_of_blocks"]
+__all__ = [
+    "data_parallel_size",
+    "hidden_size",
+    "parallel_size",
+    "rows_of_blocks",
+    "schedule_here",
+]
 
 
 def parallel_size(args: argparse.Namespace, kind: str) -> int:
@@ -43,3 +50,13 @@ def rows_of_blocks(args: argparse.Namespace) -> int | None:
         return None
     groups = (parallel_size(args, kind) for kind in ("tensor_model", "context"))
     return block_rows(*map(int, sizes), *groups)
+
+
+def schedule_here(given: argparse.Namespace, size: int, stride: int = 1, **usual: Any) -> Schedule:
+    """:func:`~commfuse_npu.options.schedule_for` on the nodes of this job.
+
+    Args:
+        given: typed options.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
+    return schedule_for(given, size, processes, stride, **usual)

@@ -160,7 +160,8 @@ class Schedule:
         costs = ", blocks that cost differently" if self.costs else ""
         taper = f", tapered by {self.taper:g}" if self.taper != 1 else ""
         lanes = "a lane per peer" if self.lanes is None else f"{self.lanes} lanes"
-        return f"{self.shape}, {lanes}, {self.chunks} chunks{taper}{node}{costs}"
+        how = self.shape if self.shape == "collective" else f"{self.shape}, {lanes}"
+        return f"{how}, {self.chunks} chunks{taper}{node}{costs}"
 
     @cached_property
     def _hash(self) -> int:

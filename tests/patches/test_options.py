@@ -64,12 +64,12 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     # Lanes that nothing would use are not made.
     ("--commfuse-lanes 7", {"tensor_model_parallel_size": 4}, "8", {"linear.schedule.lanes": 3}),
     # Small blocks stay whole.
-    ("", LONG, "8", {CHUNKS: 2, "linear.schedule.lanes": 7}),
+    ("", LONG, "8", {CHUNKS: 2, "linear.schedule.lanes": 1}),
     ("", SHORT, "8", {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 16384}, "8", {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 16384, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
+    ("", {**LONG, "seq_length": 8192}, "8", {CHUNKS: 1}),
+    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
     ("", {**LONG, "micro_batch_size": 2}, "8", {CHUNKS: 2}),
-    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 1, "rows": 2048}),
+    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 2, "rows": 2048}),
     ("--commfuse-tuning on", LONG, "8", {CHUNKS: 1}),
     ("--commfuse-chunks 4", SHORT, "8", {CHUNKS: 4}),
     # The machine says which layers stay Megatron's, unless chunks are chosen.
@@ -83,8 +83,13 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("--commfuse-collectives-from auto", {}, "8", {LEAST: None, "described": True}),
     ("--commfuse-collectives-from never", {}, "8", {LEAST: None, "described": False}),
     ("--commfuse-collectives-from 1734", {}, "8", {LEAST: 1734, "described": False}),
-    # Two-level where a group spans nodes.
-    ("", TP8, "8", {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
+    # Two-level where a group spans nodes, collectives where nobody asks for lanes.
+    ("", TP8, "8", {"linear.schedule": Schedule("collective", lanes=1)}),
+    ("--commfuse-lanes 7", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
+    ("--commfuse-attention", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
+    ("--commfuse-schedule shifted", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
+    ("--commfuse-tuning on", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
+    ("--commfuse-schedule collective --commfuse-ulysses", CP, "8", {UNDER: Schedule(lanes=3)}),
     ("", TP8, "4", {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
     ("", TP8, "3", {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
     # The ranks of a context-parallel group are as far apart as tensor parallelism is wide.
@@ -253,12 +258,13 @@ OVERLAPPED = {"overlap_grad_reduce": True}
 @pytest.mark.parametrize(
     ("message", "change", "megabytes"),
     [
-        (of_blocks, {}, 16),  # 8 MB
-        (of_blocks, {"micro_batch_size": 4}, 32),
-        (of_blocks, {"micro_batch_size": 5}, 64),  # 40 MB
+        (of_blocks, {}, 64),  # 8 blocks of 8 MB
+        (of_blocks, {"micro_batch_size": 2}, 128),
+        (of_blocks, {"commfuse_lanes": 7}, 16),
+        (of_blocks, {"commfuse_lanes": 7, "micro_batch_size": 5}, 64),  # 40 MB
         (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False}, 64),
         (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False, "fp16": True}, 32),
-        (of_blocks, {"micro_batch_size": 4, "context_parallel_size": 2}, 16),
+        (of_blocks, {"micro_batch_size": 4, "context_parallel_size": 2}, 128),
         (of_blocks, {"micro_batch_size": 100}, 200),
         (of_blocks, {"hidden_size": None}, None),
         (of_blocks, {"seq_length": None}, None),

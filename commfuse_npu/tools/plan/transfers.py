@@ -30,8 +30,8 @@ class FusedLayer(NamedTuple):
         layer: its name.
         operator: what runs in the forward; empty for Megatron's own.
         reason: why Megatron's own forward, or empty.
-        transfers: messages that a rank sends in the forward.
-        transfer_bytes: of the largest of them.
+        transfers: messages that a rank sends in the forward, or collectives.
+        transfer_bytes: of the largest of them; of a collective, what it sends or receives.
         longest: bytes of the longest message, the backward's included: a column-parallel layer
             gathers its input again in whole blocks.
     """
@@ -86,8 +86,9 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
         halves = 2 if operator == "linear_all_reduce" else 1
         peers = 1 if launch.schedule.shape == "collective" else tp - 1
         sent = halves * peers * chunks
-        largest = chunk_rows * row_bytes
-        longest = rows * row_bytes if column else largest
+        blocks = tp if launch.schedule.shape == "collective" else 1
+        largest = blocks * chunk_rows * row_bytes
+        longest = blocks * rows * row_bytes if column else largest
         found.append(FusedLayer(layer, operator, "", sent, largest, longest))
     return found
 
@@ -122,7 +123,9 @@ def lanes_of(launch: AskedLaunch) -> list[Lanes]:
     block = config.block_rows * config.hidden_size * 2.0
     if tensor > 1:
         with suppress(PlanError):  # which says more elsewhere
-            found.append(Lanes("tensor", launch.schedule.lanes_for(tensor), block))
+            together = launch.schedule.shape == "collective"
+            message = block * tensor if together else block
+            found.append(Lanes("tensor", launch.schedule.lanes_for(tensor), message))
     if fuse.commfuse_ulysses and context > 1:
         lanes = min(fuse.commfuse_lanes or _MOST_LANES, context - 1)
         found.append(Lanes("context", lanes, block / context))

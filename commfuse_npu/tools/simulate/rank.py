@@ -42,6 +42,7 @@ from commfuse_npu.plan.program import (
     Record,
     Span,
     Wait,
+    accesses,
 )
 from commfuse_npu.plan.schedule import Place, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
@@ -289,8 +290,8 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        ends = [end for post in program.posts for _, end in post.ends]
-        self.ran[operation] = Ran(program, max((size(end.span) for end in ends), default=0.0))
+        carried = (span for post in program.posts for of in accesses(post) for span in of)
+        self.ran[operation] = Ran(program, max(map(size, carried), default=0.0))
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}

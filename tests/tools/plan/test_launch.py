@@ -149,7 +149,7 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(
     assert memory["what"] == "memory for lanes"
     said = capsys.readouterr().out
     assert "warning  --use-commfuse: given to the script itself; expected the launcher" in said
-    assert f"forward, per rank ({found['schedule']}):\n  qkv: all_gather_linear, 3" in said
+    assert f"forward, per rank ({found['schedule']}):\n  qkv: all_gather_linear, 2" in said
     refused = plan(f"{TP} {MANY} --use-ascend-coc")
     assert refused["layers"]
     assert "per rank" not in capsys.readouterr().out

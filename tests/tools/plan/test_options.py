@@ -20,16 +20,16 @@ def layers(line: str) -> dict[str, FusedLayer]:
 
 
 def test_what_a_launch_would_fuse() -> None:
-    block = 1024 * 2 * 4096 * 2
-    gathered = ("all_gather_linear", "", 14, block // 2, block)
-    scattered = ("linear_reduce_scatter", "", 14, block // 2, block // 2)
+    blocks = 8 * 1024 * 2 * 4096 * 2
+    gathered = ("all_gather_linear", "", 2, blocks // 2, blocks)
+    scattered = ("linear_reduce_scatter", "", 2, blocks // 2, blocks // 2)
     found = layers(CONFIG)
-    assert str(asked(CONFIG).schedule).startswith("shifted, 7 lanes, 2 chunks")
+    assert str(asked(CONFIG).schedule).startswith("collective, 2 chunks")
     assert {name: one[1:] for name, one in found.items()} == {
         **dict.fromkeys(("qkv", "fc1", "output"), gathered),
         **dict.fromkeys(("proj", "fc2"), scattered),
     }
-    assert str(found["fc1"]) == "fc1: all_gather_linear, 14 transfers of 8.00 MB"
+    assert str(found["fc1"]) == "fc1: all_gather_linear, 2 transfers of 64.00 MB"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_a_launch_would_fuse() -> None:
          1024 * 2 * 4096),
         (f"{CONFIG} --commfuse-attention", "fc2", "linear_reduce_scatter", 14, 1024 * 2 * 4096),
         (f"{CONFIG} --commfuse-attention --no-commfuse-attention", "proj", "linear_reduce_scatter",
-         14, 1024 * 2 * 4096),
+         2, 8 * 1024 * 2 * 4096),
         (f"{ATTENTION} --recompute-granularity selective", "proj", "linear_reduce_scatter", 1,
          32 * 3 * 64 * 2),
     ],
@@ -89,25 +89,27 @@ def lanes(words: str, **environ: str) -> list[Finding]:
 @pytest.mark.parametrize(
     ("words", "said", "action"),
     [
-        ("", "224 MB per NPU: 7 tensor lanes with 2 x 16 MB", "--hccl-group-buffer commfuse:16"),
-        ("--hccl-group-buffer tp:400", "2800 MB per NPU: 7 tensor lanes with 2 x 200 MB",
-         "--hccl-group-buffer commfuse:16 takes 224 MB"),
+        ("", "256 MB per NPU: 1 tensor lanes with 2 x 128 MB", "--hccl-group-buffer commfuse:128"),
+        ("--commfuse-schedule shifted", "224 MB per NPU: 7 tensor lanes with 2 x 16 MB",
+         "--hccl-group-buffer commfuse:16"),
+        ("--hccl-group-buffer tp:400", "400 MB per NPU: 1 tensor lanes with 2 x 200 MB",
+         "--hccl-group-buffer commfuse:128 takes 256 MB"),
         ("--hccl-group-buffer tp:400;commfuse:32 --commfuse-lanes 3",
          "192 MB per NPU: 3 tensor lanes with 2 x 32 MB", "--hccl-group-buffer commfuse:16"),
         # Lanes are made where blocks are too short to use them.
-        ("--seq-length 1024", "224 MB per NPU: 7 tensor lanes with 2 x 16 MB",
+        ("--seq-length 1024", "32 MB per NPU: 1 tensor lanes with 2 x 16 MB",
          "nothing uses them: leave --use-commfuse out"),
         # 40 million fp32 gradients over 4 ranks are 38 MiB; two lanes each way.
         ("--tensor-model-parallel-size 4 --commfuse-dp --overlap-grad-reduce --nnodes 2",
-         "704 MB per NPU: 3 tensor lanes with 2 x 32 MB, 4 data lanes with 2 x 64 MB",
-         "--hccl-group-buffer commfuse:32"),
+         "768 MB per NPU: 1 tensor lanes with 2 x 128 MB, 4 data lanes with 2 x 64 MB",
+         "--hccl-group-buffer commfuse:128"),
         ("--tensor-model-parallel-size 1 --commfuse-dp --overlap-grad-reduce --nnodes 2",
          "128 MB per NPU: 4 data lanes with 2 x 16 MB",
          "--hccl-group-buffer commfuse:64 sets the size of each"),
         ("--tensor-model-parallel-size 4 --context-parallel-size 2 --commfuse-ulysses "
          "--context-parallel-algo ulysses_cp_algo",
-         "128 MB per NPU: 3 tensor lanes with 2 x 16 MB, 1 context lanes with 2 x 16 MB",
-         "--hccl-group-buffer commfuse:16"),
+         "160 MB per NPU: 1 tensor lanes with 2 x 64 MB, 1 context lanes with 2 x 16 MB",
+         "--hccl-group-buffer commfuse:64"),
     ],
 )  # fmt: skip
 def test_the_memory_of_lanes_is_counted(words: str, said: str, action: str) -> None:
@@ -118,12 +120,12 @@ def test_the_memory_of_lanes_is_counted(words: str, said: str, action: str) -> N
 
 def test_a_buffer_that_is_too_small_is_warned_about() -> None:
     memory, largest = lanes("--hccl-group-buffer commfuse:4")
-    assert memory.value == "56 MB per NPU: 7 tensor lanes with 2 x 4 MB"
-    assert summary(largest) == ("warning", "16.0 MB")
-    assert largest.action == "--hccl-group-buffer commfuse:16"
+    assert memory.value == "8 MB per NPU: 1 tensor lanes with 2 x 4 MB"
+    assert summary(largest) == ("warning", "128.0 MB")
+    assert largest.action == "--hccl-group-buffer commfuse:128"
     assert lanes("--no-use-commfuse") == []
-    (memory,) = lanes("--hccl-group-buffer tp:400", HCCL_BUFFSIZE="50")
-    assert memory.value.endswith("7 tensor lanes with 2 x 50 MB")
+    memory, _ = lanes("--hccl-group-buffer tp:400", HCCL_BUFFSIZE="50")
+    assert memory.value.endswith("1 tensor lanes with 2 x 50 MB")
 
 
 # ------------------------------------------------------------------ what is wrong with its options
