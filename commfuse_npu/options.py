@@ -251,8 +251,8 @@ def schedule_for(
 
     ``auto`` is two_level if the group spans whole nodes, :func:`~commfuse_npu.plan.usual_shape` for
     linear layers of a group inside a node, unless lanes are asked for or tried out or attention
-    needs them, too, else shifted.  There are at most ``size - 1`` transfers to have in flight, and each
-    lane costs buffers on every rank: superfluous lanes are not made.
+    needs them, too, else shifted.  There are at most ``size - 1`` transfers to have in flight, and
+    each lane costs buffers on every rank: superfluous lanes are not made.
 
     Args:
         processes: ranks per node.
